@@ -110,10 +110,11 @@ class ReplicaVotes:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield gradients first: looked at after the update, a wrong one has made its weight wrong as well."""
     for name, parameter in model.named_parameters():
-        yield name, parameter
         if parameter.grad is not None:
             yield f"the gradient of {name}", parameter.grad
+    yield from model.named_parameters()
 
 
 def _explain(step: int, names: list[str], sums: Tensor, ranks: list[int]) -> str:

@@ -4,11 +4,12 @@
 - "stop": it is stopped (SIGSTOP), so that its peers wait for it.
 - "slow": it sleeps in a step.
 - "exception": it raises in a step.
-- "flip": one bit of its weights changes.
+- "flip", "flip gradient", "flip moment": one bit changes, of its weights, of a gradient just before the optimizer reads
+  it (so after replicas have averaged it), or of the optimizer's state just after an update.
 - "disk": its next save finds no room on the disk.
 
-Each happens once, however often the run is started: a mark in a directory remembers it. Lost packets are a fault of the
-wire, not of a rank: see `packets`.
+Each happens once, however often the run is started: a mark in a directory remembers it. The mark of a flip says which
+bit it was. Lost packets are a fault of the wire, not of a rank: see `packets`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from distlab.checkpoint import files
+from distlab.checkpoint.parts import Parts, moments_of
 
-KINDS = ("kill", "stop", "slow", "exception", "flip", "disk")
+KINDS = ("kill", "stop", "slow", "exception", "flip", "flip gradient", "flip moment", "disk")
 
 
 class InjectedFault(RuntimeError):
@@ -122,15 +125,16 @@ class Faults:
         """Whether the plan has a full disk, on whatever rank."""
         return any(fault.kind == "disk" for fault in self.plan)
 
-    def before_step(self, number: int, rank: int, world_size: int, modules: Sequence[nn.Module]) -> None:
-        """Let happen what is due.
+    def before_step(self, number: int, rank: int, world_size: int, parts: Parts) -> None:
+        """Let happen what is due; bits flip in the modules and optimizers among the parts.
 
         Raises:
             InjectedFault: the plan has an exception here.
+            ValueError: the plan flips a bit of what the parts have not.
         """
         for index, fault in enumerate(self.plan):
             if fault.step <= number and fault.rank % world_size == rank and self._is_new(index):
-                self._happen(index, fault, rank, modules)
+                self._happen(index, fault, rank, parts)
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -152,7 +156,7 @@ class Faults:
             return False
         return True
 
-    def _happen(self, index: int, fault: Fault, rank: int, modules: Sequence[nn.Module]) -> None:
+    def _happen(self, index: int, fault: Fault, rank: int, parts: Parts) -> None:
         if fault.kind in ("kill", "stop"):
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             timer = threading.Timer(fault.seconds, os.kill, (os.getpid(), number))
@@ -164,20 +168,61 @@ class Faults:
             raise InjectedFault(f"rank {rank}: fault {index} of the plan raises here ({fault})")
         elif fault.kind == "disk":
             self._is_disk_full = True
+        elif fault.kind == "flip":
+            self._flip(index, _weights_of(parts))
         else:
-            flip_bit(modules, random.Random(index))
+            self._flip_in_update(index, fault.kind == "flip gradient", parts)
+
+    def _flip(self, index: int, found: Mapping[str, Tensor]) -> None:
+        said = flip_bit(found, random.Random(f"{index} {self.plan[index]}"))
+        (self._directory / f"fault-{index}").write_text(said)
+
+    def _flip_in_update(self, index: int, is_gradient: bool, parts: Parts) -> None:
+        """Flip a bit in the next update that has what to flip: of a gradient before it, of a moment after it."""
+        waiting = [True]  # no hook can remove itself while torch goes through them
+
+        def hook(optimizer: Optimizer, *_: object) -> None:
+            found = _gradients_of(parts, optimizer) if is_gradient else moments_of({"optimizer": optimizer})
+            if waiting and (found or not is_gradient):
+                waiting.clear()
+                self._flip(index, found)
+
+        optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
+        if not optimizers:
+            self._flip(index, {})
+        for optimizer in optimizers:
+            (optimizer.register_step_pre_hook if is_gradient else optimizer.register_step_post_hook)(hook)
+
+
+def _weights_of(parts: Parts) -> dict[str, Tensor]:
+    modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+    return {name: parameter for module in modules for name, parameter in module.named_parameters()}
+
+
+def _gradients_of(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the gradients that an optimizer is about to read, named as votes name them."""
+    read = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: one for name, one in _weights_of(parts).items() if one in read and one.grad is not None}
+    return {f"the gradient of {name}": one.grad for name, one in named.items() if one.grad is not None}
 
 
 @torch.no_grad()
-def flip_bit(modules: Sequence[nn.Module], chance: random.Random) -> None:
-    """Flip one bit of one of the modules' parameters.
+def flip_bit(found: Mapping[str, Tensor], chance: random.Random) -> str:
+    """Flip one bit of one of these tensors, and say which one; sparse ones are left alone.
 
     Raises:
-        ValueError: none of them has a parameter whose elements lie side by side.
+        ValueError: none of them has an element.
     """
-    rows = [one.view(-1).view(torch.uint8) for m in modules for one in m.parameters() if one.is_contiguous()]
-    rows = [row for row in rows if row.numel()]
-    if not rows:
-        raise ValueError("there is no parameter to flip a bit of; leave 'flip' out of the plan's kinds")
-    row = chance.choice(rows)
-    row[chance.randrange(row.numel())] ^= 1 << chance.randrange(8)
+    names = [name for name, tensor in found.items() if tensor.numel() and tensor.layout == torch.strided]
+    if not names:
+        raise ValueError(
+            "there is no weight, gradient or moment to flip a bit of among the run's parts; leave that kind of flip "
+            "out of the plan, or pass the model and its optimizer as parts of their own"
+        )
+    name = chance.choice(names)
+    tensor = found[name]
+    place = tuple(chance.randrange(size) for size in tensor.shape)
+    element, byte, bit = tensor[place].reshape(1).clone(), chance.randrange(tensor.element_size()), chance.randrange(8)
+    element.view(torch.uint8)[byte] ^= 1 << bit
+    tensor[place] = element[0]
+    return f"bit {8 * byte + bit} of element {list(place)} of {name}"

@@ -154,7 +154,7 @@ class ElasticRun:
         while self.position < self.work.end:
             step = self._next()
             self._notice.doing = f"in step {step.number}"
-            self._faults.before_step(step.number, self._rank, self._world_size, self._modules)
+            self._faults.before_step(step.number, self._rank, self._world_size, self._parts)
             yield step
             self.number, self.position = step.number + 1, step.position + step.batch
             is_over, is_asked = self.position == self.work.end, self._is_any_asked()

@@ -228,6 +228,8 @@ FORGED = {
     "a box outside": (lambda m: move(m), "has a box"),
     "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "damaged, or of a version"),
     "a negative length": (lambda m: setattr(first_place(m), "length", -1), "are no sizes"),
+    "a value without a place": (lambda m: m.planner_data.update({"model.first.weight": ()}), "stands at"),
+    "a place that is text": (lambda m: m.planner_data.update({"model.first.weight": "model"}), "stands at 'model'"),
     "an extension": (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "changed by an extension"),
 }
 
@@ -254,6 +256,15 @@ def test_forged_records_are_refused(tmp_path, kind):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=words):
         read_dcp(path)
+
+
+def test_what_an_unpickler_says_in_several_lines_is_one(tmp_path):
+    path = write_dcp(tmp_path / "run", run_of())
+    (path / "SHA256SUMS").unlink()
+    (path / ".metadata").write_bytes(b"\x80\x04K\x01Q.")  # asks for an object by a number
+    with pytest.raises(ValueError, match="run/.metadata was not loaded") as caught:
+        read_dcp(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_box_that_no_file_has_is_named(tmp_path):

@@ -84,6 +84,9 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
         b"{",
         b"\x80\x04.",
         pickle.dumps([1]),
+        json.dumps({"pg_config": [], "entries": []}).encode(),
+        json.dumps({"pg_config": {}, "entries": 7}).encode(),
+        json.dumps({"pg_config": {}}).encode(),
     ],
 )
 def test_no_code_of_a_dump_runs_and_damage_is_told(data):
@@ -103,6 +106,23 @@ def test_a_dump_with_odd_entries_loses_those_alone(tmp_path):
     ]
     (tmp_path / "d0").write_bytes(pickle.dumps(good))
     assert [call.group for call in read_dumps(tmp_path / "d")] == [(0, 1)] * 3 + [(0,)]
+
+
+@pytest.mark.parametrize("odd", [None, True, -1, 2**70, float("inf"), "x", "", [], {}, [None], {"line": []}, 1.5])
+def test_whatever_stands_in_a_field_the_other_calls_are_read(tmp_path, odd):
+    good = dump_of(0)
+    entry = good["entries"][-1]
+    frame = entry["frames"][0]
+    damaged = [*({**entry, field: odd} for field in entry), *({**entry, "frames": [{**frame, f: odd}]} for f in frame)]
+    damaged += [{key: value for key, value in entry.items() if key != field} for field in entry]
+    for one in damaged:
+        for entries in ([*good["entries"][:-1], one], [one, *good["entries"][:-1]]):
+            (tmp_path / "d0").write_bytes(pickle.dumps(good | {"entries": entries}))
+            calls = read_dumps(tmp_path / "d").calls(0)
+            assert len(good["entries"]) - 1 <= len(calls) <= len(good["entries"])
+    for config in ({"0": odd}, {"0": {"ranks": odd}}, {"0": {"ranks": json.dumps([odd])}}):
+        (tmp_path / "d0").write_bytes(pickle.dumps(good | {"pg_config": config}))
+        read_dumps(tmp_path / "d")
 
 
 def test_a_rank_with_torchs_worker_server_is_asked_over_its_socket(tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -219,6 +220,28 @@ def test_the_fork_server_is_started_anew_when_it_was_killed(monkeypatch):
         assert fork_client.fork_server().pid != first.pid
     finally:
         fork_client.shut_down()
+
+
+def test_a_fork_server_that_was_stopped_goes_on_with_the_next_run_and_ends(monkeypatch):
+    monkeypatch.setattr(fork_client._Current, "server", None)  # the other tests' ranks stay with theirs
+    server = psutil.Process(fork_client.fork_server().pid)
+
+    def stop_it():
+        os.kill(os.getppid(), signal.SIGSTOP)
+        raise ValueError("on purpose")
+
+    try:
+        assert run(os.getppid, 1) == [server.pid]
+        with pytest.raises(RankError, match="on purpose"):
+            run(stop_it, 1, echo=False)
+        server.suspend()
+        assert run(os.getppid, 1, timeout_s=60) == [server.pid]
+        server.suspend()
+    finally:
+        begin = time.monotonic()
+        fork_client.shut_down()
+    assert time.monotonic() - begin < 9, "a stopped server was killed after 10 s"
+    assert not server.is_running()
 
 
 def test_two_threads_may_run_at_once():

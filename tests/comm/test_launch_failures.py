@@ -100,6 +100,17 @@ def test_peers_that_saw_the_connection_close_are_not_blamed():
     assert "(a consequence)" in str(caught.value)
 
 
+def test_of_an_endless_last_line_an_error_repeats_a_little():
+    def fill_a_line():
+        sys.stdout.write("x" * 300_000)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError, match="killed by SIGKILL") as caught:
+        run(fill_a_line, 1, echo=False, timeout_s=60)
+    assert 500 <= str(caught.value).count("x") <= 20 * 500
+
+
 def test_a_noisy_failure_is_still_told_when_there_is_no_other():
     def fail() -> None:
         dist.barrier()

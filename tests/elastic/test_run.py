@@ -11,10 +11,14 @@ from elastic_job import SCHEDULE, plainly, train, used
 from killing import same_bits
 
 from distlab.checkpoint import PerRank, newest, save
+from distlab.checkpoint.parts import moments_of
 from distlab.comm import RankError, recorded
-from distlab.elastic import BatchRule, ElasticRun, Saves, Work, plan_faults, run_elastic
+from distlab.data_parallel import DataParallel
+from distlab.elastic import BatchRule, ElasticRun, Faults, Saves, Work, plan_faults, run_elastic
+from distlab.rng import generator
 from distlab.sharding import FullyShard, ShardedState
 from distlab.tensor_parallel import parallelize_module
+from distlab.votes import CorruptionError, ReplicaVotes
 
 EVEN = {"num_samples": 96, "num_epochs": 3, "dropout": 0.0, "dtype": "float64"}  # 24 steps of 12 samples
 
@@ -161,6 +165,49 @@ def test_a_flipped_bit_of_a_moment_is_seen_before_it_is_saved_and_the_run_goes_b
     assert "rank 2 differs from the 2 others" in text
 
 
+def vote_on(folder, plan):
+    """Look at gradients, weights and moments after each update; return what a vote said."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer, replicas = torch.optim.AdamW(model.parameters(), lr=1e-2), DataParallel(model)
+    votes, faults = ReplicaVotes(every=6), Faults(plan, folder)
+    try:
+        for number in range(6):
+            faults.before_step(number, dist.get_rank(), dist.get_world_size(), {"model": model, "optimizer": optimizer})
+            model(torch.randn(4, 6, generator=generator(number, dist.get_rank(), "data"))).square().mean().backward()
+            replicas.synchronize()
+            optimizer.step()
+            votes.look(number, model)
+            votes.look_at(number, moments_of({"optimizer": optimizer}))
+            optimizer.zero_grad()
+    except CorruptionError as error:
+        return str(error)
+    finally:
+        replicas.close()
+    return "nothing"
+
+
+def test_votes_find_step_rank_and_tensor_of_every_bit_that_a_plan_flips(ranks, tmp_path):
+    kinds = ("flip", "flip gradient", "flip moment")
+    plans = [plan_faults(seed, 1, num_steps=6, world_size=3, kinds=kinds) for seed in range(18)]
+    assert {plan[0].kind for plan in plans} == set(kinds)
+    told = ranks(3).run(lambda: [vote_on(tmp_path / str(seed), plan) for seed, plan in enumerate(plans)])
+    assert told[0] == told[1] == told[2]
+    for seed, ((fault,), text) in enumerate(zip(plans, told[0], strict=True)):
+        name = (tmp_path / str(seed) / "fault-0").read_text().partition("] of ")[2]
+        assert re.match(f"step {fault.step}: {name}( and .* more)?: rank {fault.rank} differs from the 2 others", text)
+
+
+@pytest.mark.parametrize("kind", ["flip gradient", "flip moment"])
+def test_a_bit_that_flips_in_an_update_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, tmp_path, kind):
+    expected = ranks(3).run(lambda: train(tmp_path / "whole"))[0]
+    final, words = restarted(tmp_path / "flipped", 3, faults=[(kind, 7, 1, 0.0)])
+    assert same_bits(final[:2], expected[:2])
+    (text,) = words
+    assert "CorruptionError: step 9: " in text
+    assert "rank 1 differs from the 2 others" in text
+
+
 def test_a_moment_that_nobody_has_used_yet_is_voted_on_too(ranks, tmp_path):
     """The bit flips after the last update before the save: the weights are still right."""
 
@@ -183,9 +230,9 @@ def test_a_moment_that_nobody_has_used_yet_is_voted_on_too(ranks, tmp_path):
 
 
 def test_a_plan_of_every_kind_of_fault_is_survived_bit_for_bit(ranks, tmp_path):
-    kinds = ("kill", "exception", "slow", "flip", "disk")
+    kinds = ("kill", "exception", "slow", "flip", "flip gradient", "flip moment", "disk")
     expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
-    plan = plan_faults(11, 10, num_steps=30, world_size=2, kinds=kinds, within_s=0.02)
+    plan = plan_faults(28, 10, num_steps=30, world_size=2, kinds=kinds, within_s=0.02)
     assert {fault.kind for fault in plan} == set(kinds)
     final, words = restarted(tmp_path / "faulty", faults=[list(fault) for fault in plan])
     assert same_bits(final[:2], expected[:2])

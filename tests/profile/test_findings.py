@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from gpu_traces import seeded_gpu
 from judging import judge
 from real_runs import profile_fault
-from seeded import FAULTS, KIND, seeded
+from seeded import FAULTS, KIND, draw, seeded, simulate_job
 
 from distlab.profile import Finding, Profile, find, read_files
 from distlab.profile.align import align
@@ -87,6 +89,14 @@ def of_two_ranks(*rows):
         for lane, kind, start, end, stage in rows
     ]
     return Trace.from_spans(spans)
+
+
+def test_where_chance_decides_who_is_last_no_rank_is_blamed():
+    for number in range(12):
+        random = np.random.default_rng([21, number])
+        job = replace(draw(random), spread=0.6)
+        for finding in find(Profile.of(simulate_job(job, random))):
+            assert finding.ranks == (), f"{number}: {finding}"
 
 
 def test_sums_that_the_next_layer_needs_are_no_missing_overlap():

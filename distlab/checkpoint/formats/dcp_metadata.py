@@ -98,7 +98,7 @@ def read_metadata(path: Path) -> list[Item]:
         nesting, places = metadata.planner_data or {}, metadata.storage_data
         return [_item(name, kind, nesting.get(name, (name,)), places) for name, kind in _items(metadata)]
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{where} was not loaded: {error}") from None
+        raise ValueError(f"{where} was not loaded: {' '.join(str(error).split())}") from None
     except Exception as error:  # an unpickler raises anything on damaged data
         raise ValueError(
             f"{where} is damaged, or of a version of torch that this distlab does not know "
@@ -117,7 +117,7 @@ def _items(metadata: Any) -> list[tuple[str, Any]]:
 def _item(name: Any, kind: Any, place: Any, places: Any) -> Item:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-    if type(name) is not str or not all(type(step) in (str, int) for step in place):
+    if type(name) is not str or type(place) is not tuple or not place or not {*map(type, place)} <= {str, int}:
         raise ValueError(f"{name!r} stands at {place!r}")
     if isinstance(kind, BytesStorageMetadata):
         return Item(name, tuple(place), None, None, (_chunk(name, None, (), places[MetadataIndex(name)]),))

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -62,6 +63,7 @@ class ForkServer:
         """
         try:
             with self._lock:
+                self._process.send_signal(signal.SIGCONT)  # a rank, or a person, may have stopped it
                 send_request(self._control, request, fds)
         except OSError as error:
             raise RuntimeError(
@@ -97,6 +99,7 @@ class ForkServer:
         self.release()
         if os.getpid() == self._owner:
             try:
+                self._process.send_signal(signal.SIGCONT)
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
                 self._process.kill()

@@ -10,6 +10,7 @@ from collections import deque
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
+LONGEST_LINE = 500  # of what an error repeats of it
 MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
 
 

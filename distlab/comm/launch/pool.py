@@ -21,7 +21,7 @@ from distlab.comm.launch.failures import Failure, describe_exit, format_stack
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import STATUS
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.output import Output
+from distlab.comm.launch.output import LONGEST_LINE, Output
 from distlab.comm.launch.worker import stack_path
 from distlab.nodes import Nodes
 
@@ -194,7 +194,7 @@ class Pool:
             summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status), process.output.last)
         text = self._stack_text(rank)
         if not text and process.output.last:
-            text = "its last output:\n" + "\n".join(f"    {line}" for line in process.output.last)
+            text = "its last output:\n" + "\n".join(f"    {line[:LONGEST_LINE]}" for line in process.output.last)
         return Failure(rank, summary, text, False, process.ended_ns)
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:

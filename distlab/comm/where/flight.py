@@ -38,6 +38,8 @@ _ALIASES = {
     "allgather": "all_gather",
     "all_reduce_barrier": "barrier",
 }
+_PLACES = {"pg_config": dict, "entries": list}
+_DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PAIR = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 
 _PASSED_ON = re.compile("/torch/|distlab/comm/record/")  # frames above the line that made a call
@@ -65,7 +67,7 @@ def read_dump(data: bytes, what: str) -> dict[str, Any]:
         read = json.loads(data) if data.lstrip()[:1] == b"{" else _PlainOnly(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises almost anything
         raise ValueError(f"{what} is no dump of torch's flight recorder: {type(error).__name__}: {error}") from None
-    if not isinstance(read, dict) or not isinstance(read.get("entries", []), list) or "pg_config" not in read:
+    if not isinstance(read, dict) or not all(isinstance(read.get(k), of) for k, of in _PLACES.items()):
         raise ValueError(f"{what} is no dump of torch's flight recorder: it has no pg_config and entries")
     return read
 
@@ -166,52 +168,58 @@ def _members(dumps: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
         for group in groups:
             called.setdefault(group, []).append(rank)
         for group, config in dump["pg_config"].items():
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(*_DAMAGE):
                 told[str(group)] = [int(member) for member in json.loads(config["ranks"])] or called.get(str(group), [])
     called["0"] = sorted(dumps)  # torch's name for the group of all
     return called | {group: members for group, members in told.items() if members}
 
 
 def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and bool(entry.get("process_group"))
+    group = entry.get("process_group") if isinstance(entry, dict) else None
+    return isinstance(group, list | tuple) and len(group) > 0
 
 
 def _record(rank: int, dump: Mapping[str, Any], members: Mapping[str, list[int]]) -> RankRecord:
     names: list[str] = [""]
     rows = [row for entry in dump.get("entries", []) if (row := _row(rank, entry, members, names)) is not None]
-    table = np.zeros(len(rows), ROW)
-    for number, row in enumerate(rows, start=1):
-        for field, value in row.items():
-            table[number - 1][field] = value
-        table[number - 1]["n"] = number
-    first = int(dump["entries"][0].get("record_id", 0)) if dump.get("entries") else 0
+    table = np.concatenate([np.zeros(0, ROW), *rows])
+    table["n"] = np.arange(1, len(rows) + 1)
+    ids = [entry["record_id"] for entry in dump["entries"][:1] if isinstance(entry, dict) and "record_id" in entry]
+    first = ids[0] if ids and type(ids[0]) is int and 0 <= ids[0] < 1 << 62 else 0
     # Numbers before the first row: what the ring of the flight recorder has overwritten.
     header = Header(len(rows) or 1, 1, 1 - first, len(rows), 0, 0, 1, 0, 0)
     return RankRecord(header, table, np.zeros(len(OPS), TOTALS), names)
 
 
-def _row(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> dict[str, int] | None:
-    """Return the fields of a call's row; None where the entry is none that we know."""
+def _row(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> Any:
+    """Return a call's row; None where the entry is damaged, or none that we know."""
+    row, known = np.zeros(1, ROW), len(names)
     try:
-        name = str(entry["profiling_name"]).partition(":")[2]
-        pair = _PAIR.match(name)
-        plain = re.sub(r"_(base|coalesced|single|into_tensor|tensor)$", "", name.strip("_").lower())
-        op = pair[1] if pair else _ALIASES.get(plain, plain)
-        if op not in OPS[1:]:
-            return None
-        group = str(entry["process_group"][0])
-        members = groups[group]
-        shapes = [
-            (shape, str(dtype).lower())
-            for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
-        ]
-        place = next((f for f in entry.get("frames", ()) if not _PASSED_ON.search(str(f["filename"]))), None)
-        is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
-        created = int(entry["time_created_ns"]) - (time.time_ns() - time.monotonic_ns())
-        peer = members[int(pair[3])] if pair else -1
-        text = f"{group} {members}"
-    except (KeyError, TypeError, ValueError, IndexError):
+        for field, value in _fields(rank, entry, groups, names).items():
+            row[field] = value
+    except _DAMAGE:
+        del names[known:]
         return None
+    return row
+
+
+def _fields(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> dict[str, int]:
+    name = str(entry["profiling_name"]).partition(":")[2]
+    pair = _PAIR.match(name)
+    plain = re.sub(r"_(base|coalesced|single|into_tensor|tensor)$", "", name.strip("_").lower())
+    op = pair[1] if pair else _ALIASES.get(plain, plain)
+    if op not in OPS[1:]:
+        raise ValueError(op)
+    group = str(entry["process_group"][0])
+    members = groups[group]
+    shapes = [
+        (shape, str(dtype).lower()) for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+    ]
+    place = next((f for f in entry.get("frames", ()) if not _PASSED_ON.search(str(f["filename"]))), None)
+    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
+    created = int(entry["time_created_ns"]) - (time.time_ns() - time.monotonic_ns())
+    peer = members[int(pair[3])] if pair else -1
+    text = f"{group} {members}"
     told = [] if op in ("gather", "scatter", "barrier") else shapes  # what only the root passes does not meet
     first = f"{shapes[0][1]}{list(shapes[0][0])}" if shapes else ""
     what = first + (f" and {len(shapes) - 1} more" if len(shapes) > 1 else "")

@@ -17,6 +17,7 @@ from distlab.profile.sections import SECTIONS
 Floats = NDArray[np.float64]
 SLOWER = 1.08  # times the lower median, from which on a rank is slow
 OFTEN = 0.75  # of the steps, in which the same rank has to be slow
+SURELY = 3.0  # standard errors, by which a slow rank's mean lies above that of the others: chance alone reaches 2
 TOGETHER = 0.7  # least correlation of forward and backward when it is the work that is uneven, not the machine
 
 
@@ -38,6 +39,7 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
         return
     slower = work / np.maximum(lower_median(work), 1e-12)
     slow = (np.median(slower, axis=1) >= SLOWER) & ((slower >= 1 + (SLOWER - 1) / 2).mean(axis=1) >= OFTEN)
+    slow &= _deviations_from_others(work) >= SURELY
     if slow.any():
         slowest = int(np.where(slow, np.median(slower, axis=1), 0.0).argmax())
         more_s = work[slowest] - lower_median(work)
@@ -93,6 +95,15 @@ def lower_median(values: Floats) -> Floats:
     """Return the lower median over ranks [R, S] -> [S]."""
     ordered: Floats = np.sort(values, axis=0)[(len(values) - 1) // 2]
     return ordered
+
+
+def _deviations_from_others(work: Floats) -> Floats:
+    """Return how far each rank is above the mean of the others, in standard errors over steps [R, S] -> [R]."""
+    others = (work.sum(axis=0) - work) / (len(work) - 1)
+    ratios = np.log(np.maximum(work, 1e-12) / np.maximum(others, 1e-12))
+    errors = ratios.std(axis=1) / np.sqrt(max(1, work.shape[1] - 1))
+    deviations: Floats = ratios.mean(axis=1) / np.maximum(errors, 1e-12)
+    return deviations
 
 
 def _room_s(profile: Profile, rank: int, faster: Floats) -> Floats:

@@ -72,7 +72,7 @@ def _on_gpu(
     kernels: Sequence[Event], host: Sequence[Event], sections: Sequence[Range], steps: Sequence[tuple[str, int, int]]
 ) -> list[Span]:
     launched = {
-        event.args["correlation"]: event.start_ns
+        repr(event.args["correlation"]): event.start_ns
         for event in host
         if event.category in LAUNCHES and "correlation" in event.args
     }
@@ -83,7 +83,7 @@ def _on_gpu(
     begins = [start for _, start, _ in steps]
     busy_until = next((kernel.start_ns for kernel in kernels if not is_call(kernel.name)), kernels[0].start_ns)
     for kernel in kernels:
-        launch = launched.get(kernel.args.get("correlation"), kernel.start_ns)
+        launch = launched.get(repr(kernel.args.get("correlation")), kernel.start_ns)
         number = int(np.searchsorted(begins, launch, side="right")) - 1
         if number >= 0 and launch < steps[number][2]:
             starts.setdefault(number, []).append(kernel.start_ns)
