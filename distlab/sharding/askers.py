@@ -23,11 +23,11 @@ def knows_of_parts() -> bool:
     asks = _outside(sys._getframe(1))
     if asks is not None and _package(asks) == HERE:
         return True
-    frame = sys._getframe(1)
+    called, frame = sys._getframe(0), sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not _USERS_CLOSURE:
-        if _is_step(frame) or _builds_optimizer(frame):
+        if _is_step(frame, called) or _builds_optimizer(frame):
             return True
-        frame = frame.f_back
+        called, frame = frame, frame.f_back
     return False
 
 
@@ -57,9 +57,11 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _is_step(frame: FrameType) -> bool:
-    """Return whether a frame runs an optimizer's step after torch's hooks, of which one tries the optimizer."""
-    return frame.f_code is STEP and frame.f_globals is torch_optimizer.__dict__
+def _is_step(frame: FrameType, called: FrameType) -> bool:
+    """Return whether a frame runs an optimizer's own step, and not a hook before or after it."""
+    if frame.f_code is not STEP or frame.f_globals is not torch_optimizer.__dict__:
+        return False
+    return called.f_code is getattr(frame.f_locals["func"], "__code__", called.f_code)
 
 
 def _builds_optimizer(frame: FrameType) -> bool:
