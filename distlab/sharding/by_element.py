@@ -169,7 +169,8 @@ def _updated(
             for step in range(num_steps):
                 for parameter, slope in zip(parameters, slopes, strict=True):
                     parameter.grad = slope[step].view(parameter.shape).clone()
-                type(optimizer).step(twin, *([partial(again, step)] if takes_closure else []))
+                closure: list[Any] = [partial(again, step)] if takes_closure else []
+                type(optimizer).step(twin, *closure)
                 for row, parameter in zip(rows, parameters, strict=True):
                     row.append(parameter.detach().flatten().clone())
     except Exception as error:
