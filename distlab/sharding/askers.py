@@ -20,11 +20,12 @@ STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 def knows_of_parts() -> bool:
     """Return whether the code that asks, some frames above, knows that a shard is a part."""
-    asks = _outside(sys._getframe(1))
-    if asks is not None and _package(asks) == HERE:
-        return True
-    called, frame = sys._getframe(0), sys._getframe(1)
+    called, frame, is_outside = sys._getframe(0), sys._getframe(1), False
     while frame.f_back is not None and frame.f_code is not _USERS_CLOSURE:
+        if not is_outside and (package := _package(frame)):
+            if package == HERE:
+                return True
+            is_outside = True
         if _is_step(frame, called) or _builds_optimizer(frame):
             return True
         called, frame = frame, frame.f_back
@@ -43,18 +44,13 @@ def for_a_user(closure: Callable[[], Any]) -> Callable[[], Any]:
 _USERS_CLOSURE = for_a_user(lambda: None).__code__
 
 
-def _outside(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame that is neither torch's nor one in which a shard answers."""
-    while frame is not None and (_package(frame) == "torch" or frame.f_globals["__name__"] in _ANSWERS):
-        frame = frame.f_back
-    return frame
-
-
 _ANSWERS = (__name__, "distlab.sharding.shard_gradient")
 
 
 def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """Return whose code a frame runs; nothing for torch's, and for one in which a shard answers."""
+    name = frame.f_globals.get("__name__", "?")
+    return "" if name.startswith("torch.") or name == "torch" or name in _ANSWERS else str(name.partition(".")[0])
 
 
 def _is_step(frame: FrameType, called: FrameType) -> bool:
