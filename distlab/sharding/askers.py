@@ -20,14 +20,15 @@ STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 def knows_of_parts() -> bool:
     """Return whether the code that asks, some frames above, knows that a shard is a part."""
-    asks = _outside(sys._getframe(1))
-    if asks is not None and _package(asks) == HERE:
-        return True
-    frame = sys._getframe(1)
+    called, frame, is_outside = sys._getframe(0), sys._getframe(1), False
     while frame.f_back is not None and frame.f_code is not _USERS_CLOSURE:
-        if _is_step(frame) or _builds_optimizer(frame):
+        if not is_outside and (package := _package(frame)):
+            if package == HERE:
+                return True
+            is_outside = True
+        if _is_step(frame, called) or _builds_optimizer(frame):
             return True
-        frame = frame.f_back
+        called, frame = frame, frame.f_back
     return False
 
 
@@ -43,23 +44,20 @@ def for_a_user(closure: Callable[[], Any]) -> Callable[[], Any]:
 _USERS_CLOSURE = for_a_user(lambda: None).__code__
 
 
-def _outside(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame that is neither torch's nor one in which a shard answers."""
-    while frame is not None and (_package(frame) == "torch" or frame.f_globals["__name__"] in _ANSWERS):
-        frame = frame.f_back
-    return frame
-
-
 _ANSWERS = (__name__, "distlab.sharding.shard_gradient")
 
 
 def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """Return whose code a frame runs; nothing for torch's, and for one in which a shard answers."""
+    name = frame.f_globals.get("__name__", "?")
+    return "" if name.startswith("torch.") or name == "torch" or name in _ANSWERS else str(name.partition(".")[0])
 
 
-def _is_step(frame: FrameType) -> bool:
-    """Return whether a frame runs an optimizer's step after torch's hooks, of which one tries the optimizer."""
-    return frame.f_code is STEP and frame.f_globals is torch_optimizer.__dict__
+def _is_step(frame: FrameType, called: FrameType) -> bool:
+    """Return whether a frame runs an optimizer's own step, and not a hook before or after it."""
+    if frame.f_code is not STEP or frame.f_globals is not torch_optimizer.__dict__:
+        return False
+    return called.f_code is getattr(frame.f_locals["func"], "__code__", called.f_code)
 
 
 def _builds_optimizer(frame: FrameType) -> bool:

@@ -2,17 +2,24 @@
 
 SGD and Adam update each number from its own gradient and state. LAMB, Adafactor and Muon look at a whole tensor (its
 norm, its rows), and some look at all tensors at once. An optimizer of any class is tried on a few numbers: it
-updates a tensor whole, and the same numbers cut in two, each part by an optimizer of its own. Both must agree.
+updates tensors together, each alone, and cut in two. All must agree.
+
+A trial sees what happens in it. So tensors have one to four dimensions, gradients change their sign and size, and
+there are many steps, since some optimizers begin simply. One tensor is large: some treat small ones in another way.
+
+Limit: an optimizer that works by element for `NUM_STEPS` steps, and in another way later, passes.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +33,10 @@ from distlab.sharding.askers import for_a_user
 from distlab.sharding.shard_gradient import WHOLE, FlatShard
 from distlab.sharding.zero.offload import OffloadedOptimizer
 
-NUM_STEPS = 3
+NUM_STEPS, NUM_STEPS_OF_LARGE = 100, 3
+SMALL = ((4, 2), (2, 3), (7,), (2, 2, 3), (3, 2, 1, 2))
+LARGE = ((130, 129),)
+LEAST_RATE = 0.01  # a schedule may begin at 0, and nothing would be seen
 TOLERANCE = 1e-5
 KNOWN = frozenset(  # torch's own that work by element
     getattr(torch.optim, name)
@@ -37,7 +47,7 @@ KNOWN = frozenset(  # torch's own that work by element
 def what_it_needs(optimizer: torch.optim.Optimizer) -> str:
     """Return "elements", "tensors" or "all": the smallest part that an optimizer updates as it does in one process.
 
-    The optimizer itself is not touched: one like it, with the options of its first group, updates a few numbers.
+    The optimizer itself is not touched: ones like it, with the options of each of its groups, update a few numbers.
 
     Raises:
         ValueError: it cannot be tried; the text says why.
@@ -46,15 +56,34 @@ def what_it_needs(optimizer: torch.optim.Optimizer) -> str:
         optimizer = optimizer.inner
     if type(optimizer) in KNOWN:
         return "elements"
-    whole = [torch.linspace(-1.5, 2.0, 8).reshape(4, 2), torch.linspace(0.5, 5.0, 6).reshape(2, 3)]
-    together = _updated(optimizer, whole)
-    if not _agree(together, [_updated(optimizer, [one])[0] for one in whole]):
+    options = {str(one): one for one in map(_options, optimizer.param_groups)}.values()
+    return max((_tried(optimizer, one) for one in options), key=("elements", "tensors", "all").index)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in group.items() if name != "params"}
+    return {**found, "lr": max(float(found["lr"]), LEAST_RATE)} if "lr" in found else found
+
+
+def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> str:
+    """Return what an optimizer with these options needs."""
+    shapes: tuple[tuple[int, ...], ...] = SMALL
+    try:
+        together = _updated(optimizer, options, shapes)
+    except ValueError:  # Muon wants two dimensions
+        shapes = SMALL[:2]
+        together = _updated(optimizer, options, shapes)
+    if not _agree(together, [_updated(optimizer, options, [one])[0] for one in shapes]):
         return "all"
     try:
-        halves = [_updated(optimizer, [half])[0] for half in (whole[0].flatten()[:3], whole[0].flatten()[3:])]
-    except ValueError:  # Muon wants two dimensions
+        large = _updated(optimizer, options, LARGE, NUM_STEPS_OF_LARGE)
+        for some, whole in ((shapes, together), (LARGE, large)):
+            parts = _updated(optimizer, options, some, len(whole[0]) - 1, cut=True)
+            if not _agree(whole, [torch.cat(pair, 1) for pair in zip(parts[::2], parts[1::2], strict=True)]):
+                return "tensors"
+    except ValueError:
         return "tensors"
-    return "elements" if _agree([together[0].flatten()], [torch.cat(halves)]) else "tensors"
+    return "elements"
 
 
 def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -106,45 +135,67 @@ def _has_shards(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(one, FlatShard) for group in optimizer.param_groups for one in group["params"])
 
 
-def _updated(optimizer: torch.optim.Optimizer, values: Sequence[Tensor]) -> list[Tensor]:
-    """Return what an optimizer like this one makes of some tensors in a few steps.
+def _updated(
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    num_steps: int = NUM_STEPS,
+    *,
+    cut: bool = False,
+) -> list[Tensor]:
+    """Return what an optimizer like this one makes of some tensors, or of two parts of each: a row for each step.
 
     Raises:
         ValueError: it fails.
     """
-    parameters = [nn.Parameter(one.clone()) for one in values]
-    kind = type(optimizer).__name__
-    closure: list[Any] = (
-        [lambda: torch.zeros(())] if "closure" in inspect.signature(type(optimizer).step).parameters else []
-    )
+    whole = [torch.linspace(-1.5, 2.0 + len(shape), math.prod(shape)).reshape(shape) for shape in shapes]
+    halves = [part for one in whole for part in one.flatten().tensor_split([one.numel() // 3])]
+    starts = halves if cut else whole
+    parameters = [nn.Parameter(one.clone()) for one in starts]
+
+    rises = torch.arange(num_steps)[:, None]
+    slopes = [torch.cos(3 * one.flatten() + 2 * rises) * 10 ** torch.sin(rises) for one in starts]
+
+    def again(step: int) -> Tensor:  # a number's gradient depends on it alone
+        for parameter, slope in zip(parameters, slopes, strict=True):
+            parameter.grad = slope[step].view(parameter.shape) + 0.1 * torch.sin(parameter.detach())
+        return torch.zeros(())
+
+    kind, rows = type(optimizer).__name__, [[one.flatten()] for one in starts]
+    takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
     try:
-        twin = _like(optimizer, parameters)
+        twin = _like(optimizer, options, parameters)
         with torch.enable_grad():
-            for step in range(NUM_STEPS):
-                for parameter, start in zip(parameters, values, strict=True):
-                    parameter.grad = (step + 1) * torch.cos(3 * start)  # a number's gradient depends on it alone
+            for step in range(num_steps):
+                for parameter, slope in zip(parameters, slopes, strict=True):
+                    parameter.grad = slope[step].view(parameter.shape).clone()
+                closure: list[Any] = [partial(again, step)] if takes_closure else []
                 type(optimizer).step(twin, *closure)
+                for row, parameter in zip(rows, parameters, strict=True):
+                    row.append(parameter.detach().flatten().clone())
     except Exception as error:
         raise ValueError(
             f"{kind} could not be tried on a few numbers, to see whether it works by element ({type(error).__name__}: "
             f"{error}); use one of {', '.join(sorted(one.__name__ for one in KNOWN))}, or no sharding"
         ) from error
-    return [parameter.detach() for parameter in parameters]
+    return [torch.stack(row) for row in rows]
 
 
-def _like(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+def _like(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     try:
         twin = type(optimizer)(parameters, **optimizer.defaults)
-        twin.param_groups[0].update(copy.deepcopy(options))
-    except TypeError:  # its arguments have other names than its options
+        twin.param_groups[0].update(copy.deepcopy(dict(options)))
+    except Exception:  # its arguments have other names than its options, or it wants groups of its own
         twin = copy.copy(optimizer)
         twin.state = defaultdict(dict)
-        twin.param_groups = [{**copy.deepcopy(options), "params": parameters}]
+        twin.param_groups = [{**copy.deepcopy(dict(options)), "params": parameters}]
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(twin, hooks, OrderedDict())
     return twin
 
 
 def _agree(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(expected, got, strict=True))
+    pairs = zip(expected, got, strict=True)
+    return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True) for a, b in pairs)

@@ -216,7 +216,7 @@ def _unless_refused(
         result = func(*args, **(kwargs or {}))
         if func == DATA:  # is no way around what is refused
             return result.as_subclass(kind)
-        if knows or name.endswith("_like") or name.startswith("new_"):
+        if knows or name.startswith("new_"):
             return result
         if name in COUNTS:
             return HeldCount(result)

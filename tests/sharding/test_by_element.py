@@ -53,6 +53,42 @@ def written():
                 one.div_(norm + 1.0)
             super().step()
 
+    class Late(Written):
+        def scale_of(self, parameter):
+            count = self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+            return 1.0 if count < 30 else self.state[parameter]["average"].pow(2).mean()
+
+    class OfFilters(Written):
+        def scale_of(self, parameter):
+            return 0.5 if parameter.dim() == 4 else 1.0
+
+    class OfLarge(Written):
+        def scale_of(self, parameter):
+            return parameter.pow(2).mean() if parameter.numel() > 4096 else 1.0
+
+    class Skips(Written):
+        def scale_of(self, parameter):
+            return (parameter.grad * self.state[parameter]["average"]).sum() > 0
+
+    class InOneGroup(Written):
+        def __init__(self, params, step_size=0.1):
+            super().__init__([{"params": list(params), "by_rows": False}], step_size)
+            self.param_groups += [{**self.param_groups[0], "params": [], "by_rows": True}]
+
+        def scale_of(self, parameter):
+            return len(parameter.shape) if self.param_groups[-1]["by_rows"] else 1.0
+
+    class Sam(Written):
+        @torch.no_grad()
+        def step(self, closure):
+            every = [one for group in self.param_groups for one in group["params"]]
+            norm = sum(one.grad.square().sum() for one in every).sqrt()
+            moves = [0.5 * one.grad / norm for one in every]
+            torch._foreach_add_(every, moves)
+            closure()
+            torch._foreach_sub_(every, moves)
+            super().step()
+
     class Lion(Written):
         @torch.no_grad()
         def step(self):
@@ -63,14 +99,16 @@ def written():
     class Adam(torch.optim.Adam):
         pass
 
-    return {kind.__name__: kind for kind in (Written, Lamb, ByHand, ByRows, Clips, Lion, Adam)}
+    late = (Late, OfFilters, OfLarge, Skips, InOneGroup, Sam)
+    return {kind.__name__: kind for kind in (Written, Lamb, ByHand, ByRows, Clips, Lion, Adam, *late)}
 
 
 HERE = written()
 NEEDS = {
     "elements": (HERE["Written"], HERE["Lion"], HERE["Adam"], *sorted(KNOWN, key=lambda kind: kind.__name__)),
     "tensors": (HERE["Lamb"], HERE["ByHand"], HERE["ByRows"], LAMB, LARS, torch.optim.Adafactor, torch.optim.Muon),
-    "all": (HERE["Clips"], torch.optim.LBFGS),
+    "all": (HERE["Clips"], HERE["Sam"], torch.optim.LBFGS),
+    "tensors, in some cases": tuple(HERE[name] for name in ("Late", "OfFilters", "OfLarge", "Skips", "InOneGroup")),
 }
 
 
@@ -82,12 +120,19 @@ def test_what_an_optimizer_needs_is_found_by_trying_it(kind, needs):
     parameter.grad = torch.ones(3, 2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before = torch.get_rng_state()
-    assert what_it_needs(optimizer) == needs
+    assert what_it_needs(optimizer) == needs.split(",")[0]
     assert torch.equal(torch.get_rng_state(), before)
     assert parameter.tolist() == [[1.0, 1.0]] * 3, "it is untouched"
     assert parameter.grad.tolist() == [[1.0, 1.0]] * 3
     assert not any(state for state in optimizer.state.values() if float(state.get("step", 0)))
     assert schedule.last_epoch == 0
+
+
+def test_a_rate_that_is_zero_at_first_hides_nothing():
+    optimizer = HERE["ByHand"]([nn.Parameter(torch.ones(3, 2))])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert what_it_needs(optimizer) == "tensors"
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused_with_the_reason():

@@ -11,7 +11,7 @@ from refused import message
 from torch import nn
 
 from distlab.data_parallel import DataParallel
-from distlab.sharding import FullyShard, ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
 
 
 def sgd(parameters):
@@ -138,3 +138,75 @@ def test_what_is_wrapped_is_not_copied_or_saved_and_says_what_to_do(ranks):
                 assert "cannot be pickled or copied" in text
                 assert words.get(thing, "full_state_dict(model) returns the whole state") in text
         assert set(free) == {"no error"}
+
+
+class Lookahead:
+    """As people write it: around any optimizer, with slow values of the parameters in its groups."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.slow = [one.detach().clone() for one in self.parameters()]
+
+    def parameters(self):
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        for slow, fast in zip(self.slow, self.parameters(), strict=True):
+            slow.add_(fast.detach() - slow, alpha=0.5)
+            fast.copy_(slow)
+
+
+def around(split):
+    model = nn.Sequential(nn.Linear(4, 1))  # the last rank of three owns nothing where tensors are dealt out
+    sharded = ShardedOptimizer(model, sgd, split=split)
+    texts = []
+    for optimizer in (sharded, Lookahead(sharded), sharded):
+        sharded.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            model[0].weight.clamp_(-1, 1)  # on all ranks
+        texts.append(message(sharded.synchronize))
+        if texts[-1] == "no error":
+            optimizer.step()
+    return texts
+
+
+@pytest.mark.parametrize("split", ["elements", "tensors"])
+def test_an_optimizer_around_zero_that_changes_pieces_is_told_on_every_rank(ranks, split):
+    for rank, (*fine, last) in enumerate(ranks(3).run(around, split)):
+        assert fine == ["no error"] * 2
+        assert last.startswith(f"RuntimeError: rank {rank}: step 2: pieces were changed outside of step()"), last
+        assert "build it in make_optimizer" in last
+
+
+def fully_around():
+    model = FullyShard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+    optimizer = Lookahead(sgd(model.parameters()))
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        model.synchronize()
+        optimizer.step()
+    return {name: one.clone() for name, one in full_state_dict(model).items()}
+
+
+def test_an_optimizer_around_shards_equals_one_process(ranks):
+    found = ranks(2).run(fully_around_and_alone)
+    for whole, alone in found:
+        for name, value in alone.items():
+            assert torch.allclose(whole[name], value, atol=1e-6, rtol=0), name
+
+
+def fully_around_and_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    torch.manual_seed(0)
+    whole = fully_around()
+    optimizer = Lookahead(sgd(model.parameters()))
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return whole, {name: one.detach().clone() for name, one in model.named_parameters()}

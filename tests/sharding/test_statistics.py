@@ -118,6 +118,34 @@ def test_a_closure_is_the_users_also_inside_of_a_step(ranks):
         assert text.startswith(f"ValueError: rank {rank}: sum of a shard"), text
 
 
+def in_a_hook():
+    model = trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: [p.grad.pow(2).sum() for p in model.parameters()])
+    return message(optimizer.step)
+
+
+def test_a_hook_around_a_step_is_the_users(ranks):
+    for rank, text in enumerate(ranks(2).run(in_a_hook)):
+        assert text.startswith(f"ValueError: rank {rank}: sum of a shard"), text
+
+
+def collected():
+    """Numbers that people add up in tensors made like a shard, outside of a step."""
+    shard = next(trained().parameters())
+    like = torch.zeros_like(shard)
+    like.add_(shard.grad.square())
+    averages = [torch.empty_like(shard.grad).copy_(shard.grad)]
+    torch._foreach_mul_(averages, 0.5)
+    return [message(lambda one=one: float(one.sum())) for one in (like, *averages)] + [message(lambda: like.sqrt())]
+
+
+def test_sums_collected_in_a_tensor_like_a_shard_are_refused(ranks):
+    for rank, (*sums, root) in enumerate(ranks(2).run(collected)):
+        assert all(text.startswith(f"ValueError: rank {rank}: sum of a shard") for text in sums), sums
+        assert root == "no error"
+
+
 def of_pieces():
     model = net()
     optimizer = ShardedOptimizer(model, lambda p: torch.optim.AdamW(p, lr=0.1))

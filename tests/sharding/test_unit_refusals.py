@@ -47,6 +47,23 @@ def be_whole_numbers(block):
     block.steps = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
 
 
+def have_a_hook(block):
+    block.linear.weight.register_hook(lambda gradient: gradient / 2)
+
+
+def have_a_late_hook(block):
+    block.linear.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
+
+
+def test_hooks_that_would_not_run_are_refused_by_name(ranks):
+    def refusals():
+        return [message(lambda change=change: FullyShard(around(change))) for change in (have_a_hook, have_a_late_hook)]
+
+    for texts in ranks(2).run(refusals):
+        for text, name in zip(texts, ("weight", "bias"), strict=True):
+            assert text.startswith(f"ValueError: 1.linear (Linear): {name} has a hook on its gradient"), text
+
+
 def test_modules_that_would_not_train_are_refused_by_name(ranks):
     changes = [keep_again, keep_in_a_list, be_lazy, be_complex, be_whole_numbers]
 

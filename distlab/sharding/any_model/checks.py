@@ -88,6 +88,11 @@ def check_parameters(module: nn.Module) -> None:
                 f"{where} is {tensor.dtype}, and a flat shard holds floating point numbers. What is not trained is a "
                 "buffer: register_buffer(...)"
             )
+        if isinstance(tensor, nn.Parameter) and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            raise ValueError(
+                f"{where} has a hook on its gradient, and a flat shard has the gradients of a unit end to end: no hook "
+                "would run. Do the same to what the layer returns, or use ShardedOptimizer"
+            )
     refuse_overlaps(named)
     registered = {id(parameter): name for name, parameter in named}
     for path, one in owners.items():

@@ -34,10 +34,10 @@ from distlab.clip import clip_gradients_
 from distlab.collectives import DirectGather
 from distlab.comm import agree
 from distlab.gradient_status import find_faults
-from distlab.replicate import Registered, agree_on_parameters
+from distlab.replicate import agree_on_parameters
 from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
-from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
+from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
@@ -140,7 +140,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(trained, make_optimizer)
-        self._registered = Registered(module, "ShardedOptimizer")
+        self._kept = KeptAlike(module, self.buckets)
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
     @property
@@ -213,7 +213,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
                 for bucket in self.buckets:
                     bucket.note_not_finite()
             statuses = [status for bucket in self.buckets for status in bucket.statuses]
-            told = self._registered.complaints()
+            told = self._kept.complaints()
             found = find_faults(
                 statuses, self._names, self.group, unused=self.unused, step=self.step_number, complaints=told
             )
@@ -256,6 +256,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
                 work.finish() if isinstance(work, DirectGather) else work.wait()
             if call is not None:
                 call.draw(f"all_gather bucket {bucket.index}", "all_gather", lane="gather", num_bytes=bucket.num_bytes)
+        self._kept.note()
         self.step_number += 1
 
     def clip_gradients_(self, max_norm: float) -> Tensor:

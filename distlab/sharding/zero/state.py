@@ -25,6 +25,7 @@ from distlab.sharding.state.optimizer_parts import (
     save_parts,
 )
 from distlab.sharding.state.plain_state import by_names, kept_once
+from distlab.sharding.zero.scatter_in_backward import KeptAlike
 from distlab.sharding.zero.shard_bucket import ShardBucket
 
 
@@ -37,6 +38,7 @@ class SavesShards:
     optimizer: torch.optim.Optimizer
     buckets: Sequence[ShardBucket]
     group: ProcessGroup | None
+    _kept: KeptAlike
     group_names: list[list[str]]  # of all parameters in the optimizer's groups, in the order of one process
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -152,4 +154,10 @@ class SavesShards:
         check_one_save(saved)
         check_tensors(saved, {name: (shape, None) for name, shape in self._shapes().items()})
         shared = self._shared()
-        return prepare_optimizer(self.optimizer, shared, saved, assemble_rows(shared, saved))
+        take = prepare_optimizer(self.optimizer, shared, saved, assemble_rows(shared, saved))
+
+        def taking() -> None:
+            take()
+            self._kept.note()  # whoever loads a state loads the parameters too, on all ranks
+
+        return taking
