@@ -273,5 +273,7 @@ def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
             limit = 4 if only_these else 16  # roundings of the largest value
             if 0 < gap <= limit * torch.finfo(dtype).eps * scale and (only_these or dtype is torch.float32):
                 name, own = str(dtype).removeprefix("torch."), _dtype(got)
-                return f": it is about {gap / scale:.0e} off, relative to the largest: {name} somewhere in a {own} run?"
+                or_else = "" if only_these else ", or another small constant"
+                off = f": it is about {gap / scale:.0e} off, relative to the largest"
+                return f"{off}: {name} somewhere in a {own} run{or_else}?"
     return ""
