@@ -67,6 +67,9 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     else:
         same = type(got) is type(want) and got == want
         wanted = "None" if want is None else describe(want)
+        if type(want) is int and type(got) is float and got == want:
+            text = f"{what}: expected the whole number {want}, got the float {got}; divide with //, or use int()"
+            return Fault("not a whole number", text)
         return None if same else Fault("values", f"{what}: expected {wanted}, got {describe(got)}")
     for name, one, other in pairs:
         fault = compare(one, other, name, world_size)
