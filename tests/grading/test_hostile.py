@@ -43,7 +43,8 @@ def exercise(mean_exercise: Exercise) -> Exercise:
 
 
 def file_with(folder: Path, line: str) -> Path:
-    path = folder / "answers.py"
+    path = folder / "checks" / "answers.py"  # no name of a folder or a file makes it the check's own
+    path.parent.mkdir()
     path.write_text(f"{hostile.HEAD}\ndef answer(tensor):\n    {line}\n    return torch.zeros_like(tensor)\n")
     return path
 
