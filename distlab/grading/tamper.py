@@ -8,6 +8,7 @@ verdict is never made here: the process that started the ranks judges plain data
 from __future__ import annotations
 
 import builtins
+import importlib
 import math
 import os
 import re
@@ -54,8 +55,8 @@ class Untouched:
 
         from distlab.comm.record import file, intercept, recorder
         from distlab.grading import traffic, values
-        from distlab.grading.variation import calls  # noqa: F401 (before an answer can load and change it)
 
+        importlib.import_module("distlab.grading.variation.calls")  # before an answer can load and change it
         places: tuple[Any, ...] = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module)
         places += (torch.autograd, dist, c10d)
         places += (dist.Work, dist.ProcessGroup, math, time, values, traffic, torch.nn.Parameter)

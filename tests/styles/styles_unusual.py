@@ -126,7 +126,7 @@ def cut_by_narrow(weight, bias, kind, num_ranks, rank):
 
 
 def entropy_by_gathering(logits, targets, vocab_size):
-    from distlab.tensor_parallel.functions import reduce_from_ranks
+    from distlab.tensor_parallel import reduce_from_ranks
 
     rank, width = dist.get_rank(), logits.shape[1]
     names = torch.arange(width) + rank * width
@@ -140,7 +140,7 @@ def entropy_by_gathering(logits, targets, vocab_size):
 
 
 def embed_by_one_hot(tokens, weight, vocab_size):
-    from distlab.tensor_parallel.functions import reduce_from_ranks
+    from distlab.tensor_parallel import reduce_from_ranks
 
     first = dist.get_rank() * len(weight)
     rows = (tokens[..., None] == torch.arange(first, first + len(weight))).to(weight.dtype)
