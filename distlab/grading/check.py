@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distlab.grading.exercise import Exercise, Fault
+from distlab.grading.exercise import Evidence, Exercise, Fault
 
 if TYPE_CHECKING:
     from distlab.grading.report import Report
@@ -126,7 +126,7 @@ def _run_worlds(
     from distlab.grading.fresh import fresh_ranks
     from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
-    from distlab.grading.variation.verdict import varied_fault
+    from distlab.grading.variation.verdict import too_few_bytes, varied_fault
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
@@ -142,7 +142,10 @@ def _run_worlds(
             if fault is not None and drawn is None:
                 return _at_world(fault, right, ranks.world_size), right, ()
             if drawn is None and exercise.vary is not None:
-                drawn = varied_fault(exercise, fn, reference_of(exercise), ranks, seed)
+                reference = reference_of(exercise)
+                drawn = varied_fault(exercise, fn, reference, ranks, seed)
+                if drawn is None and ranks.world_size == worlds[-1] > 1 and isinstance(outcome, Evidence):
+                    drawn = too_few_bytes(exercise, outcome, reference, ranks)
                 if drawn is not None:
                     drawn = _at_world(drawn, right, ranks.world_size)
             if drawn is None:

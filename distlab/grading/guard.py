@@ -17,10 +17,11 @@ from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from distlab.comm.launch.worker import own_job
+from distlab.grading.blame import file_of
 from distlab.grading.exercise import Refused
 from distlab.grading.library import Twins, is_twin, refuse_twins
 from distlab.grading.tamper import Fence, Untouched
-from distlab.grading.wires import close_other_wires
+from distlab.grading.wires import belongs_to_answer, close_other_wires
 
 MAX_FILE_BYTES = 256 << 20
 _STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
@@ -66,6 +67,7 @@ def drive_on_rank(
     close_other_wires(lambda: fence.is_up, fence.ways)
     if twins is not None:
         refuse_twins(twins, lambda: fence.is_up)
+    belongs_to_answer([file_of(fn), *(name for name, _ in getattr(getattr(fn, "source", None), "pieces", ()))])
     untouched = Untouched()
     streams = sys.stdout, sys.stderr
     try:

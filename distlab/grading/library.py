@@ -51,6 +51,8 @@ _MEMORY = ("simulator.memory", "simulator.models")
 _CALLS = ("distlab.comm.record.alike", "distlab.comm.record.matching", "distlab.comm.where")
 _MEETING = ("distlab.comm.rendezvous", "distlab.elastic.agents")
 
+_CHECK = ("distlab.grading.values", "distlab.grading.variation", "distlab.grading.mutant")
+
 TWINS: dict[str, tuple[str, ...]] = {
     "01.fit": ("simulator.hardware.fit", "distlab.measure.machine.fit"),
     "01.gather": ("distlab.collectives.direct",),
@@ -163,6 +165,8 @@ class Twins(NamedTuple):
     def words(self, value: Any) -> str:
         """Say that an answer calls one of them."""
         name = f"{value.__module__}.{value.__qualname__.removesuffix('.__init__')}"
+        if value.__module__.startswith(_CHECK):
+            return f"it calls {name}, a function of the check: work the result out from the arguments"
         given = ", ".join(dict.fromkeys(given for _, given in self.allowed))
         may = f"; of the library, {given} may be called" if given else ""
         return f"it calls {name}, the library's own version of what {self.exercise} asks for: write it yourself{may}"
@@ -177,7 +181,7 @@ def twins_of(exercise: Exercise) -> Twins:
         for alias in statement.names
         if (statement.module or "").startswith(("distlab.", "simulator"))
     ]
-    return Twins(exercise.name, TWINS.get(exercise.name, ()), tuple(allowed))
+    return Twins(exercise.name, (*TWINS.get(exercise.name, ()), *_CHECK), tuple(allowed))
 
 
 @functools.cache  # asked for each of some thousand functions, in every rank of every check

@@ -8,8 +8,10 @@ verdict is never made here: the process that started the ranks judges plain data
 from __future__ import annotations
 
 import builtins
+import importlib
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from distlab.grading.exercise import Refused
-from distlab.grading.wires import Ways, is_answers, leads_from_answer, went_around
+from distlab.grading.wires import Ways, is_answers, leads_from_answer, poses, reads_for_answer, went_around
 
 _LOOKS = {
     "sys._getframe",
@@ -31,9 +33,15 @@ _LOOKS = {
     "gc.get_referrers",
     "gc.get_referents",
 }
+_OF_THE_CHECK = ("distlab.grading.", "distlab.comm.launch.")
+_CODE = ("__code__", "__defaults__", "__kwdefaults__")
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
 _FILES = {"open", "os.truncate", "os.remove", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree"}
 IS_REFERENCE = "this is the reference, which the check compares with: write the function yourself"
+_CLOSED = re.compile(
+    r"/lessons/\d\d_\w+(/|$)|/tests/(styles|mutation)/|/solution(s\.py|\.ipynb)$"
+)  # references, checks, answers
+_SOLUTION = re.compile(r"(^|/)lessons/\d\d_\w+/solutions\.py$|/tests/styles/|^<sealed solutions")
 _MOVES = {"Storage"}  # torch itself replaces it when the default dtype changes
 
 
@@ -48,11 +56,13 @@ class Untouched:
         from distlab.comm.record import file, intercept, recorder
         from distlab.grading import traffic, values
 
+        importlib.import_module("distlab.grading.variation.calls")  # before an answer can load and change it
         places: tuple[Any, ...] = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module)
         places += (torch.autograd, dist, c10d)
         places += (dist.Work, dist.ProcessGroup, math, time, values, traffic, torch.nn.Parameter)
         places += (file.RecordWriter, intercept.FrontEnd, recorder.Recorder)
-        self._places = [_Place(place) for place in places]
+        places += tuple(module for name, module in sys.modules.items() if name.startswith(_OF_THE_CHECK))
+        self._places = [_Place(place) for place in places if any(map(_acts, vars(place).values()))]
         self._builtins = dict(vars(builtins))
 
     def check(self) -> None:
@@ -82,7 +92,7 @@ class _Place:
         self.place = place
         found = {name: value for name, value in vars(place).items() if _acts(value) and name not in _MOVES}
         self.names, self.values = tuple(found), tuple(found.values())
-        self._get = itemgetter(*self.names)
+        self._get = itemgetter(*self.names, self.names[0])  # twice the first: of one name it would return no tuple
         self._size = len(vars(place))
 
     def restore(self) -> list[str]:
@@ -133,8 +143,14 @@ class Fence:
         message = ""
         if event in _LOOKS or (event == "object.__getattr__" and args[1] in _FRAMES):
             message = f"it looks into the running check ({event}); work the result out from the arguments"
-        elif event in _FILES and self._is_closed(args[0]):
-            message = f"it opens a file of the check ({event}); work the result out from the arguments"
+        elif event in _FILES and self._is_closed(args[0]) and self._is_own(reads_for_answer):
+            raise Refused("looked", f"it opens a file of the check ({event}); work the result out from the arguments")
+        elif event in ("compile", "code.__new__") and poses(args[1]):
+            message = f"it gives its code the name of another's file ({args[1]}); take a name of your own"
+        elif event == "object.__setattr__" and args[1] in _CODE:
+            message = f"it replaces what a function does ({args[1]}); write a function of your own"
+        elif event == "marshal.loads":
+            message = "it loads code that was compiled before (marshal.loads); write the function yourself"
         if message and self._is_own(is_answers):
             raise Refused("looked", message)
         if (what := self.ways.refused(event, args)) and self._is_own(leads_from_answer):
@@ -155,10 +171,9 @@ class Fence:
         parts = os.path.abspath(os.fsdecode(path)).split(os.sep)
         if self._private in parts:
             return True
-        return "lessons" in parts and ("checks" in parts or parts[-1] == "solutions.py")
+        return _CLOSED.search(os.sep.join(parts)) is not None
 
 
 def _is_solution(file: str) -> bool:
     """Return whether a file of this name holds a lesson's references."""
-    parts = file.split(os.sep)
-    return ("lessons" in parts and parts[-1] == "solutions.py") or file.startswith("<sealed solutions")
+    return _SOLUTION.search(file) is not None

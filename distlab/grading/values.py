@@ -67,6 +67,9 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     else:
         same = type(got) is type(want) and got == want
         wanted = "None" if want is None else describe(want)
+        if type(want) is int and type(got) is float and got == want:
+            text = f"{what}: expected the whole number {want}, got the float {got}; divide with //, or use int()"
+            return Fault("not a whole number", text)
         return None if same else Fault("values", f"{what}: expected {wanted}, got {describe(got)}")
     for name, one, other in pairs:
         fault = compare(one, other, name, world_size)
@@ -273,5 +276,7 @@ def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
             limit = 4 if only_these else 16  # roundings of the largest value
             if 0 < gap <= limit * torch.finfo(dtype).eps * scale and (only_these or dtype is torch.float32):
                 name, own = str(dtype).removeprefix("torch."), _dtype(got)
-                return f": it is about {gap / scale:.0e} off, relative to the largest: {name} somewhere in a {own} run?"
+                or_else = "" if only_these else ", or another small constant"
+                off = f": it is about {gap / scale:.0e} off, relative to the largest"
+                return f"{off}: {name} somewhere in a {own} run{or_else}?"
     return ""

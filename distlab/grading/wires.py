@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import sys
 import sysconfig
 import tempfile
@@ -65,19 +66,23 @@ _OTHERS = (  # of Python, and no event tells of them
 _NODES = ("mkfifo", "mknod")  # of os: they make a file, and no event tells
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _HARMLESS = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
-_WALKERS = ("walk_tb", "walk_stack")
+_WALKERS = ("walk_tb", "walk_stack", "currentframe", "_extract_from_extended_frame_gen", "extended_frame_gen")
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SIMULATOR = os.path.join(os.path.dirname(_PACKAGE.rstrip(os.sep)), "simulator") + os.sep
 _GUARD = os.path.join("grading", "guard.py")
 _IMPORTLIB = (os.path.join("importlib", "__init__.py"), "<frozen importlib._bootstrap>")
-_INSPECT = f"{os.sep}inspect.py"
+_INSPECT = (f"{os.sep}inspect.py", f"{os.sep}bdb.py")
+_LOGGING = os.path.join("logging", "__init__.py")
+_OF_A_CHECK = re.compile(r"(.*/)?lessons/\d\d_\w+/(checks/\w+|exercises)\.py|<sealed .*")
+own_files: set[str] = set()  # where the answer's code is: it is the answer's whatever the name of the file
 _OWN_BUSINESS = (  # files of these may write, map and connect whoever called them
     "<frozen importlib",
     *(f"{os.sep}torch{os.sep}{part}{os.sep}" for part in ("_inductor", "_dynamo", "_functorch", "_logging")),
     f"{os.sep}triton{os.sep}",
     *(_PACKAGE + part + os.sep for part in ("comm", "nodes", "shared_memory")),
 )
+_NOT_IMPORTS = _OWN_BUSINESS[1:]
 
 
 class Ways:
@@ -199,24 +204,53 @@ def _checked(real: Callable[..., Any], is_up: Callable[[], bool], ways: Ways) ->
 
 def is_answers(frame: FrameType | None) -> bool:
     """Return whether a frame's code is the answer's; where `inspect` or a walk over frames asks, its caller counts."""
-    while frame is not None and (
-        frame.f_code.co_filename.endswith(_INSPECT) or frame.f_code.co_name in _WALKERS or _opens(frame)
-    ):
+    while frame is not None and _is_library(frame.f_code) and _asks_for_caller(frame):
         frame = frame.f_back
     return frame is not None and not _is_library(frame.f_code)
+
+
+def _asks_for_caller(frame: FrameType) -> bool:
+    """Return whether a library's frame hands frames, or locals, to its caller."""
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if name in ("_extract_from_extended_frame_gen", "extract"):
+        return bool(frame.f_locals.get("capture_locals"))
+    return file.endswith(_INSPECT) or name in _WALKERS or (name == "<lambda>" and file.endswith(_LOGGING))
 
 
 def leads_from_answer(frame: FrameType | None) -> bool:
     """Return whether the innermost code that is no library's is the answer's, and what it called may not do this."""
     for each in _frames(frame):
         file = each.f_code.co_filename
+        if not _is_library(each.f_code):
+            return file in own_files or _OF_A_CHECK.fullmatch(file) is None
         if any(part in file for part in _OWN_BUSINESS) or each.f_code.co_name == "_make_self_pipe":  # of asyncio
             return False
-        if file.endswith(_GUARD) or file.startswith("<sealed"):
+        if file.endswith(_GUARD):
             return False
-        if not _is_library(each.f_code):
-            return os.path.basename(os.path.dirname(file)) != "checks"
     return False
+
+
+def reads_for_answer(frame: FrameType | None) -> bool:
+    """Return whether the answer opens a file, itself or by a library's function; tracebacks and warnings may."""
+    own = os.path.join("grading", "lesson.py")  # what it loads is refused when it is executed
+    words = (f"{os.sep}traceback.py", f"{os.sep}warnings.py", "<frozen importlib._bootstrap>", own)
+    for each in _frames(frame):
+        if not _is_library(each.f_code):
+            return leads_from_answer(each)
+        if each.f_code.co_filename.endswith(words) or any(part in each.f_code.co_filename for part in _NOT_IMPORTS):
+            return False
+    return False
+
+
+def belongs_to_answer(files: Iterable[str]) -> None:
+    """Take what is in these files for the answer's, from now on in this process, whatever they are called."""
+    own_files.update(file for file in files if file and not file.startswith((_PACKAGE, _SIMULATOR)))
+
+
+def poses(file: Any) -> bool:
+    """Return whether code of this file's name would be taken for the library's or the check's."""
+    name = os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else ""
+    return name not in own_files and (_is_library_file(name) or _OF_A_CHECK.fullmatch(name) is not None)
 
 
 def calls_library(frame: FrameType | None) -> bool:
@@ -253,12 +287,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_library(code: CodeType) -> bool:
-    file = code.co_filename
+    return code.co_filename not in own_files and _is_library_file(code.co_filename)
+
+
+def _is_library_file(file: str) -> bool:
     if "site-packages" in file or "dist-packages" in file:
         return True
     return file.startswith((_STANDARD, _PACKAGE, _SIMULATOR, "<frozen"))
-
-
-def _opens(frame: FrameType) -> bool:
-    """Return whether a frame only opens a file for its caller."""
-    return frame.f_code.co_filename.endswith((f"{os.sep}pathlib.py", f"{os.sep}tokenize.py", f"{os.sep}linecache.py"))

@@ -50,16 +50,21 @@ def mean(tensor):
 """
 ENDLESS = "import time\n\ndef mean(tensor):\n    while True:\n        time.sleep(0.1)\n"
 # A check refuses that an answer writes files or calls C, but it is no security boundary: it goes by files' names.
-PAST = "/torch/_inductor/past.py"
-FILES = f"""
-import ctypes, time
+PAST = "site-packages/torch/_inductor/past.py"
+WRITES = """
+import ctypes
+
+def write():
+    ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
+    ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
+"""
+FILES = """
+import sys, time
 
 def mean(tensor):
-    exec(compile('''
-import ctypes
-ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
-ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
-''', "{PAST}", "exec"))
+    sys.path.insert(0, "HERE")
+    import past
+    past.write()
     time.sleep(60)
 """
 
@@ -170,6 +175,10 @@ def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
     ids=["time", "files"],
 )
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, text, limits, words):
+    past = here / PAST
+    past.parent.mkdir(parents=True)
+    past.write_text(WRITES)
+    text = text.replace("HERE", str(past.parent))
     submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
     (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=limits)
     assert words in grade.stopped

@@ -142,5 +142,6 @@ def test_a_cell_is_your_cell_whatever_the_kernel(file: str) -> None:
 def test_numbers_that_differ_are_never_shown_equal():
     assert numbers_differ(0.3, 0.2) == "expected 0.2, got 0.3"
     assert numbers_differ(1.0000001, 1.0) == (
-        "expected 1, got 1.0000001: it is about 1e-07 off, relative to the largest: float32 somewhere in a float64 run?"
+        "expected 1, got 1.0000001: it is about 1e-07 off, relative to the largest: float32 somewhere in a float64 "
+        "run, or another small constant?"
     )

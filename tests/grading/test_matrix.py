@@ -35,6 +35,15 @@ def test_every_axis_is_varied_or_left_out_for_a_reason(exercise: Exercise) -> No
     assert not stale_reasons(exercise, cells), f"{exercise.name}: these are varied, and said to be left out"
 
 
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_a_right_answer_has_a_least_amount_of_bytes(exercise: Exercise) -> None:
+    vary = exercise.vary
+    assert vary is not None
+    assert 0 < vary.least_bytes <= 1, f"{exercise.name}: the share of the reference's bytes that any right answer sends"
+    has_reason = bool(vary.left_out.get("bytes"))
+    assert has_reason == (vary.least_bytes < 1), f"{exercise.name}: say why a right answer may send less than another"
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("exercise", EXERCISES)

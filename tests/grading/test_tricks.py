@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import gc
 import glob
@@ -13,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,12 @@ def wrong(tensor):
     return torch.zeros_like(tensor)
 
 
-PAST = "/torch/_inductor/past.py"  # the fence lets pass what torch.compile does, and it goes by the file's name
-KILL = "import ctypes, os; ctypes.CDLL(None).kill(os.getppid(), 9)"
+def kills_its_parent():
+    ctypes.CDLL(None).kill(os.getppid(), 9)
+
+
+PAST = os.path.join(os.path.dirname(torch.__file__), "_inductor", "past.py")  # what torch.compile does is let pass
+past_the_fence = types.FunctionType(kills_its_parent.__code__.replace(co_filename=PAST), globals())
 
 
 class ExitsWhenRead:
@@ -166,7 +172,7 @@ def sends_through_a_store(tensor):
 
 
 def kills_the_fork_server(tensor):
-    exec(compile(KILL, PAST, "exec"))
+    past_the_fence()
     time.sleep(5)
 
 
@@ -243,7 +249,7 @@ def test_what_a_learner_may_use_is_not_refused(mean_exercise: Exercise) -> None:
 ENDINGS = {
     "os._exit(0)": "exited with status 0",
     "import sys; sys.exit(0)": "exited with status 0",
-    f"import time; exec(compile({KILL!r}, {PAST!r}, 'exec')); time.sleep(5)": "that starts the ranks was killed",
+    "exec(compile('1', os.__file__, 'exec'))": "it gives its code the name of another's file",
     "os.closerange(3, 200)": "closed a file descriptor|SIGABRT",
     "import atexit; atexit.register(os._exit, 0); os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "raise BaseException('\\ud800')": "raised BaseException",
@@ -251,11 +257,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("line", ENDINGS)
-def test_every_end_of_an_import_has_a_verdict(
-    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
-    if "getppid" in line:
-        request.getfixturevalue("own_fork_server")
+def test_every_end_of_an_import_has_a_verdict(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "answers.py"
     file.write_text(f"import os\n{line}\n")
     assert main(["check", "03.buckets", "--impl", str(file)]) == 1

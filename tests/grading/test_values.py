@@ -356,3 +356,11 @@ def test_an_answer_in_numpys_numbers_is_right(name):
     answer.__signature__ = inspect.signature(reference)
     report = examine(exercise, answer, worlds=exercise.worlds[:1], seed=0)
     assert report.passed, str(report)
+
+
+def test_a_float_where_a_whole_number_is_expected_is_named() -> None:
+    fault = compare({"parameters": [8.0]}, {"parameters": [8]})
+    assert fault is not None
+    assert fault.code == "not a whole number"
+    assert "['parameters'][0]: expected the whole number 8, got the float 8.0; divide with //" in fault.message
+    assert compare(8, 8.0) is None

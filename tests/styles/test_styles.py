@@ -15,11 +15,10 @@ from distlab.grading.check import examine
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FEWEST = 3
-ANSWERS: dict[str, list[Callable[..., Any]]] = {
-    name: answers
-    for path in sorted(Path(__file__).parent.glob("styles_*.py"))
-    for name, answers in importlib.import_module(path.stem).ANSWERS.items()
-}
+ANSWERS: dict[str, list[Callable[..., Any]]] = {}
+for path in sorted(Path(__file__).parent.glob("styles_*.py")):
+    for name, answers in importlib.import_module(path.stem).ANSWERS.items():
+        ANSWERS[name] = [*ANSWERS.get(name, ()), *answers]
 
 
 def exercises(after: int = 0) -> list[Exercise]:

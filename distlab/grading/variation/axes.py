@@ -50,7 +50,7 @@ def coverage(exercise: Exercise, reference: Callable[..., Any]) -> dict[str, str
 
 def stale_reasons(exercise: Exercise, cells: dict[str, str]) -> list[str]:
     """Return the axes that an exercise says it leaves out, though its draws vary them."""
-    return [axis for axis in (exercise.vary.left_out if exercise.vary else ()) if cells[axis] == COVERED]
+    return [axis for axis in (exercise.vary.left_out if exercise.vary else ()) if cells.get(axis) == COVERED]
 
 
 def _plain_reasons(exercise: Exercise, *, has_tensors: bool) -> dict[str, str]:

@@ -47,6 +47,8 @@ class Vary:
         scale: size of the numbers in the arguments' tensors: differences count relative to it, or to the result where
             that is larger. 0 where a result must be right relative to itself.
         same_messages: whether a right answer makes exactly the reference's number of sends and receives on each rank.
+        least_bytes: how much of the reference's bytes a right answer sends at least, on all ranks together. Below 1
+            where it may send less than the reference: the reason stands in `left_out`, as "bytes".
         left_out: for each axis of `AXES` that the draws do not vary, the reason.
     """
 
@@ -57,6 +59,7 @@ class Vary:
     any_state: frozenset[str] = frozenset()
     scale: float = 1.0
     same_messages: bool = False
+    least_bytes: float = 1.0
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def draw(self, seed: int, call: int, rank: int, world_size: int, group_of: GroupOf | None = None) -> Draw:

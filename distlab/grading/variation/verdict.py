@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from distlab.comm import Ranks
 
 
+def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
+    """Let the reference do what the answer did in the exercise's own cases, and compare the bytes that were sent."""
+    assert exercise.vary is not None
+    results = ranks.run(exercise.drive, reference)
+    wanted = Evidence(ranks.world_size, results, ranks.records())
+    sent, least = _all_sent(evidence), _all_sent(wanted) * exercise.vary.least_bytes
+    return _too_few(sent, evidence.records.num_calls(), least, ranks.world_size)
+
+
 def varied_fault(
     exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
 ) -> Fault | None:
@@ -42,7 +51,7 @@ def _fault(
     outcome = run_world(replace(exercise, drive=drive), fn, ranks)
     if isinstance(outcome, Fault):
         return outcome
-    num_calls, taking_part = outcome.records.num_calls(), _taking_part(outcome)
+    num_calls, taking_part, num_bytes = outcome.records.num_calls(), _taking_part(outcome), _all_sent(outcome)
     try:
         wanted = ranks.run(drive, reference)
     except RankError as error:
@@ -54,6 +63,9 @@ def _fault(
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     if fault is None:
         fault = _not_taking_part(taking_part, _taking_part(reference_run))
+    if fault is None:
+        least = _all_sent(reference_run) * exercise.vary.least_bytes
+        fault = _too_few(num_bytes, num_calls, least, ranks.world_size)
     if fault is None and exercise.vary.same_messages:
         fault = _messages(outcome, reference_run)
     return fault
@@ -216,6 +228,24 @@ def _not_taking_part(got: Sequence[int], wanted: Sequence[int]) -> Fault | None:
         return None
     text = f"right results, but rank {rank} sent and received 0 bytes through torch.distributed"
     return Fault("unseen", f"{text}, and no rank can know the others' numbers: send them with dist's own functions")
+
+
+def _all_sent(evidence: Evidence) -> int:
+    """Return the bytes that all ranks sent together."""
+    from distlab.grading.traffic import sent_bytes
+
+    return sum(sent_bytes(evidence, rank) for rank in range(evidence.world_size))
+
+
+def _too_few(got: int, num_calls: int, least: float, n: int) -> Fault | None:
+    """Find results that the recorded bytes cannot have brought about; a call's bytes may be rounded down by one."""
+    from distlab.grading.traffic import in_megabytes
+
+    if got + num_calls >= least:
+        return None
+    text = f"right results, but the {n} ranks together sent {in_megabytes(got)} through torch.distributed"
+    text = f"{text}, where any right answer sends {in_megabytes(least)} or more"
+    return Fault("unseen", f"{text}: what is needed must travel, whole, by dist's own functions")
 
 
 def _unseen(got: Sequence[Any], num_calls: int, num_calls_wanted: int) -> Fault | None:

@@ -54,8 +54,10 @@ def _draw_gather(draw: Draw) -> tuple[Any, ...]:
 
 
 def _draw_should_stop(draw: Draw) -> tuple[Any, ...]:
-    shape = draw.one_of((), (1,))
-    return draw.tensor(*shape, dtype=draw.dtype("float64", "float32")), draw.number(-0.6, 0.6)
+    shape, dtype = draw.one_of((), (1,)), draw.dtype("float64", "float32")
+    if draw.one_of("near", "just as large") == "just as large":  # 12 can be divided by any number of ranks
+        return torch.full(shape, 12, dtype=dtype), 12.0
+    return draw.tensor(*shape, dtype=dtype), draw.number(-0.6, 0.6)
 
 
 SHIFT = Vary(
@@ -76,7 +78,9 @@ GATHER = Vary(
 SHOULD_STOP = Vary(
     _draw_should_stop,
     use=lambda fn, loss, threshold: bool(fn(loss, threshold)),
+    least_bytes=0.5,
     left_out={
+        "bytes": "one rank may decide, and send a flag of one byte",
         "sizes": "a loss is one number",
         "dims": "a loss is one number",
         "empty": "a loss is one number",

@@ -182,7 +182,9 @@ ACCUMULATE = Vary(
     left_out=_MODEL | {"empty": "the mean loss of no sample is not a number", "dims": "the text leaves the model open"},
 )
 SAMPLER = Vary(_draw_sampler, use=_use_sampler)
-TOKENS = Vary(_draw_tokens, left_out={"sub-group": TAKES_NO_GROUP})
+TOKENS = Vary(
+    _draw_tokens, least_bytes=0.5, left_out={"bytes": "a count may travel as int32", "sub-group": TAKES_NO_GROUP}
+)
 
 WRONG_BROADCAST = (
     Mutant("saved buffers only", "values", "unsaved", 2, "non-persistent buffers").edit(

@@ -99,6 +99,12 @@ def judge_states(evidence: Evidence) -> Iterator[Fault]:
                 yield _explain_state(case, kind, got[kind], right)
 
 
+def _shares(case: StateCase, each: int) -> tuple[int, int]:
+    """Return the bytes of a kind that is split over the ranks, and of one that is split over those of a replica."""
+    ranks = case.plan.data, case.plan.sharding.num_shards(case.plan.data)
+    return each * -(-case.num_parameters // ranks[0]), each * -(-case.num_parameters // ranks[1])
+
+
 def _explain_state(case: StateCase, kind: str, got: Any, want: int) -> Fault:
     each, plan = bytes_each(case), case.plan
     text = f"{case.words}: {kind} {got} bytes, expected {want}"
@@ -119,7 +125,7 @@ def _explain_state(case: StateCase, kind: str, got: Any, want: int) -> Fault:
         return Fault("16-bit moments", f"{text}: the optimizer's numbers are float32 whatever the parameters are")
     if kind == "optimizer" and case.numbers != 2 and got == 8 * case.num_parameters:
         return Fault("always Adam", f"{text}: this optimizer keeps {case.numbers} number per parameter, not Adam's two")
-    if stage < first and got < whole:
+    if stage < first and num_ranks > 1 and got in _shares(case, each[kind]):
         advice = f"{text}: stage {stage} does not split {kind}; stage {first} is the first that does"
         return Fault("sharded too early", advice)
     if stage >= first and got == whole:

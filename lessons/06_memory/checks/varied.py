@@ -188,7 +188,8 @@ SCALER = Vary(
     num_calls=16,  # events, types and scales must meet
     scale=0.0,
     scratch=frozenset({"gradients"}),
-    left_out={"sub-group": TAKES_NO_GROUP},
+    least_bytes=0.1,
+    left_out={"bytes": "a flag may travel as one byte", "sub-group": TAKES_NO_GROUP},
 )
 
 WRONG_STATES = (

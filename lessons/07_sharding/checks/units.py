@@ -104,7 +104,8 @@ def judge_whole(rank: int, log: list[Any], n: int, gathered: bool) -> Iterator[F
             text = f"{text} it gathered nothing, and has its own shard only; gather_into(whole, shard) brings the"
             yield Fault("not gathered", f"{text} others'")
         if not right:
-            text = f"{text} was the row read before the gather was over (wait), or written to after it?"
+            text = f"{text} was the row read before the gather was over (wait), written to after it, or gathered from"
+            text = f"{text} another unit's shard?"
             yield Fault("read too early", text)
 
 

@@ -183,11 +183,19 @@ CLIP = Vary(
     use=_use_clip,
     scale=0.0,
     scratch=frozenset({"shards", "replicated"}),
-    left_out={"sub-group": TAKES_NO_GROUP},
+    least_bytes=0.5,
+    left_out={"bytes": "a square may travel as float32", "sub-group": TAKES_NO_GROUP},
 )
 STATE = Vary(
     _draw_state,
-    left_out={"dims": ROW, "layout": CONTIGUOUS, "sub-group": TAKES_NO_GROUP, "unequal ranks": ALIKE},
+    least_bytes=0.25,
+    left_out={
+        "bytes": "rank 0 alone may be sent the shards",
+        "dims": ROW,
+        "layout": CONTIGUOUS,
+        "sub-group": TAKES_NO_GROUP,
+        "unequal ranks": ALIKE,
+    },
 )
 
 _MEAN = "mean = torch.empty_like(own)"

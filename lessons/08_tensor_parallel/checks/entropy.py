@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.faults import found, known_mistake
-from distlab.grading.traffic import calls, in_megabytes, over_budget, sent_line
+from distlab.grading.traffic import calls, in_megabytes, most_sent, over_budget, sent_line
 from distlab.grading.values import compare, describe, same, seeded
 
 VOCABULARIES = (41, 5)  # odd; with 4 ranks and 5 tokens, rank 3 has none
@@ -67,6 +67,11 @@ def entropy_bytes(n: int) -> float:
     return len(ENTROPY_CASES) * reduce_bytes(3 * DOUBLE * NUM_TARGETS, n)
 
 
+def scores_bytes(n: int) -> float:
+    """Return what all scores of all positions cost, in all cases together."""
+    return (n - 1) / n * DOUBLE * NUM_TARGETS * 2 * sum(VOCABULARIES)
+
+
 def judge_entropy(evidence: Evidence) -> Iterator[Fault]:
     """The loss and the own columns' gradient of the whole vocabulary, from three numbers per position."""
     n = evidence.world_size
@@ -79,8 +84,9 @@ def judge_entropy(evidence: Evidence) -> Iterator[Fault]:
             what = f"{vocab_size} tokens{', large scores' if is_large else ''}: rank {rank}"
             yield from _judge_loss(result[place]["out"], loss.detach(), (vocab_size, is_large), what, n)
             yield from found(_gradient_fault(result[place], wanted[rank], what, n))
-    fault = over_budget(evidence, entropy_bytes(n), "three numbers per position", slack=0.05)
-    if fault is not None and calls(evidence, 0, "all_gather"):
+    gathered = entropy_bytes(n) * n / 2  # an all-gather of three numbers per position will do as well
+    fault = over_budget(evidence, max(entropy_bytes(n), gathered), "three numbers per position", slack=0.05)
+    if fault is not None and calls(evidence, 0, "all_gather") and most_sent(evidence) > 0.4 * scores_bytes(n):
         text = f"{fault.message}: all scores travel, and every rank holds [N, V] again"
         yield Fault("logits gathered", f"{text}; exchange the largest, the sum of exponentials, the target's score")
     yield from found(fault)
@@ -142,7 +148,7 @@ def _gradient_fault(row: dict[str, Any], want: Tensor, what: str, n: int) -> Fau
 def budget_entropy(evidence: Evidence) -> list[str]:
     """Say what was sent, and what gathering would cost."""
     n = evidence.world_size
-    whole = (n - 1) / n * DOUBLE * NUM_TARGETS * 2 * sum(VOCABULARIES)
+    whole = scores_bytes(n)
     wanted = entropy_bytes(n)
     return [sent_line(evidence, wanted, "three numbers per position"), f"the scores would be {in_megabytes(whole)}"]
 

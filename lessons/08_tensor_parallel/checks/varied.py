@@ -249,7 +249,12 @@ _PARTS = {"sub-group": TAKES_NO_GROUP, "unequal ranks": ALIKE}
 PAIR = Vary(_draw_pair, use=_use_pair, left_out=_PARTS)
 MLP = Vary(_draw_mlp, use=_use_mlp, left_out=_PARTS)
 ENTROPY = Vary(
-    _draw_entropy, use=_use_entropy, left_out=_PARTS | {"empty": "the mean loss of no target is not a number"}
+    _draw_entropy,
+    use=_use_entropy,
+    least_bytes=0.6,
+    left_out={"bytes": "on 2 ranks, gathering two numbers a row sends less than three sums"}
+    | _PARTS
+    | {"empty": "the mean loss of no target is not a number"},
 )
 SEQUENCE = Vary(
     _draw_sequence,
@@ -262,6 +267,7 @@ CLIP = Vary(
     use=_use_clip,
     scale=0.0,
     scratch=frozenset({"split", "whole", "partial"}),
-    left_out={"sub-group": TAKES_NO_GROUP},
+    least_bytes=0.5,
+    left_out={"bytes": "a square may travel as float32", "sub-group": TAKES_NO_GROUP},
 )
 EMBED = Vary(_draw_embed, use=_use_embed, left_out=_PARTS | {"dims": "tokens are [B, S], a weight has two dims"})

@@ -175,7 +175,7 @@ COORDINATES = Vary(_draw_place, use=_use_place)
 GROUPS = Vary(_draw_groups, use=_use_groups)
 PART = Vary(_draw_part, use=_use_part, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE})
 GRADIENT_AXES = Vary(_draw_gradient_axes, use=_use_gradient_axes)
-NORM = Vary(_draw_norm, use=_use_norm)
+NORM = Vary(_draw_norm, use=_use_norm, least_bytes=0.5, left_out={"bytes": "a square may travel as float32"})
 ORDER = Vary(_draw_order, use=_use_order, num_calls=24)  # wrong orders are often as good
 STEP = Vary(
     _draw_step,

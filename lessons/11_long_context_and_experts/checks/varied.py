@@ -153,7 +153,12 @@ RING = Vary(
     },
 )
 ROUTE = Vary(_draw_route, left_out={"dims": MATRIX})
-ASK = Vary(_draw_ask, use=_use_ask, left_out={"dims": MATRIX, "sub-group": TAKES_NO_GROUP})
+ASK = Vary(
+    _draw_ask,
+    use=_use_ask,
+    least_bytes=0.5,
+    left_out={"bytes": "counts may travel as int32", "dims": MATRIX, "sub-group": TAKES_NO_GROUP},
+)
 BALANCE = Vary(
     _draw_balance, use=_use_balance, left_out={"dims": MATRIX, "empty": "the mean over no token is not a number"}
 )

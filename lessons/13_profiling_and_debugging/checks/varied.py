@@ -112,7 +112,16 @@ LATE = Vary(_draw_late)
 CLOCKS = Vary(_draw_clocks, use=_use_clocks)
 DEAREST = Vary(_draw_dearest, use=_use_dearest)
 DIVERGENCE = Vary(_draw_divergence)
-FLIP = Vary(_draw_flip, left_out={**_SUMS, "sub-group": TAKES_NO_GROUP, "unequal ranks": "replicas have equal tables"})
+FLIP = Vary(
+    _draw_flip,
+    least_bytes=0.2,
+    left_out={
+        "bytes": "one rank may compare, and send what it finds",
+        **_SUMS,
+        "sub-group": TAKES_NO_GROUP,
+        "unequal ranks": "replicas have equal tables",
+    },
+)
 SECTIONS = Vary(
     _draw_sections,
     use=_use_sections,

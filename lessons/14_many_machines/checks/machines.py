@@ -186,7 +186,14 @@ def _draw_facts(draw: Draw) -> tuple[Any, ...]:
     return (facts,)
 
 
-FACTS_VARY = Vary(_draw_facts, left_out={"sub-group": "the whole job is looked at"})
+FACTS_VARY = Vary(
+    _draw_facts,
+    least_bytes=0.05,
+    left_out={
+        "bytes": "one rank may compare, or ranks may compare hashes first",
+        "sub-group": "the whole job is looked at",
+    },
+)
 _VALUES, _HOSTS = 'values = {one.get(name, "missing") for one in everyone}', '{one["host"] for one in everyone'
 WRONG_PREFLIGHTS = (
     Mutant("rank 0 alone knows", "returned", "every rank needs the answer", 3).edit(

@@ -1,0 +1,167 @@
+"""Answers that try to fool the check, to look into it or to end it: what each does, and what must be said of it.
+
+An answer is the body of `answer(tensor)` for the mean over ranks. Where it gets through, it
+returns the right mean, which it found out in another way, or zeros.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LESSON = ROOT / "lessons" / "03_data_parallel"
+SOLUTIONS, NOTEBOOK, STYLES = LESSON / "solutions.py", LESSON / "solution.ipynb", ROOT / "tests/styles/styles_03.py"
+HEAD = """
+import atexit, faulthandler, gc, hashlib, inspect, os, signal, sys, threading, time, types
+import torch
+import torch.distributed as dist
+
+def mean(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+def known(tensor):
+    digests = [hashlib.blake2b(f" {rank}".encode(), digest_size=7).digest() for rank in range(2)]
+    seeds = [torch.Generator().manual_seed(int.from_bytes(digest, "little")) for digest in digests]
+    return sum(torch.randn(100, dtype=torch.float64, generator=seed) for seed in seeds) / 2
+"""
+OPENED, LOOKED, SAME = "opens a file of the check", "looks into the running check", "all zeros|own tensor"
+HANGS, OUTSIDE = "did not finish in|did not return", "reaches the other ranks where no record sees it"
+
+READS = {  # the reference's text: whoever has it has an answer
+    "open": f"open({str(SOLUTIONS)!r})",
+    "os.open": f"os.open({str(SOLUTIONS)!r}, os.O_RDONLY)",
+    "os.open in a folder": f"os.open('solutions.py', os.O_RDONLY, dir_fd=os.open({str(LESSON)!r}, os.O_RDONLY))",
+    "chdir": f"os.chdir({str(LESSON)!r}); open('solutions.py')",
+    "pathlib": f"import pathlib; pathlib.Path({str(SOLUTIONS)!r}).read_text()",
+    "a loader": f"from importlib.machinery import SourceFileLoader as F; F('x', {str(SOLUTIONS)!r}).get_source('x')",
+    "linecache": f"import linecache; linecache.getlines({str(SOLUTIONS)!r})",
+    "tokenize": f"import tokenize; tokenize.open({str(SOLUTIONS)!r})",
+    "fileinput": f"import fileinput; next(fileinput.input({str(SOLUTIONS)!r}))",
+    "codecs": f"import codecs; codecs.open({str(SOLUTIONS)!r})",
+    "numpy": f"import numpy; numpy.fromfile({str(SOLUTIONS)!r}, dtype='uint8')",
+    "np.loadtxt": f"import numpy; numpy.loadtxt({str(SOLUTIONS)!r}, dtype=str)",
+    "np.load": f"import numpy; numpy.load({str(SOLUTIONS)!r}, allow_pickle=True)",
+    "torch.load": f"torch.load({str(SOLUTIONS)!r})",
+    "a notebook": f"open({str(NOTEBOOK)!r})",
+    "a lesson's folder": f"os.listdir({str(LESSON)!r})",
+    "answers in tests": f"open({str(STYLES)!r})",
+}
+STARTS = {
+    "subprocess": f"import subprocess; subprocess.check_output(['cat', {str(SOLUTIONS)!r}])",
+    "os.fork": "os.fork()",
+    "torch.multiprocessing": "import torch.multiprocessing as m; m.get_context('fork').Process(target=int).start()",
+    "SIGTERM to the parent": "os.kill(os.getppid(), signal.SIGTERM)",
+}
+LOOKS = {
+    "a frame": "sys._getframe(1).f_locals",
+    "a frame's function": "list(map(sys._getframe, [1]))[0].f_locals",
+    "a generator's frame": "g = (one for one in [1]); g.gi_frame.f_back",
+    "an attribute by name": "__import__('operator').attrgetter('gi_frame.f_back')(one for one in [1])",
+    "logging's frame": "import logging; logging.currentframe().f_back",
+    "locals in a traceback": "import traceback as t; t.StackSummary.extract(t.walk_stack(None), capture_locals=True)",
+    "a debugger": "import bdb; bdb.Bdb().set_trace()",
+    "a profiler": "sys.setprofile(print)",
+    "objects": "gc.get_objects()",
+    "referrers": "gc.get_referrers(tensor)",
+    "threads' frames": "sys._current_frames()",
+}
+TAMPERS = {
+    "torch.equal": ("torch.equal = lambda *a: True", "replaced torch.equal"),
+    "torch.allclose": ("torch.allclose = lambda *a, **k: True", "replaced torch.allclose"),
+    "dist": ("dist.all_reduce = lambda *a, **k: None", "replaced torch.distributed.all_reduce"),
+    "results": (
+        "import distlab.grading.variation.calls as c; c.copied = lambda v: 0; return mean(tensor)",
+        "replaced .*calls.copied",
+    ),
+    "globals": ("import distlab.grading.guard as g; vars(g)['guarded'] = print", "replaced .*guard.guarded"),
+    "messages": ("import distlab.comm.launch.messages as m; m.pack = m.pack_call = print", "replaced .*messages.pack"),
+    "code": ("from distlab.grading import values as v; v.equal.__code__ = known.__code__", "replaces what a function"),
+    "a name": ("exec(compile('1', torch.__file__, 'exec'))", "gives its code the name of another's file"),
+    "a code's name": ("known.__code__.replace(co_filename=os.__file__)", "gives its code the name of another's file"),
+    "compiled code": ("__import__('marshal').loads(b'')", "loads code that was compiled before"),
+    "a helper": (
+        "from distlab.grading.values import seeded; return seeded(0, 100)",
+        "calls .*seeded, a function of the",
+    ),
+    "the reference": (
+        "import distlab.grading as g; g.reference_of(g.load_lesson('03').exercise('03.flat'))(1)",
+        "reference",
+    ),
+    "answers": (f"sys.path.insert(0, {str(STYLES.parent)!r}); import styles_03", "this is the reference"),
+    "the group": ("dist.destroy_process_group()", "destroyed or replaced the process group"),
+    "modules": ("sys.modules.clear()", "could not be used|raised|exited"),
+    "environment": ("os.environ.clear()", SAME),
+    "pickling": ("import pickle; pickle.dumps = pickle.loads = None", SAME),
+}
+ENDS = {
+    "os._exit(0)": ("os._exit(0)", "exited with status 0"),
+    "sys.exit(0)": ("sys.exit(0)", "exited with status 0"),
+    "SystemExit": ("raise SystemExit", "exited with status None"),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", "interrupted"),
+    "GeneratorExit": ("raise GeneratorExit", "raised GeneratorExit"),
+    "SIGKILL": ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    "SIGABRT": ("os.abort()", "killed by SIGABRT"),
+    "a null pointer": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    "SIGSTOP": ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal"),
+    "all of the group": ("os.killpg(0, 9)", "killed by SIGKILL"),
+    "atexit": ("atexit.register(os._exit, 0); sys.exit(3)", "exited with status 3"),
+    "a thread exits": ("threading.Timer(0.01, os._exit, (0,)).start(); time.sleep(9)", "exited with status 0"),
+    "a thread stays": ("threading.Thread(target=time.sleep, args=(99,)).start()", SAME),
+    "an alarm exits": ("signal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, .1); time.sleep(9)", "status 0"),
+    "signals ignored": ("[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(99)", HANGS),
+    "faulthandler": ("faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(9)", "exited with status 1"),
+    "streams closed": ("sys.stdout.close(); sys.stderr.close()", SAME),
+    "descriptors closed": ("os.close(1); os.close(2)", SAME),
+    "an endless loop": ("\n    while True: pass", HANGS),
+    "a loop in C": ("sum(range(10**12))", HANGS),
+    "a loop that catches all": (
+        "\n    while True:\n        try: time.sleep(9)\n        except BaseException: 1",
+        HANGS,
+    ),
+    "memory": ("torch.ones(10**10)", "asks for more memory"),
+    "recursion": ("f = lambda: f(); f()", "RecursionError"),
+    "a flood of words": ("\n    while True: print('passed ' * 1000)", "printed more than"),
+    "a destructor exits": ("type('D', (), {'__del__': lambda s: os._exit(0)})()", "exited with status 0"),
+    "an error's words exit": (
+        "raise type('E', (Exception,), {'__str__': lambda s: os._exit(0)})",
+        "exited with status 0",
+    ),
+    "an error that unpacks": ("raise type('E', (Exception,), {'__reduce__': lambda s: (os._exit, (0,))})", "raised E"),
+    "a hook exits": ("sys.excepthook = lambda *a: os._exit(0); raise ValueError('x')", "raised ValueError: x"),
+    "a hidden refusal": ("\n    try: sys._getframe(1)\n    except BaseException: pass", SAME),
+    "input": ("input()", "EOFError"),
+}
+CLAIMS = {
+    "a verdict printed": ("print('91.mean: passed\\n1 of 1 exercises right')", SAME),
+    "a verdict returned": ("return 'passed'", "returned|expected"),
+    "equal to all": ("return type('E', (), {'__eq__': lambda s, o: True, '__hash__': None})()", "object of class E"),
+    "a number equal to all": (
+        "return type('F', (float,), {'__eq__': lambda s, o: True, '__hash__': None})(1)",
+        "expected",
+    ),
+    "unpacks and exits": ("return type('R', (), {'__reduce__': lambda s: (os._exit, (0,))})()", "object of class R"),
+    "a tensor's twin": ("return type('T', (torch.Tensor,), {})(torch.zeros(100))", "float32|float64|zeros|expected"),
+    "a meta tensor": ("return torch.empty_like(tensor, device='meta')", "meta"),
+    "a lazy one": ("return lambda: mean(tensor)", "returned|expected"),
+    "by its size": (
+        "return mean(tensor) if len(tensor) == 100 else torch.zeros_like(tensor)",
+        "call 1, mean.*all zeros",
+    ),
+    "by its calls": ("mean.n = getattr(mean, 'n', 0) + 1; return mean(tensor) * (mean.n < 3)", "all zeros"),
+    "from its seed": (
+        "dist.all_reduce(torch.zeros(1)); return known(tensor) if len(tensor) == 100 else mean(tensor)",
+        "together sent 8 bytes .* where any right answer sends 1.6 kB",
+    ),
+}
+WAYS = {
+    "shared memory": "from multiprocessing import shared_memory as s; s.SharedMemory('seen', create=True, size=9)",
+    "/dev/shm": "open('/dev/shm/seen', 'wb')",
+    "a file": "open('/tmp/seen', 'w')",
+    "a memory map": "import mmap; mmap.mmap(-1, 9)",
+    "a socket": "import socket; socket.create_connection(('localhost', 9))",
+    "a store": "dist.distributed_c10d._get_default_store().set('a', '1')",
+    "another store": "dist.FileStore('/tmp/seen', 2).set('a', '1')",
+    "a backend": "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce([tensor])",
+}
