@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
 from distlab.replicate import broadcast_each
-from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.guards import watch
 from distlab.tensor_parallel.by_plan.heads import AttentionHeads
 from distlab.tensor_parallel.by_plan.plan import (
@@ -35,7 +34,7 @@ from distlab.tensor_parallel.by_plan.plan import (
     find_styles,
     shapes_of,
 )
-from distlab.tensor_parallel.by_plan.sequence import check_sequences, cut_sequences
+from distlab.tensor_parallel.by_plan.sequence import check_sequences, cut_sequences, sum_over_ranks
 from distlab.tensor_parallel.by_plan.whole import WholeModel
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, linear_sizes
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
@@ -93,8 +92,7 @@ def parallelize_module(
     whole = WholeModel(model, styles, group)
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
-    for norm in cut_sequences(model, styles, group):
-        _sum_gradients(norm, group)
+    cut_sequences(model, styles, group)
     for names in ties:
         _tie(model, names)
     for attention in heads.values():
@@ -165,7 +163,7 @@ def _cut(
     module: Any = model.get_submodule(name)
     made: nn.Module
     if style == "inside":
-        _sum_gradients(module, group)
+        sum_over_ranks(module, group)
         return
     if style == "narrow":
         _narrow(module, group)
@@ -194,17 +192,6 @@ def _tie(model: nn.Module, names: Sequence[str]) -> None:
     for name in names[1:]:
         parent, _, own = name.rpartition(".")
         model.get_submodule(parent).register_parameter(own, first)
-
-
-def _sum_gradients(module: nn.Module, group: ProcessGroup | None) -> None:
-    """Sum the gradients of a module that every rank uses on its own heads or features."""
-
-    def summed(gradient: Tensor) -> Tensor:
-        return Sum(gradient.clone(memory_format=torch.contiguous_format), group).finish()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(summed)
 
 
 def _narrow(module: nn.Module, group: ProcessGroup | None) -> None:

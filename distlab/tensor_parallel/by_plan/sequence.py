@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.functions import join_sequence, split_sequence
 from distlab.tensor_parallel.linear import RowParallelLinear
 
@@ -108,9 +109,8 @@ def check_sequences(model: nn.Module, styles: Mapping[str, str]) -> None:
             )
 
 
-def cut_sequences(model: nn.Module, styles: Mapping[str, str], group: ProcessGroup | None) -> list[nn.Module]:
-    """Put the hooks of style "sequence" on the model, whose layers are cut; return the norms."""
-    norms = []
+def cut_sequences(model: nn.Module, styles: Mapping[str, str], group: ProcessGroup | None) -> None:
+    """Put the hooks of style "sequence" on the model, whose layers are cut."""
     for place in (name for name in _named(styles) if _is_list(model, name)):
         stream, blocks = Stream(place, group), list(model.get_submodule(place).children())
         blocks[0].register_forward_pre_hook(stream.enter, with_kwargs=True)
@@ -121,8 +121,18 @@ def cut_sequences(model: nn.Module, styles: Mapping[str, str], group: ProcessGro
                 module.register_forward_pre_hook(stream.before_row)
             elif name.startswith(place + ".") and style == "sequence":
                 module.register_forward_hook(stream.leave)
-                norms.append(module)
-    return norms
+                sum_over_ranks(module, group)
+
+
+def sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Sum the gradients of a module that every rank uses on its own heads, features or positions."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        return Sum(gradient.clone(memory_format=torch.contiguous_format), group).finish()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(summed)
 
 
 def _named(styles: Mapping[str, str]) -> list[str]:
