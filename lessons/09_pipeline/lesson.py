@@ -37,15 +37,14 @@
 #
 # How busy are the GPUs? Say what part of the time a GPU computes, on average. Type a number into the box that the next
 # cell shows, and press Commit.
+#
+# The cell behind it describes this model and these four GPUs to the simulator. `stack="best-case"` stands for the
+# fastest software that was measured. `recompute="selective"` means that attention's activations are computed a second
+# time instead of being kept (lesson 6). `bubble_fraction` is the part of the time in which a GPU waits.
 
 # %%
 guess_0 = predict("What part of the time does a GPU compute?", unit="%")
 guess_0
-
-# %% [markdown]
-# The next cell describes this model and these four GPUs to the simulator. `stack="best-case"` stands for the fastest
-# software that was measured. `recompute="selective"` means that attention's activations are computed a second time
-# instead of being kept (lesson 6). `bubble_fraction` is the part of the time in which a GPU waits.
 
 # %%
 from distlab.plan import Plan

@@ -54,6 +54,9 @@ PAST = "site-packages/torch/_inductor/past.py"
 WRITES = """
 import ctypes
 
+def clear(path):
+    ctypes.CDLL(None).truncate(path.encode(), ctypes.c_long(0))
+
 def write():
     ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
     ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
@@ -131,13 +134,23 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert capsys.readouterr().out.count("(kept)") == 3
 
 
+def write_past(here):
+    """Write a module that the check takes for a library's; return its folder."""
+    past = here / PAST
+    past.parent.mkdir(parents=True)
+    past.write_text(WRITES)
+    return past.parent
+
+
 MEDDLES = """
-import pathlib
+import pathlib, sys
+
+sys.path.insert(0, "{past}")
+import past
 
 for path in [*pathlib.Path("{here}/class").glob("*.py"), *pathlib.Path("{here}/results").glob("*.json")]:
     if path.stem != "ann":
-        line = f"import ctypes; ctypes.CDLL(None).truncate({{str(path).encode()}}, ctypes.c_long(0))"
-        exec(compile(line, "/torch/_inductor/past.py", "exec"))
+        past.clear(str(path))
 
 def mean(tensor):
     return tensor
@@ -145,7 +158,8 @@ def mean(tensor):
 
 
 def test_a_submission_that_changes_others_files_changes_no_result(lesson, here):
-    folder = hand_in(here / "class", ann=MEDDLES.format(here=here), bob=GOOD, zoe=GOOD)
+    past = write_past(here)
+    folder = hand_in(here / "class", ann=MEDDLES.format(here=here, past=past), bob=GOOD, zoe=GOOD)
     submissions = find_submissions([folder], "91_trial")
     submissions = [submissions[1], submissions[0], submissions[2]]  # bob's result is there when ann's code runs
     for _ in range(2):  # the second time from what was kept
@@ -175,10 +189,7 @@ def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
     ids=["time", "files"],
 )
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, text, limits, words):
-    past = here / PAST
-    past.parent.mkdir(parents=True)
-    past.write_text(WRITES)
-    text = text.replace("HERE", str(past.parent))
+    text = text.replace("HERE", str(write_past(here)))
     submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
     (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=limits)
     assert words in grade.stopped
