@@ -38,9 +38,8 @@ _CODE = ("__code__", "__defaults__", "__kwdefaults__")
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
 _FILES = {"open", "os.truncate", "os.remove", "os.rename", "os.listdir", "os.scandir", "shutil.rmtree"}
 IS_REFERENCE = "this is the reference, which the check compares with: write the function yourself"
-_CLOSED = re.compile(
-    r"/lessons/\d\d_\w+(/|$)|/tests/(styles|mutation)/|/solution(s\.py|\.ipynb)$"
-)  # references, checks, answers
+# Where references, checks and answers stand.
+_CLOSED = re.compile(r"/lessons/\d\d_\w+(/|$)|/tests/(styles|mutation)/|/solution(s\.py|\.ipynb)$")
 _SOLUTION = re.compile(r"(^|/)lessons/\d\d_\w+/solutions\.py$|/tests/styles/|^<sealed solutions")
 _MOVES = {"Storage"}  # torch itself replaces it when the default dtype changes
 

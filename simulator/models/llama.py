@@ -1,8 +1,8 @@
 """Llama and its relatives: the work, parameters and activations of decoders with gated feed-forward parts.
 
 Symbols: B micro-batch, s sequence, h hidden, f feed-forward width, l layers, a heads, V vocabulary. No dropout. The
-relatives: fewer heads of keys and values (Llama), biases (Qwen 2, Phi), queries and keys that are normed head by head
-(Qwen 3) or over all heads (OLMo 2), one norm or four in a block (Falcon, Gemma 2), experts, latent attention.
+relatives have fewer heads of keys and values (Llama), biases (Qwen 2, Phi), experts or latent attention. Queries and
+keys are normed head by head (Qwen 3) or over all heads (OLMo 2). A block has one norm or four (Falcon, Gemma 2).
 """
 
 from __future__ import annotations

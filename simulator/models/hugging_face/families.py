@@ -92,36 +92,33 @@ def _llama4(fields: Fields) -> LlamaSizes:
     return _llama(fields, mixture=Mixture(experts, chosen, expert_size=width, shared_size=width))
 
 
-def _deepseek(fields: Fields) -> LlamaSizes:
-    """Take the sizes of DeepSeek-V2 and V3; layers that predict further tokens are left out, as in its 671 billion."""
-    fields.only("attention_bias", False)
-    fields.only("moe_layer_freq", 1)
+def _routed(fields: Fields, *, router_bias: bool) -> Mixture:
+    """Take routed and shared experts by the names of DeepSeek-V2, which others keep; first layers may have none."""
     width = fields.count("moe_intermediate_size")
-    bias = fields.values["model_type"] != "deepseek_v2"
-    fields.only("topk_method", *(["noaux_tc"] if bias else ["greedy", "group_limited_greedy"]))
-    mixture = Mixture(
+    return Mixture(
         fields.count("n_routed_experts"),
         fields.count("num_experts_per_tok"),
         expert_size=width,
         shared_size=width * fields.count("n_shared_experts", 0, least=0),
         dense_layers=fields.count("first_k_dense_replace", 0, least=0),
-        router_bias=bias,
+        router_bias=router_bias,
     )
+
+
+def _deepseek(fields: Fields) -> LlamaSizes:
+    """Take the sizes of DeepSeek-V2 and V3; layers that predict further tokens are left out, as in its 671 billion."""
+    fields.only("attention_bias", False)
+    fields.only("moe_layer_freq", 1)
+    bias = fields.values["model_type"] != "deepseek_v2"
+    fields.only("topk_method", *(["noaux_tc"] if bias else ["greedy", "group_limited_greedy"]))
+    mixture = _routed(fields, router_bias=bias)
     sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = LatentSizes(fields.count("kv_lora_rank"), fields.count("q_lora_rank", 0), *map(fields.count, sizes))
     return _llama(fields, mixture=mixture, latent=latent)
 
 
 def _glm4_moe(fields: Fields) -> LlamaSizes:
-    width = fields.count("moe_intermediate_size")
-    mixture = Mixture(
-        fields.count("n_routed_experts"),
-        fields.count("num_experts_per_tok"),
-        expert_size=width,
-        shared_size=width * fields.count("n_shared_experts", 0, least=0),
-        dense_layers=fields.count("first_k_dense_replace", 0, least=0),
-        router_bias=True,
-    )
+    mixture = _routed(fields, router_bias=True)
     biases, norms = fields.flag("attention_bias"), fields.flag("use_qk_norm")
     return _llama(fields, attention_biases=biases, head_norms=norms, mixture=mixture)
 
@@ -249,9 +246,7 @@ LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "gemma2": partial(_llama, ties=True, head_size=256, num_norms=4),
         "gemma3_text": _gemma3,
         "olmo": partial(_llama, norm_parameters=0),
-        "olmo2": partial(
-            _llama, wide_norms=True
-        ),  # its norms follow attention and feed-forward part: as many, elsewhere
+        "olmo2": partial(_llama, wide_norms=True),  # its norms follow attention and feed-forward part
         "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
         "qwen2": partial(_llama, attention_biases=True),
         "qwen2_moe": _qwen2_moe,
