@@ -205,15 +205,28 @@ def message(function):
     return None
 
 
-def refusals():
-    rank = dist.get_rank()
-    both, x = {"up": "column", "down": "row"}, torch.ones(2, 4)
+def wrong_sequences(cut):
+    """Return what of style "sequence" must be refused."""
     stream = {"0.*.up": "column", "0.*.down": "row", "0": "sequence"}
     long = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(3))
 
     def blocks(one):
         return nn.Sequential(nn.Sequential(one))
 
+    return {
+        "no list": lambda: cut(Small(), {"up": "column", "down": "row"} | {"norm": "sequence"}),
+        "no norm": lambda: cut(blocks(Small()), stream),
+        "no row": lambda: cut(blocks(Small()), {"0": "sequence", "0.*.norm": "sequence"}),
+        "a norm too few": lambda: cut(blocks(Normed()), stream | {"0.*.norm": "sequence"}, example=(long,)),
+        "norm behind": lambda: cut(blocks(Small()), stream | {"0.*.norm": "sequence"}, example=(long,)),
+        "not a tensor": lambda: cut(blocks(Listed()), stream | {"0.*.norm": "sequence"}, example=(long,)),
+        "odd length": lambda: cut(blocks(Listed()), stream | {"0.*.norm": "sequence"})(long[:, :3]),
+    }
+
+
+def refusals():
+    rank = dist.get_rank()
+    both, x = {"up": "column", "down": "row"}, torch.ones(2, 4)
     cut = parallelize_module
     zoo_text.KEY_HEADS = 1
     hooked, inner = Small(), Small()
@@ -227,16 +240,9 @@ def refusals():
         model = cut(zoo_images.fused_vit().double(), FUSED)
         train(KINDS["ViT, fused qkv"], model, clip_alone)
 
-    cases = {
+    cases = wrong_sequences(cut) | {
         "nothing": lambda: cut(Small(), {"*.up": "column", "down": "row"}),
         "unknown": lambda: cut(Small(), {"up": "columns"}),
-        "no list": lambda: cut(Small(), both | {"norm": "sequence"}),
-        "no norm": lambda: cut(blocks(Small()), stream),
-        "no row": lambda: cut(blocks(Small()), {"0": "sequence", "0.*.norm": "sequence"}),
-        "a norm too few": lambda: cut(blocks(Normed()), stream | {"0.*.norm": "sequence"}, example=(long,)),
-        "norm behind": lambda: cut(blocks(Small()), stream | {"0.*.norm": "sequence"}, example=(long,)),
-        "not a tensor": lambda: cut(blocks(Listed()), stream | {"0.*.norm": "sequence"}, example=(long,)),
-        "odd length": lambda: cut(blocks(Listed()), stream | {"0.*.norm": "sequence"})(long[:, :3]),
         "twice": lambda: cut(Small(), {"up": "column", "u*": "row"}),
         "no linear": lambda: cut(Small(), both | {"norm": "column"}),
         "no embedding": lambda: cut(Small(), both | {"norm": "vocabulary"}),
