@@ -42,7 +42,15 @@ def right(tensor: torch.Tensor) -> None:
     dist.all_reduce(tensor)
 
 
-EXERCISE = Exercise("00.sum", "the sum over ranks", f"{__name__}:right", drive, judge)
+EXERCISE = Exercise(
+    name="00.sum",
+    title="the sum over ranks",
+    minutes=1,
+    difficulty=1,
+    source=f"{__name__}:right",
+    drive=drive,
+    judge=judge,
+)
 
 
 def wrong(tensor: torch.Tensor) -> None:

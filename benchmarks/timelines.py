@@ -33,6 +33,7 @@ from nbclient import NotebookClient
 LESSONS = Path(__file__).resolve().parents[1] / "lessons"
 NUMBERS = ("02", "03", "05", "07", "08", "09", "10", "11")
 NUM_RUNS = 20
+MINUTES = 60.0
 ERROR_BAR, INSIDE_BAR = 0.10, 0.90
 MEASURES = r"\boverlay = (overlay_of|measure)"
 RESULT = "timeline of this run: "
@@ -58,17 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lessons", nargs="+", default=NUMBERS, choices=NUMBERS, metavar="NN")
     parser.add_argument("--runs", type=int, default=NUM_RUNS, help=f"runs of each timeline ({NUM_RUNS})")
-    parser.add_argument("--minutes", type=float, default=60.0, help="for all lessons; fewer runs where it is short")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all lessons; fewer runs where it is short")
     parser.add_argument("--quick", action="store_true", help="one run each: shows that it runs, proves nothing")
     arguments = parser.parse_args(argv)
     failed = 0
-    end = time.monotonic() + 60 * arguments.minutes
-    for place, number in enumerate(arguments.lessons):
-        left_s = max(0.0, end - time.monotonic()) / (len(arguments.lessons) - place)
-        for row in rows_of(number, 1 if arguments.quick else arguments.runs, left_s):
-            print(row, flush=True)
-            failed += row.holds is False
+    for row in rows(arguments.quick, arguments.lessons, arguments.runs, arguments.minutes):
+        print(row, flush=True)
+        failed += row.holds is False
     return 1 if failed else 0
+
+
+def rows(
+    quick: bool = False, lessons: Sequence[str] = NUMBERS, num_runs: int = NUM_RUNS, minutes: float = MINUTES
+) -> Iterator[Row]:
+    """Yield two rows for each timeline of each lesson; the lessons share the minutes."""
+    end = time.monotonic() + 60 * minutes
+    for place, number in enumerate(lessons):
+        left_s = max(0.0, end - time.monotonic()) / (len(lessons) - place)
+        yield from rows_of(number, 1 if quick else num_runs, left_s)
 
 
 def rows_of(number: str, num_runs: int, budget_s: float) -> Iterator[Row]:

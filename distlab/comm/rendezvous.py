@@ -41,7 +41,6 @@ class Address:
     restart: int
     uses_agent_store: bool
     has_parent: bool
-    agent: str = ""
     port_file: str = ""
 
     @property
@@ -85,7 +84,6 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Address:
         restart=_number(env, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         has_parent="TORCHELASTIC_RUN_ID" in env,
-        agent=env.get("GROUP_RANK", ""),
         port_file=env.get(PORT_FILE, ""),
     )
 

@@ -15,6 +15,34 @@ print(json.dumps({name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE",
 time.sleep(600)
 """
 
+# Rank 0 is the first agent's only rank; ranks 1 and 2 are the second's.
+FAULTS = {
+    "another shape": ("x = torch.ones(6 if rank == 0 else 4); dist.all_reduce(x)", "6"),
+    "a rank that fails": ("rank > 0 or int('four'); dist.all_reduce(torch.ones(4))", "rank 0"),
+    "another call": ("dist.barrier() if rank == 2 else dist.all_reduce(torch.ones(4))", "barrier"),
+}
+FAULTY = """
+import torch, torch.distributed as dist
+from distlab.comm import process_group
+with process_group("gloo", timeout_s=300) as member:
+    rank = member.rank
+    {statement}
+"""
+
+
+@pytest.mark.parametrize(("statement", "word"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.timeout(60)
+def test_a_fault_between_two_agents_is_told_by_both_within_seconds(tmp_path, statement, word):
+    (tmp_path / "faulty.py").write_text(FAULTY.format(statement=statement))
+    with Agents() as agents:
+        flags = ["--nnodes", "2", "--max-restarts", "0"]
+        both = [agents.start(f"m{n}", tmp_path / "faulty.py", ranks=n, flags=flags) for n in (1, 2)]
+        assert [agent.wait(40) != 0 for agent in both] == [True, True]
+        for agent in both:
+            assert word in agent.text, agent.text
+            assert "faulty.py" in agent.text, agent.text
+            assert "line 6" in agent.text or "faulty.py:6" in agent.text, agent.text
+
 
 def test_agents_with_unequal_ranks_meet_on_loopback_alone_and_end_with_their_block(tmp_path):
     (tmp_path / "told.py").write_text(TOLD)

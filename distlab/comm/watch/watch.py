@@ -189,7 +189,7 @@ def _meet(address: Address, folder: Path | None) -> tuple[Recorder | None, Watch
     """Begin a record on every rank and let those of one machine open each other's; None where they cannot."""
     rank, ranks = address.rank, list(range(address.world_size))
     if not address.is_on_one_machine:
-        machines = _from_all(f"{_machine()} {address.agent}")
+        machines = _from_all(_machine())
         ranks = [other for other in ranks if machines[other] == machines[rank]]
     private, recorder, eye, problem = "", None, None, ""
     try:
@@ -222,7 +222,16 @@ def _from_all(value: str) -> list[str]:
 
 
 def _machine() -> str:
-    """Name this machine: what its processes have in common, and those of no other."""
+    """Name what processes that can open each other's files and find each other by number share, and no others do.
+
+    Several agents of torchrun on one host are one machine here; containers of one host are several.
+    """
+    kernel, processes, user = "", "", getattr(os, "getuid", int)()
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = os.readlink("/proc/self/ns/pid")
+    try:
+        folder = os.stat(tempfile.gettempdir())
+    except OSError as error:  # it is told when a folder is to be made in it
+        return f"{socket.gethostname()} {kernel} {processes} {error}"
+    return f"{socket.gethostname()} {kernel} {processes} {folder.st_dev}:{folder.st_ino} {user}"
