@@ -1,6 +1,7 @@
 """Agents of torchrun side by side on loopback: they meet, and end with their block."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ time.sleep(600)
 # Rank 0 is the first agent's only rank; ranks 1 and 2 are the second's.
 FAULTS = {
     "another shape": ("x = torch.ones(6 if rank == 0 else 4); dist.all_reduce(x)", "6"),
-    "a rank that fails": ("rank > 0 or int('four'); dist.all_reduce(torch.ones(4))", "rank 0"),
+    "a rank that fails": ("rank > 0 or int('four'); dist.all_reduce(torch.ones(4))", "rank ?0"),
     "another call": ("dist.barrier() if rank == 2 else dist.all_reduce(torch.ones(4))", "barrier"),
 }
 FAULTY = """
@@ -39,7 +40,7 @@ def test_a_fault_between_two_agents_is_told_by_both_within_seconds(tmp_path, sta
         both = [agents.start(f"m{n}", tmp_path / "faulty.py", ranks=n, flags=flags) for n in (1, 2)]
         assert [agent.wait(40) != 0 for agent in both] == [True, True]
         for agent in both:
-            assert word in agent.text, agent.text
+            assert re.search(word, agent.text), agent.text
             assert "faulty.py" in agent.text, agent.text
             assert "line 6" in agent.text or "faulty.py:6" in agent.text, agent.text
 
