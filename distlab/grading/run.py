@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from distlab.grading.blame import fault_of, file_of, place_in
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.fresh import Unavailable
-from distlab.grading.library import twins_of
 from distlab.grading.plain_errors import in_words
+from distlab.grading.sandbox.library import twins_of
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -27,7 +27,7 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
         Unavailable: the ranks went for a reason that is not the function's.
     """
     from distlab.comm import RankError
-    from distlab.grading.guard import drive_on_rank
+    from distlab.grading.sandbox.guard import drive_on_rank
 
     with _watch_output(ranks) as flooded:
         try:

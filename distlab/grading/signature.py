@@ -121,8 +121,8 @@ def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | No
 
 def _is_not_own(exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
     """Say so where an answer holds the reference, or the library's version of it: in a name, a default, a partial."""
-    from distlab.grading.library import twins_of
-    from distlab.grading.tamper import IS_REFERENCE
+    from distlab.grading.sandbox.library import twins_of
+    from distlab.grading.sandbox.tamper import IS_REFERENCE
 
     if fn is reference:  # tests, and `--impl reference`
         return None

@@ -107,7 +107,7 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
     from distlab.comm import RankError, RankTimeout
     from distlab.grading.blame import fault_of
     from distlab.grading.fresh import start_ranks
-    from distlab.grading.guard import drive_on_rank
+    from distlab.grading.sandbox.guard import drive_on_rank
 
     exercises = [(exercise, reference_of(exercise)) for exercise in lesson.exercises]
 

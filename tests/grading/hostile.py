@@ -75,7 +75,7 @@ TAMPERS = {
         "import distlab.grading.variation.calls as c; c.copied = lambda v: 0; return mean(tensor)",
         "replaced .*calls.copied",
     ),
-    "globals": ("import distlab.grading.guard as g; vars(g)['guarded'] = print", "replaced .*guard.guarded"),
+    "globals": ("import distlab.grading.sandbox.guard as g; vars(g)['guarded'] = print", "replaced .*guard.guarded"),
     "messages": ("import distlab.comm.launch.messages as m; m.pack = m.pack_call = print", "replaced .*messages.pack"),
     "code": ("from distlab.grading import values as v; v.equal.__code__ = known.__code__", "replaces what a function"),
     "a name": ("exec(compile('1', torch.__file__, 'exec'))", "gives its code the name of another's file"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distlab.grading import Evidence, Fault, Mutant, NotYet
 from distlab.grading.exercise import Refused
-from distlab.grading.guard import Board
+from distlab.grading.sandbox.guard import Board
 from distlab.grading.values import describe
 from distlab.grading.variation.draw import Draw, Vary
 

@@ -19,9 +19,9 @@ from typing import Any
 from distlab.comm.launch.worker import own_job
 from distlab.grading.blame import file_of
 from distlab.grading.exercise import Refused
-from distlab.grading.library import Twins, is_twin, refuse_twins
-from distlab.grading.tamper import Fence, Untouched
-from distlab.grading.wires import belongs_to_answer, close_other_wires
+from distlab.grading.sandbox.library import Twins, is_twin, refuse_twins
+from distlab.grading.sandbox.tamper import Fence, Untouched
+from distlab.grading.sandbox.wires import belongs_to_answer, close_other_wires
 
 MAX_FILE_BYTES = 256 << 20
 _STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}

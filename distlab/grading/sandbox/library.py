@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from distlab.grading.exercise import Exercise, Refused
-from distlab.grading.wires import calls_library
+from distlab.grading.sandbox.wires import calls_library
 
 
 def _parts(package: str, names: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+import distlab
 from distlab.grading.exercise import Refused
 
 _WIRES = {  # a group's backend and a store, called directly
@@ -68,9 +69,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _HARMLESS = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 _WALKERS = ("walk_tb", "walk_stack", "currentframe", "_extract_from_extended_frame_gen", "extended_frame_gen")
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(distlab.__file__)) + os.sep
 _SIMULATOR = os.path.join(os.path.dirname(_PACKAGE.rstrip(os.sep)), "simulator") + os.sep
-_GUARD = os.path.join("grading", "guard.py")
+_GUARD = os.path.join("grading", "sandbox", "guard.py")
 _IMPORTLIB = (os.path.join("importlib", "__init__.py"), "<frozen importlib._bootstrap>")
 _INSPECT = (f"{os.sep}inspect.py", f"{os.sep}bdb.py")
 _LOGGING = os.path.join("logging", "__init__.py")

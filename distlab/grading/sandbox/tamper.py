@@ -20,7 +20,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from distlab.grading.exercise import Refused
-from distlab.grading.wires import Ways, is_answers, leads_from_answer, poses, reads_for_answer, went_around
+from distlab.grading.sandbox.wires import Ways, is_answers, leads_from_answer, poses, reads_for_answer, went_around
 
 _LOOKS = {
     "sys._getframe",
