@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ON_EVERY_RANK = (
     "distlab.grading.sandbox.guard",
     "distlab.grading.sandbox.tamper",
-    "distlab.grading.values",
-    "distlab.grading.traffic",
+    "distlab.grading.diagnosis.values",
+    "distlab.grading.diagnosis.traffic",
 )
 START_TIMEOUT_S = 120.0  # the first ranks of a program wait for torch to be loaded
 

@@ -105,7 +105,7 @@ def isolated_submission(impl: str, lesson: Lesson) -> tuple[dict[str, Callable[.
 def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | bool | None], tuple[str, ...]]:
     """Load the source on a rank and look at each function: a fault, True for none, None where there is no function."""
     from distlab.comm import RankError, RankTimeout
-    from distlab.grading.blame import fault_of
+    from distlab.grading.diagnosis.blame import fault_of
     from distlab.grading.fresh import start_ranks
     from distlab.grading.sandbox.guard import drive_on_rank
 

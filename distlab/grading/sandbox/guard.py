@@ -17,7 +17,7 @@ from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from distlab.comm.launch.worker import own_job
-from distlab.grading.blame import file_of
+from distlab.grading.diagnosis.blame import file_of
 from distlab.grading.exercise import Refused
 from distlab.grading.sandbox.library import Twins, is_twin, refuse_twins
 from distlab.grading.sandbox.tamper import Fence, Untouched

@@ -53,7 +53,7 @@ class Untouched:
         import torch.distributed.distributed_c10d as c10d
 
         from distlab.comm.record import file, intercept, recorder
-        from distlab.grading import traffic, values
+        from distlab.grading.diagnosis import traffic, values
 
         importlib.import_module("distlab.grading.variation.calls")  # before an answer can load and change it
         places: tuple[Any, ...] = (torch, torch.Tensor, torch.linalg, torch.nn.functional, torch.nn.Module)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.grading.diagnosis.values import DIVIDED_TWICE, SUM_NOT_MEAN, apart, compare, times_of, tolerance_of
 from distlab.grading.exercise import Fault
-from distlab.grading.values import DIVIDED_TWICE, SUM_NOT_MEAN, apart, compare, times_of, tolerance_of
 from distlab.plan import split_evenly
 
 MAX_PATTERNS = 4096  # how many ways of adding the ranks' tensors are tried where least squares cannot tell

@@ -46,7 +46,7 @@ def known_mistake(got: Any, want: Tensor, known: Iterable[tuple[str, Tensor, str
         known: for each mistake the code of its fault, what a function with this mistake returns, and what to say.
         what: a name for the result.
     """
-    from distlab.grading.values import same
+    from distlab.grading.diagnosis.values import same
 
     for code, result, words in known:
         if same(got, result) and not same(want, result):

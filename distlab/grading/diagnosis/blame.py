@@ -9,15 +9,16 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import distlab
 from distlab.comm import RankError, RankTimeout
 from distlab.comm.launch.failures import Failure, well_formed
+from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Exercise, Fault
-from distlab.grading.plain_errors import in_words
 from distlab.grading.variation.draw import IN_CALL
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
 _STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(distlab.__file__)) + os.sep
 _LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") + os.sep
 _CELL_FILE = re.compile(
     r"([^\s\"()]*(?:ipykernel|xpython)_\d+[/\\]\d+\.py|[^\s\"()]*ipython-input-[\w-]+\.py|<ipython-input-[^>]*>)(?::(\d+))?"
