@@ -13,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 
 from distlab.grading import Exercise, Lesson, Report, load_lesson
+from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
 from distlab.grading.progress import MINE, keep, working_copy
 from distlab.grading.report import SCHEMA
-from distlab.grading.submission import isolated_submission
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

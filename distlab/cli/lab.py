@@ -138,7 +138,7 @@ def _check(settings: CommonSettings) -> None:
     Raises:
         ValueError: naming the flag and the path.
     """
-    from distlab.grading.source import read_source
+    from distlab.grading.answer.source import read_source
     from distlab.measure import device_of
 
     if settings.impl.endswith((".py", ".ipynb")) or os.sep in settings.impl:

@@ -61,7 +61,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 def _names() -> dict[str, Any]:
     from distlab.grading import check
-    from distlab.grading.source import names_for_functions
+    from distlab.grading.answer.source import names_for_functions
     from distlab.notebook.display import show
     from distlab.notebook.magic import last_records
     from distlab.notebook.prediction import predict

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distlab.comm.command import runnable
+from distlab.grading.answer.source import Source, execute, read_source
 from distlab.grading.exercise import Exercise, Fault
 from distlab.grading.lesson import Lesson, reference_of
-from distlab.grading.source import Source, execute, read_source
 
 LOAD_TIMEOUT_S = 20.0
 MEMORY_LIMIT_BYTES = 2 << 30
@@ -112,7 +112,7 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
     exercises = [(exercise, reference_of(exercise)) for exercise in lesson.exercises]
 
     def look(load: Callable[[], Any]) -> Any:
-        from distlab.grading.signature import first_fault
+        from distlab.grading.answer.signature import first_fault
 
         namespace, notes = load()
         verdicts: dict[str, Fault | bool | None] = {}

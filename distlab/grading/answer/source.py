@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.command import runnable
-from distlab.grading.needed import UNREADABLE, needed_statements, reason
+from distlab.grading.answer.needed import UNREADABLE, needed_statements, reason
 from distlab.grading.progress import copy_in
 
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
