@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output, counts_of_devices, positive_number
-from distlab.cli.simulate import check_picture, check_size
+from distlab.cli.predict.simulate import check_picture, check_size
 
 if TYPE_CHECKING:
     from simulator import Bill, Curve, PlanFile, Run

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output, counts_of_devices, positive_number, whole_number
-from distlab.cli.clusters import find_cluster
-from distlab.cli.cost import add_failures
-from distlab.cli.plan_arguments import add_model_arguments, description_of
-from distlab.cli.simulate import check_picture
+from distlab.cli.predict.clusters import find_cluster
+from distlab.cli.predict.cost import add_failures
+from distlab.cli.predict.plan_arguments import add_model_arguments, description_of
+from distlab.cli.predict.simulate import check_picture
 
 if TYPE_CHECKING:
     from simulator import Bill, Choice, Question, Run, Search

@@ -20,7 +20,7 @@ from distlab.cli.arguments import MAX_RANKS, check_output, whole_number
 from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
-    from distlab.cli.findings import Findings
+    from distlab.cli.measure.findings import Findings
     from distlab.comm import Records
     from distlab.measure import RankReport, TrainingRun
     from simulator.viz import Overlay
@@ -100,7 +100,7 @@ def say(part: str) -> None:
 
 def run_tour(num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool) -> tuple[Findings, Overlay]:
     """Run one process, then the ranks; return what was found, and the timed steps over their prediction."""
-    from distlab.cli.findings import compare_runs
+    from distlab.cli.measure.findings import compare_runs
     from distlab.measure import RunResult, overlay_of_run
 
     one_process, reports, records = run_training(num_ranks, training, data, echo=echo)

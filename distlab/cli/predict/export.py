@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from distlab.cli.arguments import positive_number
-from distlab.cli.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
+from distlab.cli.predict.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
 
 TOOLS = ("deepspeed", "fsdp2", "torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset")
 

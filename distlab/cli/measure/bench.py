@@ -16,7 +16,7 @@ from typing import Any
 from distlab.cli.arguments import check_output, load_script
 from distlab.measure import this_machine
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

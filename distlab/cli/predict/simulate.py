@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
-from distlab.cli.clusters import find_cluster, presets
-from distlab.cli.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
+from distlab.cli.predict.clusters import find_cluster, presets
+from distlab.cli.predict.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
 from distlab.plan import Cluster, Plan, Workload
 
 if TYPE_CHECKING:

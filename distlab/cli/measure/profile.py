@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Read the traces, print what they say, and save what was asked for."""
-    from distlab.cli.simulate import check_picture
+    from distlab.cli.predict.simulate import check_picture
     from distlab.profile import Profile, find, read_files, report
 
     for flag in ("sections", "timeline", "save"):

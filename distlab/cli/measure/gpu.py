@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from distlab.cli.arguments import check_output
-from distlab.cli.bench import FOLDER
+from distlab.cli.measure.bench import FOLDER
 
 NEEDED = (FOLDER / "gpu", FOLDER.parent / "tests")
 
