@@ -1,4 +1,4 @@
-"""One bucket's two messages, from start to mean gradient; read `powersgd_hook` first."""
+"""One bucket's two messages, from start to mean gradient; read `hook` first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.compression.feedback import members_where
-from distlab.compression.powersgd import orthogonalize, unit_columns
-from distlab.compression.powersgd_layout import Layout
+from distlab.compression.powersgd.factors import orthogonalize, unit_columns
+from distlab.compression.powersgd.layout import Layout
 from distlab.gradient_hook import GradientBucket
 
 

@@ -7,7 +7,7 @@ One bucket's way, on each rank w of n, with M_w its gradient matrices plus what 
             second message   all right factors M_w^T left; while it travels, this rank's remainder is put by
             second answer    the mean of the right factors, and so the mean gradient left right^T
 
-`powersgd` has the mathematics and says why two sums are enough. Here is what it takes to be true on several ranks:
+`factors` has the mathematics and says why two sums are enough. Here is what it takes to be true on several ranks:
 equal first factors, a bound below which a tensor goes whole, memory that is this rank's own, and numbers that are not
 finite stopped before they reach any memory.
 """
@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.compression.feedback import check_real
-from distlab.compression.powersgd import first_right
-from distlab.compression.powersgd_exchange import LowRankExchange, Memory, WholeExchange
-from distlab.compression.powersgd_layout import Layout
+from distlab.compression.powersgd.exchange import LowRankExchange, Memory, WholeExchange
+from distlab.compression.powersgd.factors import first_right
+from distlab.compression.powersgd.layout import Layout
 from distlab.gradient_hook import GradientBucket, Pending
 from distlab.plan.compression import check_rank
 from distlab.rng import generator

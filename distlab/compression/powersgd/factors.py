@@ -12,7 +12,7 @@ last step's right factor (warm start) makes the steps add up: the factors follow
 
 Both lines are linear in M up to the orthogonalization, and that one is applied to a sum. So the ranks never need the
 mean of their matrices: the sum of all `M_w right` is `(sum of M_w) right`, and so for the second line. Two all-reduces
-of thin matrices give what one process would compute from the mean. `powersgd_hook` does that.
+of thin matrices give what one process would compute from the mean. `hook` does that.
 
 Symbols: M [n, m] a gradient matrix, r the rank of the approximation.
 
