@@ -1,7 +1,7 @@
 """Tensor parallelism: every layer cut over a group of ranks, which work on the same samples.
 
-Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `async_calls`). Then
-`linear` (column- and row-parallel layers), `attention` (its heads split, also where there are fewer heads of keys
+Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `async_calls`).
+Then `linear` (column- and row-parallel layers), `attention` (its heads split, also where there are fewer heads of keys
 and values than ranks), `vocabulary` (embedding, and cross-entropy that never gathers the scores).
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.pipeline.shapes import Layout, put_together, take_apart
+from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
 
 
 class Batch(NamedTuple):

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
+from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
 from distlab.pipeline.faults import gather_texts
-from distlab.pipeline.shapes import Layout, put_together, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.plan import Schedule, validate
 from distlab.trial import call_a_copy

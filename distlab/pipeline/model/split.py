@@ -84,7 +84,7 @@ def split_gpt(
 
     Returns:
         One module a stage. A weight that first and last stage share stays one parameter here; see
-        `distlab.pipeline.tied` for stages on different ranks.
+        `distlab.pipeline.model.tied` for stages on different ranks.
 
     Raises:
         ValueError: more stages than layers, or counts or costs that do not fit the model.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from distlab.pipeline.layers import place_of, rule_of
+from distlab.pipeline.backward.layers import place_of, rule_of
 
 
 def choose_layers(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:

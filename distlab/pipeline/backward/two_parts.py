@@ -9,8 +9,8 @@ convolutions) compute only their input's gradient on that walk, and note what th
 their output. W multiplies the notes. Read in this order:
 
 1. `LinearPlainly`: the idea on one screen.
-2. `SplitBackward`: the same for the layers of any module (`distlab.pipeline.layers` has a rule for each kind), and for
-   the plain part of tensor-parallel ones: what they send backward is sent in I, and W sends nothing.
+2. `SplitBackward`: the same for the layers of any module (`layers` has a rule for each kind), and for the plain part of
+   tensor-parallel ones: what they send backward is sent in I, and W sends nothing.
 
 A norm's weight gradient falls out of the pass that makes its input's, so it stays in I, like that of every parameter
 that no layer with a rule owns; `report` says which and why.
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distlab.pipeline.choose import choose_layers
-from distlab.pipeline.layers import LayerRule, Notes, Sums, place_of, rule_of
+from distlab.pipeline.backward.choose import choose_layers
+from distlab.pipeline.backward.layers import LayerRule, Notes, Sums, place_of, rule_of
 
 
 class LinearPlainly(torch.autograd.Function):
