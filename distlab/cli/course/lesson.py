@@ -34,9 +34,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Do one action; exit 0 when it was done."""
     from distlab.grading.lesson import lessons_folder, work_beside
     from distlab.grading.progress import work_folder
-    from distlab.notebook.copies import reset
-    from distlab.notebook.course import text_table
-    from distlab.notebook.page import write_page
+    from distlab.notebook.learner.copies import reset
+    from distlab.notebook.learner.course import text_table
+    from distlab.notebook.learner.page import write_page
 
     lessons = lessons_folder()
     work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
@@ -53,8 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int:
-    from distlab.notebook.copies import draw_map, make_copies
-    from distlab.notebook.server import Server
+    from distlab.notebook.jupyter.server import Server
+    from distlab.notebook.learner.copies import draw_map, make_copies
 
     copies = make_copies(lessons, work)
     made = [copy.name for copy in copies if copy.state == "made"]

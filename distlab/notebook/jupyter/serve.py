@@ -1,4 +1,4 @@
-"""JupyterLab as a child process that ends when its parent does: python -m distlab.notebook.serve FD OPTIONS.
+"""JupyterLab as a child process that ends when its parent does: python -m distlab.notebook.jupyter.serve FD OPTIONS.
 
 FD is a pipe's end; the token comes on standard input.
 """

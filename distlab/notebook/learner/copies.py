@@ -67,7 +67,7 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
 
 def draw_map(lessons: Path, work: Path) -> None:
     """Put the map of the course, as it is now, below its cell in the copy of START: seen before anything is run."""
-    from distlab.notebook.course import CourseMap, rows, this_machine_can
+    from distlab.notebook.learner.course import CourseMap, rows, this_machine_can
 
     path = work / START
     if damage(path):

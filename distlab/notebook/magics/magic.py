@@ -14,9 +14,9 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
-from distlab.notebook.line import Line, read_line
-from distlab.notebook.remote import holdings, take
-from distlab.notebook.trouble import CellError, explain, name_cells
+from distlab.notebook.magics.line import Line, read_line
+from distlab.notebook.magics.remote import holdings, take
+from distlab.notebook.magics.trouble import CellError, explain, name_cells
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

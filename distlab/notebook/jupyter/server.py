@@ -93,7 +93,7 @@ class Server:
 
     def _start(self, work: Path) -> subprocess.Popen[bytes]:
         end, self._lifeline = os.pipe()  # when this process goes, however it goes, the server reads the end of it
-        command = [sys.executable, "-m", "distlab.notebook.serve", str(end), *_options(work, self.port)]
+        command = [sys.executable, "-m", "distlab.notebook.jupyter.serve", str(end), *_options(work, self.port)]
         try:
             with self.log.open("wb") as log:
                 process = subprocess.Popen(
@@ -148,7 +148,7 @@ def _options(work: Path, port: int) -> list[str]:
         "--ServerApp.allow_remote_access=False",
         "--ServerApp.open_browser=False",
         f"--KernelManager.shutdown_wait_time={KERNEL_STOP_S}",
-        "--ServerApp.kernel_websocket_connection_class=distlab.notebook.websocket.PromptConnection",
+        "--ServerApp.kernel_websocket_connection_class=distlab.notebook.jupyter.websocket.PromptConnection",
         "--IdentityProvider.hashed_password=",
         f"--ServerApp.terminado_settings={{'shell_command': {_shell(work)!r}}}",
         "--LabApp.default_url=/lab/tree/START.ipynb",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distlab.grading.progress import OUTSIDE, Entry, load_progress, now, work_folder
-from distlab.notebook.course import CourseMap, Row, rows
+from distlab.notebook.learner.course import CourseMap, Row, rows
 
 PAGE = "progress.html"
 TITLE = "Distributed training: my progress"
