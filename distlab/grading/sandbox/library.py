@@ -26,7 +26,7 @@ _GRADIENTS = (
     *_parts("distlab.data_parallel.", "bucketed horovod"),
     *_parts("distlab.data_parallel.steps:", "Bucketed Overlapped average_per_parameter average_flat train_step"),
 )
-_FLAT = (*_GRADIENTS, "distlab.data_parallel.steps:FlatBucket", "distlab.flat", "distlab.flat_gradients")
+_FLAT = (*_GRADIENTS, "distlab.data_parallel.steps:FlatBucket", "distlab.flat", "distlab.gradients.flat_gradients")
 _RATES = ("distlab.large_batch.scaling",)
 _TRUST = _parts("distlab.large_batch.", "trust lars lamb")
 _NORMS = ("distlab.clip", "distlab.hybrid.norm", "distlab.tensor_parallel.norm")

@@ -3,7 +3,7 @@
 Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
 module, no numbers are computed and no memory is needed. Some modules cannot run there: they read a tensor's values, or
 make tensors on a fixed device. Those are tried with zeros. That costs one forward pass and, for that time, a second
-copy of the stage's tensors. What runs is a copy (`distlab.trial`): the module stays as it was, whatever its forward
+copy of the stage's tensors. What runs is a copy (`modules.trial`): the module stays as it was, whatever its forward
 does.
 """
 
@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
+from distlab.modules.trial import call_a_copy
 from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
 from distlab.pipeline.faults import gather_texts
 from distlab.pipeline.stage import Stage
 from distlab.plan import Schedule, validate
-from distlab.trial import call_a_copy
 
 
 def check_schedule(schedule: Schedule, num_ranks: int) -> None:

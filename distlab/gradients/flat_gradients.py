@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.gradient_hook import Pending
-from distlab.gradient_status import TWICE, UNUSED, USED
+from distlab.gradients.gradient_status import TWICE, UNUSED, USED
 from distlab.trace import SpanWriter
 
 
