@@ -14,9 +14,9 @@ from torch.futures import Future
 
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import BELL, LOOK_S
-from distlab.shared_memory.lanes import InLane, OutLane
-from distlab.shared_memory.letters import Message
 from distlab.shared_memory.meeting import Meeting, why_gone
+from distlab.shared_memory.messages.lanes import InLane, OutLane
+from distlab.shared_memory.messages.letters import Message
 from distlab.shared_memory.work import END_S, GroupThread, SharedWork, Tensors
 
 SETTLE_S = 0.0005  # how long a caller may take from its call to its wait, before the thread takes over

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distlab.shared_memory.arena import PAGE, map_file
-from distlab.shared_memory.dense import bytes_of
+from distlab.shared_memory.collectives.dense import bytes_of
 from distlab.shared_memory.meeting import Meeting
 
 _OTHER = -1  # the number of what is no buffer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.shared_memory.dense import unseen
+from distlab.shared_memory.collectives.dense import unseen
 
 _Combine = Callable[..., torch.Tensor]
 

@@ -15,7 +15,15 @@ import torch
 
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import LANE_HEAD_BYTES, NUM_PIECES, Arena
-from distlab.shared_memory.letters import LETTERS, NUM_LETTERS, NUM_RECEIPTS, RECEIPTS, TEXT_BYTES, Letter, Message
+from distlab.shared_memory.messages.letters import (
+    LETTERS,
+    NUM_LETTERS,
+    NUM_RECEIPTS,
+    RECEIPTS,
+    TEXT_BYTES,
+    Letter,
+    Message,
+)
 from distlab.shared_memory.work import SharedWork
 
 POSTED, WRITTEN, HEARD = 0, 64, 68  # places of a lane's counters: the sender's (letters, pieces, receipts)

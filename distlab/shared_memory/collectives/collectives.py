@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from distlab.shared_memory.arena import SLOT_BYTES
-from distlab.shared_memory.buffers import Buffers
-from distlab.shared_memory.dense import bytes_of
+from distlab.shared_memory.collectives.buffers import Buffers
+from distlab.shared_memory.collectives.dense import bytes_of
+from distlab.shared_memory.collectives.reductions import Reduction
 from distlab.shared_memory.meeting import Meeting
-from distlab.shared_memory.reductions import Reduction
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
 ALIGN = 64
