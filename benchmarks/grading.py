@@ -17,8 +17,8 @@ from distlab.comm import run
 from distlab.comm.launch.fork_client import shut_down
 from distlab.grading import Evidence, Exercise, Fault, Report
 from distlab.grading.check import examine
-from distlab.grading.provenance import explain_sum
-from distlab.grading.values import seeded
+from distlab.grading.diagnosis.provenance import explain_sum
+from distlab.grading.diagnosis.values import seeded
 
 SIZE = 100
 

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from distlab.comm import Ranks
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.models import Block, GPTConfig
-from distlab.pipeline import Pipeline, layers
-from distlab.pipeline.backward import SplitBackward, full_backward
+from distlab.pipeline import Pipeline
+from distlab.pipeline.backward import layers
+from distlab.pipeline.backward.two_parts import SplitBackward, full_backward
 from distlab.plan import ActionTimes, make_schedule
 from simulator import simulate_schedule
 

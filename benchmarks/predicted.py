@@ -26,7 +26,7 @@ from statistics import median
 from _replay import pipeline_replay_errors
 from _rows import Row, median_interval
 
-from distlab.cli.tour import prepare
+from distlab.cli.measure.tour import prepare
 from distlab.measure import TrainingRun, Window, judge, time_on_new_ranks
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding, make_schedule

@@ -16,8 +16,8 @@ from dataclasses import replace
 from _replay import replica_replay_errors
 from _rows import Row, median_interval
 
-from distlab.cli.findings import STEP_BAR
-from distlab.cli.tour import prepare, run_training
+from distlab.cli.measure.findings import STEP_BAR
+from distlab.cli.measure.tour import prepare, run_training
 from distlab.measure import RunResult
 
 MAX_REPLAY_ERROR = 0.03

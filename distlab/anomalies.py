@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import all_gather_bytes
-from distlab.structures import find
+from distlab.modules.structures import find
 
 WEIGHTS, INPUT, FORWARD, LOSS, BACKWARD, GRADIENT, AVERAGED = range(7)
 # Which of two ranks began it, where both saw it first in one step: a layer that made it, before a rank that got it.

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from distlab.blocks import Choice, find_blocks, outermost
 from distlab.comm import device
-from distlab.earlier_buffers import EarlierBuffers
+from distlab.modules.blocks import Choice, find_blocks, outermost
+from distlab.modules.earlier_buffers import EarlierBuffers
 from distlab.rng import RandomState, keep_random_state, random_state, restore_random_state
 
 
@@ -99,7 +99,7 @@ def recompute_blocks(
         model: changed in place; its parameters and names stay.
         every: recompute every so many-th block, the first included: 2 gives half the saving for half the time.
         part: name of a submodule of each block; only that is recomputed ("attention").
-        blocks: which parts of the model are its blocks: a class, a pattern of names, a function (`distlab.blocks`).
+        blocks: which parts of the model are its blocks: a class, a pattern of names, a function (`modules.blocks`).
             None: the items of each outermost ModuleList and Sequential. Of blocks in blocks the outer ones count.
 
     Cost: per block X bytes in place of A; at most one block's A is alive in backward, so L X + A in all for L A.

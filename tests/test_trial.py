@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from distlab.modules.trial import Copier, call_a_copy, clone, without_numbers
 from distlab.rng import random_state
-from distlab.trial import Copier, call_a_copy, clone, without_numbers
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 GLOBAL_CACHE: dict = {}

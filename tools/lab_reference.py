@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distlab.cli.lab import find_lab
+from distlab.cli.course.lab import find_lab
 from distlab.grading import lessons
 from distlab.lab.report import reference_section
 from distlab.measure import this_machine

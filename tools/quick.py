@@ -94,9 +94,11 @@ def near_tests(changed: Iterable[Path]) -> list[Path]:
 
 
 def mirror_of(path: Path) -> Path:
-    """Return where the tests of a file of a package stand, for tests mirror the tree."""
+    """Return where the tests of a file of a package stand: tests mirror the tree, without its innermost rooms."""
     parts = path.relative_to(ROOT).parts
-    return TESTS.joinpath(*parts[parts[0] == "distlab" :]).with_name(f"test_{path.name}")
+    mirror = TESTS.joinpath(*parts[parts[0] == "distlab" :]).with_name(f"test_{path.name}")
+    above = (folder / mirror.name for folder in mirror.parents if folder.is_relative_to(TESTS))
+    return next((test for test in above if test.is_file()), mirror)
 
 
 def folders_of(paths: Iterable[Path]) -> set[Path]:

@@ -8,6 +8,8 @@ Read in this order:
 4. `resume`: `save` and `load`.
 5. `asynchronous` and `snapshot`: the same beside training, which hardly waits.
 6. `formats`: what other programs read and write.
+
+`crashes` makes every state of a folder that a kill would leave, to try whether a save survives it.
 """
 
 from distlab.checkpoint.asynchronous import AsyncSaves

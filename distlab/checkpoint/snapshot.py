@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from distlab.comm import device
-from distlab.structures import replace
+from distlab.modules.structures import replace
 
 SMALL_BYTES = 1 << 16
 _LEAVES = {bool, int, float, str, bytes, type(None)}

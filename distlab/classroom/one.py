@@ -19,8 +19,8 @@ def main() -> None:
     os.set_inheritable(task["pipe"], False)
     with open(task["pipe"], "w", encoding="utf-8") as pipe:
         from distlab.grading import load_lesson
+        from distlab.grading.answer.submission import isolated_submission
         from distlab.grading.check import examine
-        from distlab.grading.submission import isolated_submission
 
         lesson = load_lesson(task["lesson"], Path(task["folder"]))
         try:

@@ -1,6 +1,8 @@
 """The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `plan`, `cost`, `export`, `bench`, ...
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
+Rooms: `measure` (this machine and what runs on it), `predict` (no rank is started), `course` (lessons, labs, grades).
+All use `arguments` (numbers, paths, scripts); some show `progress`.
 """
 
 from __future__ import annotations
@@ -11,26 +13,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import distlab
-from distlab.cli import (
-    bench,
-    calibrate,
-    capstone,
-    check,
-    cost,
-    doctor,
-    export,
-    gpu,
-    grade,
-    lab,
-    lesson,
-    plan,
-    profile,
-    release,
-    simulate,
-    tour,
-    validate,
-    where,
-)
+from distlab.cli.course import capstone, check, grade, lab, lesson, release
+from distlab.cli.measure import bench, calibrate, doctor, gpu, profile, tour, where
+from distlab.cli.predict import cost, export, plan, simulate, validate
 from distlab.comm.command import runnable
 
 COMMANDS = {

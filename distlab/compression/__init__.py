@@ -1,7 +1,8 @@
 """Compression: gradients that take fewer bytes on the wire.
 
-Read `sparse` first (send few elements), then `quantize` (send few bits of each) and `powersgd` (send thin factors);
-`feedback` says why none of them works alone. `hooks` and `powersgd_hook` put each between a bucket and the wire:
+Read `sparse` first (send few elements), then `quantize` (send few bits of each; `bits` packs them), `cast` (half
+precision) and `powersgd` (send thin factors). `feedback` says why none of them works alone. `hooks` and
+`powersgd.hook` put each between a bucket and the wire, as the bytes of a `codec`; `make` reads a plan's compression:
 
     replicas = DataParallel(module, hook=TopK(ratio=0.01))
 """
@@ -11,8 +12,8 @@ from distlab.compression.cast import Cast
 from distlab.compression.feedback import FeedbackHook
 from distlab.compression.hooks import Quantize, RandomK, Sign, TopK
 from distlab.compression.make import make_hook
-from distlab.compression.powersgd import orthogonalize
-from distlab.compression.powersgd_hook import PowerSGD
+from distlab.compression.powersgd.factors import orthogonalize
+from distlab.compression.powersgd.hook import PowerSGD
 from distlab.compression.quantize import Quantized, dequantize, quantize, sign
 from distlab.compression.sparse import random_indices, scatter, top_k
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distlab.compression.hooks import Quantize, RandomK, Sign, TopK
-from distlab.compression.powersgd_hook import PowerSGD
+from distlab.compression.powersgd.hook import PowerSGD
 from distlab.gradient_hook import GradientHook
 from distlab.plan.compression import Compression
 

@@ -2,6 +2,8 @@
 
 Read `steps` first: the ladder, from one all-reduce per parameter to buckets that travel during backward. Then read
 `bucketed` (`DataParallel`, the same with everything that real models need) and `bucket` (one bucket of it).
+`horovod` is the other classic design, `sampler` says which samples a rank sees, and `buffers` keeps equal what
+averaged gradients do not.
 """
 
 from distlab.data_parallel.bucketed import DataParallel

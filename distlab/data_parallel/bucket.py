@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import needs_batches
 from distlab.flat import FlatBuffer
-from distlab.flat_gradients import GradientSlots, TimedWork
 from distlab.gradient_hook import GradientBucket, GradientHook, Pending
-from distlab.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
+from distlab.gradients.flat_gradients import GradientSlots, TimedWork
+from distlab.gradients.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.shared_memory.group_base import zeros
 from distlab.trace import SpanWriter
 

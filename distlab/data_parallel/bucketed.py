@@ -8,8 +8,8 @@ It adds to `Overlapped`:
 - What goes wrong with a gradient on one rank (none, a sparse one, a second one, NaN) is named on every rank. No rank
   hangs.
 
-`SendInBackward` (`distlab.flat_gradients`) sends the buckets. Read `bucket` for what one of them does, and
-`distlab.gradient_status` for how ranks tell each other what is wrong.
+`SendInBackward` (`distlab.gradients.flat_gradients`) sends the buckets. Read `bucket` for what one of them does, and
+`distlab.gradients.gradient_status` for how ranks tell each other what is wrong.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from distlab.comm.p2p import can_move_cpu_tensors
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
 from distlab.data_parallel.steps import broadcast_parameters, in_buckets, trainable
-from distlab.flat_gradients import SendInBackward
 from distlab.gradient_hook import GradientHook
-from distlab.gradient_status import UNUSED, Reports, gather_reports
+from distlab.gradients.flat_gradients import SendInBackward
+from distlab.gradients.gradient_status import UNUSED, Reports, gather_reports
 from distlab.replicate import Registered, agree_on_parameters
 from distlab.trace import SpanWriter
 

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
-from distlab.flat_gradients import GradientSlots, SendInBackward
+from distlab.gradients.flat_gradients import GradientSlots, SendInBackward
 from distlab.replicate import parameter_facts
 
 

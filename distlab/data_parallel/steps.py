@@ -10,7 +10,7 @@ stay equal forever, provided that they started equal (`broadcast_parameters`).
 4. `Overlapped`: the same buckets, sent *during* backward as soon as their gradients exist.
 
 `distlab.data_parallel.bucketed.DataParallel` is the fourth with everything that real models need. This file keeps its
-own small version of what `distlab.flat_gradients` does for the whole library, so that one screen shows all of it.
+own small version of what `gradients.flat_gradients` does for the whole library, so that one screen shows all of it.
 
 All four send a mean, not a sum: a sum makes the learning rate grow with the number of ranks. They divide before the
 all-reduce and not after, so that half-precision gradients cannot overflow while they are summed.

@@ -1,14 +1,18 @@
 """Checks that name the fault: run a learner's function on real ranks and say in words what is wrong with it.
 
-Start at `check.check`. Importing the package loads neither torch nor a lesson.
+Start at `check.check`. It runs an answer (`run`, on the ranks of `fresh`) and returns a `report`. An `exercise` says
+how an answer is driven and judged; a `lesson` is loaded by path, and its wrong versions are `mutant`s. Rooms: `answer`
+(where it stands), `sandbox` (what it may do), `variation` (drawn arguments), `diagnosis` (its fault, in words).
+`progress` keeps what was passed; `sealed` packs a lesson's checks for a student copy.
+Importing the package loads neither torch nor a lesson.
 """
 
-from distlab.grading.check import check  # first, or the name would come to mean the submodule of the same name
+from distlab.grading.answer.submission import load_submission
+from distlab.grading.check import check  # the function, not the submodule
 from distlab.grading.exercise import Evidence, Exercise, Fault, NotYet
 from distlab.grading.lesson import Lesson, lessons, load_lesson, reference_of
 from distlab.grading.mutant import Mutant
 from distlab.grading.report import Report
-from distlab.grading.submission import load_submission
 
 __all__ = [
     "Evidence",

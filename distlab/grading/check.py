@@ -61,11 +61,11 @@ def _stand_in_again(exercise: Exercise, reference: Callable[..., Any]) -> Report
 
 def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None, seed: int | None = None) -> Report:
     """Check fn without showing or keeping anything; a seed draws the same arguments again."""
-    from distlab.grading.blame import in_plain_names
+    from distlab.grading.answer.signature import first_fault
+    from distlab.grading.diagnosis.blame import in_plain_names
     from distlab.grading.fresh import Unavailable
     from distlab.grading.lesson import reference_of
     from distlab.grading.report import Report
-    from distlab.grading.signature import first_fault
 
     chosen = check_worlds(exercise.worlds if worlds is None else worlds)
     reference, start = reference_of(exercise), time.perf_counter()

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-ON_EVERY_RANK = ("distlab.grading.guard", "distlab.grading.tamper", "distlab.grading.values", "distlab.grading.traffic")
+ON_EVERY_RANK = (
+    "distlab.grading.sandbox.guard",
+    "distlab.grading.sandbox.tamper",
+    "distlab.grading.diagnosis.values",
+    "distlab.grading.diagnosis.traffic",
+)
 START_TIMEOUT_S = 120.0  # the first ranks of a program wait for torch to be loaded
 
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from distlab.grading.blame import fault_of, file_of, place_in
+from distlab.grading.diagnosis.blame import fault_of, file_of, place_in
+from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.fresh import Unavailable
-from distlab.grading.library import twins_of
-from distlab.grading.plain_errors import in_words
+from distlab.grading.sandbox.library import twins_of
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -27,7 +27,7 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
         Unavailable: the ranks went for a reason that is not the function's.
     """
     from distlab.comm import RankError
-    from distlab.grading.guard import drive_on_rank
+    from distlab.grading.sandbox.guard import drive_on_rank
 
     with _watch_output(ranks) as flooded:
         try:
@@ -69,7 +69,7 @@ def judge(exercise: Exercise, evidence: Evidence, fn: Callable[..., Any]) -> tup
             return fault, ()
         return None, tuple(exercise.budget(evidence))
     except Exception as error:  # the judge met a value that no answer returns on purpose
-        from distlab.grading.values import describe
+        from distlab.grading.diagnosis.values import describe
 
         shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))
         meaning = in_words(str(error))
@@ -82,7 +82,7 @@ def judge(exercise: Exercise, evidence: Evidence, fn: Callable[..., Any]) -> tup
 
 def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., Any]) -> Fault | None:
     """Add to a fault that the answer started a call and never waited for it; a message not waited for is a fault."""
-    from distlab.grading.traffic import MESSAGES, never_waited
+    from distlab.grading.diagnosis.traffic import MESSAGES, never_waited
 
     call = never_waited(evidence, file_of(fn))
     if call is None or (fault is not None and "not waited" in fault.code):

@@ -13,8 +13,8 @@ to be summed was summed by the layers themselves, in backward:
 
 1. Each rank has the whole gradient; with sequence_parallel its layers summed it, over the positions of all.
 2. The expert's one owner along this axis has had all ranks' tokens: its gradient is the sum already.
-3. Both stages have a part of the gradient and exchange it when the step ends (`distlab.pipeline.tied`); only then can
-   it be averaged: what was on its way before would lack the other's part.
+3. Both stages have a part of the gradient and exchange it when the step ends (`distlab.pipeline.model.tied`); only then
+   can it be averaged: what was on its way before would lack the other's part.
 
 Means are exchanged while backward computes. Without a pipeline that is in buckets (`distlab.data_parallel`), compressed
 where the plan says so. With one it is stage by stage, as soon as the stage's last micro-batch has passed. Sharded

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 import torch.distributed as dist
 from torch import nn
 
-from distlab.blocks import find_blocks
 from distlab.hybrid.build import Built
 from distlab.hybrid.gradients import Gradient, GradientAveraging, MakeOptimizer, ParameterBag
 from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
 from distlab.models import Block
+from distlab.modules.blocks import find_blocks
 from distlab.pipeline import Pipeline
 from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import needs_batches
 from distlab.flat import FlatBuffer
-from distlab.flat_gradients import TimedWork
+from distlab.gradients.flat_gradients import TimedWork
 from distlab.pipeline import Pipeline
 from distlab.replicate import broadcast_each
 from distlab.trace import SpanWriter

@@ -24,7 +24,7 @@ from distlab.hybrid.build import Built
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.named_parts import PARAMETER, SavedPart, SavedShard, Slab, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, Slab, check_tensors
 from distlab.plan import FlatLayout
 from distlab.plan.sharding import Piece
 from distlab.sharding import ShardedState
@@ -120,7 +120,7 @@ def _pool(state: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
 class HybridState:
     """A mesh as a part of a checkpoint of which each rank holds a shard: `parts = {"training": hybrid}`.
 
-    Each rank writes what it holds, as named parts of the whole model's tensors (`distlab.named_parts`). So any other
+    Each rank writes what it holds, as named parts of the whole model's tensors (`modules.named_parts`). So any other
     plan can take it up by `load(..., reshard=True)`, on any number of ranks. The same plan goes on bit for bit.
 
     Cost: no communication; each rank writes what it holds (equal copies too).

@@ -16,10 +16,10 @@ import torch
 
 from distlab.nodes.place import Place
 from distlab.nodes.sockets import Block, Sockets
-from distlab.shared_memory.collectives import Collectives, copy
-from distlab.shared_memory.dense import bytes_of, parts
+from distlab.shared_memory.collectives.collectives import Collectives, copy
+from distlab.shared_memory.collectives.dense import bytes_of, parts
+from distlab.shared_memory.collectives.reductions import Reduction, divide
 from distlab.shared_memory.meeting import Meeting
-from distlab.shared_memory.reductions import Reduction, divide
 
 
 class CrossingCollectives(Collectives):

@@ -12,7 +12,7 @@ from distlab.nodes.messages import CrossingMessages
 from distlab.nodes.place import Nodes, Place
 from distlab.nodes.sockets import Sockets
 from distlab.nodes.wire import Pace
-from distlab.shared_memory.collectives import Collectives
+from distlab.shared_memory.collectives.collectives import Collectives
 from distlab.shared_memory.group import SharedGroup, shared_group
 from distlab.shared_memory.meeting import meet
 

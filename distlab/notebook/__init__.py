@@ -1,7 +1,8 @@
 """What the lessons' notebooks have that plain Python lacks: `%load_ext distlab.notebook`.
 
-The extension adds `%%ranks` and `%ranks` and puts the names that lessons use into the notebook. Names load on first
-use, so that importing the package needs no IPython.
+The `extension` adds `%%ranks` and `%ranks` (`magics`) and puts the names that lessons use into the notebook; `display`
+shows pictures with their words. `learner` is what you have and did, `jupyter` the server behind `make lessons`. Names
+load on first use, so that importing the package needs no IPython.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distlab.notebook.course import course_map
     from distlab.notebook.display import show
     from distlab.notebook.extension import load_ipython_extension, unload_ipython_extension
-    from distlab.notebook.magic import last_records
-    from distlab.notebook.page import progress_page
-    from distlab.notebook.prediction import predict
-    from distlab.notebook.stuck import hint, saved_answers, solution
-    from distlab.notebook.trouble import in_cells
+    from distlab.notebook.learner.course import course_map
+    from distlab.notebook.learner.page import progress_page
+    from distlab.notebook.learner.prediction import predict
+    from distlab.notebook.learner.stuck import hint, saved_answers, solution
+    from distlab.notebook.magics.magic import last_records
+    from distlab.notebook.magics.trouble import in_cells
 
 _HOMES = {
-    "course_map": "course",
+    "course_map": "learner.course",
     "show": "display",
     "load_ipython_extension": "extension",
     "unload_ipython_extension": "extension",
-    "last_records": "magic",
-    "predict": "prediction",
-    "progress_page": "page",
-    "hint": "stuck",
-    "saved_answers": "stuck",
-    "solution": "stuck",
-    "in_cells": "trouble",
+    "last_records": "magics.magic",
+    "predict": "learner.prediction",
+    "progress_page": "learner.page",
+    "hint": "learner.stuck",
+    "saved_answers": "learner.stuck",
+    "solution": "learner.stuck",
+    "in_cells": "magics.trouble",
 }
 __all__ = [
     "course_map",

@@ -15,7 +15,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         print("Loading PyTorch, here and for the ranks. The first time takes about five seconds.", flush=True)
     from distlab.comm import RankError, warm
     from distlab.comm.command import put_on_path
-    from distlab.notebook.magic import RanksMagics
+    from distlab.notebook.magics.magic import RanksMagics
 
     put_on_path()  # so that `!distlab lab 03` runs in a cell
     warm()  # first: the fork server loads torch while this process does
@@ -27,7 +27,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
     """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    from distlab.notebook.trouble import (
+    from distlab.notebook.magics.trouble import (
         ENDED_TOO,
         STOPPED,
         CellError,
@@ -54,18 +54,18 @@ def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """End the ranks; names stay."""
-    from distlab.notebook.magic import stop_ranks
+    from distlab.notebook.magics.magic import stop_ranks
 
     stop_ranks(shell)
 
 
 def _names() -> dict[str, Any]:
     from distlab.grading import check
-    from distlab.grading.source import names_for_functions
+    from distlab.grading.answer.source import names_for_functions
     from distlab.notebook.display import show
-    from distlab.notebook.magic import last_records
-    from distlab.notebook.prediction import predict
-    from distlab.notebook.stuck import hint, solution
+    from distlab.notebook.learner.prediction import predict
+    from distlab.notebook.learner.stuck import hint, solution
+    from distlab.notebook.magics.magic import last_records
 
     own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
     return names_for_functions() | own | {"show": show, "last_records": last_records}

@@ -10,23 +10,16 @@ Then any schedule (schedules are plans: see distlab.plan.schedules):
 4. `wire`: messages, with receives posted early.
 5. `run`: `Pipeline`, all of it for real models.
 
-What makes it safe:
-
-1. `shapes`: values of any nesting, taken apart into tensors.
-2. `batch`: a batch, cut into micro-batches.
-3. `negotiate`: is the schedule valid, are the stages here, do they fit?
-4. `faults`: a stage that raises, told to all ranks.
-
-Zero-bubble schedules need a backward pass in two parts: `backward` (`SplitBackward`), `layers` (a rule for each kind of
-layer) and `choose` (which layers of a module have one). `split` makes stages of a model, and `tied` is for a weight
-that several stages use. `state` is what a rank saves.
+What makes it safe: `agreement` (layouts of messages, micro-batches, stages that fit) and `faults` (a stage that raises,
+told to all ranks). Zero-bubble schedules need a backward pass in two parts: `backward`. `model` makes stages of a
+model, holds weights that several stages use, and says what a rank saves.
 """
 
 from distlab.pipeline.faults import StageError
+from distlab.pipeline.model.split import measure_costs, split_gpt, split_sequential, stage_state_names
+from distlab.pipeline.model.state import StageState
+from distlab.pipeline.model.tied import TiedParameter, find_tied
 from distlab.pipeline.run import Pipeline
-from distlab.pipeline.split import measure_costs, split_gpt, split_sequential, stage_state_names
-from distlab.pipeline.state import StageState
-from distlab.pipeline.tied import TiedParameter, find_tied
 
 __all__ = [
     "Pipeline",

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distlab.pipeline.batch import Batch
+from distlab.pipeline.agreement.batch import Batch
+from distlab.pipeline.agreement.shapes import Layout, take_apart
 from distlab.pipeline.route import Route, made, needed, other_end
-from distlab.pipeline.shapes import Layout, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.pipeline.wire import Wire
 from distlab.plan import Action

@@ -19,14 +19,14 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.batch import Batch, cut_batch, join
+from distlab.pipeline.agreement.batch import Batch, cut_batch, join
+from distlab.pipeline.agreement.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
+from distlab.pipeline.agreement.shapes import Layout
 from distlab.pipeline.execute import Execution, Loss, mean_of
 from distlab.pipeline.faults import gather_numbers, raise_together, refuse_together
-from distlab.pipeline.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
+from distlab.pipeline.model.tied import TiedGradients, TiedParameter
 from distlab.pipeline.route import Route, forward_only, route_of
-from distlab.pipeline.shapes import Layout
 from distlab.pipeline.stage import Stage
-from distlab.pipeline.tied import TiedGradients, TiedParameter
 from distlab.pipeline.wire import Wire, open_channels
 from distlab.plan import Action, Schedule
 from distlab.trace import SpanWriter
@@ -55,7 +55,7 @@ class Pipeline:
         schedule: any valid one, with sends and receives or without; it says which stages are whose.
         group: ranks of the pipeline; None is all.
         loss: of the last stage's output and the targets of a micro-batch, the mean over it; needed on its rank alone.
-        tied: parameters that several stages use (`distlab.pipeline.tied`).
+        tied: parameters that several stages use (`distlab.pipeline.model.tied`).
         recompute: keep only inputs of stages, and run forward again in backward.
         spans: draws computations ("compute"), sends ("send") and waits for receives ("receive").
 

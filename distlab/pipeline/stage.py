@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.pipeline.backward import SplitBackward, WeightWork, full_backward
-from distlab.pipeline.shapes import Layout, put_together, take_apart
+from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
+from distlab.pipeline.backward.two_parts import SplitBackward, WeightWork, full_backward
 from distlab.recompute import recompute
 
 

@@ -11,14 +11,13 @@ meets the others, naming what each calls. A rank that ends, leaves or fails ends
 Memory: per group at most 8 MiB per rank, and 2 MiB for each pair of ranks that sends messages one way; only pages that
 were used exist. Messages that are received in another order than they were sent lie with the receiver meanwhile.
 Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets of `DataParallel` lie where all
-ranks of the group reach them (`buffers`), so that their all-reduce copies about half as much.
+ranks of the group reach them (`collectives.buffers`), so that their all-reduce copies about half as much.
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
 process forked from a rank may not call.
 
-Read `arena` (the memory), `meeting` (steps), `collectives`, `letters`, `lanes` and `messages` (sends and receives),
-`work` (what runs where), `group` (what torch sees). `futex` talks to the kernel, `reductions` to torch's arithmetic,
-`dense` makes blocks of tensors.
+Read `arena` (the memory), `meeting` (steps), `collectives`, `messages` (sends and receives), `work` (what runs where),
+`group_base` (what all calls share) and `group` (what torch sees). `futex` talks to the kernel.
 """
 
 from __future__ import annotations

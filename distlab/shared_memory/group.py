@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import (
+from distlab.shared_memory.collectives.collectives import Collectives
+from distlab.shared_memory.collectives.dense import (
     Landings,
     bytes_of,
     check,
@@ -29,10 +29,10 @@ from distlab.shared_memory.dense import (
     places,
     split_bytes,
 )
+from distlab.shared_memory.collectives.reductions import reduction_of
 from distlab.shared_memory.group_base import GroupBase
 from distlab.shared_memory.meeting import Meeting, meet
-from distlab.shared_memory.messages import Messages
-from distlab.shared_memory.reductions import reduction_of
+from distlab.shared_memory.messages.messages import Messages
 from distlab.shared_memory.work import Tensors
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
-from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import Landings, check, check_written, flat_of, unseen
-from distlab.shared_memory.letters import Message
+from distlab.shared_memory.collectives.collectives import Collectives
+from distlab.shared_memory.collectives.dense import Landings, check, check_written, flat_of, unseen
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
-from distlab.shared_memory.messages import Messages, MessageWork
+from distlab.shared_memory.messages.letters import Message
+from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
 
 

@@ -1,7 +1,7 @@
 """Tensor parallelism: every layer cut over a group of ranks, which work on the same samples.
 
-Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `travel`). Then
-`linear` (column- and row-parallel layers), `attention` (its heads split; `grouped` where there are fewer heads of keys
+Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `async_calls`).
+Then `linear` (column- and row-parallel layers), `attention` (its heads split, also where there are fewer heads of keys
 and values than ranks), `vocabulary` (embedding, and cross-entropy that never gathers the scores).
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
@@ -13,7 +13,8 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 `full_state_dict` puts the model together again.
 """
 
-from distlab.tensor_parallel.attention import ParallelAttention
+from distlab.tensor_parallel.attention.grouped import SharedKeyValueLinear
+from distlab.tensor_parallel.attention.heads import ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module
 from distlab.tensor_parallel.by_plan.plan import PLANS, SEQUENCE
 from distlab.tensor_parallel.dropout import SplitDropout, own_random
@@ -28,7 +29,6 @@ from distlab.tensor_parallel.functions import (
     split_sequence,
     sum_gradients,
 )
-from distlab.tensor_parallel.grouped import SharedKeyValueLinear
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from distlab.tensor_parallel.norm import clip_tensor_parallel_, tensor_parallel_norm
 from distlab.tensor_parallel.parallelize import ParallelGPT, full_state_dict, load_full_state_dict, parallelize

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
-from distlab.local_compute import is_replaced
+from distlab.modules.local_compute import is_replaced
 from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.functions import (
     add_once,
@@ -160,7 +160,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return join_features(y, self.group)[..., : self.out_features] if self.join_output else y
 
     def local_compute(self, x: Tensor) -> Tensor:
-        """Make this rank's features of what the ranks begin with; see `distlab.local_compute`."""
+        """Make this rank's features of what the ranks begin with; see `distlab.modules.local_compute`."""
         return F.linear(x, self._rows, self.bias)
 
 
@@ -234,7 +234,7 @@ class RowParallelLinear(_ParallelLinear):
         return end(self.local_compute(x), self.group)
 
     def local_compute(self, x: Tensor) -> Tensor:
-        """Make this rank's summand of all features; see `distlab.local_compute`."""
+        """Make this rank's summand of all features; see `distlab.modules.local_compute`."""
         return F.linear(x, self._rows, None if self.bias is None else add_once(self.bias, self.group))
 
 

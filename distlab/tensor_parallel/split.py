@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.named_parts import Slab
+from distlab.modules.named_parts import Slab
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto."""
+"""What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto.
+
+Read `span` (`Trace`), `writer` (a rank notes what it does), `merge` (one trace of all ranks), `chrome` (the format of
+ui.perfetto.dev) and `foreign` (traces that other programs wrote).
+"""
 
 from distlab.trace.chrome import read_chrome, write_chrome
 from distlab.trace.merge import load_folder, load_trace, merge, rank_file, save_clocks, save_trace

@@ -11,11 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [f"distlab.{path.parent.name}" for path in sorted((ROOT / "distlab").glob("*/__init__.py"))]
 FACES = [*PACKAGES, "simulator", "simulator.viz", "simulator.export"]
 MAX_FILES = 12
-ROOMS = [
-    path.parent
-    for folder in ("simulator", "distlab/comm", "distlab/measure", "distlab/sharding", "distlab/plan")
-    for path in sorted((ROOT / folder).rglob("__init__.py"))
-]
+ROOMS = [path.parent for folder in ("simulator", "distlab") for path in sorted((ROOT / folder).rglob("__init__.py"))]
 
 
 def homes_of(face: str) -> dict[tuple[str, str], str]:

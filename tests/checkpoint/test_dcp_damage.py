@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
 from distlab.checkpoint.formats import dcp_metadata
 from distlab.checkpoint.formats.dcp_write import choose_writers
-from distlab.named_parts import PARAMETER, SavedPart, Slab
+from distlab.modules.named_parts import PARAMETER, SavedPart, Slab
 
 
 class Net(torch.nn.Module):

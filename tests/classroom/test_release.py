@@ -59,7 +59,7 @@ ANSWERS = """
 from distlab.grading import load_lesson
 from distlab.grading.check import examine
 from distlab.grading.lesson import reference_of
-from distlab.notebook.stuck import solution
+from distlab.notebook.learner.stuck import solution
 
 shift = load_lesson("01").exercise("01.shift")
 print(shift.vary, shift.mutants != ())

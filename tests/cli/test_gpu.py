@@ -241,7 +241,7 @@ def test_without_tqdm_there_is_no_bar_and_the_work_is_done(monkeypatch):
 
 
 def test_an_installed_package_says_that_it_needs_its_checkout(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("distlab.cli.gpu.NEEDED", (tmp_path / "benchmarks" / "gpu",))
+    monkeypatch.setattr("distlab.cli.measure.gpu.NEEDED", (tmp_path / "benchmarks" / "gpu",))
     assert main(["gpu"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

@@ -46,8 +46,8 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_exit_2_before_any_work(arguments, capsys, monkeypatch):
     for work in (
         "distlab.measure.calibrate",
-        "distlab.cli.tour.run_tour",
-        "distlab.cli.bench.load_rows",
+        "distlab.cli.measure.tour.run_tour",
+        "distlab.cli.measure.bench.load_rows",
     ):
         monkeypatch.setattr(work, None)
     if "cuda" in arguments:

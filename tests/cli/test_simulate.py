@@ -129,6 +129,6 @@ def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):
     few = ["simulate", "--model", "gpt-2-1.5b", "--data", "1", "--pipeline", "4", "--microbatches", "8"]
     assert main(few) == 0
     assert "takes up to a minute" not in capsys.readouterr().err
-    monkeypatch.setattr("distlab.cli.simulate.MANY_PASSES", 31)
+    monkeypatch.setattr("distlab.cli.predict.simulate.MANY_PASSES", 31)
     assert main(few) == 0
     assert capsys.readouterr().err == "simulating 32 passes; this takes up to a minute\n"

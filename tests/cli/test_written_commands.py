@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distlab.cli import COMMANDS, parser
-from distlab.cli.lab import find_lab, load_settings
+from distlab.cli.course.lab import find_lab, load_settings
 from distlab.lab.settings import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm import recorded
 from distlab.compression import Cast, PowerSGD, TopK
-from distlab.compression.powersgd import power_step
+from distlab.compression.powersgd.factors import power_step
 from distlab.flat import FlatBuffer
 from distlab.gradient_hook import GradientBucket
 from distlab.rng import generator

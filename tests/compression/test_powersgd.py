@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.compression import orthogonalize
-from distlab.compression.powersgd import decompress, first_right, power_step, unit_columns
-from distlab.compression.powersgd_layout import Layout, even_runs
+from distlab.compression.powersgd.factors import decompress, first_right, power_step, unit_columns
+from distlab.compression.powersgd.layout import Layout, even_runs
 from distlab.flat import FlatBuffer
 from distlab.gradient_hook import GradientBucket
 from distlab.rng import generator

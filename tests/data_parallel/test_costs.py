@@ -6,7 +6,7 @@ from torch import nn
 
 from distlab.comm import recorded
 from distlab.data_parallel import DistributedSampler, HorovodOptimizer, convert_sync_batchnorm
-from distlab.gradient_status import find_faults, gather_reports
+from distlab.gradients.gradient_status import find_faults, gather_reports
 
 AGREEMENT = ("all_gather", 40)
 

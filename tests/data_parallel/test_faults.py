@@ -7,7 +7,7 @@ import torch.distributed as dist
 from distlab.clip import NotFiniteError
 from distlab.comm import recorded
 from distlab.data_parallel import DataParallel, SyncBatchNorm
-from distlab.gradient_status import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Reports
+from distlab.gradients.gradient_status import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Reports
 
 
 class Mean:

@@ -75,14 +75,17 @@ TAMPERS = {
         "import distlab.grading.variation.calls as c; c.copied = lambda v: 0; return mean(tensor)",
         "replaced .*calls.copied",
     ),
-    "globals": ("import distlab.grading.guard as g; vars(g)['guarded'] = print", "replaced .*guard.guarded"),
+    "globals": ("import distlab.grading.sandbox.guard as g; vars(g)['guarded'] = print", "replaced .*guard.guarded"),
     "messages": ("import distlab.comm.launch.messages as m; m.pack = m.pack_call = print", "replaced .*messages.pack"),
-    "code": ("from distlab.grading import values as v; v.equal.__code__ = known.__code__", "replaces what a function"),
+    "code": (
+        "from distlab.grading.diagnosis import values as v; v.equal.__code__ = known.__code__",
+        "replaces what a function",
+    ),
     "a name": ("exec(compile('1', torch.__file__, 'exec'))", "gives its code the name of another's file"),
     "a code's name": ("known.__code__.replace(co_filename=os.__file__)", "gives its code the name of another's file"),
     "compiled code": ("__import__('marshal').loads(b'')", "loads code that was compiled before"),
     "a helper": (
-        "from distlab.grading.values import seeded; return seeded(0, 100)",
+        "from distlab.grading.diagnosis.values import seeded; return seeded(0, 100)",
         "calls .*seeded, a function of the",
     ),
     "the reference": (

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from distlab.comm.p2p import Receive, Send, exchange
 from distlab.grading import Report, load_lesson
-from distlab.grading.blame import in_plain_names, messages_that_do_not_fit
 from distlab.grading.check import examine
-from distlab.grading.values import numbers_differ
+from distlab.grading.diagnosis.blame import in_plain_names, messages_that_do_not_fit
+from distlab.grading.diagnosis.values import numbers_differ
 
 
 def checked(name: str, fn: Callable[..., Any], **options: Any) -> Report:

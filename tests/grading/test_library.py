@@ -17,7 +17,7 @@ from distlab import collectives
 from distlab.comm.p2p import Receive, Send, exchange
 from distlab.grading import lessons, load_lesson
 from distlab.grading.check import examine
-from distlab.grading.library import TWINS, WITHOUT, Twins, twins_of, without_twins
+from distlab.grading.sandbox.library import TWINS, WITHOUT, Twins, twins_of, without_twins
 
 EXERCISES = [exercise for number in lessons() for exercise in load_lesson(number).exercises]
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from distlab.grading import load_lesson
 from distlab.grading.check import examine
-from distlab.grading.plain_errors import in_words
+from distlab.grading.diagnosis.plain_errors import in_words
 
 ONES, LEAF = torch.ones(7), torch.ones(2, requires_grad=True)
 MISTAKES = {

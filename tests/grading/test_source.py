@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from distlab.grading import load_lesson
+from distlab.grading.answer.source import execute, read_source
 from distlab.grading.lesson import lessons_folder
-from distlab.grading.source import execute, read_source
 
 F = "def f():\n    return {}"
 NEEDED: dict[str, tuple[tuple[str, ...], object]] = {

@@ -13,9 +13,9 @@ import pytest
 
 from distlab.cli import main
 from distlab.grading import Lesson, load_submission
+from distlab.grading.answer.source import read_source
+from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.progress import MARKER, load_progress
-from distlab.grading.source import read_source
-from distlab.grading.submission import isolated_submission
 
 GOOD = """
 import torch.distributed as dist
@@ -228,7 +228,7 @@ def test_a_file_that_misbehaves_while_it_is_loaded(
 ) -> None:
     text, says = BAD_AT_LOADING[how]
     if "busy" in says:
-        monkeypatch.setattr("distlab.grading.submission.LOAD_TIMEOUT_S", 3.0)
+        monkeypatch.setattr("distlab.grading.answer.submission.LOAD_TIMEOUT_S", 3.0)
     (folder / "answers.py").write_text(text + GOOD)
     code, out, _ = run(capsys, "91", "--impl", "answers.py")
     assert code == 1

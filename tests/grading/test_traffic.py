@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distlab.collectives import ring_all_reduce
 from distlab.comm import Ranks
 from distlab.grading import Evidence
-from distlab.grading.memory import peak_bytes
-from distlab.grading.traffic import (
+from distlab.grading.diagnosis.memory import peak_bytes
+from distlab.grading.diagnosis.traffic import (
     calls,
     in_megabytes,
     native_collectives,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from distlab.grading import Exercise, Fault, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.guard import MAX_FILE_BYTES
+from distlab.grading.sandbox.guard import MAX_FILE_BYTES
 from distlab.grading.variation.verdict import _not_taking_part, _taking_part
 
 

@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 
 from distlab.grading import load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.guard import in_python_numbers
-from distlab.grading.provenance import explain_sum
-from distlab.grading.values import apart, compare, describe, equal, first_difference_between_ranks, seeded, times_of
+from distlab.grading.diagnosis.provenance import explain_sum
+from distlab.grading.diagnosis.values import (
+    apart,
+    compare,
+    describe,
+    equal,
+    first_difference_between_ranks,
+    seeded,
+    times_of,
+)
+from distlab.grading.sandbox.guard import in_python_numbers
 from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)

@@ -9,7 +9,7 @@ from hybrid_gpt import DEEP, UNTIED, assert_equal_to_one_process, batch_of, make
 from torch import nn
 
 from distlab.comm import recorded
-from distlab.pipeline.backward import prepare_split
+from distlab.pipeline.backward.two_parts import prepare_split
 from distlab.plan import Plan
 from distlab.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear, parallelize
 

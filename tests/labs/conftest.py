@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lab_on_ranks import QUICK, Ended, start
 
-from distlab.cli.lab import find_lab
+from distlab.cli.course.lab import find_lab
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distlab.cli.lab import find_lab, load_settings
+from distlab.cli.course.lab import find_lab, load_settings
 from distlab.lab import Report
 from distlab.lab.pictures import cut
 from distlab.lab.report import grid, read_reference, reference_section

@@ -7,7 +7,7 @@ from typing import Literal
 import nbformat
 import pytest
 
-from distlab.cli.lab import _read_flags, find_lab, load_settings
+from distlab.cli.course.lab import _read_flags, find_lab, load_settings
 from distlab.grading import load_lesson
 from distlab.grading.progress import MARKER, change_entry, now
 from distlab.lab import CommonSettings, flag

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from distlab.notebook import copies, course_map
-from distlab.notebook.copies import damage, draw_map, fingerprint, make_copies, reset
+from distlab.notebook import course_map
+from distlab.notebook.learner import copies
+from distlab.notebook.learner.copies import damage, draw_map, fingerprint, make_copies, reset
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 

@@ -7,7 +7,7 @@ import pytest
 
 from distlab.grading.progress import MARKER, Entry
 from distlab.notebook import course_map
-from distlab.notebook.course import CourseMap, rows, text_table
+from distlab.notebook.learner.course import CourseMap, rows, text_table
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from distlab.cli import main
-from distlab.notebook import server
+from distlab.notebook.jupyter import server
 
 COMMAND = [sys.executable, "-m", "distlab", "lesson"]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

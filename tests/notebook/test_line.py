@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.notebook.line import Line, read_line
+from distlab.notebook.magics.line import Line, read_line
 
 
 @pytest.mark.parametrize(

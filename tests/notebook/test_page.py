@@ -7,8 +7,8 @@ from pathlib import Path
 from distlab.cli import main
 from distlab.grading.progress import FILE, MARKER, OUTSIDE, Entry
 from distlab.notebook import progress_page
-from distlab.notebook.course import Row
-from distlab.notebook.page import PAGE, page
+from distlab.notebook.learner.course import Row
+from distlab.notebook.learner.page import PAGE, page
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 ROWS = [

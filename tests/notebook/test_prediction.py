@@ -8,7 +8,7 @@ import pytest
 from distlab.grading import progress
 from distlab.grading.progress import FILE, MARKER, Record
 from distlab.notebook import predict
-from distlab.notebook.prediction import Prediction, PredictionError
+from distlab.notebook.learner.prediction import Prediction, PredictionError
 
 NOTHING = "measured 3; you predicted nothing"
 

@@ -127,7 +127,7 @@ def test_a_damaged_file_is_told(work):
 
 def test_an_exercise_without_hints(work, lesson, monkeypatch):
     bare = replace(lesson, exercises=tuple(replace(exercise, hints=()) for exercise in lesson.exercises))
-    monkeypatch.setattr("distlab.notebook.stuck.load_lesson", lambda name: bare)
+    monkeypatch.setattr("distlab.notebook.learner.stuck.load_lesson", lambda name: bare)
     assert repr(hint(NAME)) == f"hint: {NAME} has no hints"
     for _ in range(3):
         checked(lesson, "wrong")

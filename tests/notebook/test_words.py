@@ -6,7 +6,7 @@ import pytest
 
 from distlab.notebook import in_cells, show
 from distlab.notebook.display import Picture, png_of
-from distlab.notebook.trouble import explain, name_cells, shorten
+from distlab.notebook.magics.trouble import explain, name_cells, shorten
 
 ERROR = """rank 1 of 2 raised TypeError: no
 

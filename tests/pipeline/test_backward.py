@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distlab.models import GPT, Block, GPTConfig
-from distlab.pipeline.backward import LinearPlainly, full_backward, prepare_split
+from distlab.pipeline.backward.two_parts import LinearPlainly, full_backward, prepare_split
 from distlab.recompute import recompute
 
 CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=2, num_heads=2, hidden_size=12, tied=True)

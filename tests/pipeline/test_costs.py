@@ -7,8 +7,8 @@ from torch import nn
 from distlab.comm import recorded
 from distlab.pipeline import Pipeline, StageState, TiedParameter
 from distlab.pipeline.faults import gather_numbers, raise_together, refuse_together
+from distlab.pipeline.model.tied import TiedGradients
 from distlab.pipeline.plain import plain_step
-from distlab.pipeline.tied import TiedGradients
 from distlab.plan import gpipe
 
 P, M, B, WIDTH = 3, 4, 2, 7  # stages, micro-batches, samples of each, features between stages

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distlab.pipeline.backward import prepare_split
+from distlab.pipeline.backward.two_parts import prepare_split
 
 REAL, COMPLEX = torch.float64, torch.complex128
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from distlab.pipeline.batch import cut, cut_batch, join
+from distlab.pipeline.agreement.batch import cut, cut_batch, join
+from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
 from distlab.pipeline.faults import slots_of
 from distlab.pipeline.route import forward_only, other_end, route_of
-from distlab.pipeline.shapes import Layout, put_together, take_apart
 from distlab.plan import SCHEDULES, add_communication, make_schedule, parse_action
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import TiedParameter, find_tied, measure_costs, split_gpt, split_sequential, stage_state_names
-from distlab.pipeline.tied import TiedGradients
+from distlab.pipeline.model.tied import TiedGradients
 
 CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=5, num_heads=2, hidden_size=12, tied=True)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from distlab.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
 from distlab.plan import FlatLayout
 from distlab.sharding.state.assemble import HeldRow, assemble, covering
 

@@ -10,7 +10,7 @@ from distlab.shared_memory.arena import (
     SLOT_BYTES,
     Layout,
 )
-from distlab.shared_memory.letters import LETTER_BYTES, LETTERS, NUM_LETTERS, NUM_RECEIPTS, RECEIPTS, Letter
+from distlab.shared_memory.messages.letters import LETTER_BYTES, LETTERS, NUM_LETTERS, NUM_RECEIPTS, RECEIPTS, Letter
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ from collective_programs import backwards
 
 from distlab.comm import Ranks, run
 from distlab.shared_memory import arena
-from distlab.shared_memory.lanes import InLane, OutLane
-from distlab.shared_memory.letters import NUM_RECEIPTS, Message
+from distlab.shared_memory.messages.lanes import InLane, OutLane
+from distlab.shared_memory.messages.letters import NUM_RECEIPTS, Message
 from distlab.shared_memory.work import SharedWork
 
 

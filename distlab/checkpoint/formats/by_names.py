@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint sees a run as nested dictionaries: `{"model": {name: tensor}, "optimizer": {"state": {name:
 {"exp_avg": tensor, "step": number}}, "param_groups": [{"lr": ..., "params": [names]}]}}`, which is what its
-`get_state_dict` returns. Our parts hold the same as named parts of tensors (`distlab.named_parts`). This file goes from
+`get_state_dict` returns. Our parts hold the same as named parts of tensors (`modules.named_parts`). This file goes from
 one to the other.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.checkpoint.parts import Parts, Sharded, is_hook
-from distlab.named_parts import PARAMETER, SavedPart, SavedShard
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 
 Path = tuple[str | int, ...]
 

@@ -36,7 +36,7 @@ from distlab.checkpoint.manifest import CheckpointError
 from distlab.checkpoint.parts import Parts, Sharded, is_hook
 from distlab.comm.checks import open_file
 from distlab.comm.together import together
-from distlab.named_parts import PARAMETER, SavedPart, SavedShard
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 
 
 def read_dcp(directory: str | Path) -> dict[str, Any]:

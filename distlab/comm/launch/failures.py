@@ -21,7 +21,7 @@ _LISTENERS = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py
 _FRAME = 'File "'
 # Threads that wait for work or a signal, by their function: in a stack they say nothing.
 _IDLE = {
-    "_serve": ("distlab/shared_memory/messages.py", "distlab/shared_memory/work.py"),
+    "_serve": ("distlab/shared_memory/messages/messages.py", "distlab/shared_memory/work.py"),
     "_listen": ("distlab/elastic/leave.py",),
 }
 LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.grading.guard import in_python_numbers
+from distlab.grading.sandbox.guard import in_python_numbers
 from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
 from distlab.grading.variation.left import from_to, left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state

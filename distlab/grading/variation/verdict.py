@@ -122,7 +122,7 @@ def _on(rank: int, n: int) -> str:
 
 def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: int, scale: float) -> Fault | None:
     """Compare one call's result with the reference's, and say where else it comes from."""
-    from distlab.grading.values import compare
+    from distlab.grading.diagnosis.values import compare
 
     mine, want = got[call]["result"], wanted[call]["result"]
     fault = None if near(mine, want, scale) else compare(mine, want, what, n)
@@ -147,7 +147,7 @@ def near(got: Any, want: Any, scale: float) -> bool:
     """Whether two results are equal up to the roundings of their dtype, relative to the numbers they came from."""
     import torch
 
-    from distlab.grading.values import compare, equal, tolerance_of
+    from distlab.grading.diagnosis.values import compare, equal, tolerance_of
 
     if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
         if got.shape != want.shape or got.dtype != want.dtype:
@@ -176,7 +176,7 @@ def _is_telling(value: Any) -> bool:
 
 def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: str, scale: float) -> Iterator[Fault]:
     """Compare what the arguments are afterwards."""
-    from distlab.grading.values import compare
+    from distlab.grading.diagnosis.values import compare
 
     got, want, before = dict(mine["after"]), dict(theirs["after"]), dict(theirs["before"])
     for name in dict.fromkeys([*want, *got]):
@@ -203,7 +203,7 @@ def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: 
 
 def _messages(got: Evidence, wanted: Evidence) -> Fault | None:
     """Compare the number of messages of each rank with the reference's."""
-    from distlab.grading.traffic import calls
+    from distlab.grading.diagnosis.traffic import calls
 
     for rank in range(got.world_size):
         for op in ("send", "recv"):
@@ -216,7 +216,7 @@ def _messages(got: Evidence, wanted: Evidence) -> Fault | None:
 
 def _taking_part(evidence: Evidence) -> list[int]:
     """Return the ranks that sent or received numbers: a barrier carries none."""
-    from distlab.grading.traffic import calls
+    from distlab.grading.diagnosis.traffic import calls
 
     return [rank for rank in range(evidence.world_size) if any(call.num_bytes for call in calls(evidence, rank))]
 
@@ -232,14 +232,14 @@ def _not_taking_part(got: Sequence[int], wanted: Sequence[int]) -> Fault | None:
 
 def _all_sent(evidence: Evidence) -> int:
     """Return the bytes that all ranks sent together."""
-    from distlab.grading.traffic import sent_bytes
+    from distlab.grading.diagnosis.traffic import sent_bytes
 
     return sum(sent_bytes(evidence, rank) for rank in range(evidence.world_size))
 
 
 def _too_few(got: int, num_calls: int, least: float, n: int) -> Fault | None:
     """Find results that the recorded bytes cannot have brought about; a call's bytes may be rounded down by one."""
-    from distlab.grading.traffic import in_megabytes
+    from distlab.grading.diagnosis.traffic import in_megabytes
 
     if got + num_calls >= least:
         return None

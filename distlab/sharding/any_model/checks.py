@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from distlab.modules.structures import find
 from distlab.plan import Precision
 from distlab.sharding.fsdp.wrapping import ROOT
 from distlab.sharding.overlap import refuse_overlaps
-from distlab.structures import find
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

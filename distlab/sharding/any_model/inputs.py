@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
+from distlab.modules.structures import EMPTY, find, replace
 from distlab.sharding.any_model.freed import FreedParameter
-from distlab.structures import EMPTY, find, replace
 
 
 def cast_inputs(inputs: tuple[Any, Any], dtype: torch.dtype) -> Any:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks import Choice
 from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
+from distlab.modules.blocks import Choice
 from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units

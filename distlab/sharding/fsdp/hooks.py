@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distlab.modules.structures import find, replace
 from distlab.sharding.any_model.checks import check_place
 from distlab.sharding.any_model.freed import FreedParameter, RefusesCopies
 from distlab.sharding.any_model.inputs import cast_inputs, kept_in, watch_inputs
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
-from distlab.structures import find, replace
 
 if TYPE_CHECKING:
     from distlab.sharding.fsdp.fully_shard import FullyShard

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distlab.blocks import Choice, find_blocks
+from distlab.modules.blocks import Choice, find_blocks
 
 ROOT = ""
 
@@ -62,7 +62,7 @@ def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
 
     Args:
         module: the model.
-        choice: names, or classes, patterns and functions as in `distlab.blocks.find_blocks`; those pass by what owns
+        choice: names, or classes, patterns and functions as in `modules.blocks.find_blocks`; those pass by what owns
             no parameters.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Read in this order:
 
-1. `distlab.named_parts`: the format, which is what each rank writes.
+1. `distlab.modules.named_parts`: the format, which is what each rank writes.
 2. `assemble`: rows are cut into parts, and put together from parts that any number of ranks wrote.
 3. `optimizer_parts`: what an optimizer keeps, as parts, and the whole of it.
    `plain_state` reads what a plain torch optimizer keeps.

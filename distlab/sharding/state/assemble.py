@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.named_parts import SavedPart, SavedShard, Slab
+from distlab.modules.named_parts import SavedPart, SavedShard, Slab
 from distlab.plan.sharding import Piece
 
 BY_TENSOR = "of single tensors"  # key of what an optimizer counts by tensor, where those of one row differ

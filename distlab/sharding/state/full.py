@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distlab.comm import agree
 from distlab.comm.agree import group_device
-from distlab.named_parts import PARAMETER
+from distlab.modules.named_parts import PARAMETER
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.fully_shard import FullyShard

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
-from distlab.named_parts import PARAMETER, SavedPart, SavedShard
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
 from distlab.sharding.state.assemble import HeldRow, assemble, cut

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import agree
-from distlab.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
     aliases,

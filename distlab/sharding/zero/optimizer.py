@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from distlab.clip import clip_gradients_
 from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.gradient_status import find_faults
+from distlab.gradients.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces

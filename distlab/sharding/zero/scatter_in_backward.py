@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.flat_gradients import SendInBackward
-from distlab.gradient_status import UNUSED
+from distlab.gradients.flat_gradients import SendInBackward
+from distlab.gradients.gradient_status import UNUSED
 from distlab.plan import assign_buckets
 from distlab.replicate import Registered, broadcast_each
 from distlab.sharding.overlap import refuse_overlaps

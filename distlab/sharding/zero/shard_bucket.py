@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import started
-from distlab.flat_gradients import GradientSlots
-from distlab.gradient_status import MOVED, NOT_FINITE, SPARSE
+from distlab.gradients.flat_gradients import GradientSlots
+from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
 from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard
 from distlab.sharding.zero.buffers import Kind, Lent

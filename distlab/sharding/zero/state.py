@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.named_parts import SavedShard, check_one_save, check_tensors
+from distlab.modules.named_parts import SavedShard, check_one_save, check_tensors
 from distlab.plan.sharding import Piece
 from distlab.sharding.state.assemble import HeldRow
 from distlab.sharding.state.optimizer_parts import (

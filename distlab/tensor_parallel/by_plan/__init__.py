@@ -3,5 +3,5 @@
 Read `plan` first: the styles, and what is refused before anything is cut. `heads` finds the size of a head, and makes
 a module count its own heads only. `sequence` cuts what lies between the cut layers, too. `guards` are hooks that look
 for what no plan can show: inputs that differ between ranks, and weights that drift apart. `parallelize_module` cuts
-the model with all of them.
+the model with all of them; `whole` compares the cut model with the whole one.
 """

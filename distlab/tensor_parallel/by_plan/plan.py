@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distlab.blocks import matches
+from distlab.modules.blocks import matches
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
 STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside", "sequence")

@@ -13,7 +13,7 @@ from distlab_lesson_01.checks.shared import deadlock, from_scratch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls
+from distlab.grading.diagnosis.traffic import calls
 
 if TYPE_CHECKING:
     from distlab.comm import RankError

@@ -21,9 +21,9 @@ from distlab_lesson_01.checks.shared import (
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls
-from distlab.grading.values import compare, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import compare, seeded
 
 if TYPE_CHECKING:
     from distlab.comm import RankError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from distlab.grading import Evidence, Fault
-from distlab.grading.traffic import native_collectives
+from distlab.grading.diagnosis.traffic import native_collectives
 
 if TYPE_CHECKING:
     from distlab.comm import RankError

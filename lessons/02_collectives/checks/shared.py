@@ -17,7 +17,7 @@ from torch import Tensor
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.grading import Evidence, Fault
-from distlab.grading.blame import messages_that_do_not_fit
+from distlab.grading.diagnosis.blame import messages_that_do_not_fit
 
 BASE = 64
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks

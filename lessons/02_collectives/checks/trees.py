@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import apart
+from distlab.grading.diagnosis.values import apart
 
 
 def drive_broadcast(fn: Callable[..., Any]) -> list[shared.Result]:

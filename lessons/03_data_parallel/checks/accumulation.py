@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank, found
-from distlab.grading.traffic import calls
-from distlab.grading.values import compare, seeded, times_of
+from distlab.grading.diagnosis.faults import each_rank, found
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import compare, seeded, times_of
 
 NUM_MICROBATCHES, NUM_ACCUMULATED = 6, 3
 NUM_UPDATES = NUM_MICROBATCHES // NUM_ACCUMULATED

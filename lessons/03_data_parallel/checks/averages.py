@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank, found
-from distlab.grading.traffic import num_calls, over_budget, sent_bytes, sent_line
-from distlab.grading.values import equal, joined, seeded
+from distlab.grading.diagnosis.faults import each_rank, found
+from distlab.grading.diagnosis.traffic import num_calls, over_budget, sent_bytes, sent_line
+from distlab.grading.diagnosis.values import equal, joined, seeded
 
 
 def drive_gradients(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
+from distlab.grading.diagnosis.faults import found
 
 BUCKET_CASES: tuple[tuple[list[int], int], ...] = (
     ([40, 30, 20, 10], 30),  # 3 and 2 fill the first exactly

@@ -12,8 +12,8 @@ from distlab_lesson_03.checks.shared import averaged_parameters, judge_means, st
 from torch import nn
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls, num_calls
-from distlab.grading.values import seeded
+from distlab.grading.diagnosis.traffic import calls, num_calls
+from distlab.grading.diagnosis.values import seeded
 
 
 def drive_hooks(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.data_parallel.steps import FlatBucket
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank
-from distlab.grading.traffic import calls
-from distlab.grading.values import seeded
+from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import seeded
 
 
 def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 
 SAMPLER_CASES = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
 SAMPLER_WORLDS = (1, 2, 3, 4)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault
-from distlab.grading.faults import each_rank
-from distlab.grading.provenance import explain_sum
-from distlab.grading.traffic import calls, num_calls
-from distlab.grading.values import equal, seeded
+from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.diagnosis.provenance import explain_sum
+from distlab.grading.diagnosis.traffic import calls, num_calls
+from distlab.grading.diagnosis.values import equal, seeded
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank
+from distlab.grading.diagnosis.faults import each_rank
 
 
 def drive_broadcast(fn: Callable[[nn.Module], Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import describe
 
 TOKENS = ([5, 2, 9], [3], [], [7, 4])  # of each rank's micro-batches; rank 2 has run out of data
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import num_calls, over_budget, sent_line
-from distlab.grading.values import equal, seeded, times_of
+from distlab.grading.diagnosis.traffic import num_calls, over_budget, sent_line
+from distlab.grading.diagnosis.values import equal, seeded, times_of
 
 SIZES = (3, 3, 1)
 SHARES = [size / sum(SIZES) for size in SIZES]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import compare, equal, seeded
+from distlab.grading.diagnosis.values import compare, equal, seeded
 
 NO_UPDATE = "a gradient of zeros and no decay"
 LARS_RATES = (0.5, 0.5, 0.05)  # the last rate is lower: is it inside the buffer?

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe, numbers_differ
+from distlab.grading.diagnosis.values import describe, numbers_differ
 
 # (step, base rate, batch, base batch, updates of warmup)
 RATES = (

@@ -11,9 +11,9 @@ from distlab_lesson_05.checks.shared import Known, called, explain, gradient_of,
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import in_megabytes, most_sent, num_calls, over_budget, sent_bytes, sent_line
-from distlab.grading.values import compare
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import in_megabytes, most_sent, num_calls, over_budget, sent_bytes, sent_line
+from distlab.grading.diagnosis.values import compare
 
 TOP_K_LENGTH, TOP_K = 1000, 20
 RANDOM_LENGTH, RANDOM_K, RANDOM_STEPS = 120, 12, 3

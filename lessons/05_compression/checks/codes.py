@@ -11,9 +11,9 @@ from distlab_lesson_05.checks.shared import Known, called, explain, gradient_of,
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import in_megabytes, most_sent, num_calls, over_budget, sent_line
-from distlab.grading.values import compare, first_difference_between_ranks, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import in_megabytes, most_sent, num_calls, over_budget, sent_line
+from distlab.grading.diagnosis.values import compare, first_difference_between_ranks, seeded
 
 QUANTIZE_LENGTH = 1001
 QUANTIZE_CASES = (("normal", 8), ("normal", 4), ("normal", 1), ("equal", 4))

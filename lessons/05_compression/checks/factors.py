@@ -11,9 +11,9 @@ from distlab_lesson_05.checks.shared import Known, explain, unchanged
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import most_sent, over_budget, sent_line
-from distlab.grading.values import first_difference_between_ranks, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import most_sent, over_budget, sent_line
+from distlab.grading.diagnosis.values import first_difference_between_ranks, seeded
 
 ROWS, COLUMNS, RANK = 9, 7, 2
 

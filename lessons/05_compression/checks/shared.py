@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from distlab.grading import Fault
-from distlab.grading.faults import known_mistake
-from distlab.grading.values import compare, seeded
+from distlab.grading.diagnosis.faults import known_mistake
+from distlab.grading.diagnosis.values import compare, seeded
 
 Known = Sequence[tuple[str, Tensor, str]]  # code of the fault, what a function with it returns, what to say
 

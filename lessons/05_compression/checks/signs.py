@@ -11,9 +11,9 @@ from distlab_lesson_05.checks.shared import Known, called, explain, gradient_of,
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls, in_megabytes, most_sent, over_budget, sent_line
-from distlab.grading.values import compare, equal, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, most_sent, over_budget, sent_line
+from distlab.grading.diagnosis.values import compare, equal, seeded
 
 SIGN_LENGTH = 1001
 FEEDBACK_LENGTH, FEEDBACK_STEPS, FEEDBACK_KEPT = 12, 3, 3

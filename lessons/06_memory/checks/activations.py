@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found, known_mistake
-from distlab.grading.memory import peak_bytes
-from distlab.grading.traffic import in_megabytes
-from distlab.grading.values import compare, describe, equal, joined, seeded
+from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading.diagnosis.memory import peak_bytes
+from distlab.grading.diagnosis.traffic import in_megabytes
+from distlab.grading.diagnosis.values import compare, describe, equal, joined, seeded
 
 NUM_BLOCKS, WIDTH, ROWS = 6, 16, 64
 SIZES = (4, 4, 4, 2)  # samples of each micro-batch

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import apart, describe
+from distlab.grading.diagnosis.values import apart, describe
 from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.sharding import DTYPE_BYTES
 

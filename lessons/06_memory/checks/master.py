@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import known_mistake
-from distlab.grading.memory import peak_bytes
-from distlab.grading.traffic import in_megabytes
-from distlab.grading.values import compare, equal, joined, seeded
+from distlab.grading.diagnosis.faults import known_mistake
+from distlab.grading.diagnosis.memory import peak_bytes
+from distlab.grading.diagnosis.traffic import in_megabytes
+from distlab.grading.diagnosis.values import compare, equal, joined, seeded
 
 LEARNING_RATE, MASTER_STEPS, MASTER_SHAPES = 0.01, 3, ((40, 8), (40, 8), (320,), (40, 8))
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank
-from distlab.grading.traffic import calls, in_megabytes
-from distlab.grading.values import compare, equal, joined, seeded
+from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.grading.diagnosis.values import compare, equal, joined, seeded
 
 INTERVAL, FIRST_SCALE = 3, 64.0
 # What happens in each step of the scaler: nothing, or a number that is not finite on one rank (from the end).

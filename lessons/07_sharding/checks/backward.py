@@ -12,9 +12,9 @@ from distlab_lesson_07.checks.units import MODEL_BYTES, NUM_UNITS, SAMPLES, UNIT
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import known_mistake
-from distlab.grading.traffic import calls, in_megabytes
-from distlab.grading.values import compare, describe, seeded
+from distlab.grading.diagnosis.faults import known_mistake
+from distlab.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.grading.diagnosis.values import compare, describe, seeded
 
 
 def backward_of(whole: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

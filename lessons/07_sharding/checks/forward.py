@@ -14,9 +14,9 @@ from torch import Tensor
 
 from distlab.comm.record.read import Call
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls, in_megabytes
-from distlab.grading.values import compare, same
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.grading.diagnosis.values import compare, same
 
 SLEEP_S = 0.004
 

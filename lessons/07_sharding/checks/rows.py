@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls, in_megabytes, most_sent
-from distlab.grading.values import compare, describe, same, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, most_sent
+from distlab.grading.diagnosis.values import compare, describe, same, seeded
 
 SHARD_CASES = (
     ((6, 6), 2),

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls, in_megabytes, over_budget
-from distlab.grading.values import close, compare, describe, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, over_budget
+from distlab.grading.diagnosis.values import close, compare, describe, seeded
 
 SHAPES = {"embed.weight": torch.Size([5, 3]), "norm.bias": torch.Size([7]), "head.weight": torch.Size([2, 6])}
 LIMITS = ("a third of the norm", "three times the norm")

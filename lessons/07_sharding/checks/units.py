@@ -12,9 +12,9 @@ from torch import Tensor
 
 from distlab.comm.record.operations import ring_bytes
 from distlab.grading import Evidence, Fault
-from distlab.grading.memory import peak_bytes
-from distlab.grading.traffic import calls, in_megabytes
-from distlab.grading.values import seeded
+from distlab.grading.diagnosis.memory import peak_bytes
+from distlab.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.grading.diagnosis.values import seeded
 
 WIDTH = 48  # a unit has WIDTH x WIDTH parameters
 NUM_UNITS = 4

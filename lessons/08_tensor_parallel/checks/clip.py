@@ -11,9 +11,9 @@ from distlab_lesson_08.checks.shared import DOUBLE, plain, reduce_bytes
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls, over_budget
-from distlab.grading.values import close, compare, describe, equal, numbers_differ, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls, over_budget
+from distlab.grading.diagnosis.values import close, compare, describe, equal, numbers_differ, seeded
 
 CLIP_SPLIT, CLIP_WHOLE, CLIP_PARTIAL = (6, 10), (4,), (5, 3)
 CLIP_FACTORS = (1 / 3, 3.0)

@@ -23,9 +23,9 @@ from distlab_lesson_08.checks.shared import (
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import calls, over_budget, sent_line
-from distlab.grading.values import compare, same, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import calls, over_budget, sent_line
+from distlab.grading.diagnosis.values import compare, same, seeded
 
 TOKENS = 11
 

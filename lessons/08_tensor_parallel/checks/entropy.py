@@ -23,9 +23,9 @@ from distlab_lesson_08.checks.shared import (
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found, known_mistake
-from distlab.grading.traffic import calls, in_megabytes, most_sent, over_budget, sent_line
-from distlab.grading.values import compare, describe, same, seeded
+from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, most_sent, over_budget, sent_line
+from distlab.grading.diagnosis.values import compare, describe, same, seeded
 
 VOCABULARIES = (41, 5)  # odd; with 4 ranks and 5 tokens, rank 3 has none
 LARGE = 800.0  # scores for which exp overflows

@@ -10,9 +10,9 @@ from distlab_lesson_08.checks.shared import DOUBLE, HIDDEN, plain
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant, NotYet
-from distlab.grading.faults import found, known_mistake
-from distlab.grading.traffic import in_megabytes
-from distlab.grading.values import compare, describe, same, seeded
+from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading.diagnosis.traffic import in_megabytes
+from distlab.grading.diagnosis.values import compare, describe, same, seeded
 
 CUT_CASES = (("column", 2), ("row", 2), ("column", 3), ("row", 4), ("column", 1), ("row", 1))
 HEAD_CASES = ((4, 4, 2), (6, 2, 2), (12, 4, 4), (6, 3, 3), (4, 4, 1), (6, 6, 4), (4, 2, 4))  # heads, of keys, ranks

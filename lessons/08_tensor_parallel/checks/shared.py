@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grading import Fault
-from distlab.grading.faults import found
-from distlab.grading.values import compare, same, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.values import compare, same, seeded
 
 SAMPLES, POSITIONS, HIDDEN, WIDE = 2, 12, 6, 24  # 1, 2, 3 and 4 ranks divide what they cut
 FILLING = 3.0  # what stands in columns beyond the vocabulary

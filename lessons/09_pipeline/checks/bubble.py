@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import compare, describe, equal, numbers_differ, seeded
+from distlab.grading.diagnosis.values import compare, describe, equal, numbers_differ, seeded
 
 BUBBLE_CASES = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))
 SPLIT_SIZES = ((3, 5, 4), (1, 3, 2))  # layers, width, samples

@@ -12,8 +12,8 @@ from distlab_lesson_09.checks.stages import M
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank
-from distlab.grading.values import compare, describe, equal
+from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.diagnosis.values import compare, describe, equal
 
 
 def drive_forward(fn: Callable[..., Any]) -> dict[str, Any]:

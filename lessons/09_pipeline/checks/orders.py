@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distlab.grading import Evidence, Fault
-from distlab.grading.faults import found
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.values import describe
 from distlab.plan import Action
 
 WHOLE = {"F": 1, "B": 2}  # how long each kind takes, in units of a forward pass

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.traffic import in_megabytes
-from distlab.grading.values import compare, describe, equal
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.traffic import in_megabytes
+from distlab.grading.diagnosis.values import compare, describe, equal
 from distlab.plan import Action
 
 MESSAGE_BYTES = 8 * SAMPLES * WIDTH  # float64

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from distlab.comm.record.read import Call
 from distlab.grading import Evidence, Fault
-from distlab.grading.traffic import calls
-from distlab.grading.values import seeded
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import seeded
 
 WIDTH, SAMPLES = 6, 2
 M = 4  # micro-batches

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 from distlab.plan import Mesh
 
 MESHES = (  # the first names faults best

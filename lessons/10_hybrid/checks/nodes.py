@@ -8,7 +8,7 @@ from math import log2, prod
 from typing import Any
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 
 Case = tuple[dict[str, int], dict[str, float], int]  # axes, bytes along each, devices of a node
 PLACE_CASES = (  # axes, bytes sent along each, devices of a node

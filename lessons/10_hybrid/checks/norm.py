@@ -14,8 +14,8 @@ from torch import Tensor
 
 from distlab.comm import RankError, mesh_groups
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls
-from distlab.grading.values import close, describe, numbers_differ, seeded
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import close, describe, numbers_differ, seeded
 from distlab.plan import Mesh
 
 AXES = ("pipeline", "data", "tensor")

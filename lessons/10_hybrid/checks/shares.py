@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 from distlab.plan import Mesh
 
 SPLIT_BATCH = ("data", "expert", "context")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls
-from distlab.grading.values import compare, describe, same, seeded
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import compare, describe, same, seeded
 from distlab.plan import Mesh
 
 WIDTH, FEATURES, BATCH = 5, 12, 12

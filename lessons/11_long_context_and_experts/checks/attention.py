@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found, known_mistake
-from distlab.grading.values import compare, describe, seeded
+from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading.diagnosis.values import compare, describe, seeded
 
 HEADS, SIZE = 2, 3
 STEEP = 400.0  # makes scores of hundreds: exp of them overflows

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found, known_mistake
-from distlab.grading.traffic import calls, in_megabytes, over_budget
-from distlab.grading.values import compare, same, seeded
+from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, over_budget
+from distlab.grading.diagnosis.values import compare, same, seeded
 
 HIDDEN, DOUBLE = 4, 8
 SHARED_SHAPES, EXPERT_SHAPES = ((3, 2), (4,)), ((2, 5), (3,))

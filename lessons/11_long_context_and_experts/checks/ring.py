@@ -13,8 +13,8 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls, in_megabytes
-from distlab.grading.values import compare, same, seeded
+from distlab.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.grading.diagnosis.values import compare, same, seeded
 
 PER_RANK = 4  # positions of a rank: two chunks of two
 BLOCK_BYTES = 2 * 8 * HEADS * PER_RANK * SIZE  # keys and values in float64

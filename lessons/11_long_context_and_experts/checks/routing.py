@@ -10,8 +10,8 @@ from distlab_lesson_11.checks.dispatch import detached
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found, known_mistake
-from distlab.grading.values import compare, describe, same, seeded
+from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading.diagnosis.values import compare, describe, same, seeded
 
 ROUTE_CASES = ((8, 4, 2, 3), (6, 3, 1, 2), (5, 4, 2, 8), (1, 4, 2, 1))  # tokens, experts, choices, capacity
 BALANCE_CASES = ((8, 4, 1), (9, 3, 2), (4, 5, 1))  # tokens, experts, choices; no token asks the last of 5

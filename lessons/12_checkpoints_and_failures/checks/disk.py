@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distlab.checkpoint.crashes import Crash, crash_points
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.values import compare, seeded
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.values import compare, seeded
 from distlab.grading.variation.draw import Draw, Vary
 
 OLD, NEW = 30, 40

@@ -16,7 +16,7 @@ from distlab_lesson_12.checks.disk import a_folder
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import compare, describe, seeded
+from distlab.grading.diagnosis.values import compare, describe, seeded
 from distlab.grading.variation.draw import Draw, Vary
 
 

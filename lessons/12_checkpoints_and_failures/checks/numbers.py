@@ -9,7 +9,7 @@ from typing import Any
 
 from distlab.elastic import BatchRule
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import close, describe, numbers_differ
+from distlab.grading.diagnosis.values import close, describe, numbers_differ
 from distlab.grading.variation.draw import Draw, Vary
 
 STAYS, LINEAR, SQRT = BatchRule(12), BatchRule(12, 4, "linear"), BatchRule(12, 4, "sqrt")

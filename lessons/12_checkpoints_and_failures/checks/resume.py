@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 from distlab.grading.variation.draw import Draw, Vary
 
 BEFORE, AFTER, BATCH = 5, 4, 6

@@ -13,8 +13,8 @@ from distlab_lesson_12.checks.disk import a_folder, a_state, loaded
 from distlab.checkpoint.crashes import Crash, crash_points
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank, found
-from distlab.grading.values import compare
+from distlab.grading.diagnosis.faults import each_rank, found
+from distlab.grading.diagnosis.values import compare
 from distlab.grading.variation.draw import Draw, Vary
 
 FIRST = 40

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import each_rank
-from distlab.grading.traffic import calls, num_calls
-from distlab.grading.values import compare, describe, seeded
+from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.diagnosis.traffic import calls, num_calls
+from distlab.grading.diagnosis.values import compare, describe, seeded
 
 STEPS, TENSORS = 64, 5
 FLIPS: tuple[tuple[int, int, int] | None, ...] = ((37, 2, 1), (0, 0, 0), (63, 4, 2), (20, 3, 0), None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import close, compare, describe
+from distlab.grading.diagnosis.values import close, compare, describe
 from distlab.grading.variation.draw import Draw, Vary
 
 Round = tuple[float, float, float]

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from distlab.grading import Evidence, Fault, Mutant, NotYet
+from distlab.grading.diagnosis.values import describe
 from distlab.grading.exercise import Refused
-from distlab.grading.guard import Board
-from distlab.grading.values import describe
+from distlab.grading.sandbox.guard import Board
 from distlab.grading.variation.draw import Draw, Vary
 
 SIZES = (2, 5, 3, 4)  # ranks that the agents start

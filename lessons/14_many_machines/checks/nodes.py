@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.traffic import calls
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import describe
 from distlab.grading.variation.draw import Draw, Vary
 
 HOSTS = (("a", "a", "b", "b", "b"), ("b", "a", "b", "a", "c"), ("x", "x"), ("x",))

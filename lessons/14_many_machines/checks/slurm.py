@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import compare, describe
+from distlab.grading.diagnosis.values import compare, describe
 from distlab.grading.variation.draw import Draw, Vary
 
 LISTS = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 from distlab.plan import Plan
 from simulator import (
     Bill,

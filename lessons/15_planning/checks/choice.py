@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.faults import found
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.values import describe
 
 Degrees = tuple[int, int, int]  # data, tensor, pipeline
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distlab.grading import Evidence, Fault
-from distlab.grading.values import describe
+from distlab.grading.diagnosis.values import describe
 
 Answer = Callable[[Any, str], Any]
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from distlab_lesson_91 import solutions
 
 from distlab.grading import Evidence, Exercise, Fault, Mutant
-from distlab.grading.faults import each_rank, found
-from distlab.grading.provenance import explain_sum
-from distlab.grading.traffic import over_budget, sent_line
-from distlab.grading.values import compare, seeded
+from distlab.grading.diagnosis.faults import each_rank, found
+from distlab.grading.diagnosis.provenance import explain_sum
+from distlab.grading.diagnosis.traffic import over_budget, sent_line
+from distlab.grading.diagnosis.values import compare, seeded
 
 TITLE = "Trial"
 MINUTES = 5

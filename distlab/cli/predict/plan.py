@@ -1,0 +1,244 @@
+"""Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
+
+Every way to divide the devices is bounded from below, and simulated in the order of its bound until nothing can be
+better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with the
+best so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distlab.cli.arguments import check_output, counts_of_devices, positive_number, whole_number
+from distlab.cli.predict.clusters import find_cluster
+from distlab.cli.predict.cost import add_failures
+from distlab.cli.predict.plan_arguments import add_model_arguments, description_of
+from distlab.cli.predict.simulate import check_picture
+
+if TYPE_CHECKING:
+    from simulator import Bill, Choice, Question, Run, Search
+
+WISHES = ("fastest", "cheapest")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab plan`."""
+    add_model_arguments(command)
+    what = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
+    command.add_argument("--cluster", action="append", metavar="NAME[:PRICE]", help=f"{what} (default dgx-a100)")
+    command.add_argument("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
+    command.add_argument("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices (default 8)")
+    command.add_argument(
+        "--batch", type=whole_number(), default=256, metavar="N", help="samples of a step (default 256)"
+    )
+    command.add_argument("--wish", choices=WISHES, default="fastest", help="what the best plan is (default fastest)")
+    command.add_argument(
+        "--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars"
+    )
+    add_failures(command)
+    command.add_argument("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
+    what = "per cent of a device's memory to keep free (default 5)"
+    command.add_argument("--headroom", type=whole_number(least=0, most=99), default=5, metavar="PERCENT", help=what)
+    command.add_argument("--top", type=whole_number(most=20), default=3, metavar="N", help="plans to show (default 3)")
+    command.add_argument("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
+    command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
+    command.add_argument("--json", action="store_true", help="print the plans as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Search each cluster and number of devices, and print what was found."""
+    from simulator import search
+
+    _check(arguments)
+    found: list[tuple[Search, list[Bill]]] = []
+    left_out: list[float] = []
+    for question in _questions(arguments):
+        one, run = search(question), _run(arguments, question)
+        best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
+        billed = _bills(best, run)
+        bills = [bill for bill in billed if not arguments.days or bill.days <= arguments.days]
+        left_out += [bill.days for bill in billed if bill not in bills]
+        if bills:
+            found.append((one, bills))
+        if not one.is_complete:
+            print("interrupted: better plans may be left", file=sys.stderr)
+            break
+    if not found:
+        raise ValueError(_why_none(arguments.days, left_out, is_complete=one.is_complete))
+
+    def weight(bill: Bill) -> float:
+        return bill.price if arguments.wish == "cheapest" else bill.days
+
+    ranked = sorted((bill for _, bills in found for bill in bills), key=weight)[: arguments.top]
+    own = next(one for one, bills in found if any(bill is ranked[0] for bill in bills))
+    if arguments.save:
+        arguments.save.write_text(_file(arguments, own, ranked[0]), encoding="utf-8")
+    bests = [bills[0] for _, bills in found]
+    _draw(arguments, bests)
+    said = facts(own, ranked, bests, has_tokens=arguments.tokens is not None)
+    print(json.dumps(said, indent=2) if arguments.json else text(said))
+    return 0
+
+
+def _why_none(days: float | None, left_out: list[float], *, is_complete: bool) -> str:
+    if days and left_out:
+        shortest = f"the shortest takes {min(left_out):.3g}"
+        return f"no plan fits within {days:g} days: {shortest}; use more devices or more days"
+    if not is_complete:
+        return "no plan that fits had been found when the search was interrupted; let it run longer"
+    return "no plan fits; use more devices, devices with more memory, or a smaller batch"
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, before the search."""
+    if arguments.save:
+        check_output("--save", arguments.save)
+    if arguments.curve:
+        check_output("--curve", arguments.curve)
+        check_picture("--curve", arguments.curve)
+        if not arguments.tokens:
+            raise ValueError("--curve shows days and dollars of a run; add --tokens, such as --tokens 1e12")
+    if arguments.days and not arguments.tokens:
+        raise ValueError("--days needs the run's length; add --tokens, such as --tokens 1e12")
+
+
+def _run(arguments: argparse.Namespace, question: Question) -> Run:
+    """Return the run; without --tokens, one whose steps only compare plans."""
+    from simulator import Failures, Run
+
+    failures = None if arguments.failures is None else Failures(arguments.failures)
+    return Run(arguments.tokens or 1e9, question.price, failures)
+
+
+def _bills(choices: list[Choice], run: Run) -> list[Bill]:
+    from simulator import bill
+
+    return [bill(choice.step, run) for choice in choices]
+
+
+def _draw(arguments: argparse.Namespace, bests: list[Bill]) -> None:
+    if arguments.curve:
+        from simulator import curve
+        from simulator.viz import draw_cost_curve
+
+        draw_cost_curve(curve(bests)).savefig(arguments.curve, dpi=150)
+
+
+def _questions(arguments: argparse.Namespace) -> list[Any]:
+    from simulator import Question
+
+    if arguments.microbatch_size is not None:
+        raise ValueError("--microbatch is what the search chooses; leave it out")
+    asked = []
+    for said in arguments.cluster or ["dgx-a100"]:
+        name, _, price = said.partition(":")
+        try:
+            dollars = positive_number(price) if price else None
+        except argparse.ArgumentTypeError:
+            raise ValueError(
+                f"--cluster {said}: {price!r} is no price; pass dollars for a device and an hour"
+            ) from None
+        for count in arguments.gpus:
+            own = {"headroom": arguments.headroom / 100, "price": dollars}
+            machine = find_cluster(name, count, arguments.stack)
+            if machine.num_devices != count:  # whole nodes, or a part of one
+                if count > machine.devices_per_node:
+                    raise ValueError(
+                        f"--gpus {count} does not fill nodes of {machine.devices_per_node}; use a multiple"
+                    )
+                machine = replace(machine, num_devices=count)
+            asked.append(Question(description_of(arguments), machine, arguments.batch, **own))
+    if len({question.price is None for question in asked}) > 1:
+        raise ValueError("some clusters have a price and others none; give one to all, such as dgx-h100:2.50")
+    return asked
+
+
+def _tell(name: str) -> Callable[[int, int, float], None] | None:
+    """Return what shows the search's progress, where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(left: int, simulated: int, best_s: float) -> None:
+        text = f"{name}: {simulated} steps simulated, {left} plans left, best {best_s:.4g} s"
+        print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _file(arguments: argparse.Namespace, own: Search, best: Bill) -> str:
+    from simulator import ClusterDescription, PlanFile
+
+    question, step = own.found.question, best.step
+    machine = ClusterDescription(step.cluster.name, step.cluster.num_devices, arguments.stack)
+    run = best.run if arguments.tokens else None
+    return PlanFile(question.model.with_microbatch(step.workload.samples), machine, step.plan, run=run).text()
+
+
+def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
+    """Return the plans, the reasons and the cost curve as JSON-ready values."""
+    from simulator import curve, near_fit, reasons, words_of
+
+    def row(bill: Bill) -> dict[str, Any]:
+        step, machine = bill.step, bill.step.cluster
+        said: dict[str, Any] = {"cluster": machine.name, "devices": machine.num_devices}
+        said |= {"plan": words_of(step.plan, step.workload.samples), "step_s": step.steady_s, "mfu": step.mfu}
+        said["max_memory_bytes"] = step.memory.max_bytes
+        if bill.run.failures:
+            said["goodput"] = bill.goodput.useful
+        return said | ({"days": bill.days, "dollars": bill.dollars} if has_tokens else {})
+
+    best = next(choice for choice in own.choices if choice.step is ranked[0].step)
+    said = {
+        "model": best.step.workload.name,
+        "searched": len(own.found),
+        "simulated": own.num_simulated,
+        "is_complete": own.is_complete,
+        "plans": [row(bill) for bill in ranked],
+        "why": [reason._asdict() for reason in reasons(own, best)],
+        "nearly_fits": near_fit(own),
+    }
+    if len(bests) > 1:
+        found = curve(bests)
+        said["curve"] = [row(bill) for bill in found.bills]
+        three = {"shortest": found.shortest, "cheapest": found.cheapest, "sweet_spot": found.sweet}
+        said |= {name: found.bills.index(each) for name, each in three.items()}
+    return said
+
+
+def text(said: dict[str, Any]) -> str:
+    """Lay the answer out for a terminal."""
+    from simulator.units import format_bytes, format_s
+
+    def line(row: dict[str, Any]) -> str:
+        parts = [f"{row['devices']} x {row['cluster']}: {format_s(row['step_s'])}, MFU {row['mfu']:.1%}"]
+        parts.append(f"{format_bytes(row['max_memory_bytes'])} held")
+        if "goodput" in row:
+            parts.append(f"goodput {row['goodput']:.1%}")
+        if "days" in row:
+            parts.append(f"{row['days']:.3g} days" + (f", {row['dollars']:,.0f} dollars" if row["dollars"] else ""))
+        return "; ".join(parts)
+
+    lines = [f"{said['model']}: {said['searched']:,} plans on this cluster, {said['simulated']} of them simulated"]
+    for place, row in enumerate(said["plans"], 1):
+        lines += [f"{place}. {row['plan']}", f"   {line(row)}"]
+    if said["why"]:
+        lines.append("why the first")
+    for reason in said["why"]:
+        lines += [f"   {reason['part']}: {reason['instead']}".rstrip(": "), f"      {reason['rule']}"]
+    if said["nearly_fits"]:
+        lines.append(f"nearly fits: {said['nearly_fits']}")
+    if "curve" in said:
+        lines.append("the best plan of each")
+        names: dict[int, list[str]] = {said[name]: [] for name in ("shortest", "cheapest", "sweet_spot")}
+        for name in ("shortest", "cheapest", "sweet_spot"):
+            names[said[name]].append(name.replace("_", " "))
+        for place, row in enumerate(said["curve"]):
+            mark = f"  <- {', '.join(names[place])}" if place in names else ""
+            lines.append(f"   {line(row)}{mark}")
+    return "\n".join(lines)

@@ -1,0 +1,273 @@
+"""Predict the time and memory of a training step on a described cluster, without running anything.
+
+The cluster is a preset (distlab simulate --list) or a file that distlab calibrate wrote. A plan file (TOML with
+[workload], [cluster] and [plan]) says all of it in place of flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distlab.cli.arguments import check_output
+from distlab.cli.predict.clusters import find_cluster, presets
+from distlab.cli.predict.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
+from distlab.plan import Cluster, Plan, Workload
+
+if TYPE_CHECKING:
+    from simulator import Memory, Step
+    from simulator.memory.advice import Change
+
+SHOWN = 8
+MOST_RANKS = 1_000_000
+MOST_PASSES = 2_000_000
+"""A step of so many ranks, or of so many passes, is simulated within a minute."""
+MANY_PASSES = 200_000
+"""From so many on, one is told that it takes seconds."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the flags of `distlab simulate`."""
+    command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the flags that follow")
+    add_description(command)
+    command.add_argument("--list", action="store_true", help="print the presets and stop")
+    command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
+    command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
+    command.add_argument("--json", action="store_true", help="print the step as JSON")
+
+
+def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, tuple[str, ...]]:
+    """Return the model, the cluster, the plan and the order of its axes, from a plan file or from flags.
+
+    Raises:
+        ValueError: they make no sense, flags come beside a file, or there are too many ranks or passes.
+    """
+    from simulator import read_plan_file
+
+    if arguments.file:
+        check_alone(arguments)
+        said = read_plan_file(arguments.file)
+        check_size(said.plan)
+        return said.workload.workload(), said.cluster.cluster(said.plan.world_size), said.plan, said.order
+    plan = plan_of(arguments)
+    check_size(plan)
+    machine = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
+    return description_of(arguments).workload(), machine, plan, order_of(arguments)
+
+
+def check_size(plan: Plan) -> None:
+    """Refuse what would take minutes."""
+    if plan.world_size > MOST_RANKS:
+        raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
+    passes = plan.pipeline * plan.stages_per_rank * plan.num_microbatches
+    if passes > MOST_PASSES:
+        raise ValueError(
+            f"the plan runs {passes:,} passes (stages x micro-batches); simulate takes at most {MOST_PASSES:,}"
+        )
+    if passes > MANY_PASSES:
+        print(f"simulating {passes:,} passes; this takes up to a minute", file=sys.stderr, flush=True)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Simulate one step, print it, and save what was asked for.
+
+    Where time is not simulated, `--memory` alone counts memory; a plan that asks for time is refused.
+    """
+    from simulator import memory_of, simulate, why_not_timed
+    from simulator.step.timed import notes_on
+
+    if arguments.list:
+        print(presets())
+        return 0
+    workload, cluster, plan, order = described(arguments)
+    for flag in ("timeline", "memory", "trace"):
+        if path := getattr(arguments, flag):
+            check_output(f"--{flag}", path)
+            if flag != "trace":
+                check_picture(f"--{flag}", path)
+    why_no_time = why_not_timed(plan)
+    if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
+        raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
+    step = None if why_no_time else simulate(workload, cluster, plan, order=order)
+    memory = step.memory if step else memory_of(workload, plan)
+    save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
+    if arguments.trace and step:
+        from distlab.trace import write_chrome
+
+        write_chrome(arguments.trace, predicted=step.trace)
+    counted = memory_facts(workload, plan, cluster, memory)
+    if arguments.json:
+        about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
+        about |= {"parameters": workload.num_parameters, "notes": list(notes_on(plan))}
+        print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
+    else:
+        print(table(workload, plan, cluster, step=step, counted=counted))
+    return 0
+
+
+def check_picture(flag: str, path: Path) -> None:
+    """Refuse a picture of a kind that cannot be drawn.
+
+    Raises:
+        ValueError: naming the kinds that can.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ValueError(
+            f"{flag} {path}: expected a picture such as step.png, got {path.suffix}; kinds are {', '.join(kinds)}"
+        )
+
+
+def save_pictures(
+    step: Step | None, memory: Memory, cluster: Cluster, *, timeline: Path | None, filled: Path | None
+) -> None:
+    """Draw the step's timeline (a pipeline as its schedule) and its memory, each where a file is named."""
+    from simulator.viz import draw_memory, draw_schedule, draw_timeline
+
+    if timeline and step:
+        draw = draw_schedule if step.plan.pipeline > 1 else draw_timeline
+        draw(step.trace).savefig(timeline, dpi=150)
+    if filled:
+        draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(filled, dpi=150)
+
+
+def facts(step: Step) -> dict[str, object]:
+    """Return the figures of a step's time as JSON-ready values.
+
+    `duration_s` is one step alone, from its first start to its last end; `steady_s` each of many steps in a row. All
+    rates are over `duration_s`. All ranks at one place in the pipeline send the same.
+    """
+    return {
+        "duration_s": step.duration_s,
+        "steady_s": step.steady_s,
+        "samples_per_s": step.samples_per_s,
+        "bubble_fraction": step.bubble_fraction,
+        "mfu": step.mfu,
+        "utilization_of_achieved_rate": step.utilization,
+        "exposed_communication_s": step.exposed_communication_s,
+        "exposed_s_by_axis": dict(step.exposed_by_axis),
+        "sent_bytes_by_axis": dict(step.sent_bytes_by_axis),
+        "sent_bytes_by_pipeline_rank": list(step.sent_bytes_by_pipeline_rank),
+    }
+
+
+def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
+    """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
+    from simulator import DoesNotFitError, check_fit
+    from simulator.memory.memory import KINDS
+    from simulator.units import format_bytes
+
+    device, why = cluster.device, ""
+    if not memory.fits(device):
+        try:
+            check_fit(workload, plan, device)
+        except DoesNotFitError as error:
+            why = error.args[0]
+            if error.change is None:
+                why = str(error)
+            else:
+                flags = " ".join(changed_flags(error.change, workload, plan))
+                why += f"; add {flags}, and it needs {format_bytes(error.change.max_bytes)}"
+    kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
+    return {
+        "max_memory_bytes": memory.max_bytes,
+        "device_memory_bytes": device.memory_bytes,
+        "memory_bytes_by_kind": dict(zip(KINDS, kinds, strict=True)),
+        "host_memory_bytes": memory.host_bytes,
+        "fits": memory.fits(device),
+        "why_not": why,
+    }
+
+
+def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]:
+    """Return the flags that make the change; a micro-batch that is cut gives more micro-batches of fewer samples."""
+    now, was = change.plan.sharding, before.sharding
+    flags = [
+        ("--schedule", change.plan.schedule, before.schedule),
+        ("--stages-per-rank", change.plan.stages_per_rank, before.stages_per_rank),
+        ("--recompute", change.plan.recompute, before.recompute),
+        ("--sharding", now.stage, was.stage),
+        ("--replicas", now.replicas, was.replicas),
+        ("--offload", now.offload, was.offload),
+        ("--microbatch", workload.samples // change.split, workload.samples),
+        ("--microbatches", change.plan.num_microbatches, before.num_microbatches),
+    ]
+    return [f"{flag} {new}" for flag, new, old in flags if new != old]
+
+
+def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
+    """Lay a step out for a terminal."""
+    from simulator import why_not_timed
+    from simulator.step.timed import notes_on
+    from simulator.units import format_bytes, format_s
+
+    used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
+    degrees = {name: getattr(plan, name) for name in ("data", "pipeline", "tensor", "context", "expert")}
+    shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
+    rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
+    rows += [("note", note) for note in notes_on(plan)]
+    rows += [
+        ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
+        ("ranks", f"{shown} on {cluster.name}"),
+    ]
+    if step and not counted["fits"]:
+        rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
+    elif step:
+        if plan.pipeline > 1:
+            rows.append(("schedule", _schedule(plan, step)))
+        rows += [
+            ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples per second"),
+            *_in_a_run(step),
+            ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
+            *_utilization(step),
+            ("exposed communication", format_s(step.exposed_communication_s)),
+            ("sent per rank", format_bytes(max(step.sent_bytes_by_pipeline_rank))),
+        ]
+        waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
+        rows += [
+            (f"  {axis}", f"{format_bytes(sent[axis])} sent, {format_s(waits[axis])} exposed")
+            for axis in waits
+            if sent[axis]
+        ]
+    else:
+        rows.append(("step", f"not simulated: {why_not_timed(plan)}"))
+    rows.append(("memory, fullest rank", used if counted["fits"] else f"{used}: DOES NOT FIT"))
+    by_kind = sorted(counted["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
+    rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
+    if counted["host_memory_bytes"]:
+        rows.append(("memory of the host", f"{format_bytes(counted['host_memory_bytes'])} per rank"))
+    return "\n".join(f"{name:<22} {value}" for name, value in rows)
+
+
+def _in_a_run(step: Step) -> list[tuple[str, str]]:
+    """Return the row of a step of many in a row, where it is shorter than one alone by more than a thousandth."""
+    from simulator.units import format_s
+
+    if step.steady_s >= 0.999 * step.duration_s:
+        return []
+    return [("step in a run", f"{format_s(step.steady_s)}, where no rank waits for the others between steps")]
+
+
+def _utilization(step: Step) -> list[tuple[str, str]]:
+    from simulator.units import format_flops_per_s
+
+    device = step.cluster.device
+    rows = [("of achievable products", f"{step.utilization:.1%} of {format_flops_per_s(device.matmul_flops_per_s)}")]
+    if device.peak_flops_per_s is not None:
+        peak = format_flops_per_s(device.peak_flops_per_s)
+        rows.insert(0, ("MFU", f"{step.mfu:.1%} of the data sheet's {peak} per rank"))
+    return rows
+
+
+def _schedule(plan: Plan, step: Step) -> str:
+    from distlab.plan import SCHEDULES
+
+    stages = f"{plan.stages_per_rank} stages per rank, " if plan.stages_per_rank > 1 else ""
+    held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")
+    return f"{SCHEDULES[plan.schedule].title}, {stages}{plan.num_microbatches} micro-batches, in flight {held}"

@@ -1,0 +1,5 @@
+"""`%%ranks`: a cell that runs on ranks, which stay alive between cells.
+
+Read `magic`; `line` reads what stands after `%%ranks`, `remote` is what runs inside a rank, and `trouble` says what
+went wrong there.
+"""

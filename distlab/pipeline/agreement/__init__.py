@@ -1,0 +1,5 @@
+"""What all ranks agree on before an action runs.
+
+Read `shapes` (values of any nesting, taken apart into tensors), `batch` (a batch, cut into micro-batches) and
+`negotiate` (is the schedule valid, are the stages here, do they fit?).
+"""

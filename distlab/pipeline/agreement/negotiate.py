@@ -1,0 +1,174 @@
+"""Before anything runs: does the output of each stage fit the next one? All ranks learn all layouts, or one error.
+
+Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
+module, no numbers are computed and no memory is needed. Some modules cannot run there: they read a tensor's values, or
+make tensors on a fixed device. Those are tried with zeros. That costs one forward pass and, for that time, a second
+copy of the stage's tensors. What runs is a copy (`modules.trial`): the module stays as it was, whatever its forward
+does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.agree import group_device
+from distlab.comm.p2p import group_rank
+from distlab.modules.trial import call_a_copy
+from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
+from distlab.pipeline.faults import gather_texts
+from distlab.pipeline.stage import Stage
+from distlab.plan import Schedule, validate
+
+
+def check_schedule(schedule: Schedule, num_ranks: int) -> None:
+    """Refuse what cannot run; all ranks have the same schedule, and come to the same end.
+
+    Raises:
+        ValueError: it is not valid, or is for another number of ranks.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule is a {type(schedule).__name__}; pass a Schedule, such as one_f_one_b(2, 8)")
+    validate(schedule)
+    if schedule.num_ranks != num_ranks:
+        raise ValueError(
+            f"the schedule is for {schedule.num_ranks} ranks and the group has {num_ranks}; plan it for {num_ranks}"
+        )
+
+
+def wrong_stages(stages: Mapping[int, nn.Module], schedule: Schedule, rank: int) -> str:
+    """Say what is wrong with the modules that this rank was given; "" is nothing."""
+    wanted = [stage for stage, owner in enumerate(schedule.home) if owner == rank]
+    if sorted(stages) != wanted:
+        return (
+            f"rank {rank}: the schedule puts stages {wanted} here, got modules for {sorted(stages)}; pass "
+            "{stage number: module} for these"
+        )
+    wrong = [number for number, module in stages.items() if not isinstance(module, nn.Module)]
+    if wrong:
+        return f"rank {rank}: stage {wrong[0]} is a {type(stages[wrong[0]]).__name__}; pass an nn.Module"
+    return ""
+
+
+def negotiate(
+    stages: Mapping[int, Stage],
+    home: Sequence[int],
+    inputs: Layout | None,
+    *,
+    device: torch.device,
+    group: ProcessGroup | None = None,
+    on_failure: Callable[[Exception], None] | None = None,
+) -> list[Layout]:
+    """Try all stages in order and return, on every rank, what each of them makes of a micro-batch.
+
+    Args:
+        stages: this rank's, by number.
+        home: the rank of each stage.
+        inputs: of stage 0; read on its rank.
+        device: where this rank computes.
+        group: ranks of the pipeline.
+        on_failure: called with what a stage raised on this rank, before the others hear of it.
+
+    Cost: two broadcasts per stage, of some hundred bytes; once for each set of shapes.
+
+    Raises:
+        ValueError: on every rank: a stage that cannot run on what the one before makes.
+    """
+    rank = group_rank(group)
+    layouts: list[Layout] = []
+    for number, owner in enumerate(home):
+        text = ""
+        if owner == rank:
+            given = layouts[-1] if number else inputs
+            assert given is not None, "inputs were checked on the rank of stage 0"
+            text = _answer(stages[number], given, rank, device, on_failure=on_failure)
+        answer = json.loads(broadcast_text(text, owner, group))
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        layouts.append(Layout.from_json(answer))
+    return layouts
+
+
+def check_sizes(sizes: Mapping[str, int], home: Sequence[int], group: ProcessGroup | None = None) -> None:
+    """Refuse, on every rank, a batch with other numbers of inputs and of targets.
+
+    Args:
+        sizes: how many of either this rank was given, by "inputs" and "targets".
+        home: the rank of each stage.
+        group: ranks of the pipeline.
+
+    Raises:
+        ValueError: naming both.
+    """
+    known: dict[str, int] = {}
+    for text in gather_texts(json.dumps(sizes), group):
+        known |= json.loads(text)
+    if len(set(known.values())) > 1:
+        raise ValueError(
+            f"a batch of {known['inputs']} inputs (rank {home[0]}) has {known['targets']} targets (rank {home[-1]}); "
+            "pass as many of both"
+        )
+
+
+def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) -> str:
+    """Give every rank one rank's text."""
+    device = group_device(group)
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    if group_rank(group) != source:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=source)
+    return data.cpu().numpy().tobytes().decode()
+
+
+def _answer(
+    stage: Stage,
+    given: Layout,
+    rank: int,
+    device: torch.device,
+    *,
+    on_failure: Callable[[Exception], None] | None,
+) -> str:
+    """Return a stage's layout as JSON, or as JSON text what is wrong."""
+    source = f"stage {stage.number - 1} gives" if stage.number else "the inputs have"
+    try:
+        return json.dumps(try_out(stage, given, device).to_json())
+    except Exception as error:  # whatever a module raises: the other ranks must hear of it
+        if on_failure is not None:
+            on_failure(error)
+        return json.dumps(
+            f"rank {rank}: stage {stage.number} ({type(stage.module).__name__}) cannot run on what {source}, {given}: "
+            f"{type(error).__name__}: {error}. Nothing has run; give the stage inputs of the shape that it wants"
+        )
+
+
+def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
+    """Return the layout of what a stage makes of inputs with a given layout; the stage stays as it was.
+
+    Raises:
+        Exception: what the stage raises on such inputs.
+    """
+    if not torch.is_autocast_enabled(device.type):  # which does not see meta tensors
+        try:
+            return _run(stage, given, torch.device("meta"))
+        except Exception:  # it may only be that it cannot run there
+            pass
+    try:
+        return _run(stage, given, device)
+    finally:
+        gc.collect()  # the copy's tensors: modules and their methods hold each other
+
+
+def _run(stage: Stage, given: Layout, device: torch.device) -> Layout:
+    """Run a copy of a stage's module on zeros."""
+    inputs = [kind.zeros(device).requires_grad_(kind.wants_gradient) for kind in given.kinds]
+    value: Any = put_together(given, inputs)
+    return take_apart(call_a_copy(stage.module, value if type(value) is tuple else (value,), device))[1]

@@ -1,0 +1,177 @@
+"""What stages hand to each other: nested values of tensors, taken apart, described, and put together again.
+
+A message carries tensors and nothing else. So a value is taken apart into its tensors, in order, and a structure that
+says where each belongs; the structure and the tensors' kinds make a `Layout`. Ranks tell each other the layouts once
+(`distlab.pipeline.agreement.negotiate`), and from then on a receiver knows what comes before it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import namedtuple
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ONE_TENSOR = '["t", 0]'
+
+
+class TensorKind(NamedTuple):
+    """What a receiver must know of a tensor: its shape, its dtype, and whether a gradient of it is wanted back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' (grad)' if self.wants_gradient else ''}"
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Make a tensor of this kind, its values undefined."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def zeros(self, device: torch.device | str) -> Tensor:
+        """Make a tensor of this kind, all zero."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+class Layout(NamedTuple):
+    """A value without its numbers.
+
+    Attributes:
+        structure: JSON text of tuples, lists, dicts and plain values, with places for tensors.
+        kinds: of the tensors, in the order of their places.
+    """
+
+    structure: str
+    kinds: tuple[TensorKind, ...]
+
+    def __str__(self) -> str:
+        return _as_text(_tree(self.structure), self.kinds)
+
+    @property
+    def wanting(self) -> tuple[TensorKind, ...]:
+        """Kinds of the tensors whose gradients travel back."""
+        return tuple(kind for kind in self.kinds if kind.wants_gradient)
+
+    def without_gradients(self) -> Layout:
+        """Return the same layout for a value that no backward pass reaches."""
+        return Layout(self.structure, tuple(kind._replace(wants_gradient=False) for kind in self.kinds))
+
+    def to_json(self) -> list[Any]:
+        """Return it as lists, numbers and text, for JSON."""
+        kinds = [[list(k.shape), str(k.dtype).removeprefix("torch."), k.wants_gradient] for k in self.kinds]
+        return [self.structure, kinds]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Layout:
+        """Undo `to_json`."""
+        structure, kinds = value
+        return cls(structure, tuple(TensorKind(tuple(s), getattr(torch, dtype), wants) for s, dtype, wants in kinds))
+
+
+def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
+    """Return a value's tensors, in order, and its layout.
+
+    Tuples (also NamedTuples), lists and dicts may be nested. They may also hold None, numbers, text and truth values,
+    which become part of the layout: they are the same in each micro-batch.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    tensors: list[Tensor] = []
+    structure = json.dumps(_take_out(value, tensors)) if type(value) is not Tensor else _ONE_TENSOR
+    if type(value) is Tensor:
+        tensors.append(value)
+    kinds = (TensorKind(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    return tensors, Layout(structure, tuple(kinds))
+
+
+def put_together(layout: Layout, tensors: Sequence[Tensor]) -> Any:
+    """Undo `take_apart`.
+
+    A NamedTuple gets its own class where this process has imported its module, else one of the same name and fields.
+    """
+    return _put_back(_tree(layout.structure), tensors)
+
+
+@lru_cache(maxsize=256)
+def _tree(structure: str) -> Any:
+    return json.loads(structure)
+
+
+def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a tree that JSON holds: ["t", place], ["v", plain value], [kind of container, its contents].
+
+    The contents of a NamedTuple come behind its module, its name and its fields.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["t", len(tensors) - 1]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["v", value]
+    if type(value) in (tuple, list):
+        return [type(value).__name__, [_take_out(inner, tensors) for inner in value]]
+    if (fields := _fields(type(value))) is not None:
+        kind = type(value)
+        return ["named", [kind.__module__, kind.__qualname__, fields, [_take_out(inner, tensors) for inner in value]]]
+    if type(value) is dict and all(isinstance(key, str | int) for key in value):
+        return ["dict", [[key, _take_out(inner, tensors)] for key, inner in value.items()]]
+    raise ValueError(
+        f"stages hand over tensors in tuples, lists and dicts (keys: text or whole numbers), got a "
+        f"{type(value).__name__}; return one of these"
+    )
+
+
+def _put_back(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    kind, inner = tree
+    if kind == "t":
+        return tensors[inner]
+    if kind == "v":
+        return inner
+    if kind == "dict":
+        return {key: _put_back(value, tensors) for key, value in inner}
+    if kind == "named":
+        module, name, fields, values = inner
+        return _class_of(module, name, tuple(fields))._make(_put_back(value, tensors) for value in values)
+    values = [_put_back(value, tensors) for value in inner]
+    return tuple(values) if kind == "tuple" else values
+
+
+def _fields(kind: Any) -> list[str] | None:
+    """Return the names of a NamedTuple's fields; None for any other class."""
+    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_make") else None
+
+
+def _class_of(module: str, name: str, fields: tuple[str, ...]) -> Any:
+    """Return the NamedTuple of that name, or one like it where this process does not know it."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    known = isinstance(found, type) and _fields(found) == list(fields)
+    return found if known else _class_like(name.rpartition(".")[2], fields)
+
+
+@lru_cache(maxsize=64)
+def _class_like(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)  # noqa: PYI024 - its fields are known at run time only
+
+
+def _as_text(tree: Any, kinds: Sequence[TensorKind]) -> str:
+    kind, inner = tree
+    if kind == "t":
+        return str(kinds[inner])
+    if kind == "v":
+        return repr(inner)
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {_as_text(value, kinds)}" for key, value in inner) + "}"
+    if kind == "named":
+        _, name, fields, values = inner
+        pairs = zip(fields, values, strict=True)
+        return f"{name.rpartition('.')[2]}({', '.join(f'{field}={_as_text(value, kinds)}' for field, value in pairs)})"
+    texts = ", ".join(_as_text(value, kinds) for value in inner)
+    return f"({texts})" if kind == "tuple" else f"[{texts}]"

@@ -1,0 +1,9 @@
+"""Backward in two parts, for zero-bubble schedules: the gradient of a stage's input now, that of its weights later.
+
+Read `two_parts` (`SplitBackward`), `layers` (a rule for each kind of layer) and `choose` (which layers of a module have
+one).
+"""
+
+from distlab.pipeline.backward.two_parts import prepare_split
+
+__all__ = ["prepare_split"]

@@ -1,0 +1,103 @@
+"""Buffers in memory that all ranks of a group map: an all-reduce of one combines where the values lie.
+
+A tensor elsewhere is copied into the arena and the result out of it. Of a buffer each rank reads its own share in all
+ranks' buffers and writes the result to all: about half of the copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from distlab.shared_memory.arena import PAGE, map_file
+from distlab.shared_memory.collectives.dense import bytes_of
+from distlab.shared_memory.meeting import Meeting
+
+_OTHER = -1  # the number of what is no buffer
+
+
+class _Known(NamedTuple):
+    number: int
+    memory: weakref.ref[Any]
+    num_bytes: int
+
+
+class Buffers:
+    """The buffers of one group, as one of its ranks sees them.
+
+    Attributes:
+        count: how many were asked for; equal on all ranks.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.count = meeting, 0
+        self._known: dict[int, _Known] = {}  # by address; the tensors themselves hold the memory
+
+    def make(self, num_bytes: int) -> torch.Tensor | None:
+        """Return this rank's buffer, of zeros; None on all ranks where one of them may not map it."""
+        meeting, size = self.meeting, self.meeting.size
+        self.count += 1
+        with contextlib.ExitStack() as until_all_have_it:
+            file = _OTHER
+            if meeting.rank == 0:
+                with contextlib.suppress(OSError):
+                    made = os.memfd_create("distlab", os.MFD_CLOEXEC)
+                    until_all_have_it.callback(os.close, made)
+                    os.ftruncate(made, size * _stride(num_bytes))
+                    file = made
+            _show(meeting, file)
+            memory = _map(meeting.arena.pids[0][0], _word_at(meeting.read(0)), size * _stride(num_bytes))
+            _show(meeting, int(memory is not None))
+            have_it = all(_word_at(address) for address in meeting.read_all())
+        if memory is None or not have_it:
+            return None
+        mine = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=meeting.rank * _stride(num_bytes))
+        self._known = {address: known for address, known in self._known.items() if known.memory() is not None}
+        self._known[mine.data_ptr()] = _Known(self.count, weakref.ref(memory), num_bytes)
+        return mine
+
+    def of_all(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Tell the others whether `flat` is a buffer; return all ranks' if each passes the same one, else nothing."""
+        meeting = self.meeting
+        known = self._known.get(flat.data_ptr())
+        memory = known.memory() if known is not None and known.num_bytes == bytes_of(flat) else None
+        number = known.number if known is not None and memory is not None else _OTHER
+        _show(meeting, number)
+        if {_word_at(address) for address in meeting.read_all()} != {number} or number == _OTHER:
+            return []
+        stride, dtype, count = _stride(bytes_of(flat)), flat.dtype, flat.numel()
+        starts = [rank * stride for rank in range(meeting.size)]
+        return [torch.frombuffer(memory, dtype=dtype, count=count, offset=start) for start in starts]
+
+
+def _stride(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _show(meeting: Meeting, number: int) -> None:
+    ctypes.c_int64.from_address(meeting.open()).value = number
+    meeting.post()
+
+
+def _word_at(address: int) -> int:
+    return ctypes.c_int64.from_address(address).value
+
+
+def _map(pid: int, file: int, num_bytes: int) -> Any:
+    if file == _OTHER:
+        return None
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return map_file(opened, num_bytes)
+    except OSError:
+        return None
+    finally:
+        os.close(opened)

@@ -1,0 +1,261 @@
+"""A lane: messages from one rank to one other, first in, first out, through shared memory.
+
+Each message is announced by a letter (tag, length, dtype) and travels as pieces. The receiver takes the message at the
+head when a receive with its tag is there. Where only receives with other tags wait, it puts the message aside, in
+memory of its own. Either way the letter's place is free again, so that any number of messages may be open. A send is
+over once a receive has taken it: the receiver then leaves the message's number in a receipt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+
+import torch
+
+from distlab.shared_memory import futex
+from distlab.shared_memory.arena import LANE_HEAD_BYTES, NUM_PIECES, Arena
+from distlab.shared_memory.messages.letters import (
+    LETTERS,
+    NUM_LETTERS,
+    NUM_RECEIPTS,
+    RECEIPTS,
+    TEXT_BYTES,
+    Letter,
+    Message,
+)
+from distlab.shared_memory.work import SharedWork
+
+POSTED, WRITTEN, HEARD = 0, 64, 68  # places of a lane's counters: the sender's (letters, pieces, receipts)
+READ, NOTED, TOLD = 128, 132, 192  # and the receiver's (pieces, letters, receipts)
+_WRAP = 1 << 30
+copy = ctypes.memmove
+
+
+class _Lane:
+    """What both ends know of a lane."""
+
+    def __init__(self, arena: Arena, source: int, destination: int) -> None:
+        base = arena.base + arena.layout.lane(source, destination)
+        self.piece_bytes = arena.layout.piece_bytes
+        self.posted = futex.word_at(base + POSTED)
+        self.written = futex.word_at(base + WRITTEN)
+        self.heard = futex.word_at(base + HEARD)
+        self.read = futex.word_at(base + READ)
+        self.noted = futex.word_at(base + NOTED)
+        self.told = futex.word_at(base + TOLD)
+        self.letters = (Letter * NUM_LETTERS).from_address(base + LETTERS)
+        self.receipts = (ctypes.c_int32 * NUM_RECEIPTS).from_address(base + RECEIPTS)
+        self.data = base + LANE_HEAD_BYTES
+
+    def piece(self, number: int) -> int:
+        """Address of a piece."""
+        return self.data + number % NUM_PIECES * self.piece_bytes
+
+
+class OutLane(_Lane):
+    """The sender's end."""
+
+    def __init__(self, arena: Arena, source: int, destination: int) -> None:
+        super().__init__(arena, source, destination)
+        self.waiting: deque[Message] = deque()  # without a letter yet
+        self.moving: deque[Message] = deque()  # with a letter, not all written
+        self.open: dict[int, Message] = {}  # with a letter, not taken, by number
+        self._number = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that are not over."""
+        return [*self.open.values(), *self.waiting]
+
+    def forget(self, message: Message) -> None:
+        """Let go of a message that will never be over."""
+        self.open.pop(message.number, None)
+        for line in (self.waiting, self.moving):
+            if message in line:
+                line.remove(message)
+
+    def advance(self) -> bool:
+        """Do what can be done now; return whether the receiver should look."""
+        changed = self._hear()
+        while self.waiting and (self._number - self.noted.value) % _WRAP < NUM_LETTERS:
+            self._announce(self.waiting.popleft())
+            changed = True
+        while self.moving:
+            message = self.moving[0]
+            changed |= self._write(message)
+            if message.moved < message.num_bytes:
+                break
+            self.moving.popleft()
+        return changed
+
+    def _hear(self) -> bool:
+        """End the sends that receives have taken; return whether the receiver may wait for room for receipts."""
+        first, last = self.heard.value, self.told.value
+        if first == last:
+            return False
+        futex.fence()
+        for k in range((last - first) % _WRAP):
+            message = self.open.pop(self.receipts[(first + k) % NUM_RECEIPTS], None)
+            if message is not None:
+                message.work.finish()
+        futex.fence()
+        self.heard.value = last
+        return first * 2 // NUM_RECEIPTS != last * 2 // NUM_RECEIPTS  # twice while the receiver fills them all
+
+    def _announce(self, message: Message) -> None:
+        message.number = self._number
+        self._number = (self._number + 1) % _WRAP
+        letter, text = self.letters[message.number % NUM_LETTERS], message.text.encode()[:TEXT_BYTES]
+        letter.tag, letter.num_bytes, letter.mark = message.tag, message.num_bytes, message.mark
+        letter.length, letter.text = len(text), text
+        futex.fence()
+        self.posted.value = self._number
+        self.moving.append(message)
+        self.open[message.number] = message
+
+    def _write(self, message: Message) -> bool:
+        written = first = self.written.value
+        while message.moved < message.num_bytes and (written - self.read.value) % _WRAP < NUM_PIECES:
+            length = min(self.piece_bytes, message.num_bytes - message.moved)
+            copy(self.piece(written), message.address + message.moved, length)
+            message.moved += length
+            written = (written + 1) % _WRAP
+            futex.fence()
+            self.written.value = written
+        return written != first
+
+
+class InLane(_Lane):
+    """The receiver's end."""
+
+    def __init__(self, arena: Arena, source: int, destination: int) -> None:
+        super().__init__(arena, source, destination)
+        self.source = source
+        self._number = 0  # of the message at the head
+        self._current: Message | None = None  # takes the message at the head
+        self._moved = 0
+        self._aside: list[tuple[Letter, int, torch.Tensor]] = []
+        self._is_aside = False
+        self._taken: deque[int] = deque()  # messages for whose receipts there was no room
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the sender has yet to be told of messages that were taken."""
+        return bool(self._taken)
+
+    @property
+    def current(self) -> Message | None:
+        """The receive that is taking a message now."""
+        return None if self._is_aside else self._current
+
+    def advance(self, receives: list[Message]) -> bool:
+        """Do what can be done now; takes receives out of the list; return whether the sender should look.
+
+        Raises:
+            ValueError: a receive does not fit the message that it takes.
+        """
+        changed = self._tell()
+        changed |= self._take_aside(receives) if self._aside else False
+        while True:
+            if self._current is None and not self._begin(receives):
+                return changed
+            moved = self._moved
+            self._read()
+            message = self._current
+            assert message is not None, "a message has begun"
+            changed |= self._moved != moved
+            if self._moved < message.num_bytes:
+                return changed
+            self._end(message)
+            changed = True
+
+    def _wanted(self, receives: list[Message], letter: Letter) -> Message | None:
+        found = next((m for m in receives if m.peer in (-1, self.source) and m.tag == letter.tag), None)
+        if found is None:
+            return None
+        if found.mark != letter.mark:
+            text = letter.text.decode(errors="replace")
+            raise ValueError(
+                f"a send and the receive that takes it do not fit: send {text}, receive {found.text}; give both the "
+                "same number of elements and the same dtype"
+            )
+        receives.remove(found)
+        found.work.source = self.source
+        return found
+
+    def _begin(self, receives: list[Message]) -> bool:
+        """Begin to take the message at the head; return whether there is one to take."""
+        left = (self.posted.value - self._number) % _WRAP
+        if not left:
+            return False
+        futex.fence()
+        letter = self.letters[self._number % NUM_LETTERS]
+        found = self._wanted(receives, letter)
+        if found is None:
+            if left < 2 or not any(m.peer in (-1, self.source) for m in receives):
+                return False
+            memory = torch.empty(letter.num_bytes, dtype=torch.uint8)
+            found = Message(self.source, letter.tag, memory, letter.mark, "", SharedWork([]), 0.0)
+            self._is_aside = True
+        self._current, self._moved = found, 0
+        return True
+
+    def _read(self) -> None:
+        message, read = self._current, self.read.value
+        assert message is not None, "a message has begun"
+        while self._moved < message.num_bytes and self.written.value != read:
+            futex.fence()
+            length = min(self.piece_bytes, message.num_bytes - self._moved)
+            copy(message.address + self._moved, self.piece(read), length)
+            self._moved += length
+            read = (read + 1) % _WRAP
+            futex.fence()
+            self.read.value = read
+
+    def _end(self, message: Message) -> None:
+        number, is_aside = self._number, self._is_aside
+        self._current, self._is_aside = None, False
+        if is_aside:
+            kept = Letter.from_buffer_copy(self.letters[number % NUM_LETTERS])
+            self._aside.append((kept, number, message.memory))
+        self._number = (number + 1) % _WRAP
+        futex.fence()
+        self.noted.value = self._number
+        if not is_aside:
+            self._take(number, message)
+
+    def _take(self, number: int, message: Message) -> None:
+        """Say to both sides that a receive has taken the message."""
+        if message.landed is not None:
+            message.landed()
+        self._taken.append(number)
+        self._tell()
+        message.work.finish()
+
+    def _tell(self) -> bool:
+        """Leave receipts as far as there is room; return whether any was left."""
+        told = first = self.told.value
+        while self._taken and (told - self.heard.value) % _WRAP < NUM_RECEIPTS:
+            self.receipts[told % NUM_RECEIPTS] = self._taken.popleft()
+            told = (told + 1) % _WRAP
+            futex.fence()
+            self.told.value = told
+        return told != first
+
+    def fall_silent(self) -> None:
+        """Give up receipts: the sender is gone."""
+        self._taken.clear()
+
+    def _take_aside(self, receives: list[Message]) -> bool:
+        kept = []
+        for letter, number, memory in self._aside:
+            found = self._wanted(receives, letter)
+            if found is None:
+                kept.append((letter, number, memory))
+            else:
+                copy(found.address, memory.data_ptr(), found.num_bytes)
+                self._take(number, found)
+        changed = len(kept) != len(self._aside)
+        self._aside = kept
+        return changed
