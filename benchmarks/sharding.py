@@ -132,7 +132,7 @@ def storage_bytes(tensors: Iterable[object]) -> int:
 
 
 def measure(model_name: str, device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[int], list]:
-    """On each rank: time programs in interleaved blocks; return seconds per step, peak bytes and losses after 3 updates."""
+    """On each rank: time programs in interleaved blocks; return seconds per step, peak bytes and early losses."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     device = device_of(device_type, rank)

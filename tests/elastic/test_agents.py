@@ -31,7 +31,13 @@ with process_group("gloo", timeout_s=300) as member:
 """
 
 
-@pytest.mark.parametrize(("statement", "word"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("statement", "word"),
+    [
+        pytest.param(*fault, id=name, marks=[pytest.mark.soak] * (name != "another shape"))
+        for name, fault in FAULTS.items()
+    ],
+)
 @pytest.mark.timeout(60)
 def test_a_fault_between_two_agents_is_told_by_both_within_seconds(tmp_path, statement, word):
     (tmp_path / "faulty.py").write_text(FAULTY.format(statement=statement))

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from distlab.cli.arguments import check_output, load_script
@@ -71,11 +72,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
-def load_rows(name: str, *, quick: bool = False) -> Iterator[Any]:
-    """Load benchmarks/NAME.py by path and yield its rows (`Row` of benchmarks/_rows.py) as they are measured."""
+def load(name: str) -> ModuleType:
+    """Load benchmarks/NAME.py by path."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
-    yield from load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py").rows(quick=quick)
+    return load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")
+
+
+def load_rows(name: str, *, quick: bool = False) -> Iterator[Any]:
+    """Yield a benchmark's rows (`Row` of benchmarks/_rows.py) as they are measured."""
+    yield from load(name).rows(quick=quick)
 
 
 def saved(path: Path) -> dict[str, object]:
