@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from distlab.cli.measure import bench
+from distlab.cli import bench
 
 
 @pytest.mark.parametrize("name", bench.names())

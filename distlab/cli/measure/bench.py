@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from distlab.cli.arguments import check_output, load_script
@@ -72,8 +71,8 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
-def load(name: str) -> ModuleType:
-    """Load benchmarks/NAME.py by path."""
+def load(name: str) -> Any:
+    """Load benchmarks/NAME.py by path and return the module."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
     return load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")
