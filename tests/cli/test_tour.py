@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from distlab.cli import main
-from distlab.cli.measure import tour
+from distlab.cli import main, tour
 from distlab.cli.measure.findings import Findings
 from distlab.comm.command import runnable
 from distlab.measure import Window, judge, this_machine
