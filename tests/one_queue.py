@@ -19,6 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--queue", type=Path, help="folder of the queue from which files of tests are taken")
 
 
+FOLDERS: dict[Path, pytest.Collector] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_directory(path: Path) -> Iterator[None]:
+    """Keep each folder's node from one collection to the next: the fixtures of its conftest.py are known by it."""
+    made = yield
+    return None if made is None else FOLDERS.setdefault(path, made)
+
+
 def files_of(queue: Path) -> Iterator[str]:
     """Take one file after the other, in their order, until none is left; no other process gets it."""
     for place, file in enumerate((queue / LIST).read_text(encoding="utf-8").splitlines()):

@@ -9,7 +9,8 @@ from one_queue import LIST, TAKEN, files_of
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "side_by_side.py"
 DIES = "import os\n\ndef test_wrong():\n    assert 1 == 2\n\ndef test_dies():\n    os._exit(3)\n"
-RIGHT = "import pytest\n\ndef test_right():\n    pass\n\n@pytest.mark.soak\ndef test_long():\n    assert False\n"
+RIGHT = "import pytest\n\ndef test_right(number):\n    pass\n\n@pytest.mark.soak\ndef test_long():\n    assert False\n"
+SHARED = "import pytest\n\n@pytest.fixture(scope='session')\ndef number():\n    return 1\n"
 
 
 def run(folder: Path, processes: int) -> subprocess.CompletedProcess:
@@ -28,6 +29,7 @@ def test_each_file_is_taken_once_and_in_order(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_what_fails_is_told_also_where_the_process_dies(tmp_path):
+    (tmp_path / "conftest.py").write_text(SHARED)
     for number in range(3):
         (tmp_path / f"test_right_{number}.py").write_text(RIGHT)
     done = run(tmp_path, 2)
