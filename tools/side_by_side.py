@@ -37,7 +37,7 @@ class Process:
     """One process of pytest, with what it prints in a file."""
 
     def __init__(self, queue: Path, number: int, options: Sequence[str]) -> None:
-        self.log, self.results = queue / f"{number}.log", queue / f"{number}.xml"
+        self.queue, self.log, self.results = queue, queue / f"{number}.log", queue / f"{number}.xml"
         command = [sys.executable, "-m", "pytest", "-p", "tests.one_queue", "--queue", str(queue)]
         command += [f"--junitxml={self.results}", *options, PLUGIN]
         with self.log.open("w") as log:
@@ -46,6 +46,15 @@ class Process:
     def failed(self) -> bool:
         """Return whether a test failed, or the process did not come to its end."""
         return self.running.returncode not in (0, NONE_CHOSEN) or not self.results.is_file()
+
+    def story(self) -> str:
+        """Return what it printed; of one that died in a test, also which test that was and what had failed before."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        if self.results.is_file():
+            return text
+        notes = [self.queue / f"{self.running.pid}.{what}" for what in ("failed", "now")]
+        failed, now = (note.read_text(encoding="utf-8") if note.is_file() else "" for note in notes)
+        return f"{text}\n{failed}\nthis process ended (status {self.running.returncode}) in {now or 'no test'}\n"
 
     def cases(self) -> list[tuple[float, str, str]]:
         """Return the seconds of each test that ended, what came of it, and its name."""
@@ -84,7 +93,7 @@ def run(files: Sequence[str], options: Sequence[str], num_processes: int) -> int
         cases = sorted((case for process in processes for case in process.cases()), reverse=True)
         wrong = [process for process in processes if process.failed()]
         for process in wrong:
-            print(process.log.read_text(encoding="utf-8", errors="replace"), flush=True)
+            print(process.story(), flush=True)
         counts = Counter(outcome for _, outcome, _ in cases)
         print(f"{len(files)} files: {', '.join(f'{number} {outcome}' for outcome, number in counts.items())}; slowest:")
         print("\n".join(f"{seconds:8.2f} s  {name}" for seconds, _, name in cases[:NUM_SLOWEST]))

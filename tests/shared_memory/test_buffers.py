@@ -12,7 +12,7 @@ from torch import nn
 
 from distlab.comm import Ranks, run
 from distlab.data_parallel import DataParallel
-from distlab.shared_memory import buffers
+from distlab.shared_memory.collectives import buffers
 from distlab.shared_memory.collectives.collectives import SMALL_BYTES, Collectives
 from distlab.shared_memory.group_base import zeros
 
