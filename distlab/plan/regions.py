@@ -28,6 +28,8 @@ class Attention:
             is the workload's to say: one process, a ring and all-to-alls run the same kernel, which leaves out as much
             in each, so ranks divide this work evenly.
         backward: work of the gradients of scores and mixing, part of the region's input_gradient.
+        window: positions that a query sees, itself and those before it; None: all. Plain attention computes the others
+            too, and a ring passes their keys and values.
     """
 
     num_heads: int
@@ -38,6 +40,7 @@ class Attention:
     key_value_gradient_bytes: int
     forward: Work
     backward: Work
+    window: int | None = None
 
     def __post_init__(self) -> None:
         require_count(
@@ -46,6 +49,11 @@ class Attention:
             num_key_value_heads=self.num_key_value_heads,
             num_positions=self.num_positions,
         )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel makes it, whose output per-operator recompute keeps."""
+        return self.forward.attention_flops > 0
 
     def part(self, num_parts: int) -> Attention:
         """Return it for a micro-batch cut into so many parts."""
@@ -76,6 +84,8 @@ class Region:
         attention: its inner attention, which context-parallel ranks work on together, or None.
         products: the matrix products of its forward, attention's apart, whose shapes say what rate they reach; (): not
             known, and they reach the device's.
+        again: the part of forward that per-operator recompute runs again; None: not known, and all of it stays.
+        kept_bytes: what that keeps of the region, a micro-batch: outputs of products, and of fused attention.
     """
 
     name: str
@@ -88,6 +98,8 @@ class Region:
     sums_bytes: tuple[int, ...] = ()
     attention: Attention | None = None
     products: tuple[Product, ...] = ()
+    again: Work | None = None
+    kept_bytes: int = 0
 
     def part(self, num_parts: int) -> Region:
         """Return it for a micro-batch cut into so many parts."""
@@ -102,6 +114,8 @@ class Region:
             sums_bytes=tuple(size // num_parts for size in self.sums_bytes),
             attention=self.attention and self.attention.part(num_parts),
             products=tuple(each._replace(rows=-(-each.rows // num_parts)) for each in self.products),
+            again=self.again and self.again.times(1 / num_parts),
+            kept_bytes=self.kept_bytes // num_parts,
         )
 
 
