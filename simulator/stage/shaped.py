@@ -22,7 +22,6 @@ PASSES = ("forward", "input_gradient", "weight_gradient")
 # Of a product [rows, depth] x [depth, columns]: rows, columns and depth of what each pass computes.
 SIDES = ((0, 1, 2), (0, 2, 1), (2, 1, 0))
 QUANTISE_BYTES = 4  # of an element
-QUANTISE_KERNELS = 0  # two for each of a product's inputs
 
 
 def with_shapes(layer: Layer, plan: Plan, device: Device) -> Layer:

@@ -102,3 +102,10 @@ def test_families_say_which_layers_have_a_window(family, fields, expected):
 def test_windows_that_make_no_sense_are_refused(fields, said):
     with pytest.raises(ValueError, match=said):
         read("gemma2", **fields)
+
+
+def test_a_huge_count_of_layers_is_refused_at_once():
+    neo = BASE | {"model_type": "gpt_neo", "num_layers": 6, "num_heads": 4, "attention_types": [[["local"], 10**12]]}
+    drop = ("num_key_value_heads", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    with pytest.raises(ValueError, match="7 types for 6 layers"):
+        workload_from_config({name: value for name, value in neo.items() if name not in drop})

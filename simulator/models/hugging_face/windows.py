@@ -8,11 +8,16 @@ modelled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
 
 from simulator.models.hugging_face.fields import Fields
 
 Windows = tuple[int | None, ...]
-TYPES = {"sliding_attention": True, "local": True, "full_attention": False, "global": False, "chunked_attention": False}
+TYPES = MappingProxyType(
+    {"sliding_attention": True, "local": True, "full_attention": False, "global": False, "chunked_attention": False}
+)
 
 
 def windows(fields: Fields, *, pattern: int = 1, default: int | None = None) -> Windows:
@@ -50,9 +55,11 @@ def windows_behind(fields: Fields) -> Windows:
 
 def windows_of_neo(fields: Fields) -> Windows:
     """Return the windows of GPT-Neo: `attention_types` says which layers are local, as [[["global", "local"], 12]]."""
-    groups = fields.values.get("attention_types") or [[["global", "local"], fields.count("num_hidden_layers") // 2]]
+    layers = fields.count("num_hidden_layers")
+    groups: Any = fields.values.get("attention_types") or [[["global", "local"], layers // 2]]
     try:
-        said = [each for kinds, count in groups for _ in range(count) for each in kinds]  # type: ignore[union-attr, attr-defined]
+        each = (kind for kinds, count in groups for _ in range(count) for kind in kinds)
+        said = list(islice(each, layers + 1))  # a count may be huge
     except (TypeError, ValueError):
         raise ValueError(f"{fields.where}: attention_types is {groups!r}; write [[[types], count]]") from None
     return _of_layers(_types(fields, "attention_types", said), fields.count("window_size", 256))
