@@ -10,8 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.passes import Work
-from distlab.plan.regions import Attention, Experts, Region
+from distlab.plan.regions import Attention, Experts, Region, Work
 from distlab.plan.require import require, require_count
 
 __all__ = ["COLUMNS", "PARAMETER_AXES", "Attention", "Experts", "Layer", "Region", "Work", "Workload"]

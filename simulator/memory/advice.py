@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan import Device, Layer, Plan, Work, Workload
 from distlab.plan.records import RECOMPUTES
@@ -174,7 +174,7 @@ def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: i
 def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, Plan, int]]:
     sharding = plan.sharding
     # Not per operator unless the plan has it: distlab's own runs cannot do it.
-    recomputes = [
+    recomputes: list[dict[str, Any]] = [
         {"recompute": name, "recompute_method": "uniform", "recompute_layers": 1}
         for name in RECOMPUTES[RECOMPUTES.index(plan.recompute) :]
         if name != "operators" or plan.recompute == name

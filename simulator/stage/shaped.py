@@ -48,7 +48,8 @@ def with_shapes(layer: Layer, plan: Plan, device: Device) -> Layer:
 
 def _region(region: Region, plan: Plan, shares: Shares, device: Device, in_8_bits: bool) -> Region:
     local = [_local(product, plan.tensor, shares.positions) for product in region.products]
-    inner, works = region.attention, {}
+    inner = region.attention
+    works: dict[str, Any] = {}
     quantised = _quantised(local, shares.inside) if in_8_bits else {}
     for name, sides in zip(PASSES, SIDES, strict=True):
         whole: Work = getattr(region, name)

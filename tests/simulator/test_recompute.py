@@ -108,7 +108,7 @@ def test_bytes_and_times_lie_between_none_and_full(workload, axes):
     assert times[0] < times[1] < times[2]
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(["every", "block"]), st.sampled_from([1, 2, 3]), st.sampled_from(["time", "blocks"]), st.booleans()
 )

@@ -2,9 +2,8 @@
 
 import pytest
 
-from simulator import LlamaSizes, fuse_attention, llama_workload
+from simulator import LlamaSizes, fuse_attention, llama_workload, workload_from_config
 from simulator.models.attention_kernel import causal_share
-from simulator.models.hugging_face.config import workload_from_config
 
 BASE = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
 BASE |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 1024}
