@@ -32,6 +32,7 @@ from simulator.hardware.cost import (
     reduce_scatter_s,
     ring_over_nodes_s,
 )
+from simulator.hardware.description import ClusterDescription
 from simulator.hardware.fit import fit_link, fit_steps
 from simulator.hardware.presets import Stack, cluster, device, link, names, stack
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
@@ -48,7 +49,7 @@ from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import Jitter, Uneven
 from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
-from simulator.plan_file import ClusterDescription, PlanFile, plan_of_text, read_plan_file
+from simulator.plan_file import PlanFile, plan_of_text, read_plan_file
 from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
 from simulator.runs.failures import RATES, Failures, checkpoint_bytes
 from simulator.runs.money import Bill, Curve, Run, bill, curve, goodput_of

@@ -33,14 +33,14 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from distlab.plan import AXES, Cluster, Plan, Protocol
+from distlab.plan import AXES, Plan
 from distlab.plan.axes import check_order
-from simulator.hardware import presets
+from simulator.hardware.description import ClusterDescription, given
 from simulator.models.description import ModelDescription
 from simulator.models.sizes import shown
 from simulator.runs.money import Run
@@ -58,86 +58,13 @@ OTHER_NAMES = {
     "cp": "context",
     "ep": "expert",
     "zero": "sharding",
+    "fp8": "float8",
+    "recompute_num_layers": "recompute_layers",
     "seq_len": "sequence_length",
     "mbs": "microbatch_size",
     "preset": "name",
     "dollars": "price",
 }
-
-
-class _Figures:
-    """Figures whose times and sizes are not below zero, and whose rates are above it."""
-
-    def __post_init__(self) -> None:
-        for name, value in _given(self).items():
-            if value < 0 or (value == 0 and name.endswith("_per_s")):
-                least = "greater than zero" if name.endswith("_per_s") else ">= 0"
-                raise ValueError(f"{name} is {value!r}; write a number {least}")
-
-
-@dataclass(frozen=True)
-class OwnDevice(_Figures):
-    """Figures of a device in place of the preset's, with the units of `distlab.plan.Device`."""
-
-    matmul_flops_per_s: float | None = None
-    memory_bytes_per_s: float | None = None
-    memory_bytes: float | None = None
-    kernel_s: float | None = None
-    launch_s: float | None = None
-    peak_flops_per_s: float | None = None
-    host_memory_bytes: float | None = None
-
-
-@dataclass(frozen=True)
-class OwnLink(_Figures):
-    """A wire with one protocol."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class ClusterDescription:
-    """A cluster in a few words: a preset, and what differs from it.
-
-    Attributes:
-        name: of the preset; `distlab simulate --list` prints them.
-        num_devices: as many as the plan has ranks; None: whole nodes that hold them.
-        stack: of software; None: the preset's own.
-        devices_per_node: neighbours that `intra_node` links.
-        device: figures in place of the preset's, before the stack takes its part of them.
-        intra_node: the link inside a node, by name or by figures.
-        inter_node: the link between nodes, likewise.
-    """
-
-    name: str = "dgx-a100"
-    num_devices: int | None = None
-    stack: str | None = None
-    devices_per_node: int | None = None
-    device: OwnDevice | None = None
-    intra_node: str | OwnLink | None = None
-    inter_node: str | OwnLink | None = None
-
-    def cluster(self, num_ranks: int) -> Cluster:
-        """Return the cluster, with whole nodes for so many ranks.
-
-        Raises:
-            ValueError: a preset does not exist, or a figure makes no sense.
-        """
-        bare = presets.cluster(self.name, stack=presets.BEST_CASE)
-        per_node = self.devices_per_node or bare.devices_per_node
-        num_devices = num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node
-        changes: dict[str, Any] = {"devices_per_node": per_node, "num_devices": num_devices}
-        if self.device is not None:
-            changes["device"] = replace(bare.device, **_given(self.device))
-        for place in ("intra_node", "inter_node"):
-            own = getattr(self, place)
-            if isinstance(own, OwnLink):
-                wire = replace(getattr(bare, place), name=f"own {place}", source="the plan file")
-                changes[place] = replace(wire, protocols=(Protocol(own.latency_s, own.bytes_per_s),))
-            elif own is not None:
-                changes[place] = presets.link(own)
-        return presets.driven(replace(bare, **changes), self.stack)
 
 
 @dataclass(frozen=True)
@@ -184,8 +111,8 @@ class PlanFile:
     def text(self) -> str:
         """Return the file: what differs from defaults, and reads back as this."""
         order = {} if self.order == AXES else {"order": list(self.order)}
-        tables = {"workload": _given(self.workload), "cluster": _given(self.cluster), "plan": _given(self.plan) | order}
-        tables |= {} if self.run is None else {"run": _given(self.run)}
+        tables = {"workload": given(self.workload), "cluster": given(self.cluster), "plan": given(self.plan) | order}
+        tables |= {} if self.run is None else {"run": given(self.run)}
         return "\n".join(
             f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
             for name, table in tables.items()
@@ -229,14 +156,9 @@ def _told(table: str) -> Iterator[None]:
         raise ValueError(f"[{table}] {error}") from None
 
 
-def _given(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that differ from their defaults."""
-    return {each.name: value for each in fields(record) if (value := getattr(record, each.name)) != each.default}
-
-
 def _toml(value: Any) -> str:
     if is_dataclass(value):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in _given(value).items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in given(value).items()) + " }"
     return json.dumps(value)
 
 

@@ -100,7 +100,8 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     if plan.context > 1:
         _spread_positions(model, layout.groups["context"], plan)
     if plan.recompute != "none":
-        recompute_blocks(model, part="attention" if plan.recompute == "selective" else None)
+        part = "attention" if plan.recompute == "selective" else None
+        recompute_blocks(model, plan.recompute_layers, part=part)
     split = {id(model.get_parameter(name)): split for name, split in splits_of(model).items()}
     every = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(every.items())}

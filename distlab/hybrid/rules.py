@@ -53,6 +53,15 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
             f"compression with pipeline={plan.pipeline}: a pipeline averages whole gradients, stage by stage; use "
             "compression=None, or pipeline=1"
         )
+    if plan.recompute == "operators":
+        yield "recompute is 'operators', which is simulated alone; use 'selective' or 'full'"
+    if plan.recompute_method == "block" or (plan.recompute_method == "uniform" and plan.recompute_layers > 1):
+        yield (
+            f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}, which is "
+            "simulated alone; use 'every', or leave both out"
+        )
+    if plan.float8 != "none":
+        yield f"float8 is {plan.float8!r}, which is simulated alone; use float8='none'"
     if plan.gradient_sync != "overlapped":
         yield f"gradient_sync is {plan.gradient_sync!r}; Hybrid sends gradients while backward computes: 'overlapped'"
 

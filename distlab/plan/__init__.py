@@ -3,17 +3,18 @@
 Plans are values made by pure functions: they print, compare and are checked with no process running. distlab runs them,
 the simulator gives them times, and pictures are drawn from them.
 
-Read `records` (`Plan`, `Cluster`), then `mesh` and `axes`, `buckets`, `partition`, `sharding` and
-`compression`. `work`, `passes` and `regions` describe a model's layers in sizes alone; `require` checks fields.
+Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh` and `axes`, `buckets`, `partition`, `sharding` and
+`compression`. `work` and `regions` describe a model's layers in sizes alone; `require` checks fields.
 `schedules` has the order in which each rank of a pipeline runs its micro-batches.
 """
 
 from distlab.plan.axes import AXES, mesh_of
 from distlab.plan.buckets import Bucket, assign_buckets
+from distlab.plan.hardware import Cluster, Contention, Device, Link, Protocol
 from distlab.plan.mesh import Mesh
 from distlab.plan.partition import balance, split_evenly
-from distlab.plan.passes import Product
-from distlab.plan.records import Cluster, Contention, Device, Link, Plan, Protocol
+from distlab.plan.records import Plan
+from distlab.plan.regions import Product
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.check.validate import Report, ScheduleError, text_grid, validate

@@ -1,16 +1,98 @@
-"""Regions: which part of a layer ranks can share, and what they send one another for it.
+"""Work and regions: what a pass asks of a device, which part of a layer ranks can share, and what they send for it.
 
-A layer says nothing about it unless it has regions: then every rank of its group does all of it. A region is a part
+A layer says nothing of regions unless it has regions: then every rank of its group does all of it. A region is a part
 that tensor-parallel ranks divide: it begins where every rank needs the whole input, and ends where they add up their
 outputs. A transformer's block has two, attention and the feed-forward part, with norms and sums outside of them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from distlab.plan.passes import Product, Work
 from distlab.plan.require import require, require_count
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass over one layer asks of a device.
+
+    Attributes:
+        matmul_flops: floating-point operations in matrix products (a multiply-add counts as two).
+        memory_bytes: bytes that all other kernels read and write.
+        num_kernels: kernels launched.
+        attention_flops: floating-point operations in fused attention kernels, which have a rate of their own.
+    """
+
+    matmul_flops: float = 0.0
+    memory_bytes: float = 0.0
+    num_kernels: int = 0
+    attention_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (
+            0 <= self.matmul_flops < math.inf
+            and 0 <= self.memory_bytes < math.inf
+            and self.num_kernels >= 0
+            and 0 <= self.attention_flops < math.inf
+        ):
+            return  # the usual case, which a sweep meets thousands of times
+        for name in ("matmul_flops", "memory_bytes", "num_kernels", "attention_flops"):
+            value = getattr(self, name)
+            require(value >= 0 and math.isfinite(value), f"Work: {name} is {value!r}; pass a finite number >= 0")
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of matrix products and of fused attention."""
+        return self.matmul_flops + self.attention_flops
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmul_flops + other.matmul_flops,
+            self.memory_bytes + other.memory_bytes,
+            self.num_kernels + other.num_kernels,
+            self.attention_flops + other.attention_flops,
+        )
+
+    def without(self, part: Work) -> Work:
+        """Return the rest when a part is done elsewhere.
+
+        Raises:
+            ValueError: the part is larger in some way; a rounding error of sums is not.
+        """
+        left = (
+            self.matmul_flops - part.matmul_flops,
+            self.memory_bytes - part.memory_bytes,
+            self.attention_flops - part.attention_flops,
+        )
+        kernels = self.num_kernels - part.num_kernels
+        slack = 1e-9 * max(self.matmul_flops, self.memory_bytes, self.attention_flops, 1.0)
+        if min(left) < -slack or kernels < 0:  # the text costs more than the check
+            raise ValueError(f"{part} is not a part of {self}; pass at most all of it")
+        return Work(max(0.0, left[0]), max(0.0, left[1]), kernels, max(0.0, left[2]))
+
+    def times(self, factor: float) -> Work:
+        """Return so many times the products and bytes, in as many kernels: smaller ones, or larger."""
+        return Work(
+            self.matmul_flops * factor, self.memory_bytes * factor, self.num_kernels, self.attention_flops * factor
+        )
+
+
+class Product(NamedTuple):
+    """A matrix product of a forward pass, [rows, depth] x [depth, columns].
+
+    Attributes:
+        rows: of the micro-batch: its positions.
+        columns: of the output.
+        depth: what is summed over.
+        divided: the side that tensor-parallel ranks divide: "columns", "depth", or "" for neither.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    divided: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,6 +110,8 @@ class Attention:
             is the workload's to say: one process, a ring and all-to-alls run the same kernel, which leaves out as much
             in each, so ranks divide this work evenly.
         backward: work of the gradients of scores and mixing, part of the region's input_gradient.
+        window: positions that a query sees, itself and those before it; None: all. Plain attention computes the others
+            too, and a ring passes their keys and values.
     """
 
     num_heads: int
@@ -38,6 +122,7 @@ class Attention:
     key_value_gradient_bytes: int
     forward: Work
     backward: Work
+    window: int | None = None
 
     def __post_init__(self) -> None:
         require_count(
@@ -46,6 +131,11 @@ class Attention:
             num_key_value_heads=self.num_key_value_heads,
             num_positions=self.num_positions,
         )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel makes it, whose output per-operator recompute keeps."""
+        return self.forward.attention_flops > 0
 
     def part(self, num_parts: int) -> Attention:
         """Return it for a micro-batch cut into so many parts."""
@@ -76,6 +166,8 @@ class Region:
         attention: its inner attention, which context-parallel ranks work on together, or None.
         products: the matrix products of its forward, attention's apart, whose shapes say what rate they reach; (): not
             known, and they reach the device's.
+        again: the part of forward that per-operator recompute runs again; None: not known, and all of it stays.
+        kept_bytes: what that keeps of the region, a micro-batch: outputs of products, and of fused attention.
     """
 
     name: str
@@ -88,6 +180,8 @@ class Region:
     sums_bytes: tuple[int, ...] = ()
     attention: Attention | None = None
     products: tuple[Product, ...] = ()
+    again: Work | None = None
+    kept_bytes: int = 0
 
     def part(self, num_parts: int) -> Region:
         """Return it for a micro-batch cut into so many parts."""
@@ -102,6 +196,8 @@ class Region:
             sums_bytes=tuple(size // num_parts for size in self.sums_bytes),
             attention=self.attention and self.attention.part(num_parts),
             products=tuple(each._replace(rows=-(-each.rows // num_parts)) for each in self.products),
+            again=self.again and self.again.times(1 / num_parts),
+            kept_bytes=self.kept_bytes // num_parts,
         )
 
 

@@ -86,8 +86,9 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "gradients"):
             if getattr(self, name) not in DTYPE_BYTES:
-                kinds = ", ".join(DTYPE_BYTES)
-                raise ValueError(f"Precision: {name} is {getattr(self, name)!r}; choose one of {kinds}")
+                kinds, value = ", ".join(DTYPE_BYTES), getattr(self, name)
+                eight = "; products in 8 bits are Plan's float8" if str(value).startswith(("float8", "fp8")) else ""
+                raise ValueError(f"Precision: {name} is {value!r}; choose one of {kinds}{eight}")
 
     @property
     def has_master_weights(self) -> bool:

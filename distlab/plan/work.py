@@ -10,8 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.passes import Work
-from distlab.plan.regions import Attention, Experts, Region
+from distlab.plan.regions import Attention, Experts, Region, Work
 from distlab.plan.require import require, require_count
 
 __all__ = ["COLUMNS", "PARAMETER_AXES", "Attention", "Experts", "Layer", "Region", "Work", "Workload"]
@@ -26,6 +25,7 @@ COLUMNS = (
     "tensor_activation_bytes",
     "score_bytes",
     "input_bytes",
+    "operator_bytes",
     "logits_bytes",
     "output_bytes",
     "widest_bytes",
@@ -145,6 +145,12 @@ class Layer:
             return 0
         pairs = zip(self.parameter_sizes, self.parameter_axes, strict=True)
         return sum(size for size, name in pairs if name == axis)
+
+    @property
+    def operator_bytes(self) -> int:
+        """Bytes of its regions that per-operator recompute keeps, in addition to its input; 0: it keeps all."""
+        known = all(region.again for region in self.regions)
+        return sum(region.kept_bytes for region in self.regions) if known else 0
 
     @property
     def largest_parameter(self) -> int:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distlab.plan import AXES, Workload
-from distlab.plan.work import COLUMNS
 from simulator.advisor.bounds import bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.hardware.rank_layout import Layout
 from simulator.memory.stage import kept_by_layers
-from simulator.precision import widths_of
 from simulator.stage.local_layer import check_divides, time_layers
 
 MOST_MICROBATCH = 64
@@ -134,6 +132,4 @@ def _costs(question: Question, shape: Shape, workload: Workload) -> Costs | None
         return None
     times = time_layers(workload, Layout(question.cluster, plan, AXES, {}), splits=False)
     seconds = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
-    table = dict(zip(COLUMNS, workload.columns, strict=True))
-    kept = kept_by_layers(table, plan, widths_of(workload, plan).activations)
-    return Costs(workload, seconds[0], seconds[1], kept)
+    return Costs(workload, seconds[0], seconds[1], kept_by_layers(workload, plan))

@@ -11,7 +11,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from simulator.export.parts import PLAIN, Exported, Wish, bucket_notes, has_master, order_is_usual, refuse, types_of
+from simulator.export.parts import (
+    PLAIN,
+    Exported,
+    Wish,
+    bucket_notes,
+    has_master,
+    of_every_block,
+    order_is_usual,
+    refuse,
+    types_of,
+)
 from simulator.plan_file import PlanFile
 
 TOOL = "Accelerate"
@@ -75,7 +85,7 @@ def _fsdp(said: PlanFile) -> dict[str, Any]:
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": sharding.stage == 3 and sharding.reshard_after_forward,
         "fsdp_offload_params": sharding.offload == "all",
-        "fsdp_activation_checkpointing": plan.recompute == "full",
+        "fsdp_activation_checkpointing": plan.recompute == "full" and of_every_block(plan),
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     sizes: dict[str, Any] = {
@@ -99,7 +109,9 @@ def _notes(said: PlanFile, wish: Wish) -> list[str]:
     notes.append(f"in code, a DataLoader of {said.workload.microbatch_size} samples per rank")
     if wish.max_norm is not None and sharding.stage != 1:
         notes.append(f"in code, accelerator.clip_grad_norm_(parameters, {wish.max_norm})")
-    if plan.recompute != "none" and not (plan.recompute == "full" and sharding.stage >= 2):
+    if plan.float8 != "none":
+        notes.append(f"float8={plan.float8!r}: set mixed_precision to fp8, with an fp8_config of its own")
+    if plan.recompute != "none" and not (plan.recompute == "full" and of_every_block(plan) and sharding.stage >= 2):
         notes.append(f"recompute={plan.recompute!r}: in code, model.gradient_checkpointing_enable() for whole layers")
     if plan.tensor > 1:
         notes.append("tensor: cut by the model's own plan, from_pretrained(..., tp_plan='auto', device_mesh=...)")

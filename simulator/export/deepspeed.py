@@ -13,6 +13,7 @@ from typing import Any
 
 from distlab.plan import Plan, Workload, make_units
 from distlab.plan.sharding import DTYPE_BYTES
+from simulator.export.parts import of_every_block
 
 TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NEVER = 10**15  # elements: more than any model has
@@ -72,8 +73,11 @@ def deepspeed_notes(plan: Plan) -> tuple[str, ...]:
         if plan.tensor > 1 or plan.pipeline > 1:
             notes.append("context with tensor or pipeline: the mesh of a configuration has data and sequence alone")
     if plan.recompute != "none":
-        which = "each layer" if plan.recompute == "full" else "attention's inner part"
+        some = "each layer" if of_every_block(plan) else f"layers by {plan.recompute_method}, {plan.recompute_layers}"
+        which = {"full": some, "selective": "attention's inner part", "operators": "whole layers"}[plan.recompute]
         notes.append(f"recompute={plan.recompute!r}: in code, deepspeed.checkpointing.checkpoint around {which}")
+    if plan.float8 != "none":
+        notes.append(f"float8={plan.float8!r}: no counterpart; in code, Transformer Engine's modules")
     if plan.compression is not None:
         notes.append(f"compression {plan.compression}: no counterpart; 1-bit Adam and 0/1 Adam compress otherwise")
     if sharding.replicas > 1:

@@ -48,6 +48,14 @@ def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
         notes.append(f"compression {plan.compression}: not here; a communication hook of DistributedDataParallel")
     if plan.recompute == "selective":
         notes.append("recompute='selective': not here; scaled_dot_product_attention keeps no scores anyway")
+    if plan.recompute == "operators":
+        notes.append(
+            "recompute='operators': not here; checkpoint takes context_fn=create_selective_checkpoint_contexts"
+        )
+    if plan.recompute_method == "uniform" and plan.recompute_layers > 1:
+        notes.append(f"recompute_layers={plan.recompute_layers}: not here; each block runs again by itself")
+    if plan.float8 != "none":
+        notes.append(f"float8={plan.float8!r}: in code, torchao.float8.convert_to_float8_training before shard")
     if sharding.stage == 2:
         notes.append("stage 2: between backward and forward FSDP2 shards parameters too, which holds less than ZeRO-2")
     if sharding.stage == 1 and sharding.replicas > 1:
@@ -114,8 +122,9 @@ def _converted(plan: Plan) -> list[str]:
 def _recomputed(plan: Plan, layers: str) -> list[str]:
     if plan.recompute != "full":
         return []
+    some = {"every": f"[::{plan.recompute_layers}]", "block": f"[: {plan.recompute_layers}]"}
     return [
-        f"    for layer in model.{layers}:",
+        f"    for layer in model.{layers}{some.get(plan.recompute_method, '')}:",
         "        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
     ]
 

@@ -45,7 +45,11 @@ def megatron_flags(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     if plan.recompute == "selective":
         flags.append("--recompute-granularity selective")
     if plan.recompute == "full":
-        flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+        flags += ["--recompute-granularity full", f"--recompute-method {plan.recompute_method}"]
+        flags.append(f"--recompute-num-layers {plan.recompute_layers}")
+    if plan.float8 != "none":
+        flags += ["--fp8-format hybrid", "--fp8-recipe tensorwise"]
+        flags += ["--fp8-param-gather"] if plan.float8 == "gathers" else []
     flags.append(f"--clip-grad {0.0 if wish.max_norm is None else wish.max_norm}")
     return Exported("\n".join(flags) + "\n", tuple(_notes(said)))
 
@@ -69,6 +73,8 @@ def _refuse(said: PlanFile) -> None:
         (sharding.stage >= 2 and plan.pipeline > 1, f"sharding stage {sharding.stage} with a pipeline", "use stage 1"),
         (sharding.offload == "all", "offload = 'all'", "use 'optimizer'"),
         (plan.compression is not None, "compression", "leave it out"),
+        (plan.recompute == "operators", "recompute = 'operators'", "use 'selective' or 'full'"),
+        (plan.recompute_method == "every", "recompute_method = 'every'", "use 'block' or 'uniform'"),
         (compute == "float64", "precision.compute = 'float64'", "use bfloat16, float16 or float32"),
         (gradients not in ("float32", compute), f"precision.gradients = {gradients!r}", f"use float32 or {compute}"),
         (reduce != gradients, "precision.reduce apart from precision.gradients", "make them equal"),

@@ -88,6 +88,11 @@ def has_master(plan: Plan) -> bool:
     return plan.precision is None or plan.precision.master
 
 
+def of_every_block(plan: Plan) -> bool:
+    """Return whether recompute is the same in all blocks, each by itself."""
+    return (plan.recompute_method, plan.recompute_layers) == ("uniform", 1)
+
+
 def bucket_notes(plan: Plan, tool: str) -> list[str]:
     """Say which choices about buckets of gradients a tool that has its own does not take."""
     notes = []

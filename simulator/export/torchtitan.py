@@ -21,6 +21,7 @@ from simulator.export.parts import (
     Wish,
     bucket_notes,
     has_master,
+    of_every_block,
     order_is_usual,
     refuse,
     types_of,
@@ -73,6 +74,7 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
         ),
         (sharding.offload == "optimizer", "offload = 'optimizer'", "use 'all', which moves parameters too"),
         (plan.compression is not None, "compression", "leave it out"),
+        (not of_every_block(plan), "full recompute of some blocks", "leave out recompute_method and recompute_layers"),
         (plan.schedule not in SCHEDULES, f"schedule = {plan.schedule!r}", f"use one of {', '.join(SCHEDULES)}"),
         (plan.context > 1 and plan.context_kind != "ring", "context_kind = 'all_to_all'", "use 'ring'"),
         (compute not in ("bfloat16", "float32"), f"precision.compute = {compute!r}", "use bfloat16 or float32"),
@@ -116,8 +118,11 @@ def torchtitan_notes(said: PlanFile) -> list[str]:
         notes.append("stage 2: between backward and forward FSDP2 shards parameters too, which holds less than ZeRO-2")
     if sharding.stage == 3 and (sharding.unit_layers, sharding.prefetch) != (1, 1):
         notes.append("unit_layers, prefetch: torchtitan wraps each layer and gathers one ahead")
-    if plan.recompute == "selective":
-        notes.append("recompute='selective': SelectiveAC keeps products and attention, and computes the rest again")
+    if plan.recompute in ("selective", "operators"):
+        kept = "SelectiveAC keeps products and attention, and computes the rest again"
+        notes.append(f"recompute={plan.recompute!r}: {kept}")
+    if plan.float8 != "none":
+        notes.append(f"float8={plan.float8!r}: pass converters=[Float8LinearConverter.Config(...)] to model_registry")
     if plan.context > 1:
         notes.append("context: torchtitan gathers keys and values of the whole sequence; it passes no ring")
     if plan.pipeline > 1:

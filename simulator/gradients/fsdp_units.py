@@ -99,14 +99,19 @@ class UnitTimes(NamedTuple):
     save: Transfer | None = None
 
 
+def gathered_bytes(plan: Plan, widths: Widths, *, is_root: bool) -> int:
+    """Return the bytes of a parameter that travels in a unit; a root's embedding and head stay as they are."""
+    return 1 if plan.float8 == "gathers" and not is_root else widths.parameter
+
+
 def _calls_of_parameters(
-    num_elements: int, shards: Shards, widths: Widths, offload: str, sizes: Sequence[int] = ()
+    num_elements: int, shards: Shards, widths: Widths, offload: str, sizes: Sequence[int] = (), *, width: int = 0
 ) -> dict[str, Any]:
-    """Cost what stages 1 to 3 do alike: gather parameters, and copy shards between device and host."""
-    has_copies = offload != "none"
+    """Cost what stages 1 to 3 do alike: gather parameters of `width` bytes, and copy shards to and from the host."""
+    has_copies, width = offload != "none", width or widths.parameter
     return {
-        "gather": shards.gather(num_elements, widths.parameter, sizes),
-        "start_ns": shards.starting_ns("all_gather", num_elements, widths.parameter),
+        "gather": shards.gather(num_elements, width, sizes),
+        "start_ns": shards.starting_ns("all_gather", num_elements, width),
         "load": shards.host_copy(num_elements, widths.parameter) if has_copies else None,
         "save": shards.host_copy(num_elements, widths.reduce) if has_copies else None,
     }
@@ -121,11 +126,11 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
         return to_ns(compute_s(Work(memory_bytes=2 * num_elements * widths.reduce, num_kernels=1), device))
 
     @cache  # most units are alike
-    def costs(sizes: tuple[int, ...]) -> dict[str, Any]:
+    def costs(sizes: tuple[int, ...], width: int) -> dict[str, Any]:
         num_elements, num_tensors = sum(sizes), len(sizes)
         starting_ns = shards.starting_ns("reduce_scatter", num_elements, widths.reduce)
         return {
-            **_calls_of_parameters(num_elements, shards, widths, plan.sharding.offload, sizes),
+            **_calls_of_parameters(num_elements, shards, widths, plan.sharding.offload, sizes, width=width),
             "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
             "scatter": shards.scatter(num_elements, widths.reduce, sizes),
             "pack_ns": copies_ns(num_elements) + starting_ns,
@@ -133,7 +138,9 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
             "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
         }
 
-    return tuple(UnitTimes(unit, **costs(unit.sizes)) for unit in units)
+    return tuple(
+        UnitTimes(unit, **costs(unit.sizes, gathered_bytes(plan, widths, is_root=unit.is_root))) for unit in units
+    )
 
 
 def scattered(buckets: Sequence[BucketCost], shards: Shards, widths: Widths, offload: str) -> tuple[BucketCost, ...]:

@@ -2,5 +2,6 @@
 
 Read `presets` first: named devices, links and clusters, each figure with its source. Then read `cost` (seconds of work,
 of a message and of each collective) and `products` (what the shape of a matrix product costs). `process_groups` and
-`rank_layout` place ranks in nodes; `fit` finds a link from measured times.
+`rank_layout` place ranks in nodes; `fit` finds a link from measured times. `description` is what a plan file says of a
+cluster.
 """

@@ -20,6 +20,9 @@ from typing import Any
 from distlab.plan import Cluster, Device, Link, Protocol
 
 BEST_CASE = "best-case"
+ENERGY_OF_16_BITS = (
+    2  # of an operation, over one of 8 bits (assumed): where power bounds products, those are twice as fast
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Stack:
         stops_early: whether a layer that is recomputed stops before its last product.
         warp_attention: whether fused attention uses instructions of single warps, as FlashAttention 1 and 2 do, and not
             Hopper's of warp groups.
+        compute_slowdown: how much longer computation takes while collectives run: their kernels hold multiprocessors.
         source: where the numbers come from, with a date.
     """
 
@@ -66,15 +70,19 @@ class Stack:
     live_elements: float | None = None
     stops_early: bool = False
     warp_attention: bool = False
+    compute_slowdown: float = 1.0
     source: str = ""
 
     def on_device(self, device: Device) -> Device:
         """Return the device as this stack drives it: products of real shapes, where the preset says on what."""
         row = _presets()["devices"].get(device.name, {})
         kernels = row.get("warp_fraction", 1.0) if self.warp_attention else 1.0
+        sustained = device.matmul_flops_per_s * row.get("sustained_fraction", 1.0)
+        in_8_bits = device.float8_flops_per_s and min(device.float8_flops_per_s, ENERGY_OF_16_BITS * sustained)
         return replace(
             device,
-            matmul_flops_per_s=device.matmul_flops_per_s * row.get("sustained_fraction", 1.0) * self.matmul_fraction,
+            matmul_flops_per_s=sustained * self.matmul_fraction,
+            float8_flops_per_s=in_8_bits and in_8_bits * self.matmul_fraction,
             attention_flops_per_s=device.matmul_flops_per_s * kernels * self.attention_fraction,
             memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
             kernel_s=device.kernel_s + self.kernel_s,
@@ -103,6 +111,7 @@ class Stack:
             slice_s=self.slice_s,
             live_elements=self.live_elements,
             stops_early=self.stops_early,
+            contention=replace(cluster.contention, compute_slowdown=self.compute_slowdown),
         )
 
 
@@ -123,6 +132,7 @@ def device(name: str, *, measured: bool = True) -> Device:
         source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
         host_memory_bytes=row.get("host_memory_bytes"),
         peak_flops_per_s=row["matmul_flops_per_s"],
+        float8_flops_per_s=achieved.get("float8_flops_per_s", row.get("float8_flops_per_s")),
     )
 
 

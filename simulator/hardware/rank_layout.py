@@ -42,6 +42,11 @@ class Layout:
     def __post_init__(self) -> None:
         check_order(self.order)
         plan, cluster = self.plan, self.cluster
+        if plan.float8 != "none" and cluster.device.float8_flops_per_s is None:
+            raise ValueError(
+                f"the plan has float8 {plan.float8!r} and {cluster.device.name} has no products of 8 bits; use a "
+                "device that has (Ada, Hopper, Blackwell), or float8 'none'"
+            )
         if plan.world_size > cluster.num_devices:
             degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", *AXES)}
             shown = [f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline")]

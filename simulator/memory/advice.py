@@ -13,18 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan import Device, Layer, Plan, Work, Workload
 from distlab.plan.records import RECOMPUTES
 from distlab.plan.sharding import OFFLOADS
 from simulator.memory.memory import KINDS, Memory, memory_of
+from simulator.stage.recomputed import keeps_some
 from simulator.units import format_bytes
 
 # What a change costs, in per cent of a step, roughly: only the order matters. Recompute: a forward is a third of the
 # work (2205.05198 section 5: selective adds 4 %, full 30 to 40 %). Sharding: stages 1 and 2 send what plain data
 # parallelism sends, stage 3 half as much again (1910.02054 section 7). Offload: over the host's bus (2101.06840).
-RECOMPUTE_PRICE = {"none": 0.0, "selective": 4.0, "full": 33.0}
+RECOMPUTE_PRICE = {"none": 0.0, "selective": 4.0, "operators": 13.0, "full": 33.0}
 STAGE_PRICE = (0.0, 0.5, 1.0, 10.0)
 OFFLOAD_PRICE = {"none": 0.0, "optimizer": 40.0, "all": 80.0}
 HALVING_PRICE = 5.0
@@ -82,8 +83,9 @@ class Change:
             parts.append(f"schedule={self.plan.schedule!r}")
         if self.plan.stages_per_rank != before.stages_per_rank:
             parts.append(f"stages_per_rank={self.plan.stages_per_rank}")
-        if self.plan.recompute != before.recompute:
-            parts.append(f"recompute={self.plan.recompute!r}")
+        for name in ("recompute", "recompute_method", "recompute_layers"):
+            if getattr(self.plan, name) != getattr(before, name):
+                parts.append(f"{name}={getattr(self.plan, name)!r}")
         names = ("stage", "replicas", "reshard_after_forward", "offload")
         changed = [f"{name}={getattr(now, name)!r}" for name in names if getattr(now, name) != getattr(was, name)]
         if changed:
@@ -171,7 +173,15 @@ def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: i
 
 def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, Plan, int]]:
     sharding = plan.sharding
-    recomputes = RECOMPUTES[RECOMPUTES.index(plan.recompute) :]
+    # Not per operator unless the plan has it: distlab's own runs cannot do it.
+    recomputes: list[dict[str, Any]] = [
+        {"recompute": name, "recompute_method": "uniform", "recompute_layers": 1}
+        for name in RECOMPUTES[RECOMPUTES.index(plan.recompute) :]
+        if name != "operators" or plan.recompute == name
+    ]
+    if keeps_some(plan) or plan.recompute_layers > 1:
+        own = {"recompute_method": plan.recompute_method, "recompute_layers": plan.recompute_layers}
+        recomputes.insert(0, {"recompute": "full", **own})
     stages = (
         range(sharding.stage, 4 if plan.expert == 1 else 3)
         if plan.copies > 1 and plan.compression is None
@@ -191,7 +201,7 @@ def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, 
         if stage == 3 and plan.pipeline > 1 and sharding.stage != 3:
             continue  # every micro-batch would gather every unit again
         changed = replace(sharding, stage=stage, offload=offload, replicas=copies, reshard_after_forward=reshard)
-        price = RECOMPUTE_PRICE[recompute] + STAGE_PRICE[stage] + OFFLOAD_PRICE[offload]
+        price = RECOMPUTE_PRICE[recompute["recompute"]] + STAGE_PRICE[stage] + OFFLOAD_PRICE[offload]
         price += HALVING_PRICE * (split.bit_length() - 1) + SCHEDULE_PRICE * (schedule != plan.schedule)
         price += WIDER_PRICE * ((copies != sharding.replicas) + (reshard != sharding.reshard_after_forward))
         microbatches = plan.num_microbatches * split
@@ -201,7 +211,7 @@ def _candidates(plan: Plan, device: Device, most: int) -> Iterator[tuple[float, 
                 plan,
                 schedule=schedule,
                 stages_per_rank=plan.stages_per_rank if schedule == plan.schedule else 1,
-                recompute=recompute,
+                **recompute,
                 sharding=changed,
                 num_microbatches=microbatches,
             ),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan
-from simulator.gradients.fsdp_units import units_of
+from simulator.gradients.fsdp_units import gathered_bytes, units_of
 from simulator.precision import Widths
 
 Floats = NDArray[np.float64]
@@ -74,8 +74,9 @@ def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, pla
     low = begun - inside
     ahead, behind = np.minimum(low + prefetch + inside, number), np.maximum(begun - prefetch - inside, 0)
     kept = sharding.reshard_after_forward
-    forward = root + up_to[ahead] - (up_to[low] if kept else 0.0)
-    backward = root + up_to[begun] - (up_to[behind] if kept else 0.0)
+    width, whole = gathered_bytes(plan, widths, is_root=False), root * widths.parameter
+    forward = whole + width * (up_to[ahead] - (up_to[low] if kept else 0.0))
+    backward = whole + width * (up_to[begun] - (up_to[behind] if kept else 0.0))
     # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
     travels = np.append(sizes, 0.0) * (1 + (ranks - 1) / ranks)
     last = (root or (sizes[0] if number else 0.0)) * (1 + (ranks - 1) / ranks)
@@ -94,8 +95,8 @@ def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, pla
     total = root + float(sizes.sum())
     return UnitBytes(
         total / ranks,
-        forward * widths.parameter,
-        backward * widths.parameter + travels[begun] * widths.reduce,
+        forward,
+        backward + travels[begun] * widths.reduce,
         raw * widths.parameter,
         np.append(done[begun + 1], total) / ranks * widths.gradient,
         np.where(begun == number, last, 0.0) * widths.reduce,

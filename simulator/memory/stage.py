@@ -27,6 +27,7 @@ from simulator.memory.model_states import (
 )
 from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import local_layers
+from simulator.stage.recomputed import Bools, grouped, recomputed
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -122,7 +123,8 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int]) -> StageBy
     parameters = parameters - table["expert_parameters"] + experts
     largest = np.minimum(table["largest_parameter"], parameters)
     num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
-    kept, again = _kept(table, plan, widths.activations)
+    full = recomputed(workload, plan, cut)
+    kept, again = _kept(table, plan, widths.activations, full)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
     _add_temporary(table, plan, widths, again, forward, backward)
@@ -177,28 +179,39 @@ def _experts(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan) -> F
     return np.asarray(table["expert_parameters"] * np.array(shares), np.float64)
 
 
-def _kept(table: dict[str, Floats], plan: Plan, width: float) -> tuple[Floats, Floats]:
-    """Return what each layer keeps for backward by kind [L, K], and what backward computes again [L]."""
+def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools) -> tuple[Floats, Floats]:
+    """Return what each layer keeps for backward by kind [L, K], and what is there again in its backward [L].
+
+    `full` says which layers run again in full [L]. Of a group that runs again together, what its earlier layers made is
+    still there in the backward of the later ones.
+    """
     logits, divided = table["logits_bytes"], table["tensor_activation_bytes"]
     outside = table["activation_bytes"] - logits - divided  # what tensor parallelism alone leaves whole
     along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     inside = plan.context * plan.tensor
     everything = width * (outside / along + divided / inside)
+    inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
     kept = np.zeros((len(logits), len(KINDS)))
-    if plan.recompute == "full":
-        inputs = width * table["input_bytes"] / along
-        kept[:, ACTIVATIONS] = np.where(inputs > 0, np.minimum(inputs, everything), everything)
-    else:
+    kept[:, ACTIVATIONS] = np.where(full, np.minimum(inputs, everything), everything)
+    if plan.recompute == "operators":
+        kept[:, ACTIVATIONS] = np.where(operators > 0, np.minimum(inputs + operators, everything), everything)
+    if plan.recompute == "selective":
         scores = table["score_bytes"]
-        dropped = width * np.where(divided >= scores, scores / inside, scores / plan.context)
-        kept[:, ACTIVATIONS] = everything - (dropped if plan.recompute == "selective" else 0.0)
+        kept[:, ACTIVATIONS] -= width * np.where(divided >= scores, scores / inside, scores / plan.context)
+    later = grouped(full, plan)
+    kept[later, ACTIVATIONS] = 0.0
+    again = everything - kept[:, ACTIVATIONS]
+    for layer in np.flatnonzero(later):
+        again[layer] += again[layer - 1]
     kept[:, LOGITS] = logits / inside  # the loss is computed in its own type, whatever the layers' is
-    return kept, everything - kept[:, ACTIVATIONS]
+    return kept, again
 
 
-def kept_by_layers(table: dict[str, Floats], plan: Plan, width: float) -> Floats:
-    """Return the bytes of a micro-batch that each layer keeps for backward on a rank [L], for sizes in columns."""
-    return np.asarray(_kept(table, plan, width)[0].sum(axis=1), np.float64)
+def kept_by_layers(workload: Workload, plan: Plan) -> Floats:
+    """Return the bytes of a micro-batch that each layer of a whole model keeps for backward on a rank [L]."""
+    table = dict(zip(COLUMNS, workload.columns, strict=True))
+    full = recomputed(workload, plan, (0, len(workload.layers)))
+    return np.asarray(_kept(table, plan, widths_of(workload, plan).activations, full)[0].sum(axis=1), np.float64)
 
 
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:
@@ -230,7 +243,7 @@ def _add_temporary(
     widest = widths.activations * table["widest_bytes"] / (plan.context * plan.tensor)
     inputs = np.append(0.0, outputs[:-1])
     logits = table["logits_bytes"] / (plan.context * plan.tensor)
-    forward[:, TEMPORARY] += outputs + (np.minimum(again, 2 * widest) if plan.recompute == "full" else again)
+    forward[:, TEMPORARY] += outputs + (again if plan.recompute == "selective" else np.minimum(again, 2 * widest))
     forward[:, LOGITS] += logits
     backward[:, TEMPORARY] += again + outputs + np.maximum(np.maximum(inputs, widest), 2 * logits)
 

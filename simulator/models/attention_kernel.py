@@ -3,17 +3,19 @@
     plain   writes all scores, their softmax and its dropout to memory and reads them again: bytes grow with s^2. It
             computes all pairs of positions, also those that a causal mask hides.
     flash   keeps scores on the chip, and one number per row for backward, which computes the scores again: five
-            products in place of four. With a causal mask it leaves out the hidden half.
+            products in place of four. With a causal mask it leaves out the hidden half, and with a window what lies
+            outside of it: of s positions that see w each, w/s (1 - w/2s) of the pairs are left.
 
 Utilization (MFU) counts two products in forward and four in backward over all pairs for either kernel, as the sources
-of published figures do (PaLM, Llama 3, MosaicML, torchtitan, Megatron-LM).
+of published figures do (PaLM, Llama 3, MosaicML, torchtitan, Megatron-LM). Of a window it counts twice the pairs that
+are left, which is all of them where the window is the sequence.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from distlab.plan import Layer, Region, Work, Workload
+from distlab.plan import Attention, Layer, Region, Work, Workload
 
 ATTENTION_KERNELS = ("plain", "flash")
 FLASH_BACKWARD = 2.5  # five products of the size of forward's two
@@ -47,7 +49,7 @@ def fuse_attention(workload: Workload, *, is_causal: bool = True) -> Workload:
     """
     kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # one of those that differ in their name alone
     fused = {
-        kind: _fused(layer, workload.samples, 0.5 if is_causal else 1.0)
+        kind: _fused(layer, workload.samples, 1 if is_causal else 2)
         for kind, layer in kinds.items()
         if layer.score_bytes and any(region.attention for region in layer.regions)
     }
@@ -62,9 +64,15 @@ def fuse_attention(workload: Workload, *, is_causal: bool = True) -> Workload:
     return replace(workload, layers=layers)
 
 
-def _fused(layer: Layer, samples: int, share: float) -> Layer:
-    """Return the layer with a fused kernel that computes a share of the pairs."""
-    regions = tuple(_fused_region(region, share) for region in layer.regions)
+def causal_share(attention: Attention) -> float:
+    """Return the part of all pairs of positions that a causal mask, and a window if there is one, leave."""
+    wide = min(1.0, (attention.window or attention.num_positions) / attention.num_positions)
+    return wide * (1 - wide / 2)
+
+
+def _fused(layer: Layer, samples: int, sides: int) -> Layer:
+    """Return the layer with a fused kernel, of pairs on one side of a query (a causal mask) or on both."""
+    regions = tuple(_fused_region(region, sides, samples) for region in layer.regions)
     works = {name: getattr(layer, name) for name in WORKS}
     rows, uncounted = 0, 0.0
     for old, new in zip(layer.regions, regions, strict=True):
@@ -72,6 +80,8 @@ def _fused(layer: Layer, samples: int, share: float) -> Layer:
             works[name] = works[name].without(getattr(old, name)) + getattr(new, name)
             uncounted += getattr(new, name).flops - getattr(old, name).flops
         if old.attention is not None:
+            inner = old.attention.forward + old.attention.backward
+            uncounted += (1 - 2 * causal_share(old.attention)) * inner.flops
             rows += samples * old.attention.num_positions * old.attention.num_heads
     dropped = layer.score_bytes - ROW_BYTES * rows
     divides = layer.tensor_activation_bytes >= layer.score_bytes
@@ -90,15 +100,17 @@ def _fused(layer: Layer, samples: int, share: float) -> Layer:
     )
 
 
-def _fused_region(region: Region, share: float) -> Region:
+def _fused_region(region: Region, sides: int, samples: int) -> Region:
     old = region.attention
     if old is None:
         return region
-    pairs = old.forward.matmul_flops * share
+    pairs = old.forward.matmul_flops * causal_share(old) * sides
     new = replace(old, forward=Work(0.0, 0.0, 1, pairs), backward=Work(0.0, 0.0, 2, FLASH_BACKWARD * pairs))
     return replace(
         region,
         attention=new,
+        again=region.again and region.again.without(old.forward),
+        kept_bytes=region.kept_bytes + old.query_bytes + ROW_BYTES * samples * old.num_positions * old.num_heads,
         forward=region.forward.without(old.forward) + new.forward,
         input_gradient=region.input_gradient.without(old.backward) + new.backward,
     )

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from distlab.plan import Layer, Product, Region, Work
-from simulator.models.gpt import LOSS_BYTES
 
+LOSS_BYTES = 4  # of one number that ranks sum over a vocabulary that they share
 Parts = list[tuple[tuple[int, ...], str]]  # shapes of parameters, and the ranks that divide each
 
 
@@ -43,13 +43,15 @@ def embedding_layer(sizes: tuple[int, int, int], num_positions: int) -> Layer:
     )
 
 
-def head_layer(sizes: tuple[int, int, int], norm_parameters: int, *, is_tied: bool, has_bias: bool) -> Layer:
-    """Return the last norm, the head and the loss: of tokens, a vocabulary and a hidden size."""
+def head_layer(
+    sizes: tuple[int, int, int], norm_parameters: int | None, *, is_tied: bool = True, has_bias: bool = False
+) -> Layer:
+    """Return the last norm (None: there is none), the head and the loss: of tokens, a vocabulary and a hidden size."""
     tokens, vocabulary, h = sizes
     flops, logits = 2.0 * tokens * h * vocabulary, tokens * vocabulary
-    forward, weights = Work(flops, 8 * logits, 4), Work(flops, 0, 1)
+    forward, weights = Work(flops, 8 * logits, 3 if norm_parameters is None else 4), Work(flops, 0, 1)
     sums = (LOSS_BYTES * tokens, 2 * LOSS_BYTES * tokens)
-    norm: Parts = [((h,), "")] * norm_parameters
+    norm: Parts = [((h,), "")] * (norm_parameters or 0)
     own: Parts = [] if is_tied else [((vocabulary, h), "tensor")]
     own += [((vocabulary,), "tensor")] if has_bias else []
     return Layer(

@@ -16,10 +16,11 @@ from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.memory.published_formulas import activation_bytes_per_layer
+from simulator.models.ends import head_layer
+from simulator.models.operators import with_operators
 from simulator.models.sizes import require_sizes
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
-LOSS_BYTES = 4  # of one number that ranks sum over a vocabulary that they share
 ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
 
 
@@ -54,7 +55,7 @@ def gpt_workload(
         raise ValueError(f"GPT: {num_heads} heads do not divide hidden_size {h}; use a divisor of {h}")
     block = _block(h, s, batch, num_heads)
     blocks = tuple(replace(block, name=f"block {index}") for index in range(num_layers))
-    layers = (_embedding(h, s, batch, vocab_size), *blocks, _head(h, s, batch, vocab_size))
+    layers = (_embedding(h, s, batch, vocab_size), *blocks, head_layer((batch * s, vocab_size, h), None))
     return Workload(
         name=gpt_name(layers),
         layers=layers,
@@ -175,36 +176,6 @@ def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
     )
 
 
-def _head(h: int, s: int, batch: int, vocab_size: int) -> Layer:
-    flops = 2.0 * batch * s * h * vocab_size
-    logits = batch * s * vocab_size * 4
-    forward, weights = Work(flops, 2 * logits, 3), Work(flops, 0, 1)
-    tokens = batch * s * LOSS_BYTES
-    return Layer(
-        name="head and loss",
-        parameter_sizes=(),
-        forward=forward,
-        input_gradient=forward,
-        weight_gradient=weights,
-        regions=(
-            Region(
-                "head",
-                forward,
-                forward,
-                weights,
-                2 * batch * s * h,
-                beside=weights,
-                sums_bytes=(tokens, 2 * tokens),
-                products=(Product(batch * s, vocab_size, h, "columns"),),
-            ),
-        ),
-        splits_positions=True,
-        activation_bytes=batch * s * h * 4 + logits,  # inputs of the last norm and of the head
-        logits_bytes=logits,
-        output_bytes=0,
-    )
-
-
 def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
     kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
     output = 2 * batch * s * h
@@ -245,7 +216,7 @@ def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
     inner = 2 * 5 * batch * s * s * num_heads
     stream = 2 * 8 * batch * s * h + inner
     states = 2 * batch * s * h
-    return Region(
+    region = Region(
         "attention",
         forward=Work(weights + scores, stream, 5),
         input_gradient=Work(weights + 2 * scores, stream, 7),
@@ -265,6 +236,7 @@ def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
         ),
         products=(Product(batch * s, 3 * h, h, "columns"), Product(batch * s, h, h, "depth")),
     )
+    return with_operators(region, ((3 * h, h), (h, h)), batch * s)
 
 
 def _feed_forward(h: int, s: int, batch: int) -> Region:
@@ -273,4 +245,5 @@ def _feed_forward(h: int, s: int, batch: int) -> Region:
     work = Work(weights, 2 * 16 * batch * s * h, 3)
     half = Work(weights / 2, 0, 1)
     products = (Product(batch * s, 4 * h, h, "columns"), Product(batch * s, h, 4 * h, "depth"))
-    return Region("feed-forward", work, work, Work(weights, 0, 2), states, states, half, products=products)
+    region = Region("feed-forward", work, work, Work(weights, 0, 2), states, states, half, products=products)
+    return with_operators(region, ((4 * h, h), (h, 4 * h)), batch * s, first=2, is_last=True)

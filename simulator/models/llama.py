@@ -15,6 +15,7 @@ from simulator.models.attention_products import AttentionProducts, LatentSizes
 from simulator.models.ends import embedding_layer, head_layer, parameters
 from simulator.models.gpt import PASSES, adam_work
 from simulator.models.mixture_of_experts import Mixture, Shapes, with_experts
+from simulator.models.operators import with_operators
 from simulator.models.sizes import require_sizes
 
 
@@ -41,6 +42,7 @@ class LlamaSizes:
         num_positions: that are learned; 0: they are rotary, or have no parameters.
         head_norms: queries and keys are normed head by head.
         wide_norms: queries and keys are normed over all heads, by a weight for each element.
+        windows: of each layer, how many positions a token sees, None: all before it; (): all of all layers.
         latent: latent attention, or None.
         mixture: experts, or None.
 
@@ -67,6 +69,7 @@ class LlamaSizes:
     num_positions: int = 0
     head_norms: bool = False
     wide_norms: bool = False
+    windows: tuple[int | None, ...] = ()
     latent: LatentSizes | None = None
     mixture: Mixture | None = None
 
@@ -81,6 +84,8 @@ class LlamaSizes:
             )
         if self.mixture and self.mixture.dense_layers > self.num_layers:
             raise ValueError(f"Llama: {self.mixture.dense_layers} of {self.num_layers} layers are dense; use fewer")
+        if len(self.windows) not in (0, self.num_layers):
+            raise ValueError(f"Llama: {len(self.windows)} windows for {self.num_layers} layers; pass one for each")
 
     @property
     def num_parameters(self) -> int:
@@ -114,6 +119,8 @@ def llama_workload(
     kinds = [_block(sizes, *length, sizes.feed_forward_size)] * (mixture.dense_layers if mixture else sizes.num_layers)
     if mixture:
         kinds += [_mixed(sizes, *length, mixture)] * (sizes.num_layers - mixture.dense_layers)
+    if sizes.windows:
+        kinds = [_with_window(block, window) for block, window in zip(kinds, sizes.windows, strict=True)]
     blocks = tuple(replace(block, name=f"block {index}") for index, block in enumerate(kinds))
     tokens = sequence_length * microbatch_size
     width, vocabulary = sizes.hidden_size, sizes.vocab_size
@@ -144,6 +151,14 @@ def _mixed(sizes: LlamaSizes, sequence: int, batch: int, mixture: Mixture) -> La
     return with_experts(block, _feed_forward(sizes, sequence * batch, width), _wide(sizes, width), mixture)
 
 
+def _with_window(block: Layer, window: int | None) -> Layer:
+    regions = (
+        replace(region, attention=region.attention and replace(region.attention, window=window))
+        for region in block.regions
+    )
+    return replace(block, regions=tuple(regions))
+
+
 def _wide(sizes: LlamaSizes, width: int) -> Shapes:
     """Return the matrices of a feed-forward part."""
     into = ((width, sizes.hidden_size),) * (2 if sizes.is_gated else 1)
@@ -152,18 +167,20 @@ def _wide(sizes: LlamaSizes, width: int) -> Shapes:
 
 def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     """Return a block with a feed-forward part of a width; 0: it has none, since experts take its place."""
-    h, tokens, own = sizes.hidden_size, sequence * batch, _products(sizes)
+    h, tokens, own, wide = sizes.hidden_size, sequence * batch, _products(sizes), _wide(sizes, width)
     count = sizes.norm_parameters
     first, others = (count, (sizes.num_norms - 1) * count) if count else (0, 0)
     parts: list[tuple[tuple[int, ...], str]] = [((h,), "")] * first + [(shape, "") for shape in own.narrow]
     parts += [(shape, "tensor") for shape in (*own.heads, own.output, *_biases(sizes, own))]
     parts += [((size,), "") for size in (*own.norms, *_norms_of_heads(sizes, own), *(h,) * others)]
-    parts += [((h,), "")] * sizes.output_bias + [(shape, "tensor") for shape in _wide(sizes, width)]
+    parts += [((h,), "")] * sizes.output_bias + [(shape, "tensor") for shape in wide]
     if sizes.feed_forward_biases and width:
         parts += [((width,), "tensor")] * (2 if sizes.is_gated else 1) + [((h,), "")]
-    regions = [_attention(sizes, own, sequence, tokens)]
+    before = (*own.heads, own.output)
+    regions = [with_operators(_attention(sizes, own, sequence, tokens), before, tokens)]
     if width:
-        regions.append(_feed_forward(sizes, tokens, width))
+        part = _feed_forward(sizes, tokens, width)
+        regions.append(with_operators(part, wide, tokens, first=len(before), is_last=True))
     inside = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
     latent = 2.0 * tokens * sum(rows * columns for rows, columns in own.narrow)
     norms = sizes.num_norms  # each is read and written, and so are two sums

@@ -11,8 +11,9 @@ from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
 from simulator.precision import Widths, widths_of
-from simulator.stage.parallel_passes import Shares, backward_of, forward_of, without_last_product
+from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
+from simulator.stage.recomputed import between_kept, without_last_product
 from simulator.stage.shaped import with_shapes
 from simulator.units import to_ns
 
@@ -72,11 +73,13 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
     Layers that differ in their name alone are costed once.
     """
     plan, widths = layout.plan, widths_of(workload, layout.plan)
+    is_grouped = plan.recompute_method == "uniform" and plan.recompute_layers > 1  # only a group's last may stop early
+    stops_early = layout.cluster.stops_early and not is_grouped
     one: Callable[[Layer], LayerTimes]
     if is_shared(plan):
         groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
         cluster = layout.cluster
-        own = (plan, widths.reduce, widths.activations, cluster.stops_early)
+        own = (plan, widths.reduce, widths.activations, stops_early)
         costs = CallCosts(cluster.device, cluster.contention, groups, *own)
 
         def one(layer: Layer) -> LayerTimes:
@@ -84,7 +87,7 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
     else:
 
         def one(layer: Layer) -> LayerTimes:
-            return _whole(layer, layout)
+            return _whole(layer, layout, stops_early=stops_early)
 
     known: dict[int, LayerTimes] = {}
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
@@ -110,21 +113,22 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
     return replace(layer, weight_gradient=layer.weight_gradient + sums)
 
 
-def _whole(layer: Layer, layout: Layout) -> LayerTimes:
+def _whole(layer: Layer, layout: Layout, *, stops_early: bool) -> LayerTimes:
     device = layout.cluster.device
     forward = to_ns(compute_s(layer.forward, device))
-    again = without_last_product(layer) if layout.cluster.stops_early else layer
-    backward = to_ns(compute_s(_backward(layer, layout.plan.recompute, again.forward), device))
+    again = _again(layer, layout.plan.recompute, stops_early=stops_early)
+    backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device))
     weights = min(backward, to_ns(compute_s(layer.weight_gradient, device)))
     return LayerTimes((forward, backward, backward - weights, weights))
 
 
-def _backward(layer: Layer, recompute: str, again: Work) -> Work:
-    """Return the work of a backward, with the part of forward that runs again before it."""
-    work = layer.input_gradient + layer.weight_gradient
+def _again(layer: Layer, recompute: str, *, stops_early: bool) -> Work:
+    """Return the part of forward that runs again before a backward."""
     if recompute == "full" and layer.input_bytes:
-        return work + again
-    return work + layer.score_forward if recompute == "selective" else work
+        return (without_last_product(layer) if stops_early else layer).forward
+    if recompute == "operators" and layer.operator_bytes:
+        return between_kept(layer).forward
+    return layer.score_forward if recompute == "selective" else Work()
 
 
 def _shared(layer: Layer, costs: CallCosts, *, splits: bool) -> LayerTimes:

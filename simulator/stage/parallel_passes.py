@@ -14,12 +14,12 @@ So a pass takes a fixed time, whatever the pipeline does around it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
 from distlab.plan import Attention, Experts, Layer, Plan, Region, Work
 from simulator.stage.pass_timeline import NO_WORK, CallSpec, PassTimeline
+from simulator.stage.recomputed import between_kept, without_last_product
 
 NUMBER_BYTES = 8  # of counts of rows, and of what a balance loss adds up
 
@@ -90,27 +90,14 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
 
 
 def _run_again(layer: Layer, timeline: PassTimeline, shares: Shares) -> None:
-    """Add what recomputing runs before a backward: a forward with its calls, or the inner part of attention."""
+    """Add what recomputing runs before a backward: a forward or a part of it, with calls, or attention's inner part."""
     recompute = timeline.costs.plan.recompute
     if recompute == "full" and layer.input_bytes:
         forward_of(without_last_product(layer) if timeline.costs.stops_early else layer, timeline)
+    elif recompute == "operators" and layer.operator_bytes:
+        forward_of(between_kept(layer), timeline)
     elif recompute == "selective":
         timeline.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
-
-
-def without_last_product(layer: Layer) -> Layer:
-    """Return the layer with a forward that ends before its last product, whose output backward does not need.
-
-    Nor is that output sent. A layer that ends with experts stays as it is.
-    """
-    last = layer.regions[-1] if layer.regions and layer.experts is None else None
-    if last is None or not last.products:
-        return layer
-    flops = [math.prod((product.rows, product.columns, product.depth)) for product in last.products]
-    inner = last.attention.forward.matmul_flops if last.attention else 0.0
-    left_out = Work((last.forward.matmul_flops - inner) * flops[-1] / sum(flops), 0, 1)
-    region = replace(last, forward=last.forward.without(left_out), output_bytes=0)
-    return replace(layer, forward=layer.forward.without(left_out), regions=(*layer.regions[:-1], region))
 
 
 def _sum_of(region: Region, names: list[str]) -> Work:

@@ -1,4 +1,11 @@
-"""A layer whose products are as slow as their shapes on one rank make them."""
+"""A layer whose products take what their shapes and their numbers make them take on one rank: of 16 bits, or of 8.
+
+A block's products with parameters may run in 8 bits (`Plan.float8`), at the device's rate for them. What they multiply
+is first quantised: 2 bytes an element are read and 1 is written, and 1 more transposed, since products of 8 bits sum
+over neighbours in memory. That is done once, for inputs and parameters in forward and for outputs' gradients in
+backward, by kernels that are there anyway (assumed): they find the largest number too. Attention between heads,
+routers, experts, the head and all that is kept stay in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +19,70 @@ from simulator.hardware.products import slowdown
 from simulator.stage.parallel_passes import Shares
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
+# Of a product [rows, depth] x [depth, columns]: rows, columns and depth of what each pass computes.
+SIDES = ((0, 1, 2), (0, 2, 1), (2, 1, 0))
+QUANTISE_BYTES = 4  # of an element
 
 
 def with_shapes(layer: Layer, plan: Plan, device: Device) -> Layer:
     """Return the layer with longer products, where the device's multiprocessors and the products' shapes are known.
 
     A region's products count together, so that each of them takes longer by the same factor. Products of plain
-    attention and of experts have no shapes here.
+    attention and of experts have no shapes here. Products of 8 bits are shorter, and there is more other work.
+
+    Source: NVIDIA/TransformerEngine, cast_transpose.cu, 2023; pytorch/ao, float8_linear.py, 2024.
     """
-    if device.multiprocessors is None or not any(region.products for region in layer.regions):
+    in_8_bits = plan.float8 != "none" and layer.input_bytes > 0  # a block
+    has_shapes = any(region.products for region in layer.regions)
+    if not has_shapes or (device.multiprocessors is None and not in_8_bits):
         return layer
     works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
     regions = []
     for region in layer.regions:
-        longer = _region(region, plan, Shares.of(layer, plan), device.multiprocessors) if region.products else region
+        changed = _region(region, plan, Shares.of(layer, plan), device, in_8_bits) if region.products else region
         for name in PASSES:
-            works[name] = works[name].without(getattr(region, name)) + getattr(longer, name)
-        regions.append(longer)
+            works[name] = works[name].without(getattr(region, name)) + getattr(changed, name)
+        regions.append(changed)
     return replace(layer, **works, regions=tuple(regions))
 
 
-def _region(region: Region, plan: Plan, shares: Shares, multiprocessors: int) -> Region:
+def _region(region: Region, plan: Plan, shares: Shares, device: Device, in_8_bits: bool) -> Region:
     local = [_local(product, plan.tensor, shares.positions) for product in region.products]
-    flops = [math.prod(shape) for shape in local]
     inner = region.attention
     works: dict[str, Any] = {}
-    for name, sides in zip(PASSES, ((0, 1, 2), (0, 2, 1), (2, 1, 0)), strict=True):
-        times = [slowdown(*(shape[side] for side in sides), multiprocessors) for shape in local]
-        factor = sum(size * time for size, time in zip(flops, times, strict=True)) / sum(flops)
+    quantised = _quantised(local, shares.inside) if in_8_bits else {}
+    for name, sides in zip(PASSES, SIDES, strict=True):
         whole: Work = getattr(region, name)
         apart = {"forward": inner.forward, "input_gradient": inner.backward}.get(name) if inner else None
         own = whole.matmul_flops - (apart.matmul_flops if apart else 0.0)
-        works[name] = replace(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own)
+        factor = _factor([[shape[side] for side in sides] for shape in local], device, in_8_bits)
+        more = quantised.get(name, Work())
+        works[name] = replace(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
+        if name == "forward" and region.again:
+            flops = region.again.matmul_flops - (inner.forward.matmul_flops if inner and not inner.is_fused else 0.0)
+            again = replace(region.again, matmul_flops=region.again.matmul_flops + (factor - 1) * flops)
+            works["again"] = again + more.times(flops / own)
     beside = replace(region.beside, matmul_flops=region.beside.matmul_flops * factor)  # of weights, the last of PASSES
     return replace(region, **works, beside=beside)
+
+
+def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool) -> float:
+    """Return how much longer products of these rows, columns and depths take than at the device's rate of 16 bits."""
+    sizes, slower = [math.prod(shape) for shape in shapes], 1.0
+    if device.multiprocessors is not None:
+        times = [slowdown(rows, columns, depth, device.multiprocessors) for rows, columns, depth in shapes]
+        slower = sum(size * time for size, time in zip(sizes, times, strict=True)) / sum(sizes)
+    return slower * device.matmul_flops_per_s / (device.float8_flops_per_s or math.inf) if in_8_bits else slower
+
+
+def _quantised(shapes: Sequence[Sequence[int]], parts: int) -> dict[str, Work]:
+    """Return the work of quantising what products of so many ranks multiply, by the pass that does it."""
+    into = sum((rows + columns) * depth for rows, columns, depth in shapes)
+    out = sum(rows * columns for rows, columns, _ in shapes)
+    return {
+        "forward": Work(memory_bytes=QUANTISE_BYTES * parts * into),
+        "input_gradient": Work(memory_bytes=QUANTISE_BYTES * parts * out),
+    }
 
 
 def _local(product: Product, tensor: int, positions: int) -> Sequence[int]:

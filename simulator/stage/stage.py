@@ -12,7 +12,7 @@ gather its parameters after the update; stage 3 has units in place of buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.messages import message_ns, parts_of_messages
 from simulator.stage.pass_timeline import INSIDE, CallInPass
+from simulator.stage.recomputed import all_kept, keeps_some, recomputed
 from simulator.units import to_ns
 
 
@@ -105,6 +106,7 @@ def make_stages(
     """
     check_enough_layers(workload, layout.plan, len(rank_of_stage))
     at = _times_at_places(workload, layout)
+    kept = _times_at_places(workload, replace(layout, plan=all_kept(layout.plan))) if keeps_some(layout.plan) else at
     own = local_layers(workload.layers, workload.kinds, layout.plan)
     cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in at[0]], len(rank_of_stage))
     known: dict[object, _Upkeep] = {}
@@ -115,7 +117,8 @@ def make_stages(
         if alike not in known:
             known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
         before = workload.layers[first - 1] if first else None
-        times = at[here][first:stop]
+        again = recomputed(workload, layout.plan, (first, stop)).tolist()
+        times = [(at if full else kept)[here][first + index] for index, full in enumerate(again)]
         stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
     return tuple(stages)
 

@@ -46,11 +46,16 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: b
 
 
 def notes_on(plan: Plan) -> tuple[str, ...]:
-    """Return what other programs refuse of a plan that is simulated here, each in a sentence with what to change."""
-    rest = plan.num_microbatches % plan.pipeline
+    """Return what to know of a plan's figures, each in a sentence: what others refuse, and what is not modelled."""
+    notes, rest = [], plan.num_microbatches % plan.pipeline
     if plan.schedule == "interleaved" and plan.pipeline > 1 and rest:
-        return (
+        notes.append(
             f"interleaved runs {plan.num_microbatches} micro-batches on {plan.pipeline} ranks in unequal rounds, which "
-            f"Megatron-LM refuses: use a multiple of {plan.pipeline}",
+            f"Megatron-LM refuses: use a multiple of {plan.pipeline}"
         )
-    return ()
+    if plan.float8 != "none":
+        notes.append(
+            "float8: MFU is over the rate of 16 bits; not modelled: activations and optimizer states of 8 bits, tensor "
+            "ranks' calls in 8 bits, experts in 8 bits, sums of scales over ranks"
+        )
+    return tuple(notes)

@@ -22,9 +22,9 @@ Floats = NDArray[np.float64]
 FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
     "megatron-deepspeed": ("matmul_fraction", "memory_fraction", "kernel_s", "launch_s"),
-    "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction", "kernel_s"),
+    "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction"),
     "fsdp-plain": ("memory_fraction",),
-    "compiled-fsdp": ("matmul_fraction",),
+    "compiled-fsdp": ("matmul_fraction", "attention_fraction"),
     "eager-fsdp": ("memory_fraction",),
     "transformer-engine": ("matmul_fraction",),
     "nanotron": ("matmul_fraction", "kernel_s", "network_fraction"),

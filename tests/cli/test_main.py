@@ -88,6 +88,23 @@ def test_simulate_as_json(capsys, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_simulate_takes_recompute_of_some_blocks_and_8_bits(capsys):
+    machine = ["simulate", "--model", "llama-3-8b", "--sharding", "3", "--json"]
+    some = ["--recompute", "full", "--recompute-method", "every", "--recompute-layers", "2"]
+    found = {}
+    for flags in ([], some, ["--recompute", "operators"], ["--recompute", "full"], ["--float8", "gathers"]):
+        assert main([*machine, "--cluster", "dgx-h100", *flags]) == 0
+        found[" ".join(flags)] = json.loads(capsys.readouterr().out)
+    none, every, operators, full, narrow = found.values()
+    for way in (every, operators):
+        assert none["duration_s"] < way["duration_s"] < full["duration_s"]
+        assert none["max_memory_bytes"] > way["max_memory_bytes"] > full["max_memory_bytes"]
+    assert narrow["duration_s"] < none["duration_s"]
+    assert "not modelled" in narrow["notes"][0]
+    assert main([*machine, "--cluster", "dgx-a100", "--float8", "products"]) == 2
+    assert "a100-sxm-80gb has no products of 8 bits" in capsys.readouterr().err
+
+
 def test_simulate_lists_presets_and_prints_a_table(capsys):
     assert main(["simulate", "--list"]) == 0
     said = capsys.readouterr().out

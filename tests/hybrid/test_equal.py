@@ -54,6 +54,10 @@ PAIRS = {
     "expert x context": (Plan(expert=2, context=2), MIXED),
     "expert x tensor": (Plan(expert=2, tensor=2, recompute="full"), MIXED),
     "expert x pipeline": (Plan(expert=2, pipeline=2, num_microbatches=1), MIXED),
+    "every second block again": (
+        Plan(data=2, pipeline=2, num_microbatches=2, recompute="full", recompute_method="every", recompute_layers=2),
+        {},
+    ),
     "context x tensor": (Plan(context=2, tensor=2, context_kind="all_to_all", recompute="selective"), {}),
     "context x pipeline": (Plan(context=2, pipeline=2, num_microbatches=4, schedule="zb_h1"), {}),
     "tensor x pipeline": (

@@ -32,6 +32,10 @@ REFUSED = {
     "float16 needs a loss scaler": Plan(data=4, precision=Precision("float16")),
     "precision computes in bfloat16: pass a model in float32": Plan(data=4, precision=Precision("bfloat16")),
     "precision computes in float32 and the model is torch.float64": Plan(data=4, precision=Precision("float32")),
+    "recompute is 'operators', which is simulated alone": Plan(data=4, recompute="operators"),
+    "recompute_method is 'block' with recompute_layers=1": Plan(data=4, recompute="full", recompute_method="block"),
+    "recompute_method is 'uniform' with recompute_layers=2": Plan(data=4, recompute="full", recompute_layers=2),
+    "float8 is 'products', which is simulated alone": Plan(data=4, float8="products"),
     "plan is a dict": {"data": 4},
 }
 

@@ -9,11 +9,18 @@ import numpy as np
 from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding
 from distlab.plan.compression import METHODS, Compression
 from distlab.plan.partition import CUTS
-from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
+from distlab.plan.records import (
+    CONTEXT_KINDS,
+    FLOAT8,
+    GRADIENT_SYNCS,
+    ONE_COPY_SCHEDULES,
+    RECOMPUTE_METHODS,
+    RECOMPUTES,
+)
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 from simulator import ClusterDescription, ModelDescription, PlanFile
 from simulator.hardware import presets
-from simulator.plan_file import OwnDevice, OwnLink
+from simulator.hardware.description import OwnDevice, OwnLink
 
 DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
 MOST_RANKS_DRAWN = 64
@@ -93,6 +100,8 @@ def random_plan(random):
         )
 
     schedule = random.choice(("one_f_one_b", *ONE_COPY_SCHEDULES, *ONE_COPY_SCHEDULES, "dualpipe"))
+    recompute = random.choice(RECOMPUTES)
+    some = random.random() < 0.5 and recompute == "full"
     return {
         "data": copies,
         "pipeline": random.choice(DEGREES),
@@ -116,7 +125,10 @@ def random_plan(random):
             offload="none" if stage == 0 or random.random() < 0.8 else random.choice(OFFLOADS),
         ),
         "precision": sometimes(random, 0.5, precision),
-        "recompute": random.choice(RECOMPUTES),
+        "recompute": recompute,
+        "recompute_method": random.choice(RECOMPUTE_METHODS) if some else "uniform",
+        "recompute_layers": random.choice((1, 2, 3, 99)) if some else 1,
+        "float8": random.choice(("none", "none", "none", *FLOAT8)),
         "sequence_parallel": random.random() < 0.3,
         "context_kind": random.choice(CONTEXT_KINDS),
         "cut": random.choice(("time", "time", *CUTS)),

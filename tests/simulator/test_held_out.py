@@ -11,6 +11,7 @@ from simulator import LlamaSizes, cluster, fuse_attention, gpt_workload, llama_w
 
 # layers, hidden size, heads: the benchmark's model files
 MPT = {
+    "350m": (24, 1024, 16),
     "760m": (24, 1536, 12),
     "1b": (24, 2048, 16),
     "3b": (32, 2560, 20),
@@ -63,12 +64,49 @@ MOSAICML_H100 = [
     ("760m", 2048, 32, 24, 1, 67971, "none"),
     ("760m", 512, 8, 96, 2, 83749, "none"),
 ]
-# sizes, tokens, samples, recompute, tokens per GPU and second: FSDP2 on 64 A100, pytorch/torchtitan@04133643
-# docs/performance.md, 2024; rows that recompute by operator or by layer cannot be told to the simulator.
+LLAMA_8B, LLAMA_70B = LlamaSizes(4096, 32, 32, 8, 14336, 128256), LlamaSizes(8192, 80, 64, 8, 28672, 128256)
+LLAMA_405B = LlamaSizes(16384, 126, 128, 8, 53248, 128256)
+LLAMA_2_13B, LLAMA_2_70B = LlamaSizes(5120, 40, 40, 40, 13824, 32000), LlamaSizes(8192, 80, 64, 8, 28672, 32000)
+FULL, OPERATORS = {"recompute": "full"}, {"recompute": "operators"}
+SECOND_LAYERS = FULL | {"recompute_method": "every", "recompute_layers": 2}
+# sizes, tokens, samples, recompute, tokens per GPU and second: FSDP2 on 64 A100, not compiled, as its train_configs
+# say, pytorch/torchtitan@04133643 docs/performance.md, 2024.
 TORCHTITAN_A100 = [
-    (LlamaSizes(8192, 80, 64, 8, 28672, 128256), 8192, 1, "full", 331),
-    (LlamaSizes(5120, 40, 40, 40, 13824, 32000), 4096, 2, "none", 2162),
-    (LlamaSizes(8192, 80, 64, 8, 28672, 32000), 4096, 2, "full", 353),
+    (LLAMA_8B, 8192, 1, SECOND_LAYERS, 2904),
+    (LLAMA_8B, 8192, 1, OPERATORS, 2973),
+    (LLAMA_70B, 8192, 1, FULL, 331),
+    (LLAMA_2_13B, 4096, 2, {}, 2162),
+    (LLAMA_2_13B, 4096, 2, SECOND_LAYERS, 1914),
+    (LLAMA_2_13B, 4096, 2, OPERATORS, 1904),
+    (LLAMA_2_70B, 4096, 1, OPERATORS, 355),
+    (LLAMA_2_70B, 4096, 2, FULL, 353),
+]
+# In 8 bits, parameters gathered so too. Sizes, samples in a micro-batch, cluster, GPUs, plan, tokens per GPU and
+# second: pytorch/torchtitan@1af29373 benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md, 2025; tables 4 (without
+# and with asynchronous tensor parallelism) and 5 of @31a17bfd benchmarks/llama3_h100_202412_torchtitan.md, 2024. There
+# a local batch is cut into as many micro-batches as there are pipeline ranks, by default.
+TENSOR = FULL | {"tensor": 8, "sequence_parallel": True}
+PIPELINE = TENSOR | {"data": 8, "pipeline": 8, "num_microbatches": 8}
+TORCHTITAN_FLOAT8 = [
+    (LLAMA_8B, 2, "dgx-h200", 32, OPERATORS | {"data": 32}, 10938),
+    (LLAMA_8B, 2, "dgx-h200", 64, OPERATORS | {"data": 64}, 10753),
+    (LLAMA_70B, 16, "h100-500w", 256, TENSOR | {"data": 32}, 829),
+    (LLAMA_70B, 16, "h100-500w", 256, TENSOR | {"data": 32}, 876),
+    (LLAMA_405B, 4, "h100-500w", 512, PIPELINE, 100),
+    (LLAMA_405B, 4, "h100-500w", 512, PIPELINE | {"schedule": "interleaved", "stages_per_rank": 2}, 128),
+]
+# As MOSAICML_H100, on 8 GPUs, products of 8 bits by Transformer Engine.
+MOSAICML_FLOAT8 = [
+    ("3b", 32768, 3, 6, 5856, "full"),
+    ("3b", 8192, 3, 6, 19146, "none"),
+    ("3b", 2048, 10, 6, 30586, "none"),
+    ("3b", 512, 40, 6, 36527, "none"),
+    ("1b", 32768, 1, 4, 12580, "none"),
+    ("1b", 8192, 2, 4, 32010, "none"),
+    ("1b", 512, 56, 4, 70315, "none"),
+    ("350m", 32768, 1, 4, 24439, "none"),
+    ("350m", 16384, 2, 4, 42929, "none"),
+    ("350m", 512, 56, 4, 154420, "none"),
 ]
 # hidden size, layers, heads, pipeline, stages a rank, micro-batches, recompute, seconds: 2205.05198, tables 3 and 5
 KORTHIKANTI_LARGE = [
@@ -98,11 +136,27 @@ def mosaicml_h100():
         yield step.steady_s, tokens * samples * count / rate
 
 
+def mosaicml_float8():
+    for model, tokens, samples, count, rate, recompute in MOSAICML_FLOAT8:
+        workload = fuse_attention(gpt(*MPT[model], tokens, samples, 50368))
+        plan = Plan(data=8, num_microbatches=count, sharding=Sharding(3), recompute=recompute, float8="products")
+        step = simulate(workload, cluster("dgx-h100", 8, stack="fsdp"), plan)
+        yield step.steady_s, tokens * samples * count / rate
+
+
 def torchtitan_a100():
     for sizes, tokens, samples, recompute, rate in TORCHTITAN_A100:
         workload = fuse_attention(llama_workload(sizes, sequence_length=tokens, microbatch_size=samples))
-        plan = Plan(data=64, sharding=Sharding(3), recompute=recompute)
-        yield simulate(workload, cluster("dgx-a100", 64, stack="compiled-fsdp"), plan).steady_s, tokens * samples / rate
+        plan = Plan(data=64, sharding=Sharding(3), **recompute)
+        yield simulate(workload, cluster("dgx-a100", 64, stack="eager-fsdp"), plan).steady_s, tokens * samples / rate
+
+
+def torchtitan_float8():
+    for sizes, samples, where, ranks, own, rate in TORCHTITAN_FLOAT8:
+        workload = fuse_attention(llama_workload(sizes, sequence_length=8192, microbatch_size=samples))
+        plan = Plan(sharding=Sharding(3), float8="gathers", **own)
+        step = simulate(workload, cluster(where, ranks, stack="compiled-fsdp"), plan)
+        yield step.steady_s, 8192 * samples * plan.num_microbatches * plan.data / ranks / rate
 
 
 def korthikanti_large():
@@ -124,9 +178,22 @@ def korthikanti_large():
 
 @pytest.mark.parametrize(
     ("rows", "error", "bias"),
-    [(mosaicml_h100, 0.10, 0.03), (torchtitan_a100, 0.05, 0.04), (korthikanti_large, 0.05, 0.02)],
+    [
+        (mosaicml_h100, 0.05, 0.03),
+        (mosaicml_float8, 0.08, 0.03),
+        (torchtitan_a100, 0.04, 0.03),
+        (torchtitan_float8, 0.05, 0.03),
+        (korthikanti_large, 0.05, 0.02),
+    ],
 )
 def test_steps_that_were_never_fitted_are_near(rows, error, bias):
     errors = [predicted / measured - 1 for predicted, measured in rows()]
     assert sum(map(abs, errors)) / len(errors) < error
     assert abs(sum(errors) / len(errors)) < bias
+
+
+def test_what_recompute_adds_is_near():
+    """13B on the same GPUs with nothing, every second layer, and operators run again: the ratios of the steps."""
+    steps = [(predicted, measured) for predicted, measured in torchtitan_a100()][3:6]
+    for predicted, measured in steps[1:]:
+        assert predicted / steps[0][0] == pytest.approx(measured / steps[0][1], abs=0.01)

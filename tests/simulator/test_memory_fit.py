@@ -121,6 +121,16 @@ def test_what_a_plan_has_is_never_taken_back():
     assert change.plan.sharding.stage == 0
 
 
+def test_blocks_that_keep_all_may_run_again_too():
+    some = Plan(data=8, recompute="full", recompute_method="every", recompute_layers=2)
+    room = size_of(data=8, recompute="full")
+    change = find_change(WORKLOAD, some, device(room), most_split=1)
+    assert change.plan == Plan(data=8, recompute="full")
+    assert "recompute_method='uniform' with recompute_layers=1" in change.words(some)
+    kept = find_change(WORKLOAD, some, device(memory_of(WORKLOAD, some).max_bytes - 1), most_split=1)
+    assert kept.plan.recompute == "full"
+
+
 def test_hybrid_shards_may_spread_over_all_ranks():
     plan = Plan(data=8, recompute="full", sharding=Sharding(3, replicas=4))
     found = smallest_change(WORKLOAD, plan, device(size_of(data=8, recompute="full", sharding=Sharding(3))))

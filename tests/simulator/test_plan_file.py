@@ -22,7 +22,7 @@ from simulator import (
     simulate,
     stack,
 )
-from simulator.plan_file import OwnDevice, OwnLink
+from simulator.hardware.description import OwnDevice, OwnLink
 
 TEXT = """
 [workload]

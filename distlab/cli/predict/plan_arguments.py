@@ -10,7 +10,14 @@ from distlab.cli.arguments import whole_number
 from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding
 from distlab.plan.axes import check_order
 from distlab.plan.partition import CUTS
-from distlab.plan.records import CONTEXT_KINDS, GRADIENT_SYNCS, ONE_COPY_SCHEDULES, RECOMPUTES
+from distlab.plan.records import (
+    CONTEXT_KINDS,
+    FLOAT8,
+    GRADIENT_SYNCS,
+    ONE_COPY_SCHEDULES,
+    RECOMPUTE_METHODS,
+    RECOMPUTES,
+)
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 
 if TYPE_CHECKING:
@@ -109,6 +116,11 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add_count(command, "--replicas", "groups of ranks with a full set of shards each")
     command.add_argument("--offload", choices=OFFLOADS, default="none", help="what the host's memory holds")
     command.add_argument("--recompute", choices=RECOMPUTES, default="none", help="what backward computes again")
+    what = "of full recompute: blocks in groups, the first of each stage, or one of so many (default uniform)"
+    command.add_argument("--recompute-method", choices=RECOMPUTE_METHODS, default="uniform", help=what)
+    add_count(command, "--recompute-layers", "blocks of a group, of each stage, or of which one runs again (default 1)")
+    what = "what blocks do in 8 bits: products, or gathers of parameters too (default none)"
+    command.add_argument("--float8", choices=FLOAT8, default="none", help=what)
     what = "type to compute in (default: 16 bits, 16 bytes in all)"
     command.add_argument("--precision", choices=DTYPE_BYTES, help=what)
     command.add_argument("--gradients", choices=DTYPE_BYTES, help="type that gradients are kept in (default float32)")
@@ -171,6 +183,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         sharding=sharding,
         precision=precision,
         recompute=arguments.recompute,
+        recompute_method=arguments.recompute_method,
+        recompute_layers=arguments.recompute_layers,
+        float8=arguments.float8,
         tensor=arguments.tensor,
         context=arguments.context,
         context_kind=arguments.context_kind,

@@ -192,6 +192,8 @@ def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]
         ("--schedule", change.plan.schedule, before.schedule),
         ("--stages-per-rank", change.plan.stages_per_rank, before.stages_per_rank),
         ("--recompute", change.plan.recompute, before.recompute),
+        ("--recompute-method", change.plan.recompute_method, before.recompute_method),
+        ("--recompute-layers", change.plan.recompute_layers, before.recompute_layers),
         ("--sharding", now.stage, was.stage),
         ("--replicas", now.replicas, was.replicas),
         ("--offload", now.offload, was.offload),
@@ -259,6 +261,7 @@ def _utilization(step: Step) -> list[tuple[str, str]]:
 
     device = step.cluster.device
     rows = [("of achievable products", f"{step.utilization:.1%} of {format_flops_per_s(device.matmul_flops_per_s)}")]
+    rows = rows if step.plan.float8 == "none" else []
     if device.peak_flops_per_s is not None:
         peak = format_flops_per_s(device.peak_flops_per_s)
         rows.insert(0, ("MFU", f"{step.mfu:.1%} of the data sheet's {peak} per rank"))

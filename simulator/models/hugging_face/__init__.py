@@ -1,1 +1,4 @@
-"""Workloads from Hugging Face configurations: `config`, its `fields` one by one, and `families` that resemble Llama."""
+"""Workloads from Hugging Face configurations.
+
+Read `config`, then its `fields` one by one, `families` that resemble Llama, and their `windows` of attention.
+"""

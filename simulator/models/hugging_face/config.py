@@ -1,7 +1,7 @@
 """Workloads from a Hugging Face `config.json`, field by field.
 
 Each family has its names for a few sizes. A field that neither says a size nor is known to leave sizes alone is
-refused: what it changes would be missing in the prediction. Windows of attention are not modelled.
+refused: what it changes would be missing in the prediction. Windows of attention are taken where a family has them.
 `simulator.models.hugging_face.families` has the families that Llama's layers describe.
 """
 

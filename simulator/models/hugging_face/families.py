@@ -13,6 +13,7 @@ from typing import Any
 
 from simulator.models.attention_products import LatentSizes
 from simulator.models.hugging_face.fields import Fields
+from simulator.models.hugging_face.windows import windows, windows_behind, windows_of_neo
 from simulator.models.llama import LlamaSizes
 from simulator.models.mixture_of_experts import Mixture
 
@@ -59,7 +60,7 @@ def _qwen2_moe(fields: Fields) -> LlamaSizes:
         expert_size=fields.count("moe_intermediate_size"),
         shared_size=fields.count("shared_expert_intermediate_size"),
     )
-    return _llama(fields, attention_biases=True, mixture=mixture)
+    return _llama(fields, attention_biases=True, mixture=mixture, windows=windows_behind(fields))
 
 
 def _qwen3_moe(fields: Fields) -> LlamaSizes:
@@ -67,13 +68,19 @@ def _qwen3_moe(fields: Fields) -> LlamaSizes:
     fields.only("mlp_only_layers", [], None)
     width = fields.count("moe_intermediate_size")
     mixture = Mixture(fields.count("num_experts"), fields.count("num_experts_per_tok"), expert_size=width)
-    return _llama(fields, head_norms=True, head_size=128, mixture=mixture)
+    return _llama(fields, head_norms=True, head_size=128, mixture=mixture, windows=windows_behind(fields))
+
+
+def _gemma2(fields: Fields) -> LlamaSizes:
+    own = windows(fields, pattern=2, default=4096)
+    return _llama(fields, head_size=256, ties=True, num_norms=4, windows=own)
 
 
 def _gemma3(fields: Fields) -> LlamaSizes:
     """Take the sizes of Gemma 3, whose files leave out what its class has by default."""
     fields.assume(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4)
-    return _llama(fields, head_size=256, ties=True, num_norms=4, head_norms=True)
+    own = windows(fields, pattern=6, default=4096)
+    return _llama(fields, head_size=256, ties=True, num_norms=4, head_norms=True, windows=own)
 
 
 def _mixed(fields: Fields, *, experts: str = "num_local_experts", **changes: Any) -> LlamaSizes:
@@ -82,7 +89,7 @@ def _mixed(fields: Fields, *, experts: str = "num_local_experts", **changes: Any
 
 
 def _phimoe(fields: Fields) -> LlamaSizes:
-    return _mixed(fields, norm_parameters=2, head_bias=fields.flag("lm_head_bias"))
+    return _mixed(fields, norm_parameters=2, head_bias=fields.flag("lm_head_bias"), windows=windows(fields))
 
 
 def _llama4(fields: Fields) -> LlamaSizes:
@@ -124,7 +131,8 @@ def _glm4_moe(fields: Fields) -> LlamaSizes:
 
 
 def _cohere(fields: Fields) -> LlamaSizes:
-    return _llama(fields, ties=True, num_norms=1, wide_norms=fields.flag("use_qk_norm"))
+    own = windows(fields, pattern=4, default=4096) if fields.values["model_type"] == "cohere2" else ()
+    return _llama(fields, ties=True, num_norms=1, wide_norms=fields.flag("use_qk_norm"), windows=own)
 
 
 def _stablelm(fields: Fields) -> LlamaSizes:
@@ -142,7 +150,7 @@ def _starcoder2(fields: Fields) -> LlamaSizes:
     fields.only("mlp_type", "default")
     fields.only("norm_type", "layer_norm")
     fields.only("use_bias", True)
-    return _llama(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, ties=True)
+    return _llama(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, ties=True, windows=windows(fields))
 
 
 def _falcon(fields: Fields) -> LlamaSizes:
@@ -212,7 +220,7 @@ def _gpt_neo(fields: Fields) -> LlamaSizes:
     fields.assume(intermediate_size=4 * fields.count("hidden_size"))
     positions = fields.count("max_position_embeddings")
     own = dict(ALL_BIASES) | {"attention_biases": False, "is_gated": False, "norm_parameters": 2}
-    return _llama(fields, **own, num_positions=positions, ties=True)
+    return _llama(fields, **own, num_positions=positions, ties=True, windows=windows_of_neo(fields))
 
 
 def _chatglm(fields: Fields) -> LlamaSizes:
@@ -229,13 +237,13 @@ def _chatglm(fields: Fields) -> LlamaSizes:
 def _bare(fields: Fields, name: str) -> LlamaSizes:
     """Take the sizes of a Llama whose file says by another name that there are no biases."""
     fields.only(name, False)
-    return _llama(fields)
+    return _llama(fields, windows=windows(fields) if fields.values["model_type"] == "phi3" else ())
 
 
 LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
     {
         "llama": _llama,
-        "mistral": _llama,
+        "mistral": lambda fields: _llama(fields, windows=windows(fields, default=4096)),
         "phi3": lambda fields: _bare(fields, "lm_head_bias"),  # products with one input run as one in all of these
         "granite": _llama,
         "baichuan": _llama,
@@ -243,23 +251,23 @@ LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "ernie4_5": lambda fields: _bare(fields, "use_bias"),
         "smollm3": partial(_llama, ties=True),
         "gemma": partial(_llama, ties=True, head_size=256),
-        "gemma2": partial(_llama, ties=True, head_size=256, num_norms=4),
+        "gemma2": _gemma2,
         "gemma3_text": _gemma3,
         "olmo": partial(_llama, norm_parameters=0),
         "olmo2": partial(_llama, wide_norms=True),  # its norms follow attention and feed-forward part
         "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
-        "qwen2": partial(_llama, attention_biases=True),
+        "qwen2": lambda fields: _llama(fields, attention_biases=True, windows=windows_behind(fields)),
         "qwen2_moe": _qwen2_moe,
-        "qwen3": partial(_llama, head_norms=True, head_size=128),
+        "qwen3": lambda fields: _llama(fields, head_norms=True, head_size=128, windows=windows_behind(fields)),
         "qwen3_moe": _qwen3_moe,
         "glm": lambda fields: _llama(fields, attention_biases=fields.flag("attention_bias", default=True)),
         "glm4": lambda fields: _llama(fields, attention_biases=fields.flag("attention_bias"), num_norms=4),
         "glm4_moe": _glm4_moe,
         "chatglm": _chatglm,
-        "mixtral": _mixed,
+        "mixtral": lambda fields: _mixed(fields, windows=windows(fields)),
         "granitemoe": partial(_mixed, ties=True),
         "phimoe": _phimoe,
-        "gpt_oss": partial(_mixed, head_size=64),
+        "gpt_oss": lambda fields: _mixed(fields, head_size=64, windows=windows(fields, pattern=2, default=128)),
         "grok-1": partial(_mixed, experts="num_experts", num_norms=4, ties=True),
         "llama4_text": _llama4,
         "dbrx": _dbrx,

@@ -82,6 +82,9 @@ def test_stages_differ_by_what_they_shard():
     [
         (Plan(2, pipeline=2, num_microbatches=2, schedule="gpipe"), "not gpipe"),
         (Plan(2, recompute="selective"), "attention's inner part"),
+        (Plan(2, recompute="full", recompute_method="block", recompute_layers=3), "layers by block, 3"),
+        (Plan(2, recompute="operators"), "around whole layers"),
+        (Plan(2, float8="products"), "Transformer Engine"),
         (Plan(2, compression=Compression("top_k")), "no counterpart"),
         (Plan(4, sharding=Sharding(2, replicas=2)), "zero_hpz_partition_size"),
         (Plan(4, sharding=Sharding(3, replicas=2)), "zero_hpz_partition_size"),

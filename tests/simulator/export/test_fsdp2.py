@@ -83,6 +83,9 @@ PLANS = {
     "units of two, recomputed, kept": Plan(
         2, sharding=Sharding(3, unit_layers=2, reshard_after_forward=False), recompute="full"
     ),
+    "every second recomputed": Plan(
+        2, sharding=Sharding(3), recompute="full", recompute_method="every", recompute_layers=2
+    ),
     "two ahead": Plan(2, sharding=Sharding(3, prefetch=2)),
     "offloaded": Plan(2, sharding=Sharding(3, offload="all")),
     "bfloat16": Plan(2, sharding=Sharding(3), precision=Precision("bfloat16")),
@@ -122,6 +125,9 @@ def test_code_says_what_the_plan_says():
     assert "first + 4" in code
     assert "set_requires_gradient_sync" not in code
     assert "clip_grad_norm_" not in code
+    for method, part in (("every", "[::3]"), ("block", "[: 3]"), ("uniform", "")):
+        plan = Plan(2, recompute="full", recompute_method=method, recompute_layers=3)
+        assert f"for layer in model.blocks{part}:" in fsdp2_code(plan)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +139,9 @@ def test_code_says_what_the_plan_says():
         (Plan(2, sharding=Sharding(3, offload="optimizer")), "moves parameters too"),
         (Plan(2, sharding=Sharding(3), precision=Precision("float16")), "GradScaler"),
         (Plan(2, recompute="selective"), "scaled_dot_product_attention"),
+        (Plan(2, recompute="operators"), "create_selective_checkpoint_contexts"),
+        (Plan(2, recompute="full", recompute_layers=2), "recompute_layers=2"),
+        (Plan(2, float8="products"), "torchao"),
     ],
 )
 def test_what_the_code_does_not_do_is_a_comment(plan, word):

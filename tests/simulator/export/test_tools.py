@@ -93,6 +93,27 @@ def test_megatron_gets_the_model_and_the_plan():
     assert (sized["--hidden-size"], sized["--num-query-groups"], sized["--ffn-hidden-size"]) == ("512", "2", "1536")
 
 
+def test_recompute_of_some_blocks_and_products_of_8_bits_are_flags():
+    for method, layers in (("block", 5), ("uniform", 4), ("uniform", 1)):
+        own = {"recompute": "full", "recompute_method": method, "recompute_layers": layers}
+        flags = flags_of(said(WIDE, model=ModelDescription("llama-3-70b"), **own))
+        assert flags["--recompute-granularity"] == "full"
+        assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == (method, str(layers))
+        assert "--fp8-format" not in flags
+    flags = flags_of(said(SHARDED, float8="gathers"))
+    assert (flags["--fp8-format"], flags["--fp8-recipe"], flags["--fp8-param-gather"]) == ("hybrid", "tensorwise", True)
+    assert "--fp8-param-gather" not in flags_of(said(SHARDED, float8="products"))
+
+
+def test_recompute_per_operator_is_torchtitans_selective_policy():
+    found = export(said(SHARDED, recompute="operators", float8="products"), "torchtitan").text
+    assert settings_of(found)["activation_checkpoint"] == "SelectiveAC.Config()"
+    assert "# float8='products'" in found
+    partly = export(said(SHARDED, recompute="full", recompute_method="block", recompute_layers=4), "accelerate")
+    assert json.loads(partly.text)["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert any("recompute='full'" in note for note in partly.notes)
+
+
 @pytest.mark.parametrize(
     ("compute", "gradients", "flags"),
     [
@@ -220,6 +241,13 @@ REFUSED = {
         said(precision=Precision("float16", reduce="bfloat16", gradients="bfloat16")),
         "precision.gradients = 'bfloat16'; use float32 or float16",
     ),
+    "megatron operators": ("megatron", said(recompute="operators"), "recompute = 'operators'"),
+    "megatron layers": (
+        "megatron",
+        said(recompute="full", recompute_method="every", recompute_layers=2),
+        "recompute_method = 'every'",
+    ),
+    "titan layers": ("torchtitan", said(recompute="full", recompute_layers=2), "full recompute of some blocks"),
     "megatron positions": ("megatron", said(model=ModelDescription("bloom-7.1b")), "ALiBi"),
     "megatron latent": ("megatron", said(model=ModelDescription("deepseek-v3")), "the latent attention of deepseek-v3"),
     "megatron order": (
@@ -284,7 +312,7 @@ def test_an_unknown_tool_is_refused():
     degrees=st.fixed_dictionaries({name: st.sampled_from([1, 1, 2, 4]) for name in ("data", "pipeline", "tensor")}),
     stage=st.integers(0, 3),
     schedule=st.sampled_from(["one_f_one_b", "gpipe", "zb_h1"]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
+    recompute=st.sampled_from(["none", "selective", "operators", "full"]),
     precision=st.sampled_from([None, BF16, Precision(), Precision("float16", gradients="float16")]),
     per_node=st.sampled_from([None, 2, 4]),
 )

@@ -1,0 +1,184 @@
+"""What a step runs on: Device, Link and Cluster, plain frozen records with checked fields."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distlab.plan.require import require, require_count, require_positive
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator or CPU rank.
+
+    Attributes:
+        matmul_flops_per_s: matrix products, as achieved (calibrated) or as the data sheet says (from spec).
+        memory_bytes_per_s: what elementwise kernels stream, read plus write.
+        memory_bytes: capacity.
+        kernel_s: fixed time of one kernel, whatever its size.
+        launch_s: time in which the host launches one kernel. A pass takes at least as long as all of its launches.
+        attention_flops_per_s: fused attention kernels, as achieved; None: as matrix products.
+        float8_flops_per_s: matrix products of 8-bit numbers, as achieved; None: it has none.
+        multiprocessors: that make tiles of a product at the same time; None: a product's shape does not matter.
+        peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
+        host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
+            reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
+        host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
+            50e9 is an eighth of two sockets with eight channels of DDR4-3200 each, 410 GB/s by specification.
+        host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
+    """
+
+    name: str
+    matmul_flops_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    kernel_s: float = 0.0
+    source: str = ""
+    host_link_bytes_per_s: float = 25e9
+    host_memory_bytes_per_s: float = 50e9
+    host_memory_bytes: float | None = None
+    launch_s: float = 0.0
+    attention_flops_per_s: float | None = None
+    peak_flops_per_s: float | None = None
+    multiprocessors: int | None = None
+    float8_flops_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(
+            f"Device {self.name!r}",
+            matmul_flops_per_s=self.matmul_flops_per_s,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            memory_bytes=self.memory_bytes,
+            host_link_bytes_per_s=self.host_link_bytes_per_s,
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
+        )
+        for name in ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s"):
+            if (value := getattr(self, name)) is not None:
+                require_positive(f"Device {self.name!r}", **{name: value})
+        for name in ("kernel_s", "launch_s"):
+            value = getattr(self, name)
+            require(value >= 0, f"Device {self.name!r}: {name} is {value!r}; pass a time >= 0")
+        if self.multiprocessors is not None:
+            require_count(f"Device {self.name!r}", multiprocessors=self.multiprocessors)
+        require(
+            self.host_memory_bytes is None or self.host_memory_bytes >= 0,
+            f"Device {self.name!r}: host_memory_bytes is {self.host_memory_bytes!r}; pass bytes >= 0, or None",
+        )
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way to move a message: a latency and a bandwidth, one way; used for messages of up to most_bytes."""
+
+    latency_s: float
+    bytes_per_s: float
+    most_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        require(self.latency_s >= 0, f"Protocol: latency_s is {self.latency_s!r}; pass a time >= 0")
+        require_positive("Protocol", bytes_per_s=self.bytes_per_s)
+        require(self.most_bytes > 0, f"Protocol: most_bytes is {self.most_bytes!r}; pass bytes above 0, or infinity")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A wire with one protocol or several: low latency for small messages, high bandwidth for large ones.
+
+    A message takes the fastest of the protocols that are used for its size; the last one is for all sizes.
+
+    Attributes:
+        name: of the wire.
+        protocols: of a ring's messages.
+        source: where the numbers come from, with a date.
+        start_s: fixed time of a collective: its kernel starts, and the ranks meet.
+        switch: protocols of an all-reduce whose sums the switch makes; (): it makes none.
+    """
+
+    name: str
+    protocols: tuple[Protocol, ...]
+    source: str = ""
+    start_s: float = 0.0
+    switch: tuple[Protocol, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
+        require(self.start_s >= 0, f"Link {self.name!r}: start_s is {self.start_s!r}; pass a time >= 0")
+        last = self.protocols[-1].most_bytes
+        require(last == math.inf, f"Link {self.name!r}: its last protocol ends at {last} bytes; give it no most_bytes")
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How much slower a device computes while it communicates, and communicates while it computes (1.0: not at all)."""
+
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute_slowdown", "communication_slowdown"):
+            value = getattr(self, name)
+            require(value >= 1.0, f"Contention: {name} is {value!r}; pass 1.0 (no contention) or more")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes: one link inside a node, one between nodes.
+
+    Attributes:
+        num_devices: ranks that it has room for.
+        devices_per_node: neighbours that `intra_node` links.
+        intra_node: the link inside a node.
+        inter_node: the link between nodes.
+        contention: how computing and communicating slow each other down.
+        send_s: fixed time of a message between pipeline stages, in addition to the link's latency: kernels start on
+            both ranks, and their hosts wait.
+        send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
+        tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
+            them, chunk by chunk.
+        flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
+        fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
+        gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
+        slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
+        live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
+        splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
+        stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
+        num_cores: where ranks are processes of one machine, the cores that they share, in turns; `device` says how fast
+            they are when all of them compute. None: each has a device of its own.
+    """
+
+    name: str
+    device: Device
+    num_devices: int
+    devices_per_node: int
+    intra_node: Link
+    inter_node: Link
+    contention: Contention = Contention()
+    num_cores: int | None = None
+    send_s: float = 0.0
+    send_fraction: float = 1.0
+    splits_messages: bool = False
+    tensor_overlap: float = 0.0
+    gathers_ahead: bool = False
+    flat_buffers: bool = False
+    fused_sums: bool = False
+    slice_s: float = 0.0
+    live_elements: float | None = None
+    stops_early: bool = False
+
+    def __post_init__(self) -> None:
+        owner = f"Cluster {self.name!r}"
+        require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
+        if self.num_cores is not None:
+            require_count(owner, num_cores=self.num_cores)
+        for name, value in (("send_s", self.send_s), ("slice_s", self.slice_s)):
+            require(value >= 0, f"{owner}: {name} is {value!r}; pass a time >= 0")
+        part, hidden = self.send_fraction, self.tensor_overlap
+        require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
+        require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")
+        whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
+        require(
+            whole,
+            f"{owner}: {self.num_devices} devices do not fill nodes of {self.devices_per_node}; "
+            f"use a multiple of {self.devices_per_node}, or fewer than one node",
+        )

@@ -1,0 +1,102 @@
+"""Products of 8 bits: their rate, what quantising streams, gathers of half the bytes, devices that have none."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.plan import Device, Plan, Precision, Sharding
+from simulator import LlamaSizes, cluster, fuse_attention, llama_workload, memory_of, simulate
+from simulator.hardware import presets
+from simulator.memory.model_states import BUFFERS
+from simulator.step.timed import notes_on
+
+SIZES = LlamaSizes(
+    hidden_size=256, num_layers=2, num_heads=4, num_key_value_heads=4, feed_forward_size=512, vocab_size=128
+)
+S, H, F = 64, 256, 512
+LLAMA = fuse_attention(llama_workload(SIZES, sequence_length=S))
+
+
+def machine(**rates):
+    device = Device("both", 1e12, 1e30, 1e15, attention_flops_per_s=1e30, float8_flops_per_s=2e12)
+    return replace(cluster("dgx-h100", 8, stack="best-case"), device=replace(device, **rates))
+
+
+def passes(where, **plan):
+    """Return forward and backward of the first block, and of the head."""
+    stage = simulate(LLAMA, where, Plan(**plan)).stages[0]
+    return stage.forward_ns[1], stage.backward_ns[1], stage.forward_ns[3], stage.backward_ns[3]
+
+
+def test_products_of_blocks_take_half_and_the_head_as_long():
+    wide, narrow = passes(machine()), passes(machine(), float8="products")
+    assert [narrow[0], narrow[1]] == [pytest.approx(wide[0] / 2, abs=1), pytest.approx(wide[1] / 2, abs=1)]
+    assert narrow[2:] == wide[2:]
+
+
+def test_quantising_reads_and_writes_four_bytes_an_element():
+    slow = machine(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
+    into = S * (H + H + H + F) + (3 * H * H + H * H + 2 * F * H + F * H)  # inputs of products, and their parameters
+    out = S * (3 * H + H + 2 * F + H)  # outputs, whose gradients they are
+    wide, narrow = passes(slow), passes(slow, float8="products")
+    assert narrow[0] - wide[0] == pytest.approx(4 * into, abs=2)
+    assert narrow[1] - wide[1] == pytest.approx(4 * out, abs=2)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}])
+def test_ranks_that_share_a_layer_quantise_what_they_multiply(axes):
+    slow = machine(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
+    tokens, t = S // axes.get("context", 1), axes.get("tensor", 1)
+    inputs = tokens * (H + H // t + H + F // t) + (3 * H * H + H * H + 3 * F * H) // t
+    wide, narrow = passes(slow, **axes), passes(slow, **axes, float8="products")
+    assert narrow[0] - wide[0] == pytest.approx(4 * inputs, abs=4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "operators", "full"])
+def test_8_bits_are_faster_on_a_hopper_and_hold_as_much(recompute):
+    large = fuse_attention(llama_workload(LlamaSizes(4096, 4, 32, 8, 14336, 32000), sequence_length=4096))
+    own = {"data": 8, "sharding": Sharding(3), "recompute": recompute}
+    where = cluster("h100-500w", 8)
+    times = [simulate(large, where, Plan(**own, float8=kind)).steady_s for kind in ("none", "products", "gathers")]
+    assert times[0] > times[1] >= times[2]
+    assert memory_of(large, Plan(**own)).max_bytes == memory_of(large, Plan(**own, float8="products")).max_bytes
+
+
+def test_units_of_blocks_are_gathered_in_half_the_bytes():
+    own = {"data": 4, "sharding": Sharding(3)}
+    wide, narrow = (simulate(LLAMA, machine(), Plan(**own, float8=kind)) for kind in ("products", "gathers"))
+    gathers = [[unit.gather.num_bytes for unit in step.stages[0].units] for step in (wide, narrow)]
+    assert gathers[1] == [gathers[0][0], *(size // 2 for size in gathers[0][1:])]  # the root stays as it is
+    root, block = gathers[0][:2]
+    held = [memory_of(LLAMA, Plan(**own, float8=kind)).stages[0] for kind in ("products", "gathers")]
+    assert held[0].forward[1, BUFFERS] - held[1].forward[1, BUFFERS] == block  # its own and the next: half of two
+    assert held[1].forward[0, BUFFERS] >= root
+
+
+def test_what_a_stack_reaches_is_at_most_twice_its_16_bits():
+    for name in ("dgx-h100", "dgx-h200", "dgx-b200", "h100-500w", "rtx-4090-server", "h100-pcie-server", "h800"):
+        best, driven = presets.cluster(name, stack="best-case").device, presets.cluster(name).device
+        assert 1.5 < driven.float8_flops_per_s / driven.matmul_flops_per_s <= 2
+        assert driven.float8_flops_per_s <= best.float8_flops_per_s
+        sheet = presets.cluster(name, measured=False).device
+        assert sheet.float8_flops_per_s == pytest.approx(2 * sheet.matmul_flops_per_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-v100", "t4-server", "dgx-1-p100", "laptop"])
+def test_devices_without_8_bits_refuse_in_one_line(name):
+    where = cluster(name)
+    with pytest.raises(
+        ValueError, match=f"{where.device.name} has no products of 8 bits; use a device that has"
+    ) as told:
+        simulate(LLAMA, where, Plan(float8="products"))
+    assert "\n" not in str(told.value)
+
+
+def test_plans_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="float8 is 'all'; choose one of none, products, gathers"):
+        Plan(float8="all")
+    with pytest.raises(ValueError, match="the stage is 1; use float8 'products', or stage 3"):
+        Plan(data=2, float8="gathers", sharding=Sharding(1))
+    with pytest.raises(ValueError, match="products in 8 bits are Plan's float8"):
+        Precision("float8")
+    assert "not modelled" in notes_on(Plan(float8="products"))[0]

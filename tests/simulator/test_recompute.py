@@ -1,0 +1,156 @@
+"""What backward computes again: per operator, of some blocks, in groups. Times and bytes by hand, and their order."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.plan import Device, Plan, Sharding
+from simulator import LlamaSizes, cluster, fuse_attention, gpt_workload, llama_workload, memory_of, simulate
+from simulator.memory.memory import KINDS
+from simulator.memory.model_states import ACTIVATIONS
+from simulator.stage.recomputed import recomputed
+
+# A device on which products alone take time: 1 ns each 1,000 operations.
+ONLY_PRODUCTS = Device("products", 1e12, 1e30, 1e15, attention_flops_per_s=1e30)
+SIZES = LlamaSizes(
+    hidden_size=64, num_layers=6, num_heads=4, num_key_value_heads=2, feed_forward_size=160, vocab_size=96
+)
+S, B, H, KV, F = 32, 2, 64, 32, 160
+TOKENS = S * B
+LLAMA = fuse_attention(llama_workload(SIZES, sequence_length=S, microbatch_size=B))
+GPT = gpt_workload(hidden_size=64, num_layers=6, num_heads=4, sequence_length=S, vocab_size=96, microbatch_size=B)
+
+
+def one(device=ONLY_PRODUCTS, **changes):
+    return replace(cluster("dgx-a100", 1, stack="best-case"), device=device, **changes)
+
+
+def backward_ns(workload, machine=None, **plan):
+    """Return the backward of the third block."""
+    return simulate(workload, machine or one(), Plan(**plan)).stages[0].backward_ns[3]
+
+
+def kept(workload, **plan):
+    """Return what the third block keeps."""
+    return int(memory_of(workload, Plan(**plan)).stages[0].kept[3, ACTIVATIONS])
+
+
+def test_every_second_product_of_a_llama_runs_again():
+    # wq, wk, wv, wo, w1, w3, w2: the second, fourth and sixth
+    again = 2 * TOKENS * (KV * H + H * H + F * H)
+    assert backward_ns(LLAMA, recompute="operators") - backward_ns(LLAMA) == round(again / 1000)
+
+
+def test_a_llama_keeps_its_input_and_the_outputs_of_attention_and_of_other_products():
+    rows = 4 * TOKENS * SIZES.num_heads  # the logarithm of each row's sum
+    outputs = 2 * TOKENS * (H + KV + F + H)  # wq, wv, w1, w2
+    assert kept(LLAMA, recompute="operators") == 2 * TOKENS * H + outputs + 2 * TOKENS * H + rows
+
+
+def test_of_plain_attention_scores_run_again_and_nothing_is_kept():
+    plain = llama_workload(SIZES, sequence_length=S, microbatch_size=B)
+    products = 2 * TOKENS * (KV * H + H * H + F * H)
+    scores = 4 * TOKENS * S * H
+    assert backward_ns(plain, recompute="operators") - backward_ns(plain) == pytest.approx(
+        (products + scores) / 1000, abs=1
+    )
+    assert kept(plain, recompute="operators") == 2 * TOKENS * H + 2 * TOKENS * (H + KV + F + H)
+
+
+def test_the_last_product_of_a_gpt_does_not_run_again():
+    # queries, keys and values in one; output; up; down: the second alone, since nothing needs what the fourth makes
+    fused = fuse_attention(GPT)
+    assert backward_ns(fused, recompute="operators") - backward_ns(fused) == round(2 * TOKENS * H * H / 1000)
+
+
+def test_only_a_block_that_runs_again_takes_longer():
+    def times(**plan):
+        return simulate(LLAMA, one(), Plan(**plan)).stages[0].backward_ns
+
+    none, full = times(), times(recompute="full")
+    every = times(recompute="full", recompute_method="every", recompute_layers=3)
+    block = times(recompute="full", recompute_method="block", recompute_layers=2)
+    assert every == (none[0], full[1], none[2], none[3], full[4], none[5], none[6], none[7])
+    assert block == (none[0], full[1], full[2], *none[3:])
+    assert times(recompute="full", recompute_method="uniform", recompute_layers=3) == full
+
+
+def test_a_group_keeps_one_input_and_its_backward_holds_what_ran_again():
+    both = memory_of(LLAMA, Plan(recompute="full", recompute_method="uniform", recompute_layers=2)).stages[0]
+    each, none = memory_of(LLAMA, Plan(recompute="full")).stages[0], memory_of(LLAMA, Plan()).stages[0]
+    whole, inputs = int(none.kept[1, ACTIVATIONS]), 2 * TOKENS * H
+    assert both.kept[1:7, ACTIVATIONS].tolist() == [inputs, 0] * 3
+    more = (both.backward - each.backward).sum(axis=1)[1:7].tolist()
+    assert more == [0, whole] * 3  # the second of a group has its input from the first, whose activations are there too
+
+
+def test_stages_count_their_first_blocks_and_a_model_its_every_second():
+    def found(method, layers, cut):
+        return recomputed(LLAMA, Plan(recompute="full", recompute_method=method, recompute_layers=layers), cut).tolist()
+
+    assert found("block", 2, (0, 4)) == [False, True, True, False]
+    assert found("block", 2, (4, 8)) == [True, True, False, False]
+    assert found("every", 2, (0, 4)) == [False, True, False, True]
+    assert found("every", 2, (4, 8)) == [False, True, False, False]
+    assert found("block", 99, (0, 8)) == [False, *[True] * 6, False]
+
+
+@pytest.mark.parametrize("workload", [LLAMA, GPT, fuse_attention(GPT)])
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}])
+def test_bytes_and_times_lie_between_none_and_full(workload, axes):
+    ways = [{}, {"recompute": "operators"}, {"recompute": "full"}]
+    bytes_kept = [kept(workload, **axes, **way) for way in ways]
+    machine = cluster("dgx-a100", 2)
+    times = [simulate(workload, machine, Plan(**axes, **way)).steady_s for way in ways]
+    assert bytes_kept[0] > bytes_kept[1] > bytes_kept[2]
+    assert times[0] < times[1] < times[2]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["every", "block"]), st.sampled_from([1, 2, 3]), st.sampled_from(["time", "blocks"]), st.booleans()
+)
+def test_more_blocks_again_take_longer_and_hold_less(method, pipeline, cut, interleaves):
+    stages = {"schedule": "interleaved", "stages_per_rank": 2} if interleaves and pipeline < 3 else {}
+    own = {
+        "pipeline": pipeline,
+        "num_microbatches": 6,
+        "cut": cut,
+        "recompute": "full",
+        "recompute_method": method,
+    } | stages
+    layers = [6, 3, 2, 1] if method == "every" else [1, 2, 3, 6]
+    steps = [simulate(LLAMA, cluster("dgx-a100", pipeline), Plan(**own, recompute_layers=n)) for n in layers]
+    held = [step.memory.peak_bytes[:, KINDS.index("activations")].sum() for step in steps]
+    assert held == sorted(held, reverse=True)
+    if cut == "blocks":  # stages of equal time move their layers
+        assert [step.steady_s for step in steps] == sorted(step.steady_s for step in steps)
+
+
+def test_stage_3_of_some_blocks():
+    plan = Plan(data=2, sharding=Sharding(3), recompute="full", recompute_method="every", recompute_layers=2)
+    times = [
+        simulate(LLAMA, cluster("dgx-a100", 2), each).steady_s
+        for each in (replace(plan, recompute="none", recompute_method="uniform", recompute_layers=1), plan)
+    ]
+    assert times[0] < times[1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"recompute": "ops"}, "recompute is 'ops'; choose one of none, selective, operators, full"),
+        (
+            {"recompute": "full", "recompute_method": "some"},
+            "recompute_method is 'some'; choose one of uniform, block, every",
+        ),
+        ({"recompute_layers": 2}, "leave them out, or use 'full'"),
+        ({"recompute": "operators", "recompute_method": "every"}, "leave them out, or use 'full'"),
+        ({"recompute": "full", "recompute_layers": 0}, "recompute_layers is 0; pass a whole number of at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(plan, said):
+    with pytest.raises(ValueError, match=said):
+        Plan(**plan)
