@@ -58,7 +58,7 @@ def _region(region: Region, plan: Plan, shares: Shares, device: Device, in_8_bit
         factor = _factor([[shape[side] for side in sides] for shape in local], device, in_8_bits)
         more = quantised.get(name, Work())
         works[name] = replace(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
-        if name == "forward" and region.again:
+        if name == "forward" and region.again and plan.recompute == "operators":
             flops = region.again.matmul_flops - (inner.forward.matmul_flops if inner and not inner.is_fused else 0.0)
             again = replace(region.again, matmul_flops=region.again.matmul_flops + (factor - 1) * flops)
             works["again"] = again + more.times(flops / own)

@@ -63,7 +63,7 @@ CHOSEN = (
     "here and which no constant was fitted to, then have 7 % in place of 22.",
     "MosaicML: a kernel costs 10 us, and what computes beside a collective takes 1.29 times as long, since nccl holds "
     "24 of 108 multiprocessors. Without that the fit wants 175 us a kernel, which none takes; with 60 us and no "
-    "slowdown (first tried) these rows had 1.9 % in place of 2.3, rows on H100 6.6 in place of 4.6, in 8 bits 13 in "
+    "slowdown (first tried) these rows had 1.9 % in place of 2.2, rows on H100 6.6 in place of 4.6, in 8 bits 13 in "
     "place of 6.6.",
     "FSDP paper: with that slowdown its memory rate became 0.50, as in other stacks; without it 0.31.",
     "8 bits: quantising reads and writes 4 bytes an element (first tried: 5, and two kernels an input); products take "

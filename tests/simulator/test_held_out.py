@@ -1,7 +1,8 @@
 """Published steps that no constant was fitted to: how near predictions come to what they have not seen.
 
-MosaicML's rows on H100 showed that attention and products reach less of that device; how much comes from elsewhere (see
-`presets.toml`). The others were predicted once all constants stood.
+MosaicML's rows on H100 showed that attention and products reach less of that device, and that collectives slow what
+runs beside them; rows of torchtitan on A100 and H200, what power leaves the 500 W part; rows in 8 bits, how dear
+quantising is. How much comes from elsewhere: see `presets.toml` and the page of `distlab validate`.
 """
 
 import pytest

@@ -119,7 +119,8 @@ OF_TRAINING = {
 ARGUMENTS = {
     "accumulate-allreduce-grads-in-fp32": 0, "add-qkv-bias": 0, "attention-backend": 1, "bf16": 0, "clip-grad": 1,
     "context-parallel-size": 1, "cp-comm-type": 1, "data-parallel-sharding-strategy": 1, "ddp-bucket-size": 1,
-    "disable-bias-linear": 0, "expert-model-parallel-size": 1, "ffn-hidden-size": 1, "fp16": 0, "global-batch-size": 1,
+    "disable-bias-linear": 0, "expert-model-parallel-size": 1, "ffn-hidden-size": 1, "fp16": 0, "fp8-format": 1,
+    "fp8-param-gather": 0, "fp8-recipe": 1, "global-batch-size": 1,
     "grad-reduce-in-bf16": 0, "group-query-attention": 0, "hidden-size": 1, "kv-channels": 1,
     "max-position-embeddings": 1, "micro-batch-size": 1, "moe-ffn-hidden-size": 1, "moe-router-topk": 1,
     "normalization": 1, "num-attention-heads": 1, "num-distributed-optimizer-instances": 1, "num-experts": 1,
@@ -142,6 +143,13 @@ def megatron_arguments(own):
 @pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
 def test_megatrons_arguments_have_every_flag(own):
     assert megatron_arguments(own).num_layers
+
+
+def test_megatrons_arguments_have_flags_of_8_bits_and_of_blocks_that_run_again():
+    own = said(SHARDED, float8="gathers", recompute="full", recompute_method="block", recompute_layers=8)
+    found = megatron_arguments(own)
+    assert (found.fp8_format, found.fp8_recipe, found.fp8_param_gather) == ("hybrid", "tensorwise", True)
+    assert (found.recompute_method, found.recompute_num_layers) == ("block", "8")
 
 
 @pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
