@@ -56,7 +56,7 @@ def tries_of(path):
     return found
 
 
-@pytest.mark.timeout(700)  # some 15 seconds of processor time, which may be minutes on a busy machine
+@pytest.mark.timeout(700)  # ten seconds of processor time, which may be minutes on a busy machine
 def test_what_is_collected_can_reach_each_bar():
     """Where tests say a number: seven ways of 20 kills never make 160."""
     promises = PROMISES.promises()
