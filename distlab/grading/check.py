@@ -126,7 +126,7 @@ def _run_worlds(
     from distlab.grading.fresh import fresh_ranks
     from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
-    from distlab.grading.variation.verdict import too_few_bytes, varied_fault
+    from distlab.grading.variation.verdict import too_few_bytes, varied_fault, with_cause
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
@@ -140,6 +140,8 @@ def _run_worlds(
             if drawn is not None and fault is not None and fault.code not in _GENERAL:
                 return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.message}"), right, ()
             if fault is not None and drawn is None:
+                if isinstance(outcome, Evidence):
+                    fault = with_cause(fault, exercise, fn, reference_of(exercise), ranks, seed)
                 return _at_world(fault, right, ranks.world_size), right, ()
             if drawn is None and exercise.vary is not None:
                 reference = reference_of(exercise)

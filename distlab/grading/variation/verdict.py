@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.variation.as_if import cause_of
 from distlab.grading.variation.calls import call_varied
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
+
+UNNAMED = {"values", "shape", "order", "scale", "zeros"}  # codes of faults that are seen, with no mistake to blame
+CAUSE_ENDS = ". Seen: "
 
 
 def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
@@ -59,7 +63,10 @@ def _fault(
     got = outcome.results
     num_calls_wanted = ranks.records().num_calls()
     faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
-    fault = next(faults, None) or _unseen(got, num_calls, num_calls_wanted)
+    fault = next(faults, None)
+    if fault is not None and fault.code in UNNAMED:
+        fault = _after(cause_of(exercise, reference, ranks, seed, got, wanted), fault)
+    fault = fault or _unseen(got, num_calls, num_calls_wanted)
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     if fault is None:
         fault = _not_taking_part(taking_part, _taking_part(reference_run))
@@ -69,6 +76,21 @@ def _fault(
     if fault is None and exercise.vary.same_messages:
         fault = _messages(outcome, reference_run)
     return fault
+
+
+def with_cause(
+    fault: Fault, exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
+) -> Fault:
+    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause."""
+    if fault.code not in UNNAMED or exercise.vary is None:
+        return fault
+    drawn = _fault(exercise, fn, reference, ranks, seed)
+    cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
+    return _after(cause, fault) if is_there else fault
+
+
+def _after(cause: str, fault: Fault) -> Fault:
+    return Fault(fault.code, f"{cause}{CAUSE_ENDS}{fault.message}") if cause else fault
 
 
 def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
@@ -133,7 +155,7 @@ def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: 
         return Fault("kept", f"{text}; make a new tensor in each call")
     for earlier in range(call):
         before = wanted[earlier]["result"]
-        if not _is_telling(before) or compare(mine, before, what, n) is not None:
+        if not is_telling(before) or compare(mine, before, what, n) is not None:
             continue
         if compare(want, before, what, n) is not None:
             text = f"{what} is that of call {earlier + 1}, which had other arguments"
@@ -163,15 +185,15 @@ def near(got: Any, want: Any, scale: float) -> bool:
     return compare(got, want) is None
 
 
-def _is_telling(value: Any) -> bool:
+def is_telling(value: Any) -> bool:
     """Whether a value has drawn numbers in it, so that two calls with other arguments never give the same one."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return value.numel() > (0 if value.is_floating_point() else 3) and bool(value.any())
     if isinstance(value, list | tuple):
-        return any(_is_telling(item) for item in value)
-    return isinstance(value, dict) and any(_is_telling(item) for item in value.values())
+        return any(is_telling(item) for item in value)
+    return isinstance(value, dict) and any(is_telling(item) for item in value.values())
 
 
 def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: str, scale: float) -> Iterator[Fault]:

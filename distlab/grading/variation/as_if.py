@@ -1,0 +1,170 @@
+"""Find what wrong results are right for: the reference with another argument, or with another reduction.
+
+The reference is called with the drawn arguments of all calls and one thing changed. Where its results are those of the
+answer, in every call and on every rank, the change is what is wrong with the answer. Nothing is guessed: an answer that
+agrees with no change gets no words from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distlab.grading.exercise import Exercise
+from distlab.grading.variation.calls import call_varied
+from distlab.grading.variation.changes import Change, changed, changes_of, reductions
+from distlab.grading.variation.draw import Vary
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
+
+BUDGET_S = 2.0  # for all changes of one answer
+BATCH_S = 0.4  # one after another on the ranks, before the clock is read again
+LIMIT_S = 4.0  # of a batch: a changed argument may make the reference's ranks wait for each other
+FEWEST = 3  # wrong results without a drawn number in them that a change must explain
+
+
+def cause_of(
+    exercise: Exercise,
+    reference: Callable[..., Any],
+    ranks: Ranks,
+    seed: int,
+    got: Sequence[dict[str, Any]],
+    wanted: Sequence[dict[str, Any]],
+) -> str:
+    """Return in words what the results of all drawn calls are right for, or "" where no change explains them.
+
+    Args:
+        exercise: whose calls were drawn.
+        reference: the right function.
+        ranks: those that made the calls; a change that they do not survive ends the search.
+        seed: of the draws.
+        got: for each rank what `call_varied` returned for the answer.
+        wanted: the same for the reference.
+    """
+    n = len(got)
+    return _of_another_rank(exercise, got, wanted) or _of_a_change(
+        exercise, reference, ranks, seed, got, wanted, list(changes_of(exercise, reference, seed, n))
+    )
+
+
+def _results(run: Sequence[dict[str, Any]], rank: int) -> list[Any]:
+    return [call["result"] for call in run[rank]["calls"]]
+
+
+def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> str:
+    """Say so where each rank returns, in every call, what another rank should return."""
+    from distlab.grading.variation.verdict import near
+
+    n, scale = len(got), exercise.vary.scale if exercise.vary is not None else 1.0
+    turns = [(f"rank {other}", [other] * n) for other in range(n)]
+    turns += [(f"rank r {sign} 1", [(rank + step) % n for rank in range(n)]) for sign, step in (("+", 1), ("-", -1))]
+    for whose, others in turns if n > 1 else ():
+        pairs = [
+            (mine, theirs, right)
+            for rank, other in enumerate(others)
+            for mine, theirs, right in zip(
+                _results(got, rank), _results(wanted, other), _results(wanted, rank), strict=True
+            )
+        ]
+        wrong = [mine for mine, _, right in pairs if not near(mine, right, scale)]
+        if _is_evidence(wrong) and all(near(mine, theirs, scale) for mine, theirs, _ in pairs):
+            return f"every rank r returns what {whose} should return, in all {len(pairs) // n} drawn calls"
+    return ""
+
+
+def _is_evidence(wrong: Sequence[Any]) -> bool:
+    from distlab.grading.variation.verdict import is_telling
+
+    return any(map(is_telling, wrong)) or len(wrong) >= FEWEST
+
+
+def _of_a_change(
+    exercise: Exercise,
+    reference: Callable[..., Any],
+    ranks: Ranks,
+    seed: int,
+    got: Sequence[dict[str, Any]],
+    wanted: Sequence[dict[str, Any]],
+    changes: list[Change],
+) -> str:
+    from distlab.comm import RankError
+
+    results = [(_results(got, rank), _results(wanted, rank)) for rank in range(len(got))]
+    assert exercise.vary is not None
+    begun, size, limit_s = time.monotonic(), 1, ranks.timeout_s
+    ranks.timeout_s = min(limit_s, LIMIT_S)
+    try:
+        while changes and time.monotonic() - begun < BUDGET_S:
+            batch, changes = changes[:size], changes[size:]
+            start = time.monotonic()
+            found = ranks.run(_tried, reference, exercise.vary, seed, batch, results)
+            for index, change in enumerate(batch):
+                words = _explained([of_rank[index] for of_rank in found], results, exercise.vary.scale)
+                if words:
+                    return f"{words} {change.words}"
+            size = max(1, min(16, int(BATCH_S * size / max(time.monotonic() - start, 1e-3))))
+    except (RankError, RuntimeError, OSError):
+        return ""
+    finally:
+        ranks.timeout_s = limit_s
+    return ""
+
+
+def _explained(
+    found: Sequence[dict[str, list[bool]]], results: Sequence[tuple[list[Any], list[Any]]], scale: float
+) -> str:
+    """Say what a change explains, by what each rank found: the whole result, or one part of it; "" for nothing."""
+    from distlab.grading.variation.verdict import near
+
+    num_calls = len(results[0][0])
+    for part in found[0]:
+        if not all(part in of_rank and all(of_rank[part]) for of_rank in found):
+            continue
+        pairs = [pair for got, want in results for pair in zip(_part(got, part), _part(want, part), strict=True)]
+        wrong = [mine for mine, right in pairs if not near(mine, right, scale)]
+        if _is_evidence(wrong):
+            whose = f"the result{part}" if part else "what it returns"
+            return f"in all {num_calls} drawn calls {whose} is what is right"
+    return ""
+
+
+def _part(results: Sequence[Any], part: str) -> list[Any]:
+    return [dict(_parts(result)).get(part) for result in results]
+
+
+def _parts(result: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a result, and what is in it by place, if it is a dict or a list of a few parts."""
+    yield "", result
+    if isinstance(result, dict):
+        yield from ((f"[{key!r}]", value) for key, value in result.items())
+    elif isinstance(result, list | tuple) and 1 < len(result) <= 4:
+        yield from ((f"[{index}]", value) for index, value in enumerate(result))
+
+
+def _tried(
+    reference: Callable[..., Any],
+    vary: Vary,
+    seed: int,
+    changes: Sequence[Change],
+    results: Sequence[tuple[list[Any], list[Any]]],
+) -> list[dict[str, list[bool]]]:
+    """On a rank, make all calls with each change; return for each part of a result where it is the answer's."""
+    import torch.distributed as dist
+
+    from distlab.grading.variation.verdict import near
+
+    got = results[dist.get_rank()][0]
+    found: list[dict[str, list[bool]]] = []
+    for change in changes:
+        alike: dict[str, list[bool]] = {}
+        with reductions(change) as made, contextlib.suppress(Exception):  # the reference may take no such argument
+            calls = call_varied(changed(reference, change, made), vary, seed, reference)["calls"]
+            for mine, call in zip(got, calls, strict=True):
+                theirs = dict(_parts(call["result"]))
+                for part, value in _parts(mine):
+                    alike.setdefault(part, []).append(part in theirs and near(value, theirs[part], vary.scale))
+        found.append({part: each for part, each in alike.items() if len(each) == len(got)})
+    return found
