@@ -177,7 +177,7 @@ EXERCISES = (
         timeout_s=20.0,
         on_failure=shared.explain_failure,
         budget=sums.hierarchical_budget,
-        mutants=sums.WRONG_LEVELS,
+        mutants=sums.WRONG_LEVELS + slips.WRONG_HIERARCHICAL,
         vary=varied.HIERARCHICAL,
     ),
 )

@@ -12,6 +12,9 @@ WRONG_QUANTIZE = (
 )
 WRONG_REPAIR = (
     Mutant("bits turned", "scale", "the sign is wrong", 1).edit("(gradient >= 0)", "(gradient < 0)"),
+    Mutant("zero is negative", "zero is negative", "exactly 0 as negative", 1).edit(
+        "(gradient >= 0)", "(gradient > 0)"
+    ),
     Mutant("largest magnitude", "largest magnitude", "the mean magnitude is asked for", 1).edit(
         "gradient.abs().mean()", "gradient.abs().max()"
     ),

@@ -31,6 +31,7 @@ WRONG_MLPS = (
     ),
 )
 WRONG_HEADS = (
+    Mutant("rank 0's", "values", "for rank=0, whatever rank is", 1).edit("(num_ranks)[rank]", "(num_ranks)[0]"),
     Mutant("heads of two rows", "raised", "split", 1, "one size").edit(
         "len(weight) // (num_heads + 2 * num_shared)", "2"
     ),
@@ -62,6 +63,10 @@ WRONG_DROPS = (
     ),
 )
 WRONG_CLIPS = (
+    Mutant("partial left out", "norm of other parts", "leaves out `partial`", 1).edit("[*whole, *partial])", "whole)"),
+    Mutant("the largest rank's", "norm of other parts", "alone (MAX)", 2).edit(
+        "dist.all_reduce(square)", "dist.all_reduce(square, dist.ReduceOp.MAX)"
+    ),
     Mutant("zero gradients", "nan", "0 divided by 0", 1, "zero gradients").edit(
         "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
     ),
