@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_06.checks import activations, counts, master, scaler, varied
+from distlab_lesson_06.checks import activations, counts, master, scaler, slips, varied
 
 from distlab.grading import Exercise
 
@@ -55,7 +55,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=counts.budget_activations,
-        mutants=counts.WRONG_ACTIVATIONS + varied.WRONG_ACTIVATIONS,
+        mutants=counts.WRONG_ACTIVATIONS + varied.WRONG_ACTIVATIONS + slips.KNOWN_ACTIVATIONS,
         vary=varied.ACTIVATIONS,
     ),
     Exercise(

@@ -37,9 +37,10 @@ def test_terms_are_found(square: float, says: str) -> None:
 
 def test_norms_that_were_added_are_told() -> None:
     norm = math.sqrt(7 + 2.5) + math.sqrt(39)
-    assert explain_norm(norm, TERMS) == ""  # of three terms, two roots in one: not a form that is tried
-    two = TERMS[:2]
-    assert "adds the norms of `split` and `whole`" in explain_norm(math.sqrt(39) + math.sqrt(7), two)
+    assert "adds the norms of `split` and the rest" in explain_norm(norm, TERMS)
+    norm = math.sqrt(7) + math.sqrt(2.5) + math.sqrt(39)
+    assert "adds the norms of `split`, `whole` and `partial`" in explain_norm(norm, TERMS)
+    assert "adds the norms of `split` and `whole`" in explain_norm(math.sqrt(39) + math.sqrt(7), TERMS[:2])
 
 
 def test_nothing_is_guessed() -> None:

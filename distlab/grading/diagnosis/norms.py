@@ -68,9 +68,16 @@ def explain_norm(norm: float, terms: Sequence[Term]) -> str:
             for wrong in product(*(term.wrong for term in chosen)):
                 if close(norm, (others + sum(square for square, _ in wrong)) ** 0.5):
                     return ", and ".join(words for _, words in wrong)
-    for chosen in combinations(terms, 2):
-        others = sum(term.square for term in terms if term not in chosen)
-        if close(norm - others**0.5, sum(term.square**0.5 for term in chosen)):
-            names = " and ".join(f"`{term.name}`" for term in chosen)
-            return f"adds the norms of {names}: lengths do not add, their squares do; take the root at the end"
+    return _added(norm, terms)
+
+
+def _added(norm: float, terms: Sequence[Term]) -> str:
+    """Return words for a norm that is a sum of norms: each term's, or one term's and that of the others together."""
+    total = sum(term.square for term in terms)
+    apart = [(term.square**0.5 + (total - term.square) ** 0.5, [f"`{term.name}`", "the rest"]) for term in terms]
+    apart.append((sum(term.square**0.5 for term in terms), [f"`{term.name}`" for term in terms]))
+    for added, names in apart[::-1] if len(terms) > 1 else ():
+        if close(norm, added):
+            listed = f"{', '.join(names[:-1])} and {names[-1]}"
+            return f"adds the norms of {listed}: lengths do not add, their squares do; take the root at the end"
     return ""

@@ -8,9 +8,12 @@ agrees with no change gets no words from here.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from distlab.grading.exercise import Exercise
 from distlab.grading.variation.calls import call_varied
@@ -20,9 +23,9 @@ from distlab.grading.variation.draw import Vary
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-BUDGET_S = 2.0  # for all changes of one answer
-BATCH_S = 0.4  # one after another on the ranks, before the clock is read again
-LIMIT_S = 4.0  # of a batch: a changed argument may make the reference's ranks wait for each other
+BUDGET_S = 1.0  # of a rank's processor time, for all changes of one answer: a busy machine changes no verdict
+BATCH_S = 0.2  # of that, for changes that are tried one after another
+LIMIT_S = 10.0  # of a batch: a changed argument may make the reference's ranks wait for each other
 FEWEST = 3  # wrong results without a drawn number in them that a change must explain
 
 
@@ -44,14 +47,32 @@ def cause_of(
         got: for each rank what `call_varied` returned for the answer.
         wanted: the same for the reference.
     """
-    n = len(got)
-    return _of_another_rank(exercise, got, wanted) or _of_a_change(
-        exercise, reference, ranks, seed, got, wanted, list(changes_of(exercise, reference, seed, n))
-    )
+    written = _written(wanted)
+    changes = [
+        change
+        for change in changes_of(exercise, reference, seed, len(got))
+        if change.how != "tensor" or change.what not in written
+    ]
+    other_rank = _of_another_rank(exercise, got, wanted)
+    return other_rank or _of_a_change(exercise, reference, ranks, seed, got, wanted, changes)
+
+
+def _written(wanted: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the names of arguments that the reference writes to: another tensor in their place says nothing."""
+    from distlab.grading.diagnosis.values import compare
+
+    calls = [call for run in wanted for call in run["calls"]]
+    pairs = [(name, old, dict(call["after"]).get(name)) for call in calls for name, old in call["before"]]
+    return {name.partition(".")[0].partition("[")[0] for name, old, new in pairs if compare(new, old) is not None}
 
 
 def _results(run: Sequence[dict[str, Any]], rank: int) -> list[Any]:
-    return [call["result"] for call in run[rank]["calls"]]
+    return [_outcome(call) for call in run[rank]["calls"]]
+
+
+def _outcome(call: dict[str, Any]) -> Any:
+    """Return a call's result, or what it left in its arguments where it returns nothing."""
+    return dict(call["after"]) if call["result"] is None else call["result"]
 
 
 def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> str:
@@ -71,14 +92,19 @@ def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: 
         ]
         wrong = [mine for mine, _, right in pairs if not near(mine, right, scale)]
         if _is_evidence(wrong) and all(near(mine, theirs, scale) for mine, theirs, _ in pairs):
-            return f"every rank r returns what {whose} should return, in all {len(pairs) // n} drawn calls"
+            return f"every rank r returns what {whose} should return, in all {len(pairs) // n} drawn calls."
     return ""
 
 
 def _is_evidence(wrong: Sequence[Any]) -> bool:
+    """Whether wrong results tell where they come from: by drawn digits, or whole numbers that are not all alike."""
     from distlab.grading.variation.verdict import is_telling
 
-    return any(map(is_telling, wrong)) or len(wrong) >= FEWEST
+    if any(isinstance(one, float) and math.isfinite(one) and one != round(one) for one in wrong):
+        return True
+    if len({str(one) for one in wrong}) < 2:
+        return any(isinstance(one, Tensor) and is_telling(one) for one in wrong)
+    return any(map(is_telling, wrong)) or (len(wrong) >= FEWEST and any(wrong))
 
 
 def _of_a_change(
@@ -94,18 +120,21 @@ def _of_a_change(
 
     results = [(_results(got, rank), _results(wanted, rank)) for rank in range(len(got))]
     assert exercise.vary is not None
-    begun, size, limit_s = time.monotonic(), 1, ranks.timeout_s
+    spent_s, size, limit_s = 0.0, 1, ranks.timeout_s
     ranks.timeout_s = min(limit_s, LIMIT_S)
     try:
-        while changes and time.monotonic() - begun < BUDGET_S:
+        while changes and spent_s < BUDGET_S:
             batch, changes = changes[:size], changes[size:]
-            start = time.monotonic()
-            found = ranks.run(_tried, reference, exercise.vary, seed, batch, results)
+            found, took_s = zip(*ranks.run(_tried, reference, exercise.vary, seed, batch, results), strict=True)
+            spent_s += took_s[0]
             for index, change in enumerate(batch):
-                words = _explained([of_rank[index] for of_rank in found], results, exercise.vary.scale)
-                if words:
-                    return f"{words} {change.words}"
-            size = max(1, min(16, int(BATCH_S * size / max(time.monotonic() - start, 1e-3))))
+                part = _explained([of_rank[index] for of_rank in found], results, exercise.vary.scale)
+                if part is not None:
+                    whose = f"the result{part}" if part else "what it returns, or leaves in its arguments,"
+                    of = "that of an answer that" if change.how == "does" else "what is right"
+                    text = f"in all {len(results[0][0])} drawn calls {whose} is {of} {change.words}"
+                    return text + "." * (not text.endswith("?"))
+            size = max(1, min(16, int(BATCH_S * size / max(took_s[0], 1e-3))))
     except (RankError, RuntimeError, OSError):
         return ""
     finally:
@@ -115,20 +144,21 @@ def _of_a_change(
 
 def _explained(
     found: Sequence[dict[str, list[bool]]], results: Sequence[tuple[list[Any], list[Any]]], scale: float
-) -> str:
-    """Say what a change explains, by what each rank found: the whole result, or one part of it; "" for nothing."""
+) -> str | None:
+    """Return the part of the results that a change explains on all ranks: "" for the whole; None for no part.
+
+    Of the parts only the first that is wrong counts: others may follow from it.
+    """
     from distlab.grading.variation.verdict import near
 
-    num_calls = len(results[0][0])
-    for part in found[0]:
-        if not all(part in of_rank and all(of_rank[part]) for of_rank in found):
-            continue
+    for part in dict.fromkeys(name for got, _ in results for result in got for name, _ in _parts(result)):
         pairs = [pair for got, want in results for pair in zip(_part(got, part), _part(want, part), strict=True)]
         wrong = [mine for mine, right in pairs if not near(mine, right, scale)]
-        if _is_evidence(wrong):
-            whose = f"the result{part}" if part else "what it returns"
-            return f"in all {num_calls} drawn calls {whose} is what is right"
-    return ""
+        if wrong and all(part in of_rank and all(of_rank[part]) for of_rank in found):
+            return part if _is_evidence(wrong) else None
+        if wrong and part:
+            return None
+    return None
 
 
 def _part(results: Sequence[Any], part: str) -> list[Any]:
@@ -150,21 +180,21 @@ def _tried(
     seed: int,
     changes: Sequence[Change],
     results: Sequence[tuple[list[Any], list[Any]]],
-) -> list[dict[str, list[bool]]]:
-    """On a rank, make all calls with each change; return for each part of a result where it is the answer's."""
+) -> tuple[list[dict[str, list[bool]]], float]:
+    """On a rank, make all calls with each change; return where parts of results are the answer's, and the seconds."""
     import torch.distributed as dist
 
     from distlab.grading.variation.verdict import near
 
-    got = results[dist.get_rank()][0]
+    got, begun = results[dist.get_rank()][0], time.thread_time()
     found: list[dict[str, list[bool]]] = []
     for change in changes:
         alike: dict[str, list[bool]] = {}
         with reductions(change) as made, contextlib.suppress(Exception):  # the reference may take no such argument
             calls = call_varied(changed(reference, change, made), vary, seed, reference)["calls"]
             for mine, call in zip(got, calls, strict=True):
-                theirs = dict(_parts(call["result"]))
+                theirs = dict(_parts(_outcome(call)))
                 for part, value in _parts(mine):
                     alike.setdefault(part, []).append(part in theirs and near(value, theirs[part], vary.scale))
         found.append({part: each for part, each in alike.items() if len(each) == len(got)})
-    return found
+    return found, time.thread_time() - begun

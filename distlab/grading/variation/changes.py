@@ -10,11 +10,12 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from distlab.grading.exercise import Exercise
+from distlab.grading.mutant import build
 from distlab.grading.variation.calls import split
 from distlab.grading.variation.draw import Members
 from distlab.grading.variation.owned import named
 
-REDUCTIONS = "all_reduce"
+REDUCTIONS, ALL = "all_reduce", "all"
 _REDUCED = {"MAX": "the largest", "MIN": "the smallest", "PRODUCT": "the product"}
 
 
@@ -22,8 +23,8 @@ class Change(NamedTuple):
     """One thing that is other than in the reference.
 
     Attributes:
-        what: a parameter's name, with the field after a dot; or REDUCTIONS.
-        how: "is", "plus", "swapped with", "list", "tensor", "op" or "left out".
+        what: a parameter's name, with the field after a dot; or REDUCTIONS; or ALL of the function.
+        how: "is", "plus", "swapped with", "from the end", "list", "tensor", "op", "left out"; or "does".
         value: what it is changed to, or by.
         words: what to say.
     """
@@ -36,6 +37,8 @@ class Change(NamedTuple):
 
 def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> Callable[..., Any]:
     """Return the reference as it is with a changed argument; what belongs to the caller is not touched."""
+    if change.how == "does":
+        return change.value  # type: ignore[no-any-return]
     name, _, field = change.what.partition(".")
 
     @functools.wraps(reference)
@@ -48,6 +51,8 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
         own = bound.arguments
         if change.how == "swapped with":
             own[name], own[change.value] = own[change.value], own[name]
+        elif change.how == "from the end":
+            own[name] = own[change.value] - 1 - own[name]
         else:
             own[name] = _with_field(own[name], field, change) if field else _new(own[name], change)
         return reference(*bound.args, **bound.kwargs)
@@ -100,7 +105,11 @@ def reductions(change: Change) -> Iterator[list[int]]:
 
 
 def changes_of(exercise: Exercise, reference: Callable[..., Any], seed: int, world_size: int) -> Iterator[Change]:
-    """Yield what is tried: other reductions first, then each argument at each of a few other values."""
+    """Yield what is tried: known slips, other reductions, then each argument at each of a few other values."""
+    with contextlib.suppress(OSError, ValueError):  # a student copy has no text of the reference
+        for slip in exercise.mutants:
+            if slip.does:
+                yield Change(ALL, "does", build(slip, exercise.name, reference, exercise.imports).fn, slip.does)
     if world_size > 1:
         for op, words in _REDUCED.items():
             yield Change(REDUCTIONS, "op", op, f"if each all_reduce took {words} of the ranks' values, not their sum")
@@ -110,6 +119,11 @@ def changes_of(exercise: Exercise, reference: Callable[..., Any], seed: int, wor
     for name, values in seen.items():
         yield from _of_values(name, values)
     kinds = {name: {type(value) for value in values} for name, values in seen.items()}
+    for one, other in ((one, other) for one in seen for other in seen if one != other):
+        if kinds[one] == kinds[other] == {int}:
+            yield Change(
+                one, "from the end", other, f"for {one} = {other} - 1 - {one}: is it counted from the other end?"
+            )
     for one in seen:
         for other in list(seen)[list(seen).index(one) + 1 :]:
             if kinds[one] == kinds[other] and kinds[one] <= {int, float}:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distlab.comm import Ranks
 
 UNNAMED = {"values", "shape", "order", "scale", "zeros"}  # codes of faults that are seen, with no mistake to blame
-CAUSE_ENDS = ". Seen: "
+CAUSE_ENDS = " Seen: "
 
 
 def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
@@ -64,7 +64,8 @@ def _fault(
     num_calls_wanted = ranks.records().num_calls()
     faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
     fault = next(faults, None)
-    if fault is not None and fault.code in UNNAMED:
+    in_place = all(call["result"] is None for run in wanted for call in run["calls"])
+    if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
         fault = _after(cause_of(exercise, reference, ranks, seed, got, wanted), fault)
     fault = fault or _unseen(got, num_calls, num_calls_wanted)
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
@@ -119,6 +120,9 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             where = f"call {call + 1}, {name}({theirs['words']}): "
             yield from _arguments(mine, theirs, where, f"rank {rank}'s " if n > 1 else "", scale)
             yield from _left_behind(mine, theirs, where, rank, n)
+            for moved in [place for place in mine["moved"] if place not in theirs["moved"]][:1]:
+                text = f"{where}right at first, but a later call changed {moved}{_on(rank, n)}: both calls share memory"
+                yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
 
 
 def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
+from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 
 
@@ -137,6 +138,19 @@ def other_wires(evidence: Evidence) -> Iterator[Fault]:
                 text = f"{case.name}: rank {case.rank}'s messages go {', '.join(went)}, one after another, where"
                 text += f" {', '.join(want)} are asked: a step runs over the wrong group. Reduce-scatter over local,"
                 yield Fault("wrong group", f"{text} all-reduce the chunk over cross, all-gather over local")
+
+
+def hierarchical_failure(error: RankError, world_size: int) -> Fault | None:
+    """Name a step over the wrong group by tensors of several lengths in one call; else as in the other exercises."""
+    fault = shared.explain_failure(error, world_size)
+    if fault is None or fault.code != "messages do not fit":
+        return fault
+    first, *lines = fault.message.splitlines()
+    text = (
+        f"{first}. So ranks give tensors of several lengths to one call: a step runs over the wrong group. The chunks"
+    )
+    text += " of one machine differ; cross holds the ranks with the same chunk"
+    return Fault("wrong group", "\n".join([text, *lines]))
 
 
 def cross_of(rank: int, g: int, n: int) -> list[int]:

@@ -36,3 +36,9 @@ WRONG_REPAIR = (
         "/= dist.get_world_size()", "/= dist.get_world_size() ** 2"
     ),
 )
+
+KNOWN_AVERAGE = (
+    Mutant("magnitudes", "values", "counts magnitudes", 1)
+    .edit("parameter.grad /=", "parameter.grad.abs_()\nparameter.grad /=")
+    .known("counts magnitudes: a gradient keeps its sign"),
+)

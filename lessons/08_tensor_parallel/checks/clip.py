@@ -79,6 +79,9 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
     for code, value, words in _wrong_norms(rank, n) if n > 1 else ():
         if close(norm, value**0.5):
             yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
+    if close(norm, true * CLIP_FACTORS[0]):
+        text = f"rank {rank} returns {norm:.4g}, the norm after clipping"
+        yield Fault("norm after", f"{text}; return the norm that the gradients had before, {true:.4g}")
     if norm == 0:
         text = (
             f"rank {rank}'s norm is 0, expected {true:.6g}: these tensors are the gradients, and have no .grad, where"

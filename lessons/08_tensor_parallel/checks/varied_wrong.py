@@ -43,6 +43,9 @@ WRONG_HEADS = (
     ),
 )
 WRONG_ENTROPIES = (
+    Mutant("one largest for all", "underflow", "take the largest of each position", 1).edit(
+        "amax(1)", "amax().repeat(len(logits))"
+    ),
     Mutant("ten positions", "values", "the loss", 1, "one size").edit(").mean()", ").sum() / 10"),
     Mutant("seeds the world", "state left behind", "torch's random state", 1, "state").edit(
         "return (total.log()", f"{_FIRST}return (total.log()"
@@ -55,6 +58,9 @@ WRONG_SEQUENCES = (
     ),
 )
 WRONG_DROPS = (
+    Mutant("rows dropped", "rows dropped", "each number is dropped by itself", 1).edit(
+        "torch.rand(x.shape,", "torch.rand(x.shape[:1] + (1,) * (x.dim() - 1),"
+    ),
     Mutant("a quarter", "scale", "the share that is dropped", 1, "one set of arguments").edit(
         "own = ", "p = 0.25\nown = "
     ),
