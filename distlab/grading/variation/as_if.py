@@ -104,7 +104,8 @@ def _is_evidence(wrong: Sequence[Any]) -> bool:
         return True
     if len({str(one) for one in wrong}) < 2:
         return any(isinstance(one, Tensor) and is_telling(one) for one in wrong)
-    return any(map(is_telling, wrong)) or (len(wrong) >= FEWEST and any(wrong))
+    is_some = any(one is not None and one != 0 for one in wrong if not isinstance(one, Tensor))
+    return any(map(is_telling, wrong)) or (len(wrong) >= FEWEST and is_some)
 
 
 def _of_a_change(
@@ -121,6 +122,7 @@ def _of_a_change(
     results = [(_results(got, rank), _results(wanted, rank)) for rank in range(len(got))]
     assert exercise.vary is not None
     spent_s, size, limit_s = 0.0, 1, ranks.timeout_s
+    is_in_place = all(call["result"] is None for run in wanted for call in run["calls"])
     ranks.timeout_s = min(limit_s, LIMIT_S)
     try:
         while changes and spent_s < BUDGET_S:
@@ -130,7 +132,8 @@ def _of_a_change(
             for index, change in enumerate(batch):
                 part = _explained([of_rank[index] for of_rank in found], results, exercise.vary.scale)
                 if part is not None:
-                    whose = f"the result{part}" if part else "what it returns, or leaves in its arguments,"
+                    whole = "what it leaves in its arguments" if is_in_place else "what it returns"
+                    whose = f"the result{part}" if part else whole
                     of = "that of an answer that" if change.how == "does" else "what is right"
                     text = f"in all {len(results[0][0])} drawn calls {whose} is {of} {change.words}"
                     return text + "." * (not text.endswith("?"))
@@ -155,10 +158,20 @@ def _explained(
         pairs = [pair for got, want in results for pair in zip(_part(got, part), _part(want, part), strict=True)]
         wrong = [mine for mine, right in pairs if not near(mine, right, scale)]
         if wrong and all(part in of_rank and all(of_rank[part]) for of_rank in found):
-            return part if _is_evidence(wrong) else None
+            odd = [one for pair in pairs for one in _odd(*pair, scale)]
+            return part if _is_evidence(odd) else None
         if wrong and part:
             return None
     return None
+
+
+def _odd(mine: Any, right: Any, scale: float) -> list[Any]:
+    """Return what of a wrong result is wrong: some of its parts, or the whole."""
+    from distlab.grading.variation.verdict import near
+
+    theirs = dict(_parts(right))
+    parts = [value for name, value in _parts(mine) if name and not near(value, theirs.get(name), scale)]
+    return parts or ([] if near(mine, right, scale) else [mine])
 
 
 def _part(results: Sequence[Any], part: str) -> list[Any]:

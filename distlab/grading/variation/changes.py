@@ -78,7 +78,8 @@ def _new(old: Any, change: Change) -> Any:
             change.value
         ]
     if change.how == "tensor":
-        return {"zeros": torch.zeros_like, "negated": torch.neg, "absolute": torch.abs}[change.value](old)
+        made: dict[str, Callable[[Any], Any]] = {"zeros": torch.zeros_like, "negated": torch.neg, "absolute": torch.abs}
+        return made[change.value](old)
     return change.value
 
 

@@ -127,7 +127,8 @@ def judge_newest(evidence: Evidence) -> Iterator[Fault]:
     for case, got in zip(CASES, evidence.results[0], strict=True):
         if isinstance(got, str):
             code = "raised" if got.startswith("it raised") else "returned"
-            yield Fault(code, f"{case.words}: {got}; name what is damaged, and take an older one")
+            advice = "; name what is damaged, and take an older one" if code == "raised" else ""
+            yield Fault(code, f"{case.words}: {got}{advice}")
         good, damaged = got
         if good is None and not case.damage:
             text = (
