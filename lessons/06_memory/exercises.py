@@ -121,7 +121,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=master.budget_master,
-        mutants=master.WRONG_MASTERS + varied.WRONG_MASTER,
+        mutants=master.WRONG_MASTERS + varied.WRONG_MASTER + slips.KNOWN_MASTER,
         vary=varied.MASTER,
     ),
     Exercise(

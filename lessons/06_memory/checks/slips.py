@@ -7,3 +7,9 @@ KNOWN_ACTIVATIONS = (
     .edit("heads * sequence / hidden", "heads * hidden / sequence")
     .known("has hidden / sequence where sequence / hidden belongs, in the term of the scores"),
 )
+
+KNOWN_MASTER = (
+    Mutant("first tensor alone", "values", "first tensor alone", 1)
+    .edit("weight.copy_(master)", "weight.copy_(master)\nbreak")
+    .known("updates the first tensor alone"),
+)
