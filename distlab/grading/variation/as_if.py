@@ -19,6 +19,7 @@ from distlab.grading.exercise import Exercise
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.changes import Change, changed, changes_of, reductions
 from distlab.grading.variation.draw import Vary
+from distlab.grading.variation.near import is_telling, near
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -77,8 +78,6 @@ def _outcome(call: dict[str, Any]) -> Any:
 
 def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> str:
     """Say so where each rank returns, in every call, what another rank should return."""
-    from distlab.grading.variation.verdict import near
-
     n, scale = len(got), exercise.vary.scale if exercise.vary is not None else 1.0
     turns = [(f"rank {other}", [other] * n) for other in range(n)]
     turns += [(f"rank r {sign} 1", [(rank + step) % n for rank in range(n)]) for sign, step in (("+", 1), ("-", -1))]
@@ -98,8 +97,6 @@ def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: 
 
 def _is_evidence(wrong: Sequence[Any]) -> bool:
     """Whether wrong results tell where they come from: by drawn digits, or whole numbers that are not all alike."""
-    from distlab.grading.variation.verdict import is_telling
-
     if any(isinstance(one, float) and math.isfinite(one) and one != round(one) for one in wrong):
         return True
     if len({str(one) for one in wrong}) < 2:
@@ -152,8 +149,6 @@ def _explained(
 
     Of the parts only the first that is wrong counts: others may follow from it.
     """
-    from distlab.grading.variation.verdict import near
-
     for part in dict.fromkeys(name for got, _ in results for result in got for name, _ in _parts(result)):
         pairs = [pair for got, want in results for pair in zip(_part(got, part), _part(want, part), strict=True)]
         wrong = [mine for mine, right in pairs if not near(mine, right, scale)]
@@ -167,8 +162,6 @@ def _explained(
 
 def _odd(mine: Any, right: Any, scale: float) -> list[Any]:
     """Return what of a wrong result is wrong: some of its parts, or the whole."""
-    from distlab.grading.variation.verdict import near
-
     theirs = dict(_parts(right))
     parts = [value for name, value in _parts(mine) if name and not near(value, theirs.get(name), scale)]
     return parts or ([] if near(mine, right, scale) else [mine])
@@ -196,8 +189,6 @@ def _tried(
 ) -> tuple[list[dict[str, list[bool]]], float]:
     """On a rank, make all calls with each change; return where parts of results are the answer's, and the seconds."""
     import torch.distributed as dist
-
-    from distlab.grading.variation.verdict import near
 
     got, begun = results[dist.get_rank()][0], time.thread_time()
     found: list[dict[str, list[bool]]] = []

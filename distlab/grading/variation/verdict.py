@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.variation.as_if import cause_of
 from distlab.grading.variation.calls import call_varied
+from distlab.grading.variation.near import is_telling, near
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -167,37 +168,6 @@ def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: 
     if fault.code == "dtype":
         return Fault("dtype", f"{fault.message}: take the dtype from the argument, do not write one down")
     return fault
-
-
-def near(got: Any, want: Any, scale: float) -> bool:
-    """Whether two results are equal up to the roundings of their dtype, relative to the numbers they came from."""
-    import torch
-
-    from distlab.grading.diagnosis.values import compare, equal, tolerance_of
-
-    if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return False
-        if not want.is_floating_point() or equal(got, want):
-            return equal(got, want)
-        limit = tolerance_of(want.dtype) * scale * (8 if want.element_size() == 2 else 1)  # 16 bits: values up to 8
-        return torch.allclose(got, want, rtol=0.0, atol=limit, equal_nan=True)
-    if isinstance(want, list | tuple) and isinstance(got, list | tuple):
-        return len(got) == len(want) and all(near(*pair, scale) for pair in zip(got, want, strict=True))
-    if isinstance(want, dict) and isinstance(got, dict):
-        return got.keys() == want.keys() and all(near(got[key], want[key], scale) for key in want)
-    return compare(got, want) is None
-
-
-def is_telling(value: Any) -> bool:
-    """Whether a value has drawn numbers in it, so that two calls with other arguments never give the same one."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.numel() > (0 if value.is_floating_point() else 3) and bool(value.any())
-    if isinstance(value, list | tuple):
-        return any(is_telling(item) for item in value)
-    return isinstance(value, dict) and any(is_telling(item) for item in value.values())
 
 
 def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: str, scale: float) -> Iterator[Fault]:

@@ -14,7 +14,7 @@ KNOWN_GLOBAL_NORM = (
 KNOWN_FIND_THE_BUG = (
     Mutant("sigmoid", "values", "sigmoid", 1)
     .edit("(1 - hidden.square())", "hidden * (1 - hidden)")
-    .known("takes the derivative of the sigmoid, y (1 - y); that of tanh is 1 - y^2"),
+    .known("takes the sigmoid's derivative, y (1 - y); that of tanh is 1 - y^2"),
     Mutant("output averaged", "values", "averages the output", 2)
     .edit("dist.all_reduce(output, group=tensor)", "dist.all_reduce(output, group=tensor)\noutput /= tensor.size()")
     .known("averages the output over the tensor ranks, whose parts are summands"),
