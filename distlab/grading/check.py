@@ -17,7 +17,7 @@ from distlab.grading.exercise import Evidence, Exercise, Fault
 if TYPE_CHECKING:
     from distlab.grading.report import Report
 
-LONGER_S = 5.0  # for another number of ranks, once there is a fault to tell
+LONGER_S = 5.0  # for another number of ranks, or drawn calls, once there is a fault to tell
 _GENERAL = {"raised", "hang", "deadlock", "mismatch", "killed", "returned"}  # codes that name no mistake of an exercise
 _stand_ins: dict[str, Callable[..., Any]] = {}  # the reference that each exercise's last failed check handed out
 
@@ -126,7 +126,7 @@ def _run_worlds(
     from distlab.grading.fresh import fresh_ranks
     from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
-    from distlab.grading.variation.verdict import too_few_bytes, varied_fault
+    from distlab.grading.variation.verdict import too_few_bytes, varied_fault, with_cause
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
@@ -140,6 +140,9 @@ def _run_worlds(
             if drawn is not None and fault is not None and fault.code not in _GENERAL:
                 return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.message}"), right, ()
             if fault is not None and drawn is None:
+                if isinstance(outcome, Evidence):
+                    ranks.timeout_s = min(ranks.timeout_s, LONGER_S)
+                    fault = with_cause(fault, exercise, fn, reference_of(exercise), ranks, seed)
                 return _at_world(fault, right, ranks.world_size), right, ()
             if drawn is None and exercise.vary is not None:
                 reference = reference_of(exercise)

@@ -43,6 +43,8 @@ class Mutant:
         new_body: what stands in place of the reference's whole body, or None.
         fn: the wrong function; `build` makes it from the text.
         exercise: the exercise that it answers; `build` fills it in.
+        does: what to say of an answer whose results are these, in all drawn calls, where the exercise's own cases
+            name no mistake; it follows "an answer that".
     """
 
     name: str
@@ -56,6 +58,7 @@ class Mutant:
     new_body: str | None = None
     fn: Callable[..., Any] | None = None
     exercise: str = ""
+    does: str = ""
 
     @property
     def source(self) -> str:
@@ -80,6 +83,10 @@ class Mutant:
     def body(self, text: str) -> Mutant:
         """Return this mutant with another body under the reference's signature, for another algorithm."""
         return replace(self, new_body=_plain(text))
+
+    def known(self, does: str) -> Mutant:
+        """Return this mutant with words for an answer that gives its results, which follow "an answer that"."""
+        return replace(self, does=does)
 
     def setup(self, text: str) -> Mutant:
         """Return this mutant with lines before the function: imports or helpers that the reference does not have."""

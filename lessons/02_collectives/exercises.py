@@ -175,9 +175,9 @@ EXERCISES = (
         ),
         worlds=(1, 2, 4),
         timeout_s=20.0,
-        on_failure=shared.explain_failure,
+        on_failure=sums.hierarchical_failure,
         budget=sums.hierarchical_budget,
-        mutants=sums.WRONG_LEVELS,
+        mutants=sums.WRONG_LEVELS + slips.WRONG_HIERARCHICAL,
         vary=varied.HIERARCHICAL,
     ),
 )

@@ -69,7 +69,7 @@ EXERCISES = (
         ),
         on_failure=averages.missing_gradient,
         budget=shared.budget_calls,
-        mutants=averages.WRONG_AVERAGES + slips.WRONG_AVERAGE,
+        mutants=averages.WRONG_AVERAGES + slips.WRONG_AVERAGE + slips.KNOWN_AVERAGE,
         vary=varied.AVERAGE,
     ),
     Exercise(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_04.checks import accumulation, layers, rates, varied
+from distlab_lesson_04.checks import accumulation, layers, rates, slips, varied
 
 from distlab.grading import Exercise
 
@@ -80,7 +80,7 @@ EXERCISES = (
             "coefficient * |w| / (|g| + decay * |w|). New buffer = momentum * buffer + lr * ratio * (gradient + decay "
             "* weight). Return weight - buffer, and the buffer.",
         ),
-        mutants=layers.WRONG_LARS + varied.WRONG_LARS,
+        mutants=layers.WRONG_LARS + varied.WRONG_LARS + slips.KNOWN_LARS,
         vary=varied.LARS,
     ),
     Exercise(
@@ -100,7 +100,7 @@ EXERCISES = (
             " + 1e-6) + decay * weight; ratio = |weight| / |update|, or 1 where one is zero; return weight - lr * ratio"
             " * update, mean, square.",
         ),
-        mutants=layers.WRONG_LAMBS + varied.WRONG_LAMB,
+        mutants=layers.WRONG_LAMBS + varied.WRONG_LAMB + slips.KNOWN_LAMB,
         vary=varied.LAMB,
     ),
     Exercise(

@@ -96,7 +96,7 @@ EXERCISES = (
             "`unpack_bits(theirs[8:], bits, L)` its codes; add low + step * codes. Divide by the number of ranks.",
         ),
         budget=codes.budget_quantize,
-        mutants=codes.WRONG_QUANTIZES + slips.WRONG_QUANTIZE,
+        mutants=codes.WRONG_QUANTIZES + slips.WRONG_QUANTIZE + slips.KNOWN_QUANTIZE,
         vary=varied.QUANTIZE,
     ),
     Exercise(

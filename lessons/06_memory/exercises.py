@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_06.checks import activations, counts, master, scaler, varied
+from distlab_lesson_06.checks import activations, counts, master, scaler, slips, varied
 
 from distlab.grading import Exercise
 
@@ -55,7 +55,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=counts.budget_activations,
-        mutants=counts.WRONG_ACTIVATIONS + varied.WRONG_ACTIVATIONS,
+        mutants=counts.WRONG_ACTIVATIONS + varied.WRONG_ACTIVATIONS + slips.KNOWN_ACTIVATIONS,
         vary=varied.ACTIVATIONS,
     ),
     Exercise(
@@ -121,7 +121,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=master.budget_master,
-        mutants=master.WRONG_MASTERS + varied.WRONG_MASTER,
+        mutants=master.WRONG_MASTERS + varied.WRONG_MASTER + slips.KNOWN_MASTER,
         vary=varied.MASTER,
     ),
     Exercise(

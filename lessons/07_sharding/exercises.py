@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_07.checks import backward, forward, rows, state, units, varied
+from distlab_lesson_07.checks import backward, forward, rows, slips, state, units, varied
 
 from distlab.grading import Exercise
 
@@ -134,7 +134,7 @@ EXERCISES = (
             "ones; root. Multiply each gradient in place by min(1, max_norm / norm). Return the norm.",
         ),
         budget=state.budget_clip,
-        mutants=state.WRONG_CLIPS + varied.WRONG_CLIPS,
+        mutants=state.WRONG_CLIPS + varied.WRONG_CLIPS + slips.KNOWN_CLIP,
         vary=varied.CLIP,
     ),
     Exercise(

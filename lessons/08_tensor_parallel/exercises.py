@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_08.checks import clip, embedding, entropy, linear, pairs, sequence, varied, varied_wrong
+from distlab_lesson_08.checks import clip, embedding, entropy, linear, pairs, sequence, slips, varied, varied_wrong
 
 from distlab.grading import Exercise
 
@@ -78,7 +78,7 @@ EXERCISES = (
             "f; F.linear with widen and its bias; gelu; F.linear with output, without bias; g; add the bias.",
         ),
         budget=pairs.budget_mlp,
-        mutants=pairs.WRONG_MLPS + varied_wrong.WRONG_MLPS,
+        mutants=pairs.WRONG_MLPS + varied_wrong.WRONG_MLPS + slips.KNOWN_MLP,
         vary=varied.MLP,
     ),
     Exercise(
@@ -117,7 +117,7 @@ EXERCISES = (
             "0, through g; mean of total.log() + largest - score.",
         ),
         budget=entropy.budget_entropy,
-        mutants=entropy.WRONG_ENTROPIES + varied_wrong.WRONG_ENTROPIES,
+        mutants=entropy.WRONG_ENTROPIES + varied_wrong.WRONG_ENTROPIES + slips.KNOWN_CROSS_ENTROPY,
         vary=varied.ENTROPY,
     ),
     Exercise(

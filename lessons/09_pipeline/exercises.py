@@ -53,7 +53,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=bubble.budget_bubble,
-        mutants=bubble.WRONG_BUBBLES + varied.WRONG_BUBBLES,
+        mutants=bubble.WRONG_BUBBLES + varied.WRONG_BUBBLES + slips.KNOWN_BUBBLE,
         vary=varied.BUBBLE,
     ),
     Exercise(
@@ -116,7 +116,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=bubble.budget_split,
-        mutants=bubble.WRONG_SPLITS + varied.WRONG_SPLITS,
+        mutants=bubble.WRONG_SPLITS + varied.WRONG_SPLITS + slips.KNOWN_SPLIT,
         vary=varied.SPLIT_BACKWARD,
     ),
     Exercise(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_10.checks import mesh, nodes, norm, shares, step, varied
+from distlab_lesson_10.checks import mesh, nodes, norm, shares, slips, step, varied
 
 from distlab.grading import Exercise
 
@@ -120,7 +120,7 @@ EXERCISES = (
         ),
         on_failure=norm.norm_failure,
         budget=norm.budget_norm,
-        mutants=norm.WRONG_NORMS + varied.WRONG_NORMS,
+        mutants=norm.WRONG_NORMS + varied.WRONG_NORMS + slips.KNOWN_GLOBAL_NORM,
         vary=varied.NORM,
     ),
     Exercise(
@@ -162,7 +162,7 @@ EXERCISES = (
         broken="by rank",
         on_failure=step.step_failure,
         budget=step.budget_step,
-        mutants=step.WRONG_STEPS + varied.WRONG_STEPS,
+        mutants=step.WRONG_STEPS + varied.WRONG_STEPS + slips.KNOWN_FIND_THE_BUG,
         vary=varied.STEP,
     ),
 )

@@ -36,7 +36,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=attention.budget_merge,
-        mutants=attention.WRONG_MERGES + varied.WRONG_MERGES,
+        mutants=attention.WRONG_MERGES + varied.WRONG_MERGES + slips.KNOWN_MERGE,
         vary=varied.MERGE,
     ),
     Exercise(
@@ -76,7 +76,7 @@ EXERCISES = (
         ),
         on_failure=ring.ring_failure,
         budget=ring.budget_ring,
-        mutants=ring.WRONG_RINGS + varied.WRONG_RINGS,
+        mutants=ring.WRONG_RINGS + varied.WRONG_RINGS + slips.KNOWN_RING,
         vary=varied.RING,
     ),
     Exercise(
@@ -97,7 +97,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=routing.budget_route,
-        mutants=routing.WRONG_ROUTES + varied.WRONG_ROUTES,
+        mutants=routing.WRONG_ROUTES + varied.WRONG_ROUTES + slips.KNOWN_ROUTE,
         vary=varied.ROUTE,
     ),
     Exercise(
@@ -123,7 +123,7 @@ EXERCISES = (
         ),
         on_failure=dispatch.ask_failure,
         budget=dispatch.budget_ask,
-        mutants=dispatch.WRONG_ASKS + varied.WRONG_ASKS,
+        mutants=dispatch.WRONG_ASKS + varied.WRONG_ASKS + slips.KNOWN_ASK,
         vary=varied.ASK,
     ),
     Exercise(
@@ -142,7 +142,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=routing.budget_balance,
-        mutants=routing.WRONG_LOSSES + varied.WRONG_LOSSES,
+        mutants=routing.WRONG_LOSSES + varied.WRONG_LOSSES + slips.KNOWN_BALANCE,
         vary=varied.BALANCE,
     ),
     Exercise(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_12.checks import disk, folders, numbers, resume, shards
+from distlab_lesson_12.checks import disk, folders, newest_wrong, numbers, resume, shards, slips
 
 from distlab.grading import Exercise
 
@@ -107,7 +107,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=folders.budget_newest,
-        mutants=folders.WRONG_NEWESTS,
+        mutants=newest_wrong.WRONG_NEWESTS,
         vary=folders.NEWEST,
     ),
     Exercise(
@@ -127,7 +127,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=folders.budget_load,
-        mutants=folders.WRONG_LOADS,
+        mutants=folders.WRONG_LOADS + slips.KNOWN_LOAD,
         vary=folders.LOAD,
     ),
     Exercise(
@@ -166,7 +166,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=numbers.budget_share,
-        mutants=numbers.WRONG_SHARES,
+        mutants=numbers.WRONG_SHARES + slips.KNOWN_SHARE,
         vary=numbers.SHARE,
     ),
 )

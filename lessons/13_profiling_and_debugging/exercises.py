@@ -135,7 +135,7 @@ EXERCISES = (
         worlds=(3, 4),
         on_failure=replicas.flip_failure,
         budget=replicas.budget_flip,
-        mutants=replicas.WRONG_FLIPS,
+        mutants=replicas.WRONG_FLIPS + varied.WRONG_FLIPS,
         vary=varied.FLIP,
     ),
     Exercise(

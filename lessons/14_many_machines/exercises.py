@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_14.checks import machines, meeting, nodes, slurm
+from distlab_lesson_14.checks import machines, meeting, nodes, slips, slurm
 
 from distlab.grading import Exercise
 
@@ -137,7 +137,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=machines.budget_clocks,
-        mutants=machines.WRONG_CLOCKS,
+        mutants=machines.WRONG_CLOCKS + slips.KNOWN_CLOCKS,
         vary=machines.CLOCKS_VARY,
     ),
     Exercise(

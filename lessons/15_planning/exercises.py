@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_15.checks import capstone, choice, fits, money, step, varied
+from distlab_lesson_15.checks import capstone, choice, fits, money, slips, step, varied
 
 from distlab.grading import Exercise
 
@@ -38,7 +38,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=fits.budget_fits,
-        mutants=fits.WRONG_FITS + varied.WRONG_FITS,
+        mutants=fits.WRONG_FITS + varied.WRONG_FITS + slips.KNOWN_FITS,
         vary=varied.FITS,
     ),
     Exercise(
@@ -59,7 +59,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=step.budget_step,
-        mutants=step.WRONG_STEPS + varied.WRONG_STEPS,
+        mutants=step.WRONG_STEPS + varied.WRONG_STEPS + slips.KNOWN_STEP,
         vary=varied.STEP,
     ),
     Exercise(
@@ -99,7 +99,7 @@ EXERCISES = (
         ),
         worlds=(1,),
         budget=money.budget_bill,
-        mutants=money.WRONG_BILLS,
+        mutants=money.WRONG_BILLS + slips.KNOWN_BILL,
         vary=varied.BILL,
     ),
     Exercise(

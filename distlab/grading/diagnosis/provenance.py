@@ -63,6 +63,9 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
     multiples = _multiples(found, parts, wanted, tolerance)
     if multiples is not None:
         return _name(multiples, wanted, what, rank)
+    chosen = _by_element(found, parts, tolerance, what)
+    if chosen is not None:
+        return chosen
     wrong = []
     for index, (start, stop) in enumerate(split_evenly(found.numel(), n)):
         if start == stop:
@@ -82,8 +85,42 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
     return Fault(named.code, named.message + more)
 
 
+def _by_element(found: Tensor, parts: Tensor, tolerance: float, what: str) -> Fault | None:
+    """Say so where each element comes from the ranks' elements by another reduction than a sum, maybe divided."""
+    n = len(parts)
+    if n == 1:
+        return None
+    for op, words, reduced in (
+        ("MAX", "the largest", parts.amax(0)),
+        ("MIN", "the smallest", parts.amin(0)),
+        ("PRODUCT", "the product", parts.prod(0)),
+        ("", "the median", parts.median(0).values),
+    ):
+        for divided, text in ((1.0, ""), (float(n), f", divided by {n}"), (float(n) ** n, f", each divided by {n}")):
+            if bool(reduced.any()) and float((found - reduced / divided).abs().max()) <= tolerance * float(
+                reduced.abs().max()
+            ):
+                by = f" (ReduceOp.{op})" if op else ""
+                return Fault(
+                    "not a sum", f"{what} holds in each element {words} of the ranks' values{by}{text}: add them up"
+                )
+    return None
+
+
 def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -> Tensor | None:
-    """Return how often each part is in `found`, or None where no answer or more than one fits."""
+    """Return how often each part is in `found`, or None where no answer or more than one fits.
+
+    Nobody can tell how often a part of zeros is in it: it counts as often as the others have it.
+    """
+    seen = parts.any(dim=1)
+    if not bool(seen.all()):
+        some = _multiples(found, parts[seen], wanted[seen], tolerance) if bool(seen.any()) else None
+        if some is None:
+            return None
+        base = _base([_ratio(float(got), float(want)) for got, want in zip(some, wanted[seen], strict=True)])
+        filled = wanted * base
+        filled[seen] = some
+        return filled
     n, size = parts.shape
     scale = float(parts.abs().max()) or 1.0
     if size > n:  # with as many unknowns as numbers, anything fits

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.grading.diagnosis.moved import items_moved
 from distlab.grading.exercise import Fault
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -56,8 +57,11 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
             return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {found}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
+        moved = items_moved(got, want, _alike) if isinstance(got, list | tuple) else ""
         if not isinstance(got, list | tuple) or len(got) != len(want):
-            return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
+            return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}{moved}")
+        if moved:
+            return Fault("order", f"{what} has the right items in the wrong order: {moved}")
         pairs = [(f"{what}[{index}]", *pair) for index, pair in enumerate(zip(got, want, strict=True))]
     elif isinstance(want, float) and isinstance(got, int | float | Tensor) and not isinstance(got, bool):
         if isinstance(got, Tensor) and got.numel() != 1:
@@ -76,6 +80,10 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         if fault is not None:
             return fault
     return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return compare(one, other) is None
 
 
 def describe(value: Any) -> str:

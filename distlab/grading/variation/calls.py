@@ -21,6 +21,8 @@ from distlab.grading.variation.owned import leaves, named, said, state
 def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callable[..., Any]) -> dict[str, Any]:
     """Make the calls of one seed and return plain data: a dict per call, and how many collectives torch counted.
 
+    After the last call, the dict of each says what its result is by then, and which arguments have moved since.
+
     Args:
         fn: the learner's function, or the reference.
         vary: how the calls vary.
@@ -33,6 +35,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
     takes = names_of if vary.use is None else functools.partial(vary.use, fn)
     calls: list[dict[str, Any]] = []
     results: list[Any] = []
+    held: list[tuple[dict[str, Any], list[list[Any]]]] = []
     num_collectives = 0
     for number in range(vary.num_calls):
         draw = vary.draw(seed, number, dist.get_rank(), dist.get_world_size(), lambda parts: _group_of(parts, groups))
@@ -40,6 +43,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         if drawn is None:
             calls.append({"words": "", "result": None, "before": [], "after": [], "state": [], "left": []})
             results.append(None)
+            held.append(({}, []))
             continue
         positional, keywords = split(drawn)
         own = named(takes, positional, keywords)
@@ -58,6 +62,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         new = state()
         results.append(result)
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
+        held.append((owned, after))
         changed = [
             [name, from_to(old[name], new.get(name))]
             for name in old
@@ -66,9 +71,17 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
         calls.append({**call, "left": [*left]})
         torch.set_grad_enabled(True)
-    for call, result in zip(calls, results, strict=True):
+    for call, result, (owned, after) in zip(calls, results, held, strict=True):
         call["later"] = copied(result)
+        now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
+        call["moved"] = [name for (name, old), (_, new) in zip(after, now, strict=False) if not _same(old, new)]
     return {"calls": calls, "num_collectives": num_collectives}
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return old.shape == new.shape and bool(((old == new) | (old.isnan() & new.isnan())).all())
+    return type(old) is type(new) and bool(old == new or (old != old and new != new))  # NaN is NaN
 
 
 def watched(

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import decimal
 import functools
 import gc
 import hashlib
+import logging
 import os
 import signal
 import sys
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -119,6 +122,14 @@ def _switches() -> dict[str, Switch]:
             lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value),
         ),
         "the recursion limit": Switch(sys.getrecursionlimit, sys.setrecursionlimit),
+        "the folders that Python imports from (sys.path)": Switch(
+            lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)
+        ),
+        "the switch interval of threads": Switch(sys.getswitchinterval, sys.setswitchinterval),
+        "the level of the root logger": Switch(lambda: logging.root.level, logging.root.setLevel),
+        "the precision of decimal numbers": Switch(
+            lambda: decimal.getcontext().prec, lambda value: setattr(decimal.getcontext(), "prec", value)
+        ),
         "the program's sys.excepthook": Switch(lambda: sys.excepthook, lambda value: setattr(sys, "excepthook", value)),
     }
     for number in signal.Signals:
@@ -155,9 +166,15 @@ def switches() -> dict[str, Any]:
         "the number of modes that catch torch's functions": torch._C._len_torch_function_stack(),
         "the number of hooks on all modules": _num_module_hooks(),
         "the number of hooks on all optimizers": _num_optimizer_hooks(),
+        "whether numbers below the normal ones become 0 (torch.set_flush_denormal)": _flushes_denormals(),
+        "whether Python traces memory (tracemalloc)": tracemalloc.is_tracing(),
         "the number of warnings that are errors": sum(each[0] == "error" for each in warnings.filters),
         "the number of open files": _num_open_files(),
     }
+
+
+def _flushes_denormals() -> bool:
+    return not bool(torch.tensor(1e-310, dtype=torch.float64) * 1)
 
 
 def _num_module_hooks() -> int:

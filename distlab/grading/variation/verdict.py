@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.variation.as_if import cause_of
 from distlab.grading.variation.calls import call_varied
+from distlab.grading.variation.near import is_telling, near
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
+
+UNNAMED = {"values", "shape", "order", "scale", "zeros"}  # codes of faults that are seen, with no mistake to blame
+CAUSE_ENDS = " Seen: "
 
 
 def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
@@ -59,7 +64,11 @@ def _fault(
     got = outcome.results
     num_calls_wanted = ranks.records().num_calls()
     faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
-    fault = next(faults, None) or _unseen(got, num_calls, num_calls_wanted)
+    fault = next(faults, None)
+    in_place = all(call["result"] is None for run in wanted for call in run["calls"])
+    if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
+        fault = _after(cause_of(exercise, reference, ranks, seed, got, wanted), fault)
+    fault = fault or _unseen(got, num_calls, num_calls_wanted)
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     if fault is None:
         fault = _not_taking_part(taking_part, _taking_part(reference_run))
@@ -69,6 +78,21 @@ def _fault(
     if fault is None and exercise.vary.same_messages:
         fault = _messages(outcome, reference_run)
     return fault
+
+
+def with_cause(
+    fault: Fault, exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
+) -> Fault:
+    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause."""
+    if fault.code not in UNNAMED or exercise.vary is None:
+        return fault
+    drawn = _fault(exercise, fn, reference, ranks, seed)
+    cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
+    return _after(cause, fault) if is_there else fault
+
+
+def _after(cause: str, fault: Fault) -> Fault:
+    return Fault(fault.code, f"{cause}{CAUSE_ENDS}{fault.message}") if cause else fault
 
 
 def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
@@ -97,6 +121,9 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             where = f"call {call + 1}, {name}({theirs['words']}): "
             yield from _arguments(mine, theirs, where, f"rank {rank}'s " if n > 1 else "", scale)
             yield from _left_behind(mine, theirs, where, rank, n)
+            for moved in [place for place in mine["moved"] if place not in theirs["moved"]][:1]:
+                text = f"{where}right at first, but a later call changed {moved}{_on(rank, n)}: both calls share memory"
+                yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
 
 
 def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:
@@ -133,7 +160,7 @@ def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: 
         return Fault("kept", f"{text}; make a new tensor in each call")
     for earlier in range(call):
         before = wanted[earlier]["result"]
-        if not _is_telling(before) or compare(mine, before, what, n) is not None:
+        if not is_telling(before) or compare(mine, before, what, n) is not None:
             continue
         if compare(want, before, what, n) is not None:
             text = f"{what} is that of call {earlier + 1}, which had other arguments"
@@ -141,37 +168,6 @@ def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: 
     if fault.code == "dtype":
         return Fault("dtype", f"{fault.message}: take the dtype from the argument, do not write one down")
     return fault
-
-
-def near(got: Any, want: Any, scale: float) -> bool:
-    """Whether two results are equal up to the roundings of their dtype, relative to the numbers they came from."""
-    import torch
-
-    from distlab.grading.diagnosis.values import compare, equal, tolerance_of
-
-    if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return False
-        if not want.is_floating_point() or equal(got, want):
-            return equal(got, want)
-        limit = tolerance_of(want.dtype) * scale * (8 if want.element_size() == 2 else 1)  # 16 bits: values up to 8
-        return torch.allclose(got, want, rtol=0.0, atol=limit, equal_nan=True)
-    if isinstance(want, list | tuple) and isinstance(got, list | tuple):
-        return len(got) == len(want) and all(near(*pair, scale) for pair in zip(got, want, strict=True))
-    if isinstance(want, dict) and isinstance(got, dict):
-        return got.keys() == want.keys() and all(near(got[key], want[key], scale) for key in want)
-    return compare(got, want) is None
-
-
-def _is_telling(value: Any) -> bool:
-    """Whether a value has drawn numbers in it, so that two calls with other arguments never give the same one."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.numel() > (0 if value.is_floating_point() else 3) and bool(value.any())
-    if isinstance(value, list | tuple):
-        return any(_is_telling(item) for item in value)
-    return isinstance(value, dict) and any(_is_telling(item) for item in value.values())
 
 
 def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: str, scale: float) -> Iterator[Fault]:

@@ -55,8 +55,10 @@ def _draw_gather(draw: Draw) -> tuple[Any, ...]:
 
 def _draw_should_stop(draw: Draw) -> tuple[Any, ...]:
     shape, dtype = draw.one_of((), (1,)), draw.dtype("float64", "float32")
-    if draw.one_of("near", "just as large") == "just as large":  # 12 can be divided by any number of ranks
-        return torch.full(shape, 12, dtype=dtype), 12.0
+    kind = draw.one_of("near", "just as large", "a little larger")
+    if kind != "near":  # 12 can be divided by any number of ranks; 12.04 and 12.01 are one when rounded
+        above = kind == "a little larger"
+        return torch.full(shape, 12.04 if above else 12, dtype=dtype), 12.01 if above else 12.0
     return draw.tensor(*shape, dtype=dtype), draw.number(-0.6, 0.6)
 
 

@@ -14,6 +14,11 @@ WRONG_TREE_BROADCAST = (
     ),
     Mutant("adds one", "root sends to all", "in a tree of 4 ranks it sends 2", 4).edit("have *= 2", "have += 1"),
 )
+WRONG_HIERARCHICAL = (
+    Mutant("over the wrong group", "wrong group", "a step runs over the wrong group", 4).edit(
+        "chunk, cross", "chunk, local"
+    ),
+)
 WRONG_TIMES = (
     Mutant("a step too many", "latencies", "32 latencies instead of 30", 1).edit(
         "2 * (n - 1) * latency_s", "2 * n * latency_s"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
+from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 
 
@@ -114,11 +115,42 @@ def judge_hierarchical(evidence: Evidence) -> Iterator[Fault]:
                     yield Fault("ranks apart", f"{message}: the ranks of a machine never met")
                 if any(shared.parts_of(float(v), n) != [1] * n for v in case.after):
                     yield from unfinished(case, rank, g)
-    yield from judge_sum(evidence)
+    for fault in judge_sum(evidence):
+        yield from other_wires(evidence)
+        yield fault
     for all_ranks in shared.cases(evidence):
         num_machines, g = int(all_ranks[0].name.split()[0]), int(all_ranks[0].name.split()[3])
         if "12 elements" in all_ranks[0].name:
             yield from too_much_across(all_ranks, num_machines, g)
+
+
+def other_wires(evidence: Evidence) -> Iterator[Fault]:
+    """Find a step that runs over the wrong group, by whom each rank sent to, in order."""
+    for all_ranks in shared.cases(evidence):
+        m, g = int(all_ranks[0].name.split()[0]), int(all_ranks[0].name.split()[3])
+        if m == 1 or g == 1:
+            continue  # a group of one rank sends nothing
+        want = ["inside"] * (g - 1) + ["across"] * (2 * (m - 1)) + ["inside"] * (g - 1)
+        for case in all_ranks:
+            sent = [call.peer for call in case.calls if call.op == "send"]
+            went = ["inside" if peer // g == case.rank // g else "across" for peer in sent]
+            if went != want and len(went) == len(want):
+                text = f"{case.name}: rank {case.rank}'s messages go {', '.join(went)}, one after another, where"
+                text += f" {', '.join(want)} are asked: a step runs over the wrong group. Reduce-scatter over local,"
+                yield Fault("wrong group", f"{text} all-reduce the chunk over cross, all-gather over local")
+
+
+def hierarchical_failure(error: RankError, world_size: int) -> Fault | None:
+    """Name a step over the wrong group by tensors of several lengths in one call; else as in the other exercises."""
+    fault = shared.explain_failure(error, world_size)
+    if fault is None or fault.code != "messages do not fit":
+        return fault
+    first, *lines = fault.message.splitlines()
+    text = (
+        f"{first}. So ranks give tensors of several lengths to one call: a step runs over the wrong group. The chunks"
+    )
+    text += " of one machine differ; cross holds the ranks with the same chunk"
+    return Fault("wrong group", "\n".join([text, *lines]))
 
 
 def cross_of(rank: int, g: int, n: int) -> list[int]:

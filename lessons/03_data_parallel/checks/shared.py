@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault
-from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.diagnosis.faults import each_rank, found
 from distlab.grading.diagnosis.provenance import explain_sum
 from distlab.grading.diagnosis.traffic import calls, num_calls
 from distlab.grading.diagnosis.values import equal, seeded
@@ -52,6 +52,7 @@ def judge_means(own: Sequence[dict[str, Tensor]], gradients: Sequence[dict[str, 
         good, bad = right.index(True), right.index(False)
         text = f"rank {good} holds the means, rank {bad} does not: replicas will differ after the next update"
         yield Fault("only some ranks", f"{text}; all ranks need the result (all_reduce, not reduce)")
+    yield from found(_missing_counted(own, gradients, wanted))
     for name in own[0]:
         parts = [part[name] for part in own]
 
@@ -63,6 +64,29 @@ def judge_means(own: Sequence[dict[str, Tensor]], gradients: Sequence[dict[str, 
             return explain_sum(got, parts, expected=[1 / world_size] * world_size, what=what, rank=rank)
 
         yield from each_rank(gradients, look)
+
+
+def _missing_counted(
+    own: Sequence[dict[str, Tensor]], gradients: Sequence[dict[str, Any]], wanted: dict[str, Tensor]
+) -> Fault | None:
+    """Say what a missing gradient counts as, where all others are averaged as they should be."""
+    world_size, held = len(own), gradients[0]
+    lacks = {name: [rank for rank, part in enumerate(own) if not bool(part[name].any())] for name in wanted}
+    wrong = [name for name, want in wanted.items() if not _right(held.get(name), want)]
+    if not wrong or any(not lacks[name] or not isinstance(held.get(name), Tensor) for name in wrong):
+        return None
+    name = wrong[0]
+    got, want, rank = held[name], wanted[name], lacks[name][0]
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return None
+    have = world_size - len(lacks[name])
+    text = f"rank {rank} has no gradient of {name}, which counts as zeros, and every other gradient is right; but"
+    if have and equal(got, want * world_size / have):
+        text = f"{text} this one is divided by the {have} that have it, not by all {world_size} ranks"
+        return Fault("missing gradient", f"{text}: divide by world_size")
+    counted = (got - want) * world_size
+    shown = ", ".join(f"{value:.4g}" for value in counted.flatten()[:3].tolist())
+    return Fault("missing gradient", f"{text} in this mean it counts as {shown}, ...: fill in zeros (torch.zeros_like)")
 
 
 def _right(got: Any, want: Tensor) -> bool:

@@ -6,9 +6,16 @@ WRONG_BROADCAST = (
     Mutant("by the last rank", "rank 0 changed", "is now rank 1's", 2).edit("src=0", "src=dist.get_world_size() - 1"),
 )
 WRONG_AVERAGE = (
-    Mutant("maximum", "values", "elements differ", 2).edit(
+    Mutant("maximum", "not a sum", "(ReduceOp.MAX), divided by 2", 2).edit(
         "dist.all_reduce(parameter.grad)", "dist.all_reduce(parameter.grad, dist.ReduceOp.MAX)"
     ),
+    Mutant("ones for None", "missing gradient", "in this mean it counts as 1, 1", 2).edit("zeros_like", "ones_like"),
+    Mutant("mean of those who have", "missing gradient", "the 2 that have it, not by all 3", 3)
+    .edit(
+        "if parameter.grad is None:",
+        "have = torch.tensor(float(parameter.grad is not None))\nif parameter.grad is None:",
+    )
+    .edit("parameter.grad /= dist.get_world_size()", "dist.all_reduce(have)\nparameter.grad /= have"),
 )
 WRONG_OVERLAP = (
     Mutant("forgets to finish", "not communicated", "nothing of the others reached it", 2).edit(
@@ -28,4 +35,10 @@ WRONG_REPAIR = (
     Mutant("divides twice", "divided twice", "once too often", 2).edit(
         "/= dist.get_world_size()", "/= dist.get_world_size() ** 2"
     ),
+)
+
+KNOWN_AVERAGE = (
+    Mutant("magnitudes", "values", "counts magnitudes", 1)
+    .edit("parameter.grad /=", "parameter.grad.abs_()\nparameter.grad /=")
+    .known("counts magnitudes: a gradient keeps its sign"),
 )

@@ -22,7 +22,9 @@ FEEDBACK_LENGTH, FEEDBACK_STEPS, FEEDBACK_KEPT = 12, 3, 3
 def drive_signs(fn: Callable[[Tensor], Any]) -> dict[str, Any]:
     """Call fn on gradients whose mean magnitude differs between ranks."""
     rank = dist.get_rank()
-    return called(fn, (rank + 1) * gradient_of(rank, SIGN_LENGTH, purpose="signs"))
+    gradient = (rank + 1) * gradient_of(rank, SIGN_LENGTH, purpose="signs")
+    gradient[rank :: 2 + rank] = 0.0  # a unit that was not used has a gradient of exactly zero
+    return called(fn, gradient)
 
 
 def keep_largest(vector: Tensor) -> Tensor:
@@ -76,6 +78,10 @@ def _mean(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).mean(0)
 
 
+def _times(sizes: list[Tensor], signs: list[Tensor]) -> list[Tensor]:
+    return [size * sign for size, sign in zip(sizes, signs, strict=True)]
+
+
 def _sign_mistakes(own: list[Tensor], rank: int) -> Known:
     signs = [torch.where(vector >= 0, 1.0, -1.0) for vector in own]
     sizes = [vector.abs().mean() for vector in own]
@@ -87,11 +93,20 @@ def _sign_mistakes(own: list[Tensor], rank: int) -> Known:
     unsigned += " -1; turn the bits into floating point before you calculate with them"
     mine = "uses this rank's own magnitude for the signs of all ranks; use the one that came with them"
     of_largest = "uses each rank's largest magnitude: the mean magnitude is asked for, gradient.abs().mean()"
+    without = [torch.where(vector > 0, 1.0, -1.0) for vector in own]
+    below = "counts an element of exactly 0 as negative: the bit is 1 for zero or more, gradient >= 0"
+    none = "gives an element of exactly 0 no sign, as torch.sign does: zero or more is +1"
+    root = "uses the root of the mean square of each rank's elements: the mean magnitude is asked for"
+    signed = "uses each rank's mean, in which signs cancel: the mean magnitude is asked for, gradient.abs().mean()"
     one = "uses the mean of all ranks' magnitudes: each rank's signs count with the one that came with them"
     voted = "is a majority vote: the mean is asked for, in which large ranks count more"
     return [
         ("unsigned arithmetic", wrapped, unsigned),
         ("zero for negative", bits, "counts a rank's negative element as 0: a bit of 0 means -1"),
+        ("zero is negative", _mean(_times(sizes, without)), below),
+        ("zero has no sign", _mean(_times(sizes, [vector.sign() for vector in own])), none),
+        ("another magnitude", _mean(_times([vector.square().mean().sqrt() for vector in own], signs)), root),
+        ("another magnitude", _mean(_times([vector.mean() for vector in own], signs)), signed),
         ("own magnitude for all", sizes[rank] * _mean(signs), mine),
         ("largest magnitude", largest, of_largest),
         ("one magnitude for all", _mean(sizes) * _mean(signs), one),

@@ -12,6 +12,9 @@ WRONG_QUANTIZE = (
 )
 WRONG_REPAIR = (
     Mutant("bits turned", "scale", "the sign is wrong", 1).edit("(gradient >= 0)", "(gradient < 0)"),
+    Mutant("zero is negative", "zero is negative", "exactly 0 as negative", 1).edit(
+        "(gradient >= 0)", "(gradient > 0)"
+    ),
     Mutant("largest magnitude", "largest magnitude", "the mean magnitude is asked for", 1).edit(
         "gradient.abs().mean()", "gradient.abs().max()"
     ),
@@ -20,4 +23,17 @@ WRONG_POWERSGD = (
     Mutant("sum of ranks", "sum not mean", "2x too large", 2).edit(
         "gradient.T @ p / dist.get_world_size()", "gradient.T @ p"
     ),
+)
+
+KNOWN_QUANTIZE = (
+    Mutant("symmetric levels", "values", "symmetric", 1)
+    .edit("low = gradient.min()", "low = -gradient.abs().max()")
+    .edit("(gradient.max() - low)", "(-2 * low)")
+    .known("has levels that are symmetric about 0; they go from the smallest value to the largest"),
+    Mutant("own lowest", "values", "own lowest", 2)
+    .edit("total += their_low +", "total += low +")
+    .known("adds its own lowest value to the codes of all ranks; use the one that came with them"),
+    Mutant("half a step", "values", "half a step", 1)
+    .edit("their_low + their_step * unpack", "their_low + 0.5 * their_step + their_step * unpack")
+    .known("adds half a step; codes are rounded to the nearest level"),
 )

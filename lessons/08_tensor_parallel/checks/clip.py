@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.norms import Term, explain_norm, of_copies, of_parts
 from distlab.grading.diagnosis.traffic import calls, over_budget
 from distlab.grading.diagnosis.values import close, compare, describe, equal, numbers_differ, seeded
 
@@ -78,12 +79,30 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
     for code, value, words in _wrong_norms(rank, n) if n > 1 else ():
         if close(norm, value**0.5):
             yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
+    if close(norm, true * CLIP_FACTORS[0]):
+        text = f"rank {rank} returns {norm:.4g}, the norm after clipping"
+        yield Fault("norm after", f"{text}; return the norm that the gradients had before, {true:.4g}")
     if norm == 0:
         text = (
             f"rank {rank}'s norm is 0, expected {true:.6g}: these tensors are the gradients, and have no .grad, where"
         )
         yield Fault("gradients of gradients", f"{text} torch.nn.utils.clip_grad_norm_ looks; sum up their own squares")
+    lists = [clip_lists(r) for r in range(n)]
+    split = of_parts("split", [_squares(one["split"]) for one in lists], rank)
+    partial = _term_of_partial([one["partial"] for one in lists], n)
+    if words := explain_norm(norm, (split, of_copies("whole", _squares(lists[0]["whole"]), n), partial)):
+        yield Fault("norm of other parts", f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
     yield Fault("values", f"rank {rank}'s norm: {numbers_differ(norm, true)}")
+
+
+def _term_of_partial(lists: list[list[Tensor]], n: int) -> Term:
+    """Return the term of the sums of the partial gradients, with other ways to put the ranks' together."""
+    stacks = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
+    sums = of_copies("partial", _squares([stack.sum(0) for stack in stacks]), n)
+    largest = (_squares([stack.amax(0) for stack in stacks]), "the largest of the ranks' values (MAX)")
+    first = (_squares([stack[0] for stack in stacks]), "rank 0's values")
+    ways = [(square, f"has in `partial` {words}: sum it over ranks") for square, words in (largest, first)]
+    return sums._replace(wrong=[*sums.wrong, *(ways if n > 1 else ())])
 
 
 def _squares(gradients: list[Tensor]) -> float:

@@ -34,9 +34,15 @@ ENTROPY_CASES = tuple((vocab_size, is_large) for is_large in (False, True) for v
 
 
 def scores(vocab_size: int, is_large: bool) -> Tensor:
-    """Return the scores of all tokens; large ones lie on the last token, so that ranks' own maxima differ."""
+    """Return the scores of all tokens; large ones lie on the last token, so that ranks' own maxima differ.
+
+    Every second position has scores that are LARGE smaller, so that no number serves as the largest of two positions.
+    """
     found = 2 * seeded(-1, NUM_TARGETS, vocab_size, purpose=f"scores {vocab_size}")
-    return found + LARGE * torch.linspace(0.9, 1.0, vocab_size, dtype=torch.float64) if is_large else found
+    if not is_large:
+        return found
+    smaller = LARGE * (torch.arange(NUM_TARGETS, dtype=torch.float64) % 2)[:, None]
+    return found + LARGE * torch.linspace(0.9, 1.0, vocab_size, dtype=torch.float64) - smaller
 
 
 def targets_of(vocab_size: int) -> Tensor:
@@ -95,6 +101,11 @@ def judge_entropy(evidence: Evidence) -> Iterator[Fault]:
 def _judge_loss(got: Any, want: Tensor, case: tuple[int, bool], what: str, n: int) -> Iterator[Fault]:
     if not isinstance(got, Tensor) or got.numel() != 1:
         yield Fault("returned", f"{what}: expected the mean loss, a tensor of one number, got {describe(got)}")
+    if bool((got == -torch.inf).all()):
+        text = f"{what}'s loss is -inf: in some position every exponential came out as 0, so that a larger number than"
+        yield Fault(
+            "underflow", f"{text} its own largest score was subtracted; take the largest of each position (MAX)"
+        )
     if not got.isfinite().all():
         text = f"{what}'s loss is {float(got)}: exp of a large score is beyond the largest number"
         yield Fault("overflow", f"{text}; subtract the largest score of the position, over all ranks, first")

@@ -27,7 +27,7 @@ from distlab.grading.diagnosis.faults import found
 from distlab.grading.diagnosis.traffic import calls, over_budget, sent_line
 from distlab.grading.diagnosis.values import compare, describe, equal, same, seeded
 
-DROPPED, DROP_SEEDS, DROP_SIZE = 0.25, (7, 8, 14), 400  # 14 is twice 7, for those who multiply by the rank
+DROPPED, DROP_SEEDS, DROP_SHAPE = 0.25, (7, 8, 14), (40, 10)  # 14 is twice 7, for those who multiply by the rank
 
 
 def sequence_of(rank: int, purpose: str, length: int) -> Tensor:
@@ -114,7 +114,7 @@ def budget_sequence(evidence: Evidence) -> list[str]:
 
 def drive_drop(fn: Callable[[Tensor, float, int, bool], Any]) -> dict[str, Any]:
     """Drop numbers with each seed twice, in both regions; look at torch's own generator before and after."""
-    ones = torch.ones(DROP_SIZE, dtype=torch.float64)
+    ones = torch.ones(DROP_SHAPE, dtype=torch.float64)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     got = {
@@ -144,12 +144,12 @@ def judge_drop(evidence: Evidence) -> Iterator[Fault]:
 def _judge_values(result: dict[str, Any], rank: int) -> Fault | None:
     for (is_split, seed), pair in result["got"].items():
         what = f"rank {rank}, is_split={is_split}, seed {seed}"
-        ones = torch.ones(DROP_SIZE, dtype=torch.float64)
+        ones = torch.ones(DROP_SHAPE, dtype=torch.float64)
         for got in pair:
             if not isinstance(got, Tensor) or got.shape != ones.shape:
                 return Fault("returned", f"{what}: expected a tensor of shape {list(ones.shape)}, got {describe(got)}")
         kept = pair[0][pair[0] != 0]
-        share = 1 - len(kept) / len(ones)
+        share = 1 - kept.numel() / ones.numel()
         if len(kept) and equal(kept, torch.ones_like(kept)):
             text = f"{what}: what stays is as before; divide it by 1 - p = {1 - DROPPED}"
             return Fault("not scaled", f"{text}, or activations are smaller in training than later")
@@ -159,6 +159,10 @@ def _judge_values(result: dict[str, Any], rank: int) -> Fault | None:
             return Fault("share", f"{what}: {share:.0%} are dropped, expected about {DROPPED:.0%}")
         if (fault := compare(kept, torch.full_like(kept, 1 / (1 - DROPPED)), f"{what}: what stays")) is not None:
             return fault
+        mask = pair[0] != 0
+        if bool((mask == mask[:, :1]).all()) or bool((mask == mask[:1]).all()):
+            text = f"{what}: a row, or a column, is dropped whole or stays whole; each number is dropped by itself"
+            return Fault("rows dropped", f"{text}: draw as many numbers as x has, torch.rand(x.shape)")
         if not torch.equal(*pair):
             text = f"{what}: the same call twice gives two masks: recomputed activations would not be those of forward"
             return Fault("not repeatable", f"{text}; draw from a generator that is seeded with `seed`")

@@ -31,6 +31,7 @@ WRONG_MLPS = (
     ),
 )
 WRONG_HEADS = (
+    Mutant("rank 0's", "values", "for rank=0, whatever rank is", 1).edit("(num_ranks)[rank]", "(num_ranks)[0]"),
     Mutant("heads of two rows", "raised", "split", 1, "one size").edit(
         "len(weight) // (num_heads + 2 * num_shared)", "2"
     ),
@@ -42,6 +43,9 @@ WRONG_HEADS = (
     ),
 )
 WRONG_ENTROPIES = (
+    Mutant("one largest for all", "underflow", "take the largest of each position", 1).edit(
+        "amax(1)", "amax().repeat(len(logits))"
+    ),
     Mutant("ten positions", "values", "the loss", 1, "one size").edit(").mean()", ").sum() / 10"),
     Mutant("seeds the world", "state left behind", "torch's random state", 1, "state").edit(
         "return (total.log()", f"{_FIRST}return (total.log()"
@@ -54,6 +58,9 @@ WRONG_SEQUENCES = (
     ),
 )
 WRONG_DROPS = (
+    Mutant("rows dropped", "rows dropped", "each number is dropped by itself", 1).edit(
+        "torch.rand(x.shape,", "torch.rand(x.shape[:1] + (1,) * (x.dim() - 1),"
+    ),
     Mutant("a quarter", "scale", "the share that is dropped", 1, "one set of arguments").edit(
         "own = ", "p = 0.25\nown = "
     ),
@@ -62,6 +69,10 @@ WRONG_DROPS = (
     ),
 )
 WRONG_CLIPS = (
+    Mutant("partial left out", "norm of other parts", "leaves out `partial`", 1).edit("[*whole, *partial])", "whole)"),
+    Mutant("the largest rank's", "norm of other parts", "alone (MAX)", 2).edit(
+        "dist.all_reduce(square)", "dist.all_reduce(square, dist.ReduceOp.MAX)"
+    ),
     Mutant("zero gradients", "nan", "0 divided by 0", 1, "zero gradients").edit(
         "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
     ),

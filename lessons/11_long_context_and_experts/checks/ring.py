@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from distlab_lesson_11.checks.attention import HEADS, SIZE, STEEP, attend
+from distlab_lesson_11.checks.ring_slips import RIGHT, SLIPS, Slip
 from torch import Tensor
 
 from distlab.comm import RankError
@@ -56,93 +57,6 @@ def drive_ring(fn: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     return results
 
 
-class Slip(NamedTuple):
-    """A wrong attention: whose keys and values each step reads, whose positions mask them, and how."""
-
-    code: str
-    words: str
-    keys_of: Callable[[int, int, int], int] = lambda rank, step, n: (rank - step) % n
-    values_of: Callable[[int, int, int], int] | None = None  # those that belong to the keys
-    mask_of: Callable[[int, int, int], int] = lambda rank, step, n: (rank - step) % n
-    visible: Callable[[Tensor, Tensor], Tensor] = lambda mine, theirs: mine[:, None] >= theirs
-    merge: str = "exact"
-    power: float = 0.5  # of D, by which scores are divided
-
-
-RIGHT = Slip("", "")
-SLIPS = (
-    Slip(
-        "local positions",
-        "masks keys by where they stand in a rank's part; compare positions of the whole sequence: "
-        "positions[rank][:, None] >= positions[owner]",
-        visible=lambda mine, theirs: torch.ones(len(mine), len(mine), dtype=torch.bool).tril(),
-    ),
-    Slip(
-        "own position hidden",
-        "hides each query's own position; a query sees keys of its own position and before: >= and not >",
-        visible=lambda mine, theirs: mine[:, None] > theirs,
-    ),
-    Slip(
-        "mask turned round",
-        "sees the keys after a query and hides those before; visible is positions[rank][:, None] >= positions[owner]",
-        visible=lambda mine, theirs: mine[:, None] <= theirs,
-    ),
-    Slip(
-        "no mask",
-        "lets queries see keys that come after them; mask them with -inf before the exponential",
-        visible=lambda mine, theirs: torch.ones(len(mine), len(mine), dtype=torch.bool),
-    ),
-    Slip(
-        "own keys alone",
-        "has seen the keys of this rank alone; hand keys and values on n - 1 times",
-        keys_of=lambda rank, step, n: rank,
-        merge="first",
-    ),
-    Slip(
-        "same keys again",
-        "reads the first neighbour's keys in every step: hand on what has just arrived, not what was there first",
-        keys_of=lambda rank, step, n: (rank - min(step, 1)) % n,
-    ),
-    Slip(
-        "wrong owner",
-        "masks keys as if they came from the other side: after k hops from rank - 1, they are those of rank - k",
-        mask_of=lambda rank, step, n: (rank + step) % n,
-    ),
-    Slip("plain mean", "counts every block alike; each counts with exp(its log_sum - the total)", merge="mean"),
-    Slip("plain sum", "adds the blocks' means; weights must add up to 1 over all keys", merge="sum"),
-    Slip("not scaled", "leaves out the division of the scores by sqrt(D)", power=0.0),
-    Slip("divided by D", "divides the scores by D; divide by the root of D, for a sum of D products", power=1.0),
-    Slip(
-        "values stay behind",
-        "weighs this rank's own values with the keys of others; a key and its value belong together: hand on both",
-        values_of=lambda rank, step, n: rank,
-    ),
-    Slip(
-        "keys stay behind",
-        "weighs the values of others with this rank's own keys; a key and its value belong together: hand on both",
-        keys_of=lambda rank, step, n: rank,
-        values_of=lambda rank, step, n: (rank - step) % n,
-    ),
-    Slip(
-        "mask transposed",
-        "has a mask with keys down the rows and queries along them; scores have queries down the rows: "
-        "positions[rank][:, None] >= positions[owner]",
-        visible=lambda mine, theirs: theirs[:, None] >= mine,
-    ),
-    Slip(
-        "log_sum not kept",
-        "merges every block as if the first alone had come before; keep the total of each merge as the log_sum",
-        merge="stale",
-    ),
-    Slip(
-        "mean not rescaled",
-        "adds each block's share to a mean that keeps its weight; shrink what was there by exp(its log_sum - the "
-        "total)",
-        merge="unscaled",
-    ),
-)
-
-
 def attention_of(rank: int, n: int, steep: float, slip: Slip = RIGHT) -> Tensor:
     """Return what a rank should get, or would get with a slip."""
     query, key, value = whole_sequence(n, steep)
@@ -185,28 +99,38 @@ def judge_ring(evidence: Evidence) -> Iterator[Fault]:
                 text = f"{name}: rank {rank}'s query, key or value was changed; receive into a tensor of its own"
                 yield Fault("changed argument", text)
             if isinstance(got, Tensor) and not bool(got.isfinite().all()):
-                yield _not_finite(int((~got.isfinite()).sum()), name, rank, n)
+                yield _hides_itself(evidence, name, steep) or _not_finite(int((~got.isfinite()).sum()), name, rank)
             if fault := compare(got, attention_of(rank, n, steep), what, 1):
                 yield _named(evidence, name, steep) or fault
         yield from _judge_traffic(evidence, name)
 
 
-def _not_finite(count: int, name: str, rank: int, n: int) -> Fault:
+def _not_finite(count: int, name: str, rank: int) -> Fault:
     if name == "large scores":
         text = f"{name}: rank {rank}'s result has {count} numbers that are not finite: exp of a score of hundreds is"
         return Fault("overflow", f"{text} infinite; subtract the log_sum (or the largest score) before the exponential")
-    if n == 1:
-        text = f"{name}: on one rank the result has {count} NaN, and each query sees a key there: its own position's"
-        return Fault("own position hidden", f"{text}. Hide keys of later positions alone: visible is >=, not >")
     text = f"{name}: rank {rank}'s result has {count} NaN: some queries see none of a block's keys, all scores are -inf"
     return Fault("nothing visible", f"{text} and -inf - (-inf) is NaN; such a block has weights of zero")
+
+
+def _hides_itself(evidence: Evidence, name: str, steep: float) -> Fault | None:
+    """Say so where the numbers that are finite are those of a mask that hides each query's own position."""
+    n, slip = evidence.world_size, next(slip for slip in SLIPS if slip.code == "own position hidden")
+    pairs = [(result[name]["got"], attention_of(r, n, steep, slip)) for r, result in enumerate(evidence.results)]
+    if not all(isinstance(got, Tensor) and got.shape == want.shape for got, want in pairs):
+        return None
+    finite = [(got[(there := got.isfinite() & want.isfinite())], want[there]) for got, want in pairs]
+    if not any(one.numel() for one, _ in finite) or not all(same(*pair) for pair in finite):
+        return None
+    return Fault(slip.code, f"{name}: each rank's result {slip.words}; the first position sees no key at all then")
 
 
 def _named(evidence: Evidence, name: str, steep: float) -> Fault | None:
     """Say which slip gives what all ranks got; with few ranks several may look alike, and the first is told."""
     n = evidence.world_size
     for slip in SLIPS:
-        if all(same(result[name]["got"], attention_of(r, n, steep, slip)) for r, result in enumerate(evidence.results)):
+        likely = [attention_of(rank, n, steep, slip).nan_to_num() for rank in range(n)]  # NaN: a query without a key
+        if all(same(result[name]["got"], want) for result, want in zip(evidence.results, likely, strict=True)):
             return Fault(slip.code, f"{name}: each rank's result {slip.words}")
     return None
 
@@ -263,7 +187,7 @@ WRONG_RINGS = (
     Mutant("local positions", "local positions", "of the whole sequence", 2).edit(
         _MASK, "torch.arange(len(mine))[:, None] < torch.arange(len(mine))"
     ),
-    Mutant("strict mask", "own position hidden", "visible is >=, not >", 1)
+    Mutant("strict mask", "own position hidden", "sees no key at all", 1)
     .edit(_MASK, "mine[:, None] <= theirs")
     .without(".clamp(min=lowest)"),
     Mutant("no mask", "no mask", "keys that come after them", 1).edit(

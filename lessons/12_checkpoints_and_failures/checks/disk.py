@@ -82,8 +82,8 @@ def drive_save(fn: Callable[..., Any]) -> list[dict[str, Any]]:
     with a_folder() as name:
         folder = Path(name)
         (folder / f"step-{OLD}.pt").write_bytes(as_bytes(a_state(OLD)))
-        for allowed in ((str(OLD), str(NEW)), (str(NEW),)):
-            crashes = crash_points(lambda: fn(folder, NEW, a_state(NEW)), folder)
+        for number, allowed in enumerate(((str(OLD), str(NEW)), (str(NEW),))):
+            crashes = crash_points(lambda number=number: fn(folder, NEW, a_state(NEW, number)), folder)
             rows = [(crash.after, found_in(crash.files)) for crash in crashes]
             early = [c.after for c in crashes if f"step-{NEW}.pt" in c.unflushed]
             again = [(crash.after, try_again(fn, crash, NEW)) for crash in crashes]
@@ -118,7 +118,10 @@ def judge_save(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("name", f"afterwards the folder has {', '.join(names)}, and no step-{NEW}.pt")
         if f"step-{OLD}.pt" not in names:
             yield Fault("gone", f"step-{OLD}.pt is gone: earlier checkpoints stay, and are the way back")
-        yield from found(compare(state, a_state(NEW), f"the state in step-{NEW}.pt"))
+        if number == 1 and compare(state, a_state(NEW)) is None:
+            text = f"step-{NEW} is saved once more, with other numbers, and step-{NEW}.pt has the first ones still"
+            yield Fault("not saved again", f"{text}: a resumed run comes to the same step again; write each time")
+        yield from found(compare(state, a_state(NEW, number), f"the state in step-{NEW}.pt"))
         if result["early"]:
             text = f"after `{result['early'][0]}` the file has its name, and its bytes are not yet on the disk: a power"
             yield Fault(
@@ -164,6 +167,9 @@ _WRITE, _RENAME = "torch.save(state, file)\nos.fsync(file.fileno())", "os.replac
 _OLD = 'for old in folder.glob("step-*.pt"):'
 
 WRONG_SAVES = (
+    Mutant("once is enough", "not saved again", "write each time", 1).edit(
+        'path = folder / f"step-{step}.pt"', 'path = folder / f"step-{step}.pt"\nif path.exists():\n    return'
+    ),
     Mutant("in place", "half written", "write under a name that is none", 1, 44)
     .edit('open(partial, "wb")', 'open(path, "wb")')
     .without(_RENAME),

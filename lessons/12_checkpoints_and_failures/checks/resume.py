@@ -92,7 +92,10 @@ def resumed(fn: Callable[..., Any], *sizes: Any, before: int = BEFORE) -> dict[s
         return result | {"not plain": str(error).strip().splitlines()[0][:150]}
     second = SmallRun(7, *sizes)
     second.train(2)  # so that nothing is as it was
+    names = sorted(map(str, state)) if isinstance(state, dict) else []
     second.position = fn(*second.parts)[1](state)
+    if isinstance(state, dict) and sorted(map(str, state)) != names:
+        result["taken out"] = sorted({*names} ^ {*map(str, state)})
     got = second.facts()
     result["moved"] = [name for name in wanted if not same(got[name], wanted[name])]
     result["of the end"] = [name for name in result["moved"] if same(got[name], end[name])]
@@ -137,6 +140,9 @@ def judge_resume(evidence: Evidence) -> Iterator[Fault]:
         )
     for name in result["moved"]:
         yield Fault(name, WORDS[name].format(position=describe(result["position"]), wanted=BEFORE * BATCH))
+    if "taken out" in result:
+        text = f"restore took {', '.join(result['taken out'])} out of the state: who restores once more finds it gone"
+        yield Fault("argument changed", f"{text}; leave the caller's state as it is")
     if result["resumed"] != result["losses"][BEFORE:]:
         yield Fault("losses", f"the losses are {result['resumed']}, without a failure {result['losses'][BEFORE:]}")
 
@@ -160,6 +166,9 @@ RESUME = Vary(_draw_resume, use=_use_resume, num_calls=6, any_state=frozenset({"
 _SET = 'generator.set_state(state["generator"])'
 
 WRONG_RESUMES = (
+    Mutant("takes it out", "argument changed", "leave the caller's state", 1).edit(
+        'state["position"]', 'state.pop("position")'
+    ),
     Mutant("weights alone", "moments", "without its moments", 1, 42).edit('"optimizer": optimizer, ', ""),
     Mutant("no schedule", "schedule", "the learning rate jumps", 1, 68).edit(', "schedule": schedule}', "}"),
     Mutant("no dropout", "dropout", "other masks", 1, 39).without('torch.set_rng_state(state["torch"])'),

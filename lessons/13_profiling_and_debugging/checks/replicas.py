@@ -120,7 +120,7 @@ SHAPES = ((3, 2), (4,))
 
 def drive_sections(fn: Callable[..., Any]) -> dict[str, Any]:
     """Time a step whose parts note when they ran, with a clock that notes when it was read."""
-    rank, seen, reads = dist.get_rank(), {}, []
+    rank, seen, reads, ran = dist.get_rank(), {}, [], []
     gradients = [torch.zeros(shape) for shape in SHAPES]
 
     def now() -> int:
@@ -133,6 +133,7 @@ def drive_sections(fn: Callable[..., Any]) -> dict[str, Any]:
             for number, gradient in enumerate(gradients) if name == "backward" else ():
                 gradient += seeded(rank, *gradient.shape, purpose=f"gradient {number}").to(gradient.dtype)
             time.sleep(0.002)
+            ran.append(name)
             seen[name] = start, time.monotonic_ns()
             if name == "update":
                 seen["gradients"] = [gradient.clone() for gradient in gradients]
@@ -140,7 +141,7 @@ def drive_sections(fn: Callable[..., Any]) -> dict[str, Any]:
         return work
 
     times = fn(part("forward"), part("backward"), gradients, part("update"), now)
-    return {"times": times, "reads": reads, **seen}
+    return {"times": times, "reads": reads, "ran": ran, **seen}
 
 
 def judge_sections(evidence: Evidence) -> Iterator[Fault]:
@@ -152,6 +153,9 @@ def judge_sections(evidence: Evidence) -> Iterator[Fault]:
         missing = [name for name in ("forward", "backward", "update") if name not in result]
         if missing:
             yield Fault("parts", f"{who} never ran {missing[0]}: run forward, backward and update")
+        if len(result["ran"]) > len(SECTION) - 1:
+            text = f"{who} runs {', '.join(result['ran'])}: a step runs each of them once"
+            yield Fault("parts", f"{text}, and a second run is not the first one's time")
         if not isinstance(times, list | tuple) or len(times) != len(SECTION):
             yield Fault("returned", f"{who} returns {describe(times)}: return four numbers, one for each section")
         made = calls(evidence, rank)
@@ -235,5 +239,6 @@ WRONG_SECTIONS = (
     Mutant("seconds", "durations", "in the clock's own unit", 2).edit(
         "after - before for", "(after - before) / 1e9 for"
     ),
+    Mutant("forward twice", "parts", "a step runs each of them once", 2).edit("forward()", "forward()\nforward()"),
     Mutant("first gradient alone", "no sync", "average every one", 2).edit("in gradients]", "in gradients[:1]]"),
 )

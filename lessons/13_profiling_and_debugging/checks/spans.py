@@ -40,6 +40,8 @@ CLOCKS: Cases = {
         [[0, 100, 200], [1000, 1100, 1200], [-2000, -1900, -1800]],
         [[5, 106, 204], [1006, 1105, 1205], [-1995, -1896, -1794]],
     ),
+    "most ends of rank 0 are seen late": ([[0, 100, 200], [5, 105, 205]], [[11, 160, 270], [10, 110, 210]]),
+    "two calls": ([[0, 100], [5, 105]], [[10, 111], [11, 109]]),
 }
 
 
@@ -135,6 +137,15 @@ WRONG_CLOCKS = (
     Mutant(
         "least difference", "smallest", "ends are seen late on both ranks: neither extreme is right, the median is", 1
     ).edit("statistics.median(", "min("),
+    Mutant(
+        "no upper bound", "effect before cause", "no rank leaves before another has come: there is a bound above too", 1
+    ).edit("min(max(apart, least), most)", "max(apart, least)"),
+    Mutant(
+        "lower of two", "lower median", "of an even number of differences the median is the mean of the middle two", 1
+    ).edit("statistics.median(", "statistics.median_low("),
+    Mutant("whole numbers", "rounded", "return the offset as it is: rounding moves each time", 1).edit(
+        "append(min(max(apart, least), most))", "append(int(min(max(apart, least), most)))"
+    ),
     Mutant("last rank's clock", "other clock", "bring all to rank 0's clock: its own offset is 0", 1)
     .edit("ends[0]", "ends[-1]", times=2)
     .edit("starts[0]", "starts[-1]"),

@@ -30,7 +30,7 @@ def _draw_late(draw: Draw) -> tuple[Any, ...]:
 
 def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
     """Draw what real clocks show: no rank leaves before the last has come, some ends are seen late."""
-    num_ranks, num_calls = draw.one_of(1, 2, 3, draw.integer(4, 6)), draw.one_of(1, 3, 5, 9)
+    num_ranks, num_calls = draw.one_of(1, 2, 3, draw.integer(4, 6)), draw.one_of(1, 2, 3, 6, 9)
     behind = [draw.integer(-(10**6), 10**6) for _ in range(num_ranks)]
     came = [[1000 * call + draw.integer(0, 400) for call in range(num_calls)] for _ in range(num_ranks)]
     over = [max(each) for each in zip(*came, strict=True)]
@@ -86,10 +86,11 @@ def _draw_flip(draw: Draw) -> tuple[Any, ...]:
 
     steps, tensors = draw.one_of(1, 2, draw.integer(3, 30)), draw.one_of(1, draw.integer(2, 6))
     sums = draw.tensor(steps, tensors, dtype=torch.int64, same=True, strided=True)
-    flipped = draw.one_of(True, True, False)
+    sums *= 2**52  # a flip of the lowest bit is lost where sums become floating point
+    flipped, bit = draw.one_of(True, True, False), draw.one_of(1, 2**40)
     step, tensor, rank = draw.integer(0, steps - 1), draw.integer(0, tensors - 1), draw.integer(0, draw.world_size - 1)
     if flipped and draw.rank == rank:
-        sums[step, tensor] += 2**40
+        sums[step, tensor] += bit
         sums[step + 1 :] += 1
     return (sums,)
 
@@ -135,6 +136,11 @@ SECTIONS = Vary(
 WRONG_LATE = (
     Mutant("three ranks", "values", "cost_of_lateness", 1, "one size").edit(
         "zip(*arrivals, strict=True)", "zip(*arrivals[:3], strict=True)"
+    ),
+)
+WRONG_FLIPS = (
+    Mutant("sums as float32", "returned", "find_flip(sums=", 3, "one size of numbers").edit(
+        "sums[step].sum().view(1)", "sums[step].float().sum().view(1)"
     ),
 )
 WRONG_SECTIONS = (

@@ -57,7 +57,7 @@ def _draw_list(draw: Draw) -> tuple[Any, ...]:
     names = []
     for head in ("n", "gpu", "a-")[: draw.one_of(1, 2, 3)]:
         first, width = draw.one_of(0, 8, draw.integer(1, 120)), draw.one_of(1, 3, 4)
-        last = first + draw.one_of(0, 1, draw.integer(2, 4))
+        last = first + draw.one_of(0, 1, draw.integer(2, 4), draw.integer(9, 40))
         parts = [f"{first:0{width}}-{last:0{width}}", f"{last + 2:0{width}}"][: draw.one_of(1, 2)]
         names.append(f"{head}[{','.join(parts)}]{draw.one_of('', 'x')}" if draw.one_of(1, 1, 0) else f"{head}{first}")
     return (",".join(names),)

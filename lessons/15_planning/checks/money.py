@@ -33,6 +33,7 @@ BILLS = (
     Bill("1,024 GPUs, saved in 60 s, restarted at once", (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 0.0)),
     Bill("1,024 GPUs, restarts of 10 minutes", (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 600.0)),
     Bill("16,384 GPUs, as Llama 3", (1_000_000, 3.0, 16_384, 2.5, 50_000.0, 30.0, 600.0)),
+    Bill("16,384 GPUs that fail often: a third is left", (1000, 3.0, 16_384, 2.5, 20_000.0, 300.0, 1200.0)),
     Bill("100,000 GPUs, an hour to restart: nothing is left", (1000, 3.0, 100_000, 2.5, 50_000.0, 600.0, 3600.0)),
     Bill("900 GPUs, a failure every 4 s: exactly nothing is left", (1000, 3.0, 900, 2.5, 1.0, 2.0, 0.0)),
 )

@@ -70,7 +70,8 @@ def _draw_bill(draw: Draw) -> tuple[Any, ...]:
     num_gpus = draw.one_of(8, draw.integer(100, 5000), 16_384)
     save_s, restart_s = draw.number(1.0, 120.0), draw.one_of(0.0, draw.number(10.0, 900.0))
     run = draw.integer(100, 10**6), draw.number(0.1, 60.0), num_gpus
-    return *run, draw.number(0.5, 9.0), draw.number(2e4, 2e5), save_s, restart_s
+    mtbf_hours = draw.one_of(draw.number(2e4, 2e5), draw.number(1e3, 6e3))  # of the second kind little may be left
+    return *run, draw.number(0.5, 9.0), mtbf_hours, save_s, restart_s
 
 
 def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
@@ -78,11 +79,12 @@ def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
         (f"offer {place}", 8 * draw.integer(1, 64), draw.number(1.0, 40.0), draw.number(1.0, 9.0))
         for place in range(draw.one_of(5, 3, 1, 0))
     ]
-    days, tie = draw.number(5.0, 45.0), draw.one_of("no tie", "longer first", "longer last")
+    days, tie = draw.number(5.0, 45.0), draw.one_of("no tie", "longer first", "longer last", "nearly a tie")
     if offers and tie != "no tie":  # two that cost the same, less than all others
         num_gpus, price = 8 * draw.integer(1, 64), draw.number(1e-4, 1e-3)
         names = draw.one_of(("a", "b"), ("b", "a"))
-        pair = [(names[0], num_gpus, days, price), (names[1], 2 * num_gpus, days / 2, price)]
+        less = 0.999 if tie == "nearly a tie" else 1.0  # then the longer run costs least, by little
+        pair = [(names[0], num_gpus, days, less * price), (names[1], 2 * num_gpus, days / 2, price)]
         offers += pair if tie == "longer first" else pair[::-1]
     return offers, days
 

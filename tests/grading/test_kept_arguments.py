@@ -1,0 +1,51 @@
+"""What a call left in its arguments must not change when the function is called again with others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.grading import load_lesson
+from distlab.grading.check import examine
+
+_flat: dict[object, torch.Tensor] = {}
+
+
+def average_flat(module):
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    row = torch.cat([grad.flatten() for grad in grads])
+    row /= dist.get_world_size()
+    dist.all_reduce(row)
+    row = _flat.setdefault((row.numel(), row.dtype), row).copy_(row)
+    for parameter, piece in zip(parameters, row.split([one.numel() for one in parameters]), strict=True):
+        parameter.grad = piece.view_as(parameter)
+
+
+def test_gradients_that_share_a_kept_buffer_are_told() -> None:
+    report = examine(load_lesson("03.flat").exercise("03.flat"), average_flat, worlds=(1,), seed=1)
+    assert report.fault == "kept", str(report)
+    assert "right at first, but a later call changed module." in report.message
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("import sys; sys.path.append('/nowhere')", "sys.path"),
+        ("import logging; logging.root.setLevel(0)", "the level of the root logger"),
+        ("import sys; sys.setswitchinterval(0.5)", "the switch interval of threads"),
+        ("import decimal; decimal.getcontext().prec = 3", "the precision of decimal numbers"),
+        ("import tracemalloc; tracemalloc.start()", "tracemalloc"),
+        ("import torch; torch.set_flush_denormal(True)", "torch.set_flush_denormal"),
+    ],
+)
+def test_what_the_whole_process_uses_is_left_as_it_was(line: str, says: str) -> None:
+    def cheapest(offers, days):
+        exec(line)
+        in_time = [offer for offer in offers if offer[2] <= days]
+        return min(in_time, key=lambda one: (one[1] * one[2] * one[3], one[2]))[0] if in_time else None
+
+    report = examine(load_lesson("15.cheapest").exercise("15.cheapest"), cheapest, worlds=(1,), seed=1)
+    assert report.fault == "state left behind", str(report)
+    assert says in report.message
