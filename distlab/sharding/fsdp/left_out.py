@@ -8,10 +8,7 @@ only if all its parts are. So the sum itself tells, and nothing more is sent (`m
 
 How is a part of a shard kept from an optimizer? During a step each tensor's piece is a parameter of its own, with its
 own state. Pieces without a gradient have None (`step_by_pieces`). What the optimizer counts per parameter, such as
-Adam's steps, is kept per tensor where tensors differ.
-
-Limit: a saved state has one count for a tensor that was never updated, that of its unit. If such a tensor is used for
-the first time after a load, its count of steps is too high.
+Adam's steps, is kept per tensor where tensors differ, also in what is saved.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from distlab.plan import FlatLayout
 from distlab.plan.sharding import Piece
 from distlab.sharding.by_element import refuse_whole_tensor_optimizers, remove_hook
 from distlab.sharding.shard_gradient import FlatShard
-from distlab.sharding.state.assemble import BY_TENSOR
+from distlab.sharding.state.assemble import BY_TENSOR, of_row
 
 
 class Pieces:
@@ -161,10 +158,8 @@ def _put_together(state: dict[Tensor, dict[str, Any]], shard: FlatShard, pieces:
                 whole[_part(piece)] = value
         numbers = {key: value for key, value in own.items() if not _is_like(value, one)}
         of_tensor[shard.parts.names[piece.tensor]] = numbers if own else None  # None: never updated
-    updated = [numbers for numbers in of_tensor.values() if numbers is not None]
-    if updated:
-        differ = len({str(numbers) for numbers in of_tensor.values()}) > 1
-        state[shard] = {**kept, **copy.deepcopy(updated[0]), **({BY_TENSOR: of_tensor} if differ else {})}
+    if any(numbers is not None for numbers in of_tensor.values()):
+        state[shard] = {**kept, **of_row(of_tensor)}
 
 
 def _is_like(value: Any, one: Tensor) -> bool:

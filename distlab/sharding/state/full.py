@@ -9,7 +9,7 @@ calls them on rank 0 alone makes rank 0 wait for the others; the wait ends with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.named_parts import PARAMETER
-from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
@@ -39,7 +38,7 @@ from distlab.sharding.state.optimizer_parts import (
     prepare_optimizer,
     save_parts,
 )
-from distlab.sharding.state.plain_state import State, by_names, kept_once
+from distlab.sharding.state.plain_state import by_names, kept_once
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
@@ -77,7 +76,7 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
 
     Returns:
         {"state": {name: {"exp_avg": whole tensor, "step": number}}, "param_groups": [{options, "params": [names]}]},
-        with the names in the order of `module.parameters()`.
+        with the names in the order of `module.parameters()`; {} for a tensor that was never updated.
 
     Cost: one all-gather per unit and moment.
 
@@ -143,9 +142,6 @@ def load_full_state_dict(
 def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Take up what `full_optimizer_state` returned, or a plain optimizer's `state_dict()`, on every rank.
 
-    A plain optimizer keeps nothing of a tensor that never got a gradient. Here it shares a shard with others: it gets
-    moments of zeros and their number of steps, as its gradients of zeros would have made.
-
     Raises:
         ValueError: on every rank: the state is of another model, or the optimizer has other groups.
     """
@@ -162,8 +158,6 @@ def _prepare_full(model: FullyShard, optimizer: Optimizer, state: Mapping[str, A
         key for one in kept.values() for key, value in one.items() if isinstance(value, Tensor) and value.dim()
     }
     once = kept_once(kept, shapes) - per_element
-    for unit in model.units:
-        _fill_unused(kept, unit.layout, once)
     whole = as_one_shard(kept, its_groups, shapes, once)
     return prepare_optimizer(optimizer, shared, [whole], assemble_rows(shared, [whole]))
 
@@ -172,16 +166,6 @@ def _in_order(model: FullyShard, groups: Sequence[Mapping[str, Any]]) -> list[li
     """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
     places = {name: place for place, (name, _) in enumerate(model.module.named_parameters())}
     return [sorted(group["names"], key=places.__getitem__) for group in groups]
-
-
-def _fill_unused(state: State, layout: FlatLayout, once: Collection[str]) -> None:
-    """Give a unit's tensors without a state what gradients of zeros would have made."""
-    example = next((state[name] for name in layout.names if state.get(name)), {})
-    for name, shape in zip(layout.names, layout.shapes, strict=True):
-        if not state.get(name):
-            state[name] = {
-                key: value if key in once else torch.zeros(shape, dtype=value.dtype) for key, value in example.items()
-            }
 
 
 def _check_rank(model: FullyShard, what: str, rank: int | None, *, options: Sequence[object] = ()) -> None:
