@@ -89,12 +89,17 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> str:
 def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim.Optimizer], None]) -> None:
     """While a model of flat shards lives, each optimizer of shards is tried before its first step.
 
-    The step of one that does not work by element raises ValueError, on every rank; `then` is called before any other.
+    The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank;
+    `then` is called before any other.
     """
     tried: set[type] = set()
+    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
+        if optimizer not in seen and _has_shards(optimizer):
+            _refuse_empty_groups(optimizer)
+            seen.add(optimizer)
         if kind in KNOWN or kind in tried or not _has_shards(optimizer):
             return
         if what_it_needs(optimizer) != "elements":
@@ -112,6 +117,19 @@ def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim
         return _with_closure_of_a_user(args, kwargs) if _has_shards(optimizer) else None
 
     weakref.finalize(model, remove_hook, register_optimizer_step_pre_hook(before))
+
+
+def _refuse_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what groups by name make: the names of shards tell nothing of the parameters in them."""
+    empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    if empty:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ValueError(
+            f"rank {rank}: group {empty[0]} of the optimizer has no parameters. Was it made by names? FullyShard's are "
+            "shards, 'shards.0', in which parameters of several names lie: all are in one group now. Use "
+            "ShardedOptimizer, whose groups are made of whole parameters; or groups of whole units, by "
+            "model.units[i].name and .shard; or leave the empty group out"
+        )
 
 
 def remove_hook(hook: RemovableHandle) -> None:

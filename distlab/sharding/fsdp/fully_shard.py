@@ -23,7 +23,7 @@ from distlab.comm.device import CopyStream
 from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
-from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
+from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first, leave_behind
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
@@ -135,7 +135,7 @@ class FullyShard(nn.Module):
             unit = Unit(len(self.units), f"{name} (frozen)".strip() if frozen else name, members, self._options)
             unit.reshard_after_forward = frees
             fill_from_first(unit, members.parameters)
-            members.parameters.clear()
+            leave_behind(members)
             units.append(unit)
             self.units.append(unit)
         return WatchedModule(name, model.get_submodule(name), units, self)
