@@ -86,11 +86,14 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> str:
     return "elements"
 
 
-def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim.Optimizer], None]) -> None:
+def refuse_whole_tensor_optimizers(
+    model: nn.Module, then: Callable[[torch.optim.Optimizer], None], undo: Callable[[torch.optim.Optimizer], None]
+) -> None:
     """While a model of flat shards lives, each optimizer of shards is tried before its first step.
 
     The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank;
-    `then` is called before any other.
+    `then` is called before any other. A closure that the step calls makes gradients anew: around it, what `then` did is
+    undone and done again.
     """
     tried: set[type] = set()
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -113,8 +116,20 @@ def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         check(optimizer)
+        has_shards = _has_shards(optimizer)
         then(optimizer)
-        return _with_closure_of_a_user(args, kwargs) if _has_shards(optimizer) else None
+        return _with_closures(args, kwargs, around) if has_shards else None
+
+    def around(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        of_a_user = for_a_user(closure)  # shards refuse it what they refuse outside of a step
+
+        def wrapped() -> Any:
+            undo(optimizer)
+            result = of_a_user()
+            then(optimizer)
+            return result
+
+        return wrapped
 
     weakref.finalize(model, remove_hook, register_optimizer_step_pre_hook(before))
 
@@ -142,11 +157,11 @@ def remove_hook(hook: RemovableHandle) -> None:
     hook.remove()
 
 
-def _with_closure_of_a_user(args: Any, kwargs: Any) -> Any:
-    """Return a step's arguments, its closure such that shards refuse it what they refuse outside of a step."""
+def _with_closures(args: Any, kwargs: Any, around: Callable[..., Callable[[], Any]]) -> Any:
+    """Return a step's arguments, with `around` what is called in it."""
     optimizer, *rest = args
-    rest = [for_a_user(one) if callable(one) else one for one in rest]
-    return (optimizer, *rest), {key: for_a_user(one) if callable(one) else one for key, one in kwargs.items()}
+    rest = [around(optimizer, one) if callable(one) else one for one in rest]
+    return (optimizer, *rest), {key: around(optimizer, one) if callable(one) else one for key, one in kwargs.items()}
 
 
 def _has_shards(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -66,6 +67,20 @@ def mark(flat: Tensor, layout: FlatLayout, left_out: Iterable[int]) -> None:
         flat[layout.offsets[tensor] :][: layout.sizes[tensor]].fill_(-0.0)
 
 
+def refuse_sparse(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that have no place in a flat buffer.
+
+    Raises:
+        RuntimeError: naming their tensors.
+    """
+    sparse = [name for name, one in zip(names, gradients, strict=True) if one is not None and one.is_sparse]
+    if sparse:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {', '.join(sparse)} got a sparse gradient, and shards hold dense ones. Build the "
+            "layer with sparse=False"
+        )
+
+
 def is_marked(number: Tensor) -> bool:
     """Return whether a number is -0.0."""
     return bool((number == 0) & torch.signbit(number))
@@ -87,18 +102,18 @@ def step_by_pieces(model: nn.Module) -> None:
     taken: dict[int, list[_Taken]] = {}
 
     def before(optimizer: torch.optim.Optimizer) -> None:
-        after(optimizer, (), {})  # of a step that an error ended
+        after(optimizer)  # of a step that an error ended
         taken[id(optimizer)] = [
             _take_apart(optimizer, group) for group in optimizer.param_groups if _needs(optimizer, group)
         ]
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, parameters, cut in taken.pop(id(optimizer), []):
             group["params"] = parameters
             for shard, pieces in cut:
                 _put_together(optimizer.state, shard, pieces)
 
-    refuse_whole_tensor_optimizers(model, before)
+    refuse_whole_tensor_optimizers(model, before, after)
     weakref.finalize(model, remove_hook, register_optimizer_step_post_hook(after))
 
 

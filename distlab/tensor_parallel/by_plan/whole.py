@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.rng import keep_random_state
+from distlab.split import Split
 from distlab.structures import find
 from distlab.tensor_parallel.by_plan.plan import HINTS, columns_of
-from distlab.tensor_parallel.split import Split
 from distlab.trial import Copier, clone, without_numbers
 
 OUTPUT = "the output"
