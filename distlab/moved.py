@@ -29,10 +29,10 @@ class MovedParameter(nn.Parameter):
 
     Attributes:
         label: its name in the model.
-        where: what became of it, and what to do.
+        fate: what became of it.
     """
 
-    label = where = ""
+    label = fate = ""
 
     @classmethod
     def __torch_function__(
@@ -49,27 +49,27 @@ class MovedParameter(nn.Parameter):
         one = next(one for one in (*args, *(kwargs or {}).values(), *_in_lists(args)) if isinstance(one, cls))
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
         raise RuntimeError(
-            f"{rank}this is {one.label} as it was before {one.where}. It does not train any more. An optimizer must be "
+            f"{rank}this is {one.label} as it was before {one.fate}. It does not train any more. An optimizer must be "
             "built afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by "
             "its name in forward; for its first values keep a clone()"
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what is known."""
         return f"MovedParameter({self.label}, shape {list(self.shape)})"
 
 
-def mark_moved(parameter: nn.Parameter, label: str, where: str) -> None:
+def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
     """Let a parameter refuse to be used: its module has others in its place.
 
     Args:
         parameter: itself, whoever holds it.
         label: its name.
-        where: "FullyShard moved it into a shard".
+        fate: "FullyShard moved it into a shard".
     """
     if type(parameter) is nn.Parameter:
         parameter.__class__ = MovedParameter
-        parameter.label, parameter.where = label, where  # type: ignore[attr-defined]
+        parameter.label, parameter.fate = label, fate  # type: ignore[attr-defined]
 
 
 def name_of(function: Any) -> str:

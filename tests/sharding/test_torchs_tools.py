@@ -13,6 +13,7 @@ from refused import message
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from distlab.data_parallel import DataParallel
 from distlab.large_batch import LAMB, LARS
 from distlab.rng import generator
 from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
@@ -292,3 +293,18 @@ def test_sparse_gradients_are_refused_in_words(ranks):
     for rank, text in enumerate(ranks(2).run(sparse)):
         assert text.startswith(f"RuntimeError: rank {rank}: 0.weight got a sparse gradient")
         assert "sparse=False" in text
+
+
+def with_max_norm():
+    def model():
+        return nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 1))
+
+    ways = {"DataParallel": DataParallel, "ShardedOptimizer": lambda one: ShardedOptimizer(one, torch.optim.SGD)}
+    return {name: message(lambda way=way: way(model())) for name, way in ways.items()}
+
+
+def test_weights_that_forward_changes_on_each_rank_are_refused(ranks):
+    for rank, texts in enumerate(ranks(2).run(with_max_norm)):
+        for name, text in texts.items():
+            assert text.startswith(f"ValueError: rank {rank}: 0 has max_norm"), text
+            assert f"{name} would not tell other ranks" in text
