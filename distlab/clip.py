@@ -9,17 +9,33 @@ of its own). Where ranks hold different parts of the model, each norm is of a pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.comm.agree import group_device
 from distlab.flat import same_kind
 
 HALF = (torch.float16, torch.bfloat16)
 EPSILON = 1e-6  # torch's, so that results can be compared
+
+
+class Gradient(NamedTuple):
+    """A gradient, or the piece of it that is here.
+
+    Attributes:
+        name: of the parameter in the whole model.
+        values: complete: of the batch of all ranks.
+        counts: whether this rank is the one of all that hold equal copies that counts it in the norm.
+    """
+
+    name: str
+    values: Tensor
+    counts: bool
 
 
 class NotFiniteError(RuntimeError):
@@ -116,3 +132,58 @@ def _explain(named: dict[str, nn.Parameter], norm: float, group: ProcessGroup | 
     ]
     where = f"not finite: {'; '.join(parts)}" if parts else "every gradient is finite, but the sum of squares overflows"
     return f"the norm of the gradients is {norm}; {where}. Skip the update, or lower the learning rate"
+
+
+@torch.no_grad()
+def counted_norm(gradients: Iterable[Gradient], groups: Sequence[ProcessGroup]) -> Tensor:
+    """Return the norm that one process would find for the gradients of the whole model.
+
+    Args:
+        gradients: what is here.
+        groups: over which ranks to sum, one after the other: the axes of a grid.
+
+    Cost: an all-reduce of 8 bytes for each group.
+    Error: as one process', up to the order of additions; the same bits on every rank.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=group_device(groups[0]))
+    for _, values, counts in gradients:
+        if counts:
+            dtype = torch.float32 if values.dtype in HALF else values.dtype
+            square += torch.linalg.vector_norm(values, dtype=dtype).double().square().to(square.device)
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+@torch.no_grad()
+def clip_counted_(
+    gradients: Iterable[Gradient], max_norm: float, groups: Sequence[ProcessGroup], *, check_finite: bool = True
+) -> Tensor:
+    """Scale all gradients in place so that the whole model's norm is at most `max_norm`; return what it was.
+
+    Cost: as `counted_norm`.
+
+    Raises:
+        ValueError: max_norm is not a positive number.
+        NotFiniteError: on every rank, naming parameters and ranks: the norm is not finite; nothing is changed.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; pass a positive number")
+    here = list(gradients)
+    norm = counted_norm(here, groups)
+    if check_finite and not math.isfinite(norm.item()):
+        told = {dist.get_rank(): sorted({name for name, values, _ in here if not values.isfinite().all()})}
+        for group in groups:
+            everyone: list[dict[int, list[str]]] = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(everyone, told, group=group)
+            told = {rank: names for one in everyone for rank, names in one.items()}
+        found = "; ".join(f"{', '.join(names)} (rank {rank})" for rank, names in sorted(told.items()) if names)
+        raise NotFiniteError(
+            f"the norm of the gradients is {norm.item()}; not finite: {found or 'the sum of squares'}. Skip the "
+            "update, or lower the learning rate"
+        )
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    for _, values, _ in here:
+        values.mul_(factor.to(values.device, values.dtype))
+    return norm

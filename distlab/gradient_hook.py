@@ -2,11 +2,13 @@
 
 Data parallelism hands a hook each bucket as it fills, and expects the mean over ranks back in the same memory. The
 default is one all-reduce; compression sends less. Neither side knows the other: they meet here.
+
+`LinearHook` is another meeting: tensor parallelism puts one on a parameter, and what moves parameters keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -51,3 +53,18 @@ class GradientHook(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned on this rank."""
+
+
+class LinearHook:
+    """A hook on a parameter's gradient that is linear in it, such as a sum over ranks.
+
+    It may be called for the gradient of each use of the parameter, and the results add up to the same. So FullyShard,
+    whose parameters are made anew for each use, keeps such hooks, and refuses others.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        """Return what takes the gradient's place; of none, none."""
+        return None if gradient is None else self._function(gradient)

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import utils
 
+from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_sequential
@@ -20,7 +22,7 @@ from distlab.tensor_parallel import (
     vocabulary_parallel_cross_entropy,
 )
 
-UPDATES, BACKEND = 3, "aot_eager"
+UPDATES = 3
 CONFIG = GPTConfig(vocab_size=13, context=6, num_layers=2, num_heads=2, hidden_size=8)
 
 
@@ -36,17 +38,17 @@ def batch(step, size=12):
     return inputs, torch.randn(size, 4, dtype=torch.float64, generator=draw)
 
 
-def compiled(model, how):
+def compiled(model, how, backend="aot_eager"):
     """Compile all of a model, each of its blocks, in place, or their forward."""
     if how == "whole":
-        return torch.compile(model, backend=BACKEND)
+        return torch.compile(model, backend=backend)
     for number, block in enumerate(model):
         if how == "blocks":
-            model[number] = torch.compile(block, backend=BACKEND)
+            model[number] = torch.compile(block, backend=backend)
         elif how == "in place":
-            block.compile(backend=BACKEND)
+            block.compile(backend=backend)
         elif how == "forward":
-            block.forward = torch.compile(block.forward, backend=BACKEND)
+            block.forward = torch.compile(block.forward, backend=backend)
     return model
 
 
@@ -57,9 +59,9 @@ def plain_names(state):
     return {name.replace("_orig_mod.", ""): value.detach().clone() for name, value in state.items()}
 
 
-def data_parallel(how):
+def data_parallel(how, backend):
     torch._dynamo.reset()
-    model = compiled(layers(), how)
+    model = compiled(layers(), how, backend)
     replicas = DataParallel(model, bucket_bytes=100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -72,11 +74,11 @@ def data_parallel(how):
     return plain_names(model.state_dict())
 
 
-def pipeline(how, name, recompute=False):
+def pipeline(how, backend, name, recompute=False):
     torch._dynamo.reset()
     schedule = make_schedule(name, dist.get_world_size(), 4)
     stages = split_sequential(layers(), schedule.num_stages)
-    mine = {n: compiled(stages[n], how) for n, home in enumerate(schedule.home) if home == dist.get_rank()}
+    mine = {n: compiled(stages[n], how, backend) for n, home in enumerate(schedule.home) if home == dist.get_rank()}
     runs = Pipeline(mine, schedule, loss=nn.functional.mse_loss, recompute=recompute)
     optimizer = torch.optim.AdamW(runs.parameters(), lr=1e-2)
     for step in range(UPDATES):
@@ -90,14 +92,14 @@ def pipeline(how, name, recompute=False):
     return plain_names({n: v for stage in mine.values() for n, v in stage.state_dict().items()})
 
 
-def tensor_parallel(how):
+def tensor_parallel(how, backend):
     torch._dynamo.reset()
     model = GPT(CONFIG, generator(0, 0, "weights")).double()
     model = parallelize(model, dist.group.WORLD)
-    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
+    called = torch.compile(model, backend=backend) if how == "whole" else model
     if how == "blocks":
         for block in model.blocks:
-            block.compile(backend=BACKEND)
+            block.compile(backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(UPDATES):
         tokens = torch.randint(13, (2, 6), generator=generator(step, 0, "tokens"))
@@ -107,12 +109,12 @@ def tensor_parallel(how):
     return full_state_dict(model, dist.group.WORLD)
 
 
-def by_plan(how):
+def by_plan(how, backend):
     torch._dynamo.reset()
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     model = parallelize_module(whole, {"0": "column", "2": "row"})
-    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
+    called = torch.compile(model, backend=backend) if how == "whole" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(UPDATES):
         inputs, targets = batch(step)
@@ -127,35 +129,48 @@ def same(one, other):
 
 
 def run(cases):
-    return {case: CASES[case[0]](*case) for case in cases}
+    found = {}
+    for case in cases:
+        utils.counters.clear()
+        found[case] = CASES[case[0]](*case)
+        assert case[1] == "not" or utils.counters["stats"]["unique_graphs"], f"{case}: nothing was compiled"
+    return found
 
 
 CASES = {
-    "data parallel": lambda _, how: data_parallel(how),
-    "one_f_one_b": lambda name, how: pipeline(how, name),
-    "zb_h1": lambda name, how: pipeline(how, name),
-    "recompute": lambda _, how: pipeline(how, "one_f_one_b", recompute=True),
-    "tensor parallel": lambda _, how: tensor_parallel(how),
-    "by plan": lambda _, how: by_plan(how),
+    "data parallel": lambda _, *how: data_parallel(*how),
+    "one_f_one_b": lambda name, *how: pipeline(*how, name),
+    "zb_h1": lambda name, *how: pipeline(*how, name),
+    "recompute": lambda _, *how: pipeline(*how, "one_f_one_b", recompute=True),
+    "tensor parallel": lambda _, *how: tensor_parallel(*how),
+    "by plan": lambda _, *how: by_plan(*how),
 }
 
 
-def check(ranks, names, ways):
+def check(ranks, names, ways, backend="aot_eager"):
     for name in names:
-        for found in ranks(2).run(run, [(name, how) for how in ("not", *ways)]):
+        for found in ranks.run(run, [(name, how, backend) for how in ("not", *ways)]):
             for how in ways:
-                assert same(found[name, how], found[name, "not"]), (name, how)
+                assert same(found[name, how, backend], found[name, "not", backend]), (name, how)
 
 
 @pytest.mark.parametrize("name", ["data parallel", "by plan"])
 def test_a_compiled_model_trains_as_it_does_without(ranks, name):
-    check(ranks, [name], ["whole"])
+    check(ranks(2), [name], ["whole"])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in CASES if name != "by plan"])
 def test_compiled_models_train_as_they_do_without(ranks, name):
-    check(ranks, [name], ["blocks"] if name == "tensor parallel" else WAYS)
+    check(ranks(2), [name], ["blocks"] if name == "tensor parallel" else WAYS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1300)
+def test_kernels_that_inductor_wrote_train_as_without():
+    with Ranks(2, timeout_s=1200) as ranks:  # compiling takes longer than ranks of other tests may
+        for name in CASES:
+            check(ranks, [name], ["whole"], "inductor")
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ Last, `train`: `Hybrid`, all of it for real training; `failures`: who hears of a
 saves, whole or in parts.
 """
 
-from distlab.hybrid.gradients import Gradient
+from distlab.clip import Gradient
 from distlab.hybrid.layout import Layout, joint_group, lay_out
 from distlab.hybrid.norm import clip_on_mesh_, mesh_norm
 from distlab.hybrid.stage_averages import StageAverages

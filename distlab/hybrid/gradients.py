@@ -27,11 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from distlab.clip import Gradient
 from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
 from distlab.hybrid.build import Built
@@ -44,20 +44,6 @@ from distlab.trace import SpanWriter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Wrapper = DataParallel | ShardedOptimizer | FullyShard
-
-
-class Gradient(NamedTuple):
-    """A gradient, or the piece of it that is here.
-
-    Attributes:
-        name: of the parameter in the whole model.
-        values: complete: of the batch of all ranks.
-        counts: whether this rank is the one of all that hold equal copies that counts it in the norm.
-    """
-
-    name: str
-    values: Tensor
-    counts: bool
 
 
 class GradientAveraging:

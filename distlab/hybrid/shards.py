@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 import torch.distributed as dist
 from torch import nn
 
+from distlab.clip import Gradient
 from distlab.hybrid.build import Built
-from distlab.hybrid.gradients import Gradient, GradientAveraging, MakeOptimizer, ParameterBag
+from distlab.hybrid.gradients import GradientAveraging, MakeOptimizer, ParameterBag
 from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
 from distlab.models import Block

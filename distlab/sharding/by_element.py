@@ -86,15 +86,23 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> str:
     return "elements"
 
 
-def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim.Optimizer], None]) -> None:
+def refuse_whole_tensor_optimizers(
+    model: nn.Module, then: Callable[[torch.optim.Optimizer], None], undo: Callable[[torch.optim.Optimizer], None]
+) -> None:
     """While a model of flat shards lives, each optimizer of shards is tried before its first step.
 
-    The step of one that does not work by element raises ValueError, on every rank; `then` is called before any other.
+    The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank;
+    `then` is called before any other. A closure that the step calls makes gradients anew: around it, what `then` did is
+    undone and done again.
     """
     tried: set[type] = set()
+    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
+        if optimizer not in seen and _has_shards(optimizer):
+            _refuse_empty_groups(optimizer)
+            seen.add(optimizer)
         if kind in KNOWN or kind in tried or not _has_shards(optimizer):
             return
         if what_it_needs(optimizer) != "elements":
@@ -108,10 +116,35 @@ def refuse_whole_tensor_optimizers(model: nn.Module, then: Callable[[torch.optim
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         check(optimizer)
+        has_shards = _has_shards(optimizer)
         then(optimizer)
-        return _with_closure_of_a_user(args, kwargs) if _has_shards(optimizer) else None
+        return _with_closures(args, kwargs, around) if has_shards else None
+
+    def around(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        of_a_user = for_a_user(closure)  # shards refuse it what they refuse outside of a step
+
+        def wrapped() -> Any:
+            undo(optimizer)
+            result = of_a_user()
+            then(optimizer)
+            return result
+
+        return wrapped
 
     weakref.finalize(model, remove_hook, register_optimizer_step_pre_hook(before))
+
+
+def _refuse_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what groups by name make: the names of shards tell nothing of the parameters in them."""
+    empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    if empty:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ValueError(
+            f"rank {rank}: group {empty[0]} of the optimizer has no parameters. Was it made by names? FullyShard's are "
+            "shards, 'shards.0', in which parameters of several names lie: all are in one group now. Use "
+            "ShardedOptimizer, whose groups are made of whole parameters; or groups of whole units, by "
+            "model.units[i].name and .shard; or leave the empty group out"
+        )
 
 
 def remove_hook(hook: RemovableHandle) -> None:
@@ -124,11 +157,11 @@ def remove_hook(hook: RemovableHandle) -> None:
     hook.remove()
 
 
-def _with_closure_of_a_user(args: Any, kwargs: Any) -> Any:
-    """Return a step's arguments, its closure such that shards refuse it what they refuse outside of a step."""
+def _with_closures(args: Any, kwargs: Any, around: Callable[..., Callable[[], Any]]) -> Any:
+    """Return a step's arguments, with `around` what is called in it."""
     optimizer, *rest = args
-    rest = [for_a_user(one) if callable(one) else one for one in rest]
-    return (optimizer, *rest), {key: for_a_user(one) if callable(one) else one for key, one in kwargs.items()}
+    rest = [around(optimizer, one) if callable(one) else one for one in rest]
+    return (optimizer, *rest), {key: around(optimizer, one) if callable(one) else one for key, one in kwargs.items()}
 
 
 def _has_shards(optimizer: torch.optim.Optimizer) -> bool:

@@ -179,6 +179,16 @@ def of_shard(gradient: Tensor) -> Tensor:
     return marked
 
 
+def taken_over(now: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Return the gradient of a piece with the values that a user has put in its place; None where it was taken away.
+
+    Shapes: any; the same
+    """
+    if now is not None and now.data_ptr() != gradient.data_ptr():
+        gradient.copy_(now.as_subclass(Tensor))
+    return None if now is None else gradient
+
+
 def absent(parameter: Tensor, memory: Tensor) -> Tensor:
     """Return what stands for a parameter's gradient while there is none; it takes no memory of its own.
 

@@ -13,6 +13,7 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 `full_state_dict` puts the model together again.
 """
 
+from distlab.modules.split import Split, splits_of
 from distlab.tensor_parallel.attention.grouped import SharedKeyValueLinear
 from distlab.tensor_parallel.attention.heads import ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module
@@ -33,7 +34,6 @@ from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLine
 from distlab.tensor_parallel.norm import clip_tensor_parallel_, tensor_parallel_norm
 from distlab.tensor_parallel.parallelize import ParallelGPT, full_state_dict, load_full_state_dict, parallelize
 from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
-from distlab.tensor_parallel.split import Split, splits_of
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 __all__ = [

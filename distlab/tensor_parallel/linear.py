@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.modules.local_compute import is_replaced
+from distlab.modules.split import Split
 from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.functions import (
     add_once,
@@ -39,7 +40,6 @@ from distlab.tensor_parallel.functions import (
     reduce_scatter_sequence,
 )
 from distlab.tensor_parallel.overlap import Region, column_linear, row_linear
-from distlab.tensor_parallel.split import Split
 
 
 class _ParallelLinear(nn.Module):

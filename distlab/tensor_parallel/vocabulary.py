@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.modules.split import Split
 from distlab.tensor_parallel.functions import reduce_from_ranks, reduce_scatter_sequence
 from distlab.tensor_parallel.linear import take_parts
-from distlab.tensor_parallel.split import Split
 
 
 class VocabularyParallelEmbedding(nn.Module):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from distlab.models import GPT, Block, GPTConfig
 from distlab.pipeline.backward.two_parts import LinearPlainly, full_backward, prepare_split
@@ -126,6 +127,24 @@ def test_the_report_names_who_waits_and_who_does_not():
         prepare_split(module)
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert prepare_split(linear).report.deferred == ()
+
+
+def pruned():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    prune.l1_unstructured(module[0], "bias", 0.5)
+    prune.l1_unstructured(module[2], "weight", 0.5)
+    return module
+
+
+def test_a_layer_whose_bias_or_weight_pruning_makes_gives_all_gradients():
+    module, oracle = pruned(), pruned()
+    split, x = prepare_split(module), torch.randn(5, 3, dtype=torch.float64)
+    assert split.report.deferred == ("3",)
+    y = module(x)
+    split.full_backward([y], [torch.ones_like(y)])
+    oracle(x).sum().backward()
+    same(gradients(module), gradients(oracle))
 
 
 def test_hooks_on_parameters_run_once_with_the_whole_gradient():

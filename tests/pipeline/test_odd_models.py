@@ -240,3 +240,45 @@ def with_torch(kind):
 def test_torchs_own_pipeline_runs_them_too(ranks):
     for kind in (TwoNames, Caches, Recurrent, Adapted, Waves):
         assert ranks(2).run(with_torch, kind) == [[], []], kind
+
+
+class Overwrites(nn.Module):
+    """Changes its first input in place, as a block that begins with nn.ReLU(inplace=True)."""
+
+    def __init__(self, num_inputs):
+        super().__init__()
+        self.layer, self.num_inputs = linear(), num_inputs
+
+    def forward(self, *inputs):
+        x = self.layer(inputs[0].relu_())
+        return (x, x[:, 1:].mean(1, keepdim=True)) if self.num_inputs == 2 else x
+
+
+def overwriting(num_inputs, name, recompute):
+    """Return what differs from one process, or the error."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(linear(), Overwrites(num_inputs)), Overwrites(1)]
+    twins, rank = copy.deepcopy(stages), dist.get_rank()
+    pipeline = Pipeline(
+        {rank: stages[rank]}, make_schedule(name, 2, 4), loss=nn.functional.mse_loss, recompute=recompute
+    )
+    try:
+        for step in range(2):
+            pipeline.step(*batch(step, 4))
+    except ValueError as error:
+        return str(error)
+    for step in range(2):
+        for x, y in zip(*(part.split(SIZE) for part in batch(step, 4)), strict=True):
+            (nn.functional.mse_loss(twins[1](twins[0](x)), y) / 4).backward()
+    pairs = zip(stages[rank].parameters(), twins[rank].parameters(), strict=True)
+    return [bool(torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-12)) for mine, theirs in pairs]
+
+
+def test_a_stage_may_change_its_one_input_in_place_and_of_several_is_refused(ranks):
+    for name in ("one_f_one_b", "zb_h1"):
+        for found in ranks(2).run(overwriting, 1, name, False):
+            assert set(found) == {True}
+        for text in ranks(2).run(overwriting, 2, name, False):
+            assert "a leaf Variable that requires grad is being used in an in-place operation. Nothing" in text
+    for text in ranks(2).run(overwriting, 1, "one_f_one_b", True):
+        assert "in-place operation. Nothing has run" in text

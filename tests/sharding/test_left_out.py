@@ -141,12 +141,60 @@ def test_replicas(ranks):
 def test_the_saved_state_counts_the_steps_of_each_tensor(ranks):
     expected = one_process("AdamW")[1]
     for got in ranks(3).run(lambda: fully_sharded("AdamW", {})):
-        counts = {key: int(one["step"]) for key, one in got[1]["state"].items()}
+        counts = {key: int(one["step"]) for key, one in got[1]["state"].items() if one}
         assert (counts["sometimes.weight"], counts["late.bias"], counts["down.bias"]) == (3, 4, 6)
         for key, one in expected.items():
             assert counts[key] == int(one["step"])
             torch.testing.assert_close(got[1]["state"][key]["exp_avg_sq"], one["exp_avg_sq"], rtol=0, atol=1e-12)
-        assert not got[1]["state"]["pooler.weight"]["exp_avg"].any()
+        assert got[1]["state"]["pooler.weight"] == {}
+
+
+def closures(name):
+    """The optimizer's step asks for gradients itself; its zero_grad() forgets those of the step before."""
+    place = dist.get_rank(), dist.get_world_size()
+    model = FullyShard(Encoder(place[0]))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(UPDATES):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, *place)
+            loss.backward()
+            model.synchronize()
+            return loss
+
+        optimizer.step(closure)
+    return full_state_dict(model), None
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_step_with_a_closure_leaves_alone_what_the_closure_left_out(ranks, name):
+    expected = one_process(name)
+    for got in ranks(2).run(closures, name):
+        check(expected, got)
+
+
+def kept_as_zeros(wrap):
+    """zero_grad(set_to_none=False): what was used once has zeros from then on, and moves; what never was does not."""
+    place = dist.get_rank(), dist.get_world_size()
+    model = Encoder(place[0])
+    called, optimizer, between, zero = wrap(model)
+    for step in range(UPDATES):
+        zero(set_to_none=False)
+        loss_of(called, step, *place).backward()
+        between()
+        optimizer.step()
+    return (full_state_dict(called) if isinstance(called, FullyShard) else model.state_dict(),)
+
+
+def alone_with_zeros():
+    model = Encoder()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    for step in range(UPDATES):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, step).backward()
+        optimizer.step()
+    return (model.state_dict(),)
 
 
 def one_that_one_rank_uses(wrap):
@@ -178,6 +226,18 @@ def by_replicas(model):
     replicas = DataParallel(model, unused="zeros")
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     return model, optimizer, replicas.synchronize, optimizer.zero_grad
+
+
+def by_plain_zero(model):
+    called, optimizer, between, _ = by_units(model)
+    return called, optimizer, between, optimizer.zero_grad
+
+
+@pytest.mark.parametrize("wrap", [by_zero, by_units, by_plain_zero])
+def test_gradients_that_are_set_to_zeros_are_gradients(ranks, wrap):
+    expected = alone_with_zeros()
+    for got in ranks(2).run(kept_as_zeros, wrap):
+        check(expected, got)
 
 
 @pytest.mark.parametrize("wrap", [by_zero, by_units])

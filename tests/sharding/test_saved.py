@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
 from distlab.plan import FlatLayout
-from distlab.sharding.state.assemble import HeldRow, assemble, covering
+from distlab.sharding.state.assemble import BY_TENSOR, HeldRow, assemble, covering, of_row
 
 SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -195,9 +195,29 @@ def test_what_is_no_saved_shard_is_refused():
         SavedShard.from_dict(state)
 
 
-def test_different_step_counts_cannot_share_a_shard():
+def test_tensors_of_one_shard_keep_their_own_counts():
     saved = cut(TENSORS, [1], 2)
     saved = [changed(one, "layer 0", numbers={"step": 9.0}) for one in saved]
-    with pytest.raises(ValueError, match=r"step is 9.0 for layer 0 and 3.0 for layer 1"):
+    saved = [
+        changed(one, "layer 2", values={PARAMETER: one.parts["layer 2"].values[PARAMETER]}, numbers={}) for one in saved
+    ]
+    values, numbers = assemble(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
+    assert numbers == {
+        "step": 9.0,
+        BY_TENSOR: {"layer 0": {"step": 9.0}, "layer 1": {"step": 3.0}, "layer 2": None},  # never updated
+    }
+    assert torch.equal(values[PARAMETER][-4:].view(2, 2), TENSORS["layer 2"])
+    assert not values["momentum"][-4:].any()
+    assert assemble(saved, row_of(layouts(TENSORS, [1, 2], 1)[0], 0))[1] == {"step": 9.0}
+    alone, none = assemble(saved, row_of(layouts(TENSORS, [1, 2], 1)[2], 0))
+    assert (list(alone), none) == ([PARAMETER], {})
+    saved = [changed(one, "layer 1", values={PARAMETER: one.parts["layer 1"].values[PARAMETER]}) for one in saved]
+    with pytest.raises(ValueError, match="layer 1 has .'parameter'. in shard 0 and other tensors have .'momentum'"):
         assemble(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
-    assert assemble(saved, row_of(layouts(TENSORS, [1], 1)[0], 0))[1] == {"step": 9.0}
+
+
+def test_counts_that_print_alike_are_told_apart():
+    counts = {"a": {"step": torch.tensor(3.0), "product": torch.tensor(0.91234)}}
+    counts["b"] = {**counts["a"], "product": torch.tensor(0.91235)}
+    assert of_row(counts)[BY_TENSOR]["b"]["product"] == counts["b"]["product"]
+    assert BY_TENSOR not in of_row({"a": counts["a"], "b": {**counts["a"]}, "c": {**counts["a"]}})

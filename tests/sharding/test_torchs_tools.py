@@ -4,6 +4,8 @@ FSDP2 of torch 2.13 keeps each parameter's true dimensions and takes norms over 
 GradScaler and groups by `p.dim()` work there. Its Adafactor and LBFGS end in errors about placements of DTensor.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +13,10 @@ from refused import message
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from distlab.data_parallel import DataParallel
 from distlab.large_batch import LAMB, LARS
 from distlab.rng import generator
-from distlab.sharding import FullyShard, ShardedOptimizer
+from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
 
 
 def net():
@@ -242,3 +245,66 @@ def test_data_of_a_shard_and_of_its_gradient_is_no_way_around(ranks):
     for rank, (texts, is_plain) in enumerate(ranks(2).run(by_data)):
         assert all(text.startswith(f"ValueError: rank {rank}: ") and "of a shard" in text for text in texts), texts
         assert is_plain
+
+
+def replaced(name):
+    """Gradients that a user puts in the place of others: signs; and none, for what shall stay as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    twin, make = copy.deepcopy(model), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    calls = []
+    if name == "FullyShard":
+        call = FullyShard(model)
+        optimizer, synchronize, zero = make(call.parameters()), call.synchronize, call.zero_grad
+    else:
+        call, optimizer = model, ShardedOptimizer(model, make, stage=int(name[-1]))
+        synchronize, zero = optimizer.synchronize, optimizer.zero_grad
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    plain = make(twin.parameters())
+    for step in range(4):
+        for one, its in ((call, optimizer), (twin, plain)):
+            zero() if one is call else one.zero_grad()
+            one(x * (step + 1)).square().mean().backward()
+            synchronize() if one is call else None
+            for group in its.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None if step == 2 else parameter.grad.sign() * 0.1
+            its.step()
+    state = full_state_dict(call) if name == "FullyShard" else model.state_dict()
+    return {key: value.clone() for key, value in state.items()}, twin.state_dict(), calls
+
+
+def test_gradients_that_a_user_replaced_are_those_of_the_step_and_hooks_of_steps_run(ranks):
+    for name in ("FullyShard", "stage 1", "stage 2"):
+        for state, expected, calls in ranks(2).run(replaced, name):
+            assert calls == ["before", "after"] * 4
+            for key, value in expected.items():
+                torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12, msg=f"{name}: {key}")
+
+
+def sparse():
+    model = FullyShard(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)))
+    return message(lambda: model(torch.tensor([1, 2])).sum().backward())
+
+
+def test_sparse_gradients_are_refused_in_words(ranks):
+    for rank, text in enumerate(ranks(2).run(sparse)):
+        assert text.startswith(f"RuntimeError: rank {rank}: 0.weight got a sparse gradient")
+        assert "sparse=False" in text
+
+
+def with_max_norm():
+    def model():
+        return nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 1))
+
+    ways = {"DataParallel": DataParallel, "ShardedOptimizer": lambda one: ShardedOptimizer(one, torch.optim.SGD)}
+    return {name: message(lambda way=way: way(model())) for name, way in ways.items()}
+
+
+def test_weights_that_forward_changes_on_each_rank_are_refused(ranks):
+    for rank, texts in enumerate(ranks(2).run(with_max_norm)):
+        for name, text in texts.items():
+            assert text.startswith(f"ValueError: rank {rank}: 0 has max_norm"), text
+            assert f"{name} would not tell other ranks" in text

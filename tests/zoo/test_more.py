@@ -40,6 +40,11 @@ KINDS = {
     "functional_call": of_images(more.Functional),
     "dataclasses": of_images(more.Dataclasses),
     "reentrant checkpoint": of_images(more.Reentrant),
+    "outputs in attributes": of_images(more.InAttributes),
+    "generator": of_images(more.Generated),
+    "pruned": of_images(more.Pruned),
+    "packed sequences": of_images(more.Packed),
+    "backward hooks": of_images(more.BackwardHooks),
     "layer made in forward": Kind(more.MadeInForward, "images", of_logits, alone=EACH_FORWARD),
     "two parameters in one memory": of_images(more.Overlap),
 }

@@ -18,14 +18,6 @@ MODELS = ("nanoGPT", "Llama")
 CLOSE = 1e-10
 
 
-def axes():
-    """Return this rank's tensor group and data group, of 2 x 2 ranks, and its number among the data ranks."""
-    rank = dist.get_rank()
-    tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    return tensor, data, rank // 2
-
-
 def train(kind, call, optimizer, zero, synchronize, number):
     for step in range(zoo.UPDATES):
         zero()
@@ -36,7 +28,7 @@ def train(kind, call, optimizer, zero, synchronize, number):
 
 def tensor_and(technique, name):
     kind = KINDS[name]
-    tensor, data, number = axes()
+    tensor, data, number = zoo.axes()
     example = kind.batch(9)[:1] if technique == "FullyShard" else None
     model = parallelize_module(kind.build(dist.get_rank()), kind.plan, tensor, example=example)
     if technique == "DataParallel":

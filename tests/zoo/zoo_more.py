@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, vmap
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from zoo_odd import CLASSES, WIDTH, Odd
 from zoo_text import VOCAB
@@ -314,6 +314,92 @@ class Reentrant(Odd):
         for block in self.blocks:
             x = x + checkpoint(block, x, use_reentrant=True)
         return x
+
+
+class Writes(nn.Module):
+    """A block that returns nothing: what it makes is in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.made = self.linear(x).tanh()
+
+
+class InAttributes(Odd):
+    """Blocks whose outputs are read from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes() for _ in range(2))
+
+    def body(self, x):
+        for block in self.blocks:
+            block(x)
+            x = x + block.made
+        return x
+
+
+class Yields(nn.Module):
+    """A generator as forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        for linear in self.linears:
+            yield linear(x).tanh()
+
+
+class Generated(Odd):
+    """A block that computes while its outputs are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.yields = Yields()
+
+    def body(self, x):
+        for one in self.yields(x):
+            x = x + one
+        return super().body(x)
+
+
+class Pruned(Odd):
+    """Weights and biases under masks, which hooks put in the place of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        for layer, name in ((self.blocks[0][0], "weight"), (self.blocks[0][2], "bias"), (self.head, "bias")):
+            prune.l1_unstructured(layer, name, 0.4)
+
+
+class Packed(Odd):
+    """Packed sequences from one recurrent block to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def body(self, x):
+        lengths = x.detach().sum((1, 2)).abs().long() % x.shape[1] + 1
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for block in self.blocks:
+            packed = block(packed)[0]
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])[0]
+
+
+class BackwardHooks(Odd):
+    """Module hooks that change gradients on their way, and outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].register_full_backward_hook(
+            lambda _, inner, outer: tuple(g if g is None else g / 2 for g in inner)
+        )
+        self.blocks[1].register_full_backward_pre_hook(lambda _, outer: tuple(0.7 * g for g in outer))
+        self.blocks[1].register_forward_hook(lambda _, inputs, output: output * 0.9)
 
 
 class MadeInForward(Odd):

@@ -146,7 +146,8 @@ def _answer(
             on_failure(error)
         return json.dumps(
             f"rank {rank}: stage {stage.number} ({type(stage.module).__name__}) cannot run on what {source}, {given}: "
-            f"{type(error).__name__}: {error}. Nothing has run; give the stage inputs of the shape that it wants"
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Nothing has run; give the stage inputs of the shape "
+            "that it wants"
         )
 
 
@@ -163,6 +164,13 @@ def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
             pass
     try:
         return _run(stage, given, device)
+    except RuntimeError as error:
+        changes_input = "leaf Variable that requires grad" in str(error) and not stage.copies_inputs
+        # It begins with nn.ReLU(inplace=True), or the like. Of several inputs one may be a view of another.
+        if not changes_input or stage.recomputes or len(given.kinds) > 1:
+            raise
+        stage.copies_inputs = True
+        return try_out(stage, given, device)
     finally:
         gc.collect()  # the copy's tensors: modules and their methods hold each other
 
@@ -170,5 +178,5 @@ def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
 def _run(stage: Stage, given: Layout, device: torch.device) -> Layout:
     """Run a copy of a stage's module on zeros."""
     inputs = [kind.zeros(device).requires_grad_(kind.wants_gradient) for kind in given.kinds]
-    value: Any = put_together(given, inputs)
+    value: Any = put_together(given, stage.given(inputs))
     return take_apart(call_a_copy(stage.module, value if type(value) is tuple else (value,), device))[1]

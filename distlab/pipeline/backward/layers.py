@@ -187,10 +187,11 @@ RULES: dict[type[nn.Module], LayerRule] = {
 def rule_of(layer: nn.Module) -> LayerRule | None:
     """Return the rule of a layer's exact type, or of its plain part.
 
-    Its weight must still be its own parameter (weight norm takes it away).
+    Its weight and bias must still be its own parameters: weight norm and pruning put what they compute in their place.
     """
     kind = layer.local_kind if isinstance(layer, LocalCompute) else type(layer)
-    return None if kind is None or "weight" not in layer._parameters else RULES.get(kind)
+    is_own = "weight" in layer._parameters and vars(layer).keys().isdisjoint(("weight", "bias"))
+    return None if kind is None or not is_own else RULES.get(kind)
 
 
 def place_of(layer: nn.Module) -> str:

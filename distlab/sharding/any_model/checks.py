@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from distlab.gradient_hook import LinearHook
 from distlab.modules.structures import find
 from distlab.plan import Precision
 from distlab.sharding.fsdp.wrapping import ROOT
@@ -88,7 +89,8 @@ def check_parameters(module: nn.Module) -> None:
                 f"{where} is {tensor.dtype}, and a flat shard holds floating point numbers. What is not trained is a "
                 "buffer: register_buffer(...)"
             )
-        if isinstance(tensor, nn.Parameter) and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+        hooks = {**(tensor._backward_hooks or {}), **(tensor._post_accumulate_grad_hooks or {})}.values()
+        if isinstance(tensor, nn.Parameter) and not all(isinstance(hook, LinearHook) for hook in hooks):
             raise ValueError(
                 f"{where} has a hook on its gradient, and a flat shard has the gradients of a unit end to end: no hook "
                 "would run. Do the same to what the layer returns, or use ShardedOptimizer"

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
 from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.wrapping import Members
 
 
 @torch.no_grad()
@@ -23,6 +25,13 @@ def fill_from_first(unit: Unit, parameters: list[nn.Parameter]) -> None:
         values = unit.shard.detach().to(options.device)
         broadcast_each([values], options.replicas)
         unit.shard.copy_(values)
+
+
+def leave_behind(members: Members) -> None:
+    """Let go of a unit's parameters, whose values are in its shard; who else holds one is told so."""
+    for name, parameter in zip(members.names, members.parameters, strict=True):
+        mark_moved(parameter, name, "FullyShard moved it into a shard")
+    members.parameters.clear()
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:

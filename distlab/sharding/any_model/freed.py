@@ -20,17 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 
+from distlab.modules.moved import KNOWN, name_of
 from distlab.sharding.fsdp.flat_unit import Unit
 
-_PROPERTIES = (
-    "shape dtype device requires_grad layout ndim itemsize nbytes grad_fn names is_cpu is_cuda is_meta is_sparse "
-    "is_sparse_csr is_nested is_quantized is_mkldnn is_mps is_xpu is_hpu is_mtia is_vulkan is_ipu is_maia is_xla"
-)
-_METHODS = (
-    "size dim numel nelement ndimension stride storage_offset element_size is_floating_point is_complex is_contiguous "
-    "is_signed is_inference is_conj is_neg get_device __len__ __hash__"
-)
-KNOWN = frozenset([*_PROPERTIES.split(), *_METHODS.split()])  # without the values
 STATE = (
     "the values are in shards. full_state_dict(model) returns the whole state, ShardedState(model, optimizer) is the "
     "part of a checkpoint; every rank calls them, with the FullyShard model"
@@ -112,7 +104,7 @@ class FreedParameter(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer what is known without the values; gather for the rest, or refuse."""
-        name = _name_of(function)
+        name = name_of(function)
         if name in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
@@ -130,15 +122,6 @@ class FreedParameter(Tensor):
 
 def _freed_in(values: Any) -> list[FreedParameter]:
     return [one for one in tree_leaves(values) if isinstance(one, FreedParameter)]
-
-
-def _name_of(function: Any) -> str:
-    """Return the name of a function, or of the attribute that is read."""
-    name: str = getattr(function, "__name__", "")
-    if name not in ("__get__", "__set__", "__delete__"):
-        return name
-    attribute = str(getattr(function.__self__, "__name__", ""))
-    return attribute if name == "__get__" else f"set {attribute}"
 
 
 def _not_here(one: FreedParameter) -> str:

@@ -24,7 +24,7 @@ from distlab.comm import device
 from distlab.comm.p2p import needs_batches
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
-from distlab.sharding.fsdp.left_out import Pieces, mark
+from distlab.sharding.fsdp.left_out import Pieces, mark, refuse_sparse
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.shard_gradient import FlatShard, of_shard
@@ -62,6 +62,8 @@ class Unit:
             memory = device.pinned_empty(memory.shape, kept).zero_()
         self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
         self.shard.parts = Pieces(self.layout, dist.get_rank(options.group))
+        hooks = [(at, one._backward_hooks or {}) for at, one in enumerate(members.parameters)]
+        self._hooks = [(at, hook) for at, own in hooks for hook in own.values()]
         self.reshard_after_forward = True
         self.sends = True
         self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)
@@ -141,6 +143,8 @@ class Unit:
         """
         if on_gradients is not None and self.shard.requires_grad and torch.is_grad_enabled():
             views: tuple[Tensor, ...] = _Whole.apply(self.shard, self, on_gradients)  # type: ignore[no-untyped-call]
+            for number, hook in self._hooks:
+                views[number].register_hook(hook)
             return views
         return self._make_views()
 
@@ -167,6 +171,7 @@ class Unit:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
         left_out = {number for number, one in enumerate(gradients) if one is None}
         self._left_out = left_out if self._whole_gradient is None else left_out & self._left_out
+        refuse_sparse(self.layout.names, gradients)
         rows = [
             torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
             for one, size in zip(gradients, self.layout.sizes, strict=True)
@@ -254,12 +259,13 @@ class Unit:
         else:
             self.shard.grad.add_(total)
 
-    def forget_gradients(self) -> None:
-        """Drop what was accumulated, also what is on its way."""
+    def forget_gradients(self, *, set_to_none: bool = True) -> None:
+        """Drop what was accumulated, also what is on its way; or keep zeros, where there was a gradient."""
         self.finish_scatter()
         self.finish_replica_sum()
         self._host_gradient.finish()
-        self.shard.grad = self._whole_gradient = None
+        self._whole_gradient = None
+        self.shard.grad = None if set_to_none or self.shard.grad is None else self.shard.grad.zero_()
 
     def _started_call(self) -> OpenCall | None:
         return None if self.options.spans is None else self.options.spans.call()

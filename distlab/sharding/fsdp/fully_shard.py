@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.clip import clip_gradients_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
@@ -23,8 +21,9 @@ from distlab.modules.blocks import Choice
 from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
-from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
+from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first, leave_behind
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
+from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
 from distlab.sharding.fsdp.left_out import step_by_pieces
@@ -50,6 +49,7 @@ class FullyShard(nn.Module):
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
     unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
     to compute with those of a freed unit gathers it. Blocks or the whole may be compiled, not with fullgraph=True.
+    Layers may be cut by tensor parallelism: `group` is then the data ranks; norms and states are the whole model's.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
@@ -69,6 +69,7 @@ class FullyShard(nn.Module):
 
     Attributes:
         units: all flat shards, in order of use as registered.
+        cut: which parameters are parts of whole ones, on tensor ranks.
         step: number of the next `synchronize()`, from 0.
 
     Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
@@ -112,7 +113,7 @@ class FullyShard(nn.Module):
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
         copies = CopyStream(device), CopyStream(device)
         self._options = Options(group, replicas, device, precision, offload, spans, *copies)
-        self.step, self.is_summoned = 0, False
+        self.step, self.is_summoned, self.cut = 0, False, cut_layers_of(module)
         self.units: list[Unit] = []
         self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
         self.order = Order(list(self._watched), prefetch, group)
@@ -135,7 +136,7 @@ class FullyShard(nn.Module):
             unit = Unit(len(self.units), f"{name} (frozen)".strip() if frozen else name, members, self._options)
             unit.reshard_after_forward = frees
             fill_from_first(unit, members.parameters)
-            members.parameters.clear()
+            leave_behind(members)
             units.append(unit)
             self.units.append(unit)
         return WatchedModule(name, model.get_submodule(name), units, self)
@@ -236,9 +237,9 @@ class FullyShard(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those that no_sync keeps whole; `set_to_none` is always meant."""
+        """Forget the gradients, also those that no_sync keeps whole; or make those that there are zeros."""
         for unit in self.units:
-            unit.forget_gradients()
+            unit.forget_gradients(set_to_none=set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -259,14 +260,13 @@ class FullyShard(nn.Module):
     def clip_gradients_(self, max_norm: float, *, check_finite: bool = True) -> Tensor:
         """Scale all shards' gradients so that their global norm is at most `max_norm`; return the norm they had.
 
-        Cost: one all-reduce of 8 bytes.
+        Cost: one all-reduce of 8 bytes; one more where tensor parallelism has cut layers.
 
         Raises:
             NotFiniteError: on every rank: a gradient is NaN or infinite.
         """
         named = [(f"unit {unit.name or 'root'}", unit.shard) for unit in self.units]
-        group = dist.group.WORLD if self.group is None else self.group  # None there means that no other rank has a part
-        return clip_gradients_(named, max_norm, group=group, check_finite=check_finite)
+        return clip_shards_(named, max_norm, self.group, self.cut, check_finite=check_finite)
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[nn.Module]:

@@ -178,13 +178,13 @@ class WatchedModule(SubmoduleUnits):
         self.model.order.note_graph(self.units, views)
         return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
 
-    def end_call(self, running: Running, output: Any, left: Sequence[Tensor] = ()) -> Any:
+    def end_call(self, running: Running, output: Any, left: Sequence[Tensor] | None = None) -> Any:
         """Return the output, after which backward gathers the units.
 
         Args:
             running: the call.
             output: what it returns; parts of parameters in it become copies, as their memory is freed.
-            left: tensors that it left in containers among its inputs.
+            left: tensors that it left in containers among its inputs; None where no forward ends.
         """
         if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
             raise RuntimeError(
@@ -202,12 +202,14 @@ class WatchedModule(SubmoduleUnits):
                     "memory is freed now; return a copy: parameter.clone()"
                 )
         if torch.is_grad_enabled():
-            made = [one for one in (*found, *left) if not isinstance(one, FreedParameter)]
+            made = [one for one in (*found, *(left or ())) if not isinstance(one, FreedParameter)]
             bases = [one._base for one in made if one._base is not None]  # where a change of a view in place leads
-            for one in (*made, *bases):
-                if one.requires_grad and not one.is_leaf:
-                    one.register_hook(lambda _: running.call.begin_backward(running.views))
-            self.stays |= is_hidden
+            hooked = [one for one in (*made, *bases) if one.requires_grad and not one.is_leaf]
+            for one in hooked:
+                one.register_hook(lambda _: running.call.begin_backward(running.views))
+            is_trained = any(unit.shard.requires_grad for unit in self.units)
+            is_kept_elsewhere = left is not None and not hooked and is_trained  # such as in an attribute
+            self.stays |= is_hidden or is_kept_elsewhere
         return output
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

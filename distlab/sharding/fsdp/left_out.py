@@ -8,20 +8,18 @@ only if all its parts are. So the sum itself tells, and nothing more is sent (`m
 
 How is a part of a shard kept from an optimizer? During a step each tensor's piece is a parameter of its own, with its
 own state. Pieces without a gradient have None (`step_by_pieces`). What the optimizer counts per parameter, such as
-Adam's steps, is kept per tensor where tensors differ.
-
-Limit: a saved state has one count for a tensor that was never updated, that of its unit. If such a tensor is used for
-the first time after a load, its count of steps is too high.
+Adam's steps, is kept per tensor where tensors differ, also in what is saved.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,7 +27,7 @@ from distlab.plan import FlatLayout
 from distlab.plan.sharding import Piece
 from distlab.sharding.by_element import refuse_whole_tensor_optimizers, remove_hook
 from distlab.sharding.shard_gradient import FlatShard
-from distlab.sharding.state.assemble import BY_TENSOR
+from distlab.sharding.state.assemble import BY_TENSOR, of_row
 
 
 class Pieces:
@@ -69,6 +67,20 @@ def mark(flat: Tensor, layout: FlatLayout, left_out: Iterable[int]) -> None:
         flat[layout.offsets[tensor] :][: layout.sizes[tensor]].fill_(-0.0)
 
 
+def refuse_sparse(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that have no place in a flat buffer.
+
+    Raises:
+        RuntimeError: naming their tensors.
+    """
+    sparse = [name for name, one in zip(names, gradients, strict=True) if one is not None and one.is_sparse]
+    if sparse:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {', '.join(sparse)} got a sparse gradient, and shards hold dense ones. Build the "
+            "layer with sparse=False"
+        )
+
+
 def is_marked(number: Tensor) -> bool:
     """Return whether a number is -0.0."""
     return bool((number == 0) & torch.signbit(number))
@@ -90,18 +102,18 @@ def step_by_pieces(model: nn.Module) -> None:
     taken: dict[int, list[_Taken]] = {}
 
     def before(optimizer: torch.optim.Optimizer) -> None:
-        after(optimizer, (), {})  # of a step that an error ended
+        after(optimizer)  # of a step that an error ended
         taken[id(optimizer)] = [
             _take_apart(optimizer, group) for group in optimizer.param_groups if _needs(optimizer, group)
         ]
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, parameters, cut in taken.pop(id(optimizer), []):
             group["params"] = parameters
             for shard, pieces in cut:
                 _put_together(optimizer.state, shard, pieces)
 
-    refuse_whole_tensor_optimizers(model, before)
+    refuse_whole_tensor_optimizers(model, before, after)
     weakref.finalize(model, remove_hook, register_optimizer_step_post_hook(after))
 
 
@@ -161,10 +173,8 @@ def _put_together(state: dict[Tensor, dict[str, Any]], shard: FlatShard, pieces:
                 whole[_part(piece)] = value
         numbers = {key: value for key, value in own.items() if not _is_like(value, one)}
         of_tensor[shard.parts.names[piece.tensor]] = numbers if own else None  # None: never updated
-    updated = [numbers for numbers in of_tensor.values() if numbers is not None]
-    if updated:
-        differ = len({str(numbers) for numbers in of_tensor.values()}) > 1
-        state[shard] = {**kept, **copy.deepcopy(updated[0]), **({BY_TENSOR: of_tensor} if differ else {})}
+    if any(numbers is not None for numbers in of_tensor.values()):
+        state[shard] = {**kept, **of_row(of_tensor)}
 
 
 def _is_like(value: Any, one: Tensor) -> bool:

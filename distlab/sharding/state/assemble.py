@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.modules.named_parts import SavedPart, SavedShard, Slab
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, Slab
 from distlab.plan.sharding import Piece
 
 BY_TENSOR = "of single tensors"  # key of what an optimizer counts by tensor, where those of one row differ
@@ -34,16 +35,21 @@ class HeldRow(NamedTuple):
 def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Iterator[tuple[str, SavedPart]]:
     """Cut values that are shaped like a row into parts of named tensors: views, which training goes on to change.
 
+    A tensor that was never updated has its values, and nothing of an optimizer. This rank cannot know about those of
+    which it holds no element.
+
     Shapes: values [row elements] each -> parts of [stop - start] each.
     """
     held = {piece.tensor: piece for piece in row.pieces}
     of_tensor = numbers.get(BY_TENSOR, {})
-    numbers = {key: value for key, value in numbers.items() if key != BY_TENSOR}
+    of_others = {key: value for key, value in numbers.items() if key != BY_TENSOR}
     flat = {key: value.detach().reshape(-1) for key, value in values.items()}
     for index, (name, shape) in enumerate(zip(row.names, row.shapes, strict=True)):
         _, start, stop, offset = held.get(index, Piece(index, 0, 0, 0))
-        own = {key: value[offset : offset + stop - start] for key, value in flat.items()}
-        yield name, SavedPart(shape, start, stop, own, dict(of_tensor.get(name) or numbers))
+        own = of_tensor.get(name, of_others) if index in held or 0 in shape else None
+        keys = flat if own is not None else flat.keys() & {PARAMETER}
+        here = {key: flat[key][offset : offset + stop - start] for key in keys}
+        yield name, SavedPart(shape, start, stop, here, dict(own or {}))
 
 
 def covering(start: int, stop: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -68,28 +74,28 @@ def covering(start: int, stop: int, held: Sequence[tuple[int, int]]) -> Iterator
 def assemble(saved: Sequence[SavedShard], row: HeldRow) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Put the values of one row together from shards that were cut in any way.
 
-    Shapes: saved parts [stop - start] -> values [row elements] each, padding zero.
+    Shapes: saved parts [stop - start] -> values [row elements] each; zero where it is padding, or was never updated
 
     Returns:
-        The values by key: the parameter and the optimizer's moments; and what the optimizer keeps once per row.
+        The values by key: the parameter and the optimizer's moments; and what the optimizer keeps once per row. Where
+        tensors of the row differ in that, `BY_TENSOR` has it by name: None for one that was never updated.
 
     Raises:
-        ValueError: a part is in none of the saved shards, or the tensors of the row have different numbers.
+        ValueError: a part is in none of the saved shards, or the tensors of the row have different values.
     """
-    # A rank that holds nothing of a tensor may know nothing of its state either.
-    parts = {
-        name: [(one.shard, part) for one in saved if (part := one.parts[name]).stop > part.start or part.values]
-        for name in row.names
-    }
-    first = next((part for found in parts.values() for _, part in found), None)
-    kinds = {} if first is None else {key: value.dtype for key, value in first.values.items()}
-    for name, found in parts.items():
-        for shard, part in found:
-            if part.values.keys() != kinds.keys():
-                raise ValueError(
-                    f"{name} has {sorted(part.values)} in shard {shard} and {row.names[0]} has {sorted(kinds)}: "
-                    "tensors of one unit must have the same optimizer state"
-                )
+    parts = {name: holders([(one.shard, one.parts[name]) for one in saved]) for name in row.names}
+    own = {row.names[piece.tensor] for piece in row.pieces} or {*row.names}  # all, where the row is padding alone
+    updated = [(name, *one) for name in row.names if name in own for one in parts[name] if _was_updated(one[1])]
+    example = updated[0][2] if updated else next((found[0][1] for found in parts.values() if found), None)
+    kinds = {} if example is None else {key: value.dtype for key, value in example.values.items()}
+    if not updated:  # other tensors of the row may have been
+        kinds = {key: dtype for key, dtype in kinds.items() if key == PARAMETER}
+    for name, shard, part in updated:
+        if part.values.keys() != kinds.keys():
+            raise ValueError(
+                f"{name} has {sorted(part.values)} in shard {shard} and other tensors have {sorted(kinds)}: "
+                "tensors of one unit must have the same optimizer state"
+            )
     values = {key: torch.zeros(row.parameter.numel(), dtype=dtype) for key, dtype in kinds.items()}
     for piece in row.pieces:
         name = row.names[piece.tensor]
@@ -102,9 +108,38 @@ def assemble(saved: Sequence[SavedShard], row: HeldRow) -> tuple[dict[str, Tenso
             raise ValueError(f"{name}: {gap} were not given: {which}; pass the saved shards of all ranks") from None
         for source, low, high in copies:
             part, at = parts[name][source][1], piece.offset + low - piece.start
-            for key, whole in values.items():
-                whole[at : at + high - low] = part.values[key][low - part.start : high - part.start]
-    return values, _common_numbers([(name, part) for name, found in parts.items() for _, part in found])
+            for key in part.values.keys() & values.keys():
+                values[key][at : at + high - low] = part.values[key][low - part.start : high - part.start]
+    numbers = {name: dict(part.numbers) for name, _, part in reversed(updated)}
+    if not row.pieces:
+        return values, next(iter(numbers.values()), {})
+    return values, of_row({name: numbers.get(name) for name in row.names if name in own})
+
+
+def of_row(by_name: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
+    """Return what an optimizer keeps once of a row: of any tensor, and of each under `BY_TENSOR` where these differ.
+
+    Args:
+        by_name: what it keeps of each tensor; None of one that was never updated.
+    """
+    updated = [numbers for numbers in by_name.values() if numbers is not None]
+    if not updated:
+        return {}
+    exact = {str(numbers and {key: _number(value) for key, value in numbers.items()}) for numbers in by_name.values()}
+    return {**copy.deepcopy(updated[0]), **({BY_TENSOR: dict(by_name)} if len(exact) > 1 else {})}
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value  # a tensor prints few digits
+
+
+def holders(parts: Sequence[tuple[int, SavedPart]]) -> list[tuple[int, SavedPart]]:
+    """Return the parts that hold elements; all, where the tensor has none. Others may know nothing of its state."""
+    return [one for one in parts if one[1].stop > one[1].start or 0 in one[1].shape]
+
+
+def _was_updated(part: SavedPart) -> bool:
+    return bool(part.numbers) or bool(part.values.keys() - {PARAMETER})
 
 
 def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
@@ -136,7 +171,8 @@ def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
                 f"{key} of {name}: {int((~seen).sum())} elements were not given; pass the saved shards of all ranks"
             )
         values[key] = whole.reshape(-1)
-    numbers = {key: value for part in reversed(parts) for key, value in part.numbers.items()}
+    known = [part for _, part in holders([*enumerate(parts)])]
+    numbers = {key: value for part in reversed(known) for key, value in part.numbers.items()}
     return SavedPart(shape, 0, math.prod(shape), values, numbers)
 
 
@@ -157,19 +193,3 @@ def cut_slab(part: SavedPart, slab: Slab) -> SavedPart:
             here.copy_(there)
         values[key] = own.view(-1)
     return SavedPart(shape, 0, math.prod(shape), values, part.numbers)
-
-
-def _common_numbers(parts: Sequence[tuple[str, SavedPart]]) -> dict[str, Any]:
-    """Return the numbers that all tensors of a row share, and refuse those in which they differ."""
-    if not parts:
-        return {}
-    first, numbers = parts[0][0], parts[0][1].numbers
-    for name, part in parts:
-        for key in {**numbers, **part.numbers}:
-            mine, its = (str(one.get(key, "nothing")) for one in (numbers, part.numbers))
-            if mine != its:
-                raise ValueError(
-                    f"{key} is {mine} for {first} and {its} for {name}, which share a shard, and a shard has one "
-                    f"{key}: wrap them in different units"
-                )
-    return dict(numbers)

@@ -9,7 +9,8 @@ calls them on rank 0 alone makes rank 0 wait for the others; the wait ends with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.modules.named_parts import PARAMETER
-from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
@@ -27,6 +27,7 @@ from distlab.sharding.state.model_tensors import (
     check_buffers,
     copied_buffers,
     expected_tensors,
+    extra_states,
     refuse_together,
     saved_buffers,
     shared_buffer,
@@ -39,21 +40,21 @@ from distlab.sharding.state.optimizer_parts import (
     prepare_optimizer,
     save_parts,
 )
-from distlab.sharding.state.plain_state import State, by_names, kept_once
+from distlab.sharding.state.plain_state import by_names, kept_once
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
     """Return the whole module's state, with the names of `module.state_dict()`, in host memory.
 
-    Tied names share a tensor. Buffers are those of this rank. There must be memory for the result, the shards and one
-    unit.
+    Tied names share a tensor. Buffers are those of this rank. Layers that tensor parallelism cut are whole in it. There
+    must be memory for the result, the shards and one unit.
 
     Args:
         model: every rank of its group calls this.
         to_rank: the only rank of the group that keeps the result; the others get {}. None: all keep it.
 
     Shapes: shards [padded elements / n] -> each tensor in its whole shape.
-    Cost: one all-gather per unit, and of names.
+    Cost: one all-gather per unit, and of names; one of each part of a cut layer.
     Error: exact.
 
     Raises:
@@ -66,7 +67,7 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     state, _ = gather_whole(shared, parts, None, model.group, keeps=keeps)
     if not keeps:
         return {}
-    found = {name: values[PARAMETER] for name, values in state.items()} | copied_buffers(model)
+    found = {name: model.cut.whole(name, values[PARAMETER]) for name, values in state.items()} | copied_buffers(model)
     return {name: found[same] for name, same in aliases(model).items()}
 
 
@@ -77,9 +78,9 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
 
     Returns:
         {"state": {name: {"exp_avg": whole tensor, "step": number}}, "param_groups": [{options, "params": [names]}]},
-        with the names in the order of `module.parameters()`.
+        with the names in the order of `module.parameters()`; {} for a tensor that was never updated.
 
-    Cost: one all-gather per unit and moment.
+    Cost: one all-gather per unit and moment; one of each moment of a cut layer.
 
     Raises:
         ValueError: on every rank: the optimizer is of another model, or keeps what belongs to no element.
@@ -95,7 +96,11 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
         return {}
     names = _in_order(model, groups)
     return {
-        "state": {name: state[name] for own in names for name in own},
+        "state": {
+            name: {key: model.cut.whole(name, value) for key, value in state[name].items()}
+            for own in names
+            for name in own
+        },
         "param_groups": [
             {**{key: value for key, value in one.items() if key != "names"}, "params": own}
             for one, own in zip(groups, names, strict=True)
@@ -127,6 +132,9 @@ def load_full_state_dict(
     """
     _check_rank(model, "load_full_state_dict", from_rank, options=[convert])
     gives = from_rank in (None, dist.get_rank(model.group))
+    if isinstance(state, Mapping):
+        known = aliases(model)
+        state = {name: model.cut.own(known.get(name, name), value) for name, value in state.items()}
     refuse_together(
         model, "load the whole state", lambda: _check_full(model, state, convert=convert) if gives else None
     )
@@ -138,13 +146,15 @@ def load_full_state_dict(
         for name in aliases(model):
             if name in own_buffers:
                 own_buffers[name].copy_(_from(model, mine.get(name), own_buffers[name], from_rank))
+    for name, one in extra_states(model).items():
+        found = [mine.get(name)]
+        if from_rank is not None:
+            dist.broadcast_object_list(found, group_src=from_rank, group=model.group)
+        one.set_extra_state(copy.deepcopy(found[0]))
 
 
 def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Take up what `full_optimizer_state` returned, or a plain optimizer's `state_dict()`, on every rank.
-
-    A plain optimizer keeps nothing of a tensor that never got a gradient. Here it shares a shard with others: it gets
-    moments of zeros and their number of steps, as its gradients of zeros would have made.
 
     Raises:
         ValueError: on every rank: the state is of another model, or the optimizer has other groups.
@@ -158,12 +168,11 @@ def _prepare_full(model: FullyShard, optimizer: Optimizer, state: Mapping[str, A
     _, groups = save_parts(shared, optimizer, parameters=False)
     kept, its_groups = by_names(state, _in_order(model, groups or ()))
     shapes = {name: shape for name, (shape, _) in expected_tensors(model).items()}
+    kept = {name: {key: model.cut.own(name, value) for key, value in one.items()} for name, one in kept.items()}
     per_element = {
         key for one in kept.values() for key, value in one.items() if isinstance(value, Tensor) and value.dim()
     }
     once = kept_once(kept, shapes) - per_element
-    for unit in model.units:
-        _fill_unused(kept, unit.layout, once)
     whole = as_one_shard(kept, its_groups, shapes, once)
     return prepare_optimizer(optimizer, shared, [whole], assemble_rows(shared, [whole]))
 
@@ -172,16 +181,6 @@ def _in_order(model: FullyShard, groups: Sequence[Mapping[str, Any]]) -> list[li
     """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
     places = {name: place for place, (name, _) in enumerate(model.module.named_parameters())}
     return [sorted(group["names"], key=places.__getitem__) for group in groups]
-
-
-def _fill_unused(state: State, layout: FlatLayout, once: Collection[str]) -> None:
-    """Give a unit's tensors without a state what gradients of zeros would have made."""
-    example = next((state[name] for name in layout.names if state.get(name)), {})
-    for name, shape in zip(layout.names, layout.shapes, strict=True):
-        if not state.get(name):
-            state[name] = {
-                key: value if key in once else torch.zeros(shape, dtype=value.dtype) for key, value in example.items()
-            }
 
 
 def _check_rank(model: FullyShard, what: str, rank: int | None, *, options: Sequence[object] = ()) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,25 +63,39 @@ def saved_buffers(model: FullyShard) -> dict[str, Tensor]:
     }
 
 
-def copied_buffers(model: FullyShard) -> dict[str, Tensor]:
-    """Return copies of the module's buffers in host memory."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in saved_buffers(model).items()}
+def extra_states(model: FullyShard) -> dict[str, nn.Module]:
+    """Return the modules that save more than tensors (`get_extra_state`), by its name in the whole module's state."""
+    return {
+        _join(path, "_extra_state"): one
+        for path, one in model.module.named_modules(remove_duplicate=False)
+        if type(one).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
-def check_buffers(model: FullyShard, saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of the module's buffers and their saved values.
+def copied_buffers(model: FullyShard) -> dict[str, Any]:
+    """Return copies of the module's buffers in host memory, and of its extra states."""
+    buffers = {name: value.detach().to("cpu", copy=True) for name, value in saved_buffers(model).items()}
+    return buffers | {name: copy.deepcopy(one.get_extra_state()) for name, one in extra_states(model).items()}
+
+
+def check_buffers(model: FullyShard, saved: Mapping[str, Any]) -> list[Callable[[], object]]:
+    """Return what takes up the saved values of the module's buffers, and its extra states.
 
     Raises:
         ValueError: other buffers, or other shapes.
     """
-    pairs = []
-    here = saved_buffers(model)
-    for name in [*here, *saved]:
-        mine, its = (str(list(one[name].shape)) if name in one else "nothing" for one in (here, saved))
-        if mine != its:
+    taking: list[Callable[[], object]] = []
+    here, extra = saved_buffers(model), extra_states(model)
+    for name in dict.fromkeys([*here, *extra, *saved]):
+        mine, its = (_kind(one[name]) if name in one else "nothing" for one in (here | extra, saved))
+        if mine != its and (name not in extra or name not in saved):
             raise ValueError(f"buffer {name} is {mine} in the model and {its} in the saved state: of another model")
-        pairs.append((here[name], saved[name]))
-    return pairs
+        taking.append(partial(extra[name].set_extra_state if name in extra else here[name].copy_, saved[name]))
+    return taking
+
+
+def _kind(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else "an extra state"
 
 
 def aliases(model: FullyShard) -> dict[str, str]:
@@ -92,7 +108,7 @@ def aliases(model: FullyShard) -> dict[str, str]:
     for path, one in model.module.named_modules(remove_duplicate=False):
         names |= {_join(path, attribute): name for attribute, name in own.get(one, ())}
         names |= {name: name for name, _ in _own_buffers(path, one)}
-    return names
+    return names | {name: name for name in extra_states(model)}
 
 
 def _own_buffers(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:

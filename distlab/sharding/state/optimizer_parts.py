@@ -6,6 +6,7 @@ that it owns a part of. Everything here serves both.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from distlab.comm.agree import group_device
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
-from distlab.sharding.state.assemble import HeldRow, assemble, cut
+from distlab.sharding.state.assemble import HeldRow, assemble, cut, holders
 
 Optimizer = torch.optim.Optimizer
 Assembled = tuple[dict[str, Tensor], dict[str, Any]]  # the values of a row, and what the optimizer keeps of it once
@@ -208,15 +209,13 @@ def gather_whole(
     Shapes: parts of [stop - start] -> tensors of their whole shapes, in host memory.
     """
     own = {
-        name: ({key: value.dtype for key, value in part.values.items()}, part.numbers, part.stop > part.start)
+        name: ({key: value.dtype for key, value in part.values.items()}, part.numbers)
         for name, part in parts.items()
-        if part.values or part.numbers
+        if holders([(0, part)]) and (part.values or part.numbers)
     }
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (own, groups or ()), group=group)
-    known: dict[str, Any] = {}
-    for its, _ in everyone:  # what a rank that holds elements says counts most
-        known |= {name: one for name, one in its.items() if name not in known or one[2]}
+    known: dict[str, Any] = {name: one for its, _ in reversed(everyone) for name, one in its.items()}
     names = [name for buffer in buffers for name in buffer.layout.names]
     state: dict[str, dict[str, Any]] = {name: _copies(known[name][1]) if name in known else {} for name in names}
     for buffer in buffers:
@@ -230,7 +229,7 @@ def gather_whole(
 
 def _copies(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return numbers of one tensor's own: a plain optimizer counts its steps in place."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in numbers.items()}
+    return copy.deepcopy(dict(numbers))
 
 
 def _gather_key(

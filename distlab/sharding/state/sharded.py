@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import agree
-from distlab.modules.named_parts import PARAMETER, SavedShard, check_one_save, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedShard, check_tensors
+from distlab.sharding.cut_layers import check_saves
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.model_tensors import (
     aliases,
@@ -41,6 +42,7 @@ def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[s
     parts, groups = save_parts([shared_buffer(unit) for unit in model.units], optimizer, parameters=True)
     shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
     tied = {name: same for name, same in aliases(model).items() if name != same}
+    parts = model.cut.named_for_all(parts)
     return SavedShard(shard, num_shards, parts, groups, copied_buffers(model), aliases=tied).to_dict()
 
 
@@ -98,9 +100,10 @@ def prepare(
     Raises:
         ValueError: they do not fit; nothing has changed.
     """
-    saved = [SavedShard.from_dict(state) for state in states]
-    check_one_save(saved)
-    check_tensors(saved, expected_tensors(model), convert=convert)
+    given, expected = [SavedShard.from_dict(state) for state in states], expected_tensors(model)
+    check_saves(given)
+    saved = model.cut.of_this_rank(given, {name: shape for name, (shape, _) in expected.items()})
+    check_tensors(saved, expected, convert=convert)
     shared = [shared_buffer(unit) for unit in model.units]
     mine = assemble_rows(shared, saved)
     rank = dist.get_rank(model.group)
@@ -112,8 +115,8 @@ def prepare(
         with torch.no_grad():
             for unit in model.units:
                 unit.shard.copy_(mine[id(unit.shard)][0][PARAMETER])
-            for here, there in buffers:
-                here.copy_(there)
+            for take in buffers:
+                take()
         if take_state is not None:
             take_state()
 

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.clip import clip_gradients_
 from distlab.collectives import DirectGather
 from distlab.comm import agree
 from distlab.gradients.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
+from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
 from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
@@ -105,9 +105,8 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
 
     Cost: a reduce-scatter and an all-gather per bucket: each (n-1)/n Psi sent per rank, 2 Psi (n-1)/n together, padding
         apart; and an all-reduce of 6 bytes per parameter that says what became of gradients. With split="tensors" a
-        reduce and a broadcast for each owner in a bucket, of the same bytes in the mean over ranks. Memory:
-        parameters Psi, gradients Psi (stage 2: Psi/n and three buckets), what arrives in a
-        bucket's sum (n-1)/n of it, optimizer state 1/n.
+        reduce and a broadcast for each owner in a bucket, of the same bytes in the mean over ranks. Memory: parameters
+        Psi, gradients Psi (stage 2: Psi/n and three buckets), what arrives in a bucket's sum (n-1)/n of it, state 1/n.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -130,6 +129,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
     ) -> None:
         self.module, self.group, self.stage, self.split, self._has_means = module, group, stage, split, False
         self.unused, self.check_finite, self.spans, self.step_number = unused, check_finite, spans, 0
+        self.cut = cut_layers_of(module)
         agree_on_parameters(named := list(module.named_parameters()), group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
@@ -141,6 +141,8 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(trained, make_optimizer)
         self._kept = KeptAlike(module, self.buckets)
+        self.register_step_pre_hook = self.optimizer.register_step_pre_hook  # type: ignore[method-assign]
+        self.register_step_post_hook = self.optimizer.register_step_post_hook  # type: ignore[method-assign]
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
 
     @property
@@ -181,10 +183,10 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
                 yield piece.name, piece.parameter
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; `set_to_none` is always meant."""
+        """Forget the gradients; or let those that there are be zeros, where backward brings no others."""
         self._has_means = False
         for bucket in self.buckets:
-            bucket.forget()
+            bucket.forget(to_none=set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -260,12 +262,8 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         self.step_number += 1
 
     def clip_gradients_(self, max_norm: float) -> Tensor:
-        """Scale mean gradients so that their norm over all ranks' pieces is at most `max_norm`; return the norm.
-
-        Cost, Raises: as `distlab.clip.clip_gradients_`.
-        """
-        group = dist.group.WORLD if self.group is None else self.group
-        return clip_gradients_(self.named_pieces(), max_norm, group=group, check_finite=self.check_finite)
+        """Scale mean gradients so that the norm of all is at most `max_norm`; return it (see `clip_shards_`)."""
+        return clip_shards_(self.named_pieces(), max_norm, self.group, self.cut, check_finite=self.check_finite)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
         """Refuse: buckets are fixed.

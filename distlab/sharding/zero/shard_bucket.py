@@ -25,7 +25,7 @@ from distlab.comm.p2p import started
 from distlab.gradients.flat_gradients import GradientSlots
 from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE
 from distlab.plan import FlatLayout
-from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard
+from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard, taken_over
 from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.trace import SpanWriter
 
@@ -71,7 +71,7 @@ class ShardBucket(GradientSlots):
         named: names and parameters, of one dtype on one device.
         owners: the rank that owns each parameter; None cuts equal shards.
         group: ranks that own a part each.
-        keep: keep a buffer for all gradients between steps (stage 1), or only one for the own part (stage 2).
+        keep: keep a buffer for all gradients between steps (stage 1), or one for the own part (stage 2).
         lent: where it gets buffers.
     """
 
@@ -122,17 +122,18 @@ class ShardBucket(GradientSlots):
         """Bytes of the buffer, padding included."""
         return self.whole.numel() * self.whole.element_size()
 
-    def forget(self) -> None:
-        """Forget all gradients."""
+    def forget(self, *, to_none: bool = True) -> None:
+        """Forget all gradients; or let those that there are be zeros, where no other comes."""
+        before = [had and not to_none for had in self.has_gradient]
         self.forget_sums()
+        self.has_gradient = before
         for parameter in self.parameters:
             parameter.grad = None
 
     def forget_sums(self) -> None:
         """Forget gradients that were summed; those that this backward pass has brought stay."""
         self.held, self._carried = False, None
-        self.has_gradient = [False] * len(self.parameters)
-        self._is_marked = [False] * len(self.parameters)
+        self.has_gradient, self._is_marked = ([False] * len(self.parameters) for _ in range(2))
         for piece in self.pieces:
             piece.parameter.grad = None
 
@@ -222,10 +223,7 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Set the gradients of this rank's pieces; a parameter that no rank has used gets None.
-
-        The whole parameters get an `AbsentGradient`, so that torch's tools do not silently skip them.
-        """
+        """Set the pieces' gradients, None where no rank has one; the whole parameters get an `AbsentGradient`."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
         for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
             parameter.grad = nothing if has_gradient else None
@@ -237,7 +235,7 @@ class ShardBucket(GradientSlots):
         for piece in self.pieces:
             if self.has_gradient[piece.slot]:
                 gradient = self.gradient_of(piece)
-                piece.parameter.grad = of_shard(gradient) if refusing else gradient
+                piece.parameter.grad = of_shard(gradient) if refusing else taken_over(piece.parameter.grad, gradient)
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.modules.named_parts import SavedShard, check_one_save, check_tensors
+from distlab.modules.named_parts import SavedShard, check_tensors
 from distlab.plan.sharding import Piece
+from distlab.sharding.cut_layers import CutLayers, check_saves
 from distlab.sharding.state.assemble import HeldRow
 from distlab.sharding.state.optimizer_parts import (
     SharedBuffer,
@@ -38,6 +39,7 @@ class SavesShards:
     optimizer: torch.optim.Optimizer
     buckets: Sequence[ShardBucket]
     group: ProcessGroup | None
+    cut: CutLayers
     _kept: KeptAlike
     group_names: list[list[str]]  # of all parameters in the optimizer's groups, in the order of one process
 
@@ -80,7 +82,7 @@ class SavesShards:
         """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
         first = self.buckets[0]
         parts, groups = save_parts(self._shared(), self.optimizer, parameters=False)
-        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
+        return SavedShard(first.rank, first.num_ranks, self.cut.named_for_all(parts), groups).to_dict()
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Refuse the shards of another model; change nothing.
@@ -104,7 +106,7 @@ class SavesShards:
             to_rank: the only rank of the group that wants it; others get None. None: every rank does.
 
         Shapes: pieces -> moments in the parameter's whole shape, in host memory.
-        Cost: one all-gather per bucket and moment; and names and plain values.
+        Cost: one all-gather per bucket and moment, and names and plain values; and each moment of a cut layer.
         """
         agree("full_state_dict", self.group, what="the call that is made")
         keeps = to_rank in (None, dist.get_rank(self.group))
@@ -116,8 +118,14 @@ class SavesShards:
             {**{key: one[key] for key in one if key != "names"}, "params": list(names)}
             for one, names in zip(groups, self.group_names, strict=True)
         ]
-        state = {name: state[name] for names in self.group_names for name in names}
-        return {"state": state, "param_groups": named} if keeps else None
+        if not keeps:
+            return None
+        state = {
+            name: {key: self.cut.whole(name, value) for key, value in state[name].items()}
+            for names in self.group_names
+            for name in names
+        }
+        return {"state": state, "param_groups": named}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.
@@ -129,6 +137,7 @@ class SavesShards:
             ValueError: the state is of other parameters or shapes; nothing was loaded then. The same on every rank.
         """
         state, groups = by_names(state_dict, self.group_names)
+        state = {name: {key: self.cut.own(name, value) for key, value in one.items()} for name, one in state.items()}
         shapes = self._shapes()
         self._prepare([as_one_shard(state, groups, shapes, kept_once(state, shapes))])()
 
@@ -150,9 +159,11 @@ class SavesShards:
         layouts = [bucket.layout for bucket in self.buckets]
         return {name: shape for one in layouts for name, shape in zip(one.names, one.shapes, strict=True)}
 
-    def _prepare(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
-        check_one_save(saved)
-        check_tensors(saved, {name: (shape, None) for name, shape in self._shapes().items()})
+    def _prepare(self, given: Sequence[SavedShard]) -> Callable[[], None]:
+        check_saves(given)
+        shapes = self._shapes()
+        saved = self.cut.of_this_rank(given, shapes)
+        check_tensors(saved, {name: (shape, None) for name, shape in shapes.items()})
         shared = self._shared()
         take = prepare_optimizer(self.optimizer, shared, saved, assemble_rows(shared, saved))
 

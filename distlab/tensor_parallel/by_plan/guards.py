@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
+from distlab.modules.split import splits_of
 from distlab.tensor_parallel.linear import RowParallelLinear, is_conv1d, linear_sizes
-from distlab.tensor_parallel.split import splits_of
 
 TOLERANCE = 1e-6  # of a parameter's norm: far more than rounding, far less than an update
 

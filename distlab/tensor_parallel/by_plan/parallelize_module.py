@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.by_plan.guards import watch
 from distlab.tensor_parallel.by_plan.heads import AttentionHeads
@@ -89,7 +90,7 @@ def parallelize_module(
     styles, ties, heads = _check(model, plan, group, head_counts)
     with torch.no_grad():
         broadcast_each([tensor.data for tensor in (*model.parameters(), *model.buffers())], group)
-    whole = WholeModel(model, styles, group)
+    whole, before = WholeModel(model, styles, group), dict(model.named_parameters())
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
     cut_sequences(model, styles, group)
@@ -97,6 +98,10 @@ def parallelize_module(
         _tie(model, names)
     for attention in heads.values():
         attention.make_local()
+    kept = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in before.items():
+        if id(parameter) not in kept:
+            mark_moved(parameter, name, "parallelize_module gave each rank its part")
     watch(model, group)
     whole.compare_with(model, example)
     return model

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.gradient_hook import LinearHook
 from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.functions import join_sequence, split_sequence
 from distlab.tensor_parallel.linear import RowParallelLinear
@@ -132,7 +133,7 @@ def sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(summed)
+            parameter.register_hook(LinearHook(summed))
 
 
 def _named(styles: Mapping[str, str]) -> list[str]:

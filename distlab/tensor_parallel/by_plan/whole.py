@@ -19,11 +19,11 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
+from distlab.modules.split import Split
 from distlab.modules.structures import find
 from distlab.modules.trial import Copier, clone, without_numbers
 from distlab.rng import keep_random_state
 from distlab.tensor_parallel.by_plan.plan import HINTS, columns_of
-from distlab.tensor_parallel.split import Split
 
 OUTPUT = "the output"
 

@@ -1,17 +1,21 @@
 """How one tensor lies on the ranks of a group: along which dim it is cut, and how the parts are put together again.
 
 Pure functions of tensors, with nothing behind them that communicates; and the parameters of a model told apart into
-those that are cut and those that every rank holds whole.
+those that are cut and those that every rank holds whole. Tensor parallelism cuts them; what shards a model that was cut
+must know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distlab.modules.named_parts import Slab
 
@@ -67,6 +71,10 @@ class Split:
             at += size
         return Slab(self.dim, tuple(ranges))
 
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor, given that of a part."""
+        return (*part[: self.dim], sum(self.sections), *part[self.dim + 1 :])
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, given the parts of all ranks in order.
 
@@ -93,3 +101,12 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
         if module._parameters[name] is not None
     }
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in by_id}
+
+
+def group_of_parts(model: nn.Module) -> ProcessGroup | None:
+    """Return the ranks that hold the parts of a model's cut layers; None where no layer is cut."""
+    cut = next((module for module in model.modules() if getattr(module, "splits", None)), None)
+    if cut is None:
+        return None
+    group: Any = cut.group
+    return dist.group.WORLD if group is None else group

@@ -1,0 +1,85 @@
+"""Parameters whose values moved: into a shard, or as parts to several ranks. Who kept one would never see it train.
+
+An optimizer that was built before, a closure or `functools.partial` may hold a parameter that its module has no more.
+Each would go on with the old values, and nothing would say so. So such a parameter refuses to be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_PROPERTIES = (
+    "shape dtype device requires_grad layout ndim itemsize nbytes grad_fn names is_cpu is_cuda is_meta is_sparse "
+    "is_sparse_csr is_nested is_quantized is_mkldnn is_mps is_xpu is_hpu is_mtia is_vulkan is_ipu is_maia is_xla"
+)
+_METHODS = (
+    "size dim numel nelement ndimension stride storage_offset element_size is_floating_point is_complex is_contiguous "
+    "is_signed is_inference is_conj is_neg get_device __len__ __hash__"
+)
+KNOWN = frozenset([*_PROPERTIES.split(), *_METHODS.split()])  # without the values
+
+
+class MovedParameter(nn.Parameter):
+    """A parameter as it was before its values moved: it has a shape, and says where the values are.
+
+    Attributes:
+        label: its name in the model.
+        fate: what became of it.
+    """
+
+    label = fate = ""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Tell what is known without the values, and refuse everything else.
+
+        Raises:
+            RuntimeError: the function wants values, or a gradient.
+        """
+        if name_of(func) in KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        one = next(one for one in (*args, *(kwargs or {}).values(), *_in_lists(args)) if isinstance(one, cls))
+        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        raise RuntimeError(
+            f"{rank}this is {one.label} as it was before {one.fate}. It does not train any more. An optimizer must be "
+            "built afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by "
+            "its name in forward; for its first values keep a clone()"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Say what is known."""
+        return f"MovedParameter({self.label}, shape {list(self.shape)})"
+
+
+def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
+    """Let a parameter refuse to be used: its module has others in its place.
+
+    Args:
+        parameter: itself, whoever holds it.
+        label: its name.
+        fate: "FullyShard moved it into a shard".
+    """
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = MovedParameter
+        parameter.label, parameter.fate = label, fate  # type: ignore[attr-defined]
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of the attribute that is read; "set ..." where it is set."""
+    name: str = getattr(function, "__name__", "")
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    attribute = str(getattr(function.__self__, "__name__", ""))
+    return attribute if name == "__get__" else f"set {attribute}"
+
+
+def _in_lists(args: Sequence[Any]) -> list[Any]:
+    return [one for some in args if isinstance(some, list | tuple) for one in some]

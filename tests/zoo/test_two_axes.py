@@ -1,0 +1,242 @@
+"""Tensor ranks times data ranks, sharded, with norms and positions cut too: norms, states and shards of one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo_text
+from test_by_plan import ALONG_THE_SEQUENCE, MAX_NORM, MODELS, build
+from zoo_kinds import KINDS
+from zoo_techniques import UPDATES, adamw, axes
+
+from distlab.clip import NotFiniteError
+from distlab.comm import recorded, run
+from distlab.sharding import (
+    FullyShard,
+    ShardedOptimizer,
+    ShardedState,
+    full_optimizer_state,
+    full_state_dict,
+    load_full_optimizer_state,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
+from distlab.tensor_parallel import full_state_dict as full_tensor_state
+from distlab.tensor_parallel import load_full_state_dict as load_full_tensor_state
+from distlab.tensor_parallel import parallelize_module
+
+STOP = 3
+
+
+@pytest.fixture(autouse=True)
+def as_many_keys_as_heads(monkeypatch):
+    monkeypatch.setattr(zoo_text, "KEY_HEADS", zoo_text.HEADS)
+
+
+def kind_of(name):
+    kind = KINDS[name]._replace(make=MODELS[name])
+    return kind._replace(plan=kind.plan | ALONG_THE_SEQUENCE.get(name, {}))
+
+
+def alone(name, steps=range(UPDATES), start=None):
+    """Train in one process; return the norms, the model's state and the optimizer's."""
+    kind = kind_of(name)
+    model = build(kind)
+    optimizer, norms = adamw(model.parameters()), []
+    if start is not None:
+        model.load_state_dict(start[1])
+        optimizer.load_state_dict(copy.deepcopy(start[2]))
+    for step in steps:
+        optimizer.zero_grad()
+        kind.loss(model, *kind.batch(step)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return norms, {key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
+
+
+class Fully:
+    """FullyShard over a model that is cut, or is not where there is one tensor rank."""
+
+    def __init__(self, name, tensor, data):
+        zoo_text.KEY_HEADS = zoo_text.HEADS
+        self.kind, self.tensor = kind_of(name), tensor
+        self.module = build(self.kind, dist.get_rank())
+        if tensor is not None:
+            parallelize_module(self.module, self.kind.plan, tensor, example=self.kind.batch(9)[:1])
+        self.model = FullyShard(self.module, data)
+        self.optimizer = adamw(self.model.parameters())
+        self.part = ShardedState(self.model, self.optimizer)
+
+    def train(self, steps, number, num):
+        norms = []
+        for step in steps:
+            self.model.zero_grad()
+            self.kind.loss(self.model, *self.kind.batch(step, number, num)).backward()
+            self.model.synchronize()
+            norms.append(float(self.model.clip_gradients_(MAX_NORM)))
+            self.optimizer.step()
+        return norms
+
+    def full(self):
+        return full_state_dict(self.model), full_optimizer_state(self.model, self.optimizer)
+
+    def load(self, start):
+        load_full_state_dict(self.model, start[1])
+        load_full_optimizer_state(self.model, self.optimizer, start[2])
+
+    def load_shards(self, model, states):
+        self.part.load_shards(states)
+
+
+class Zero:
+    """ShardedOptimizer over the same."""
+
+    def __init__(self, name, tensor, data):
+        zoo_text.KEY_HEADS = zoo_text.HEADS
+        self.kind, self.tensor = kind_of(name), tensor
+        self.model = self.module = build(self.kind, dist.get_rank())
+        if tensor is not None:
+            parallelize_module(self.module, self.kind.plan, tensor)
+        self.optimizer = self.part = ShardedOptimizer(self.module, adamw, data, stage=2, bucket_bytes=2000)
+
+    def train(self, steps, number, num):
+        norms = []
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.kind.loss(self.model, *self.kind.batch(step, number, num)).backward()
+            self.optimizer.synchronize()
+            norms.append(float(self.optimizer.clip_gradients_(MAX_NORM)))
+            self.optimizer.step()
+        return norms
+
+    def full(self):
+        state = full_tensor_state(self.model, self.tensor) if self.tensor is not None else self.model.state_dict()
+        return {key: value.clone() for key, value in state.items()}, self.optimizer.full_state_dict()
+
+    def load(self, start):
+        if self.tensor is None:
+            self.model.load_state_dict(start[1])
+        else:
+            load_full_tensor_state(self.model, start[1], self.tensor)
+        self.optimizer.load_full_state_dict(start[2])
+
+    def load_shards(self, model, states):
+        self.load((None, model, self.optimizer.full_state_dict()))
+        self.part.load_shards(states)
+
+
+def on_a_grid(way, tasks):
+    """Train on 2 x 2 ranks, or on 2 data ranks without cut layers; return norms and full states, and shards.
+
+    A task is a model's name, its steps, and where it begins: a full state, or a model's state and shards, or None.
+    """
+    tensor, data, number = axes() if dist.get_world_size() == 4 else (None, None, dist.get_rank())
+    found = []
+    for name, steps, start, shards in tasks:
+        one = way(name, tensor, data)
+        if start is not None:
+            one.load(start)
+        if shards is not None:
+            one.load_shards(*shards)
+        norms = one.train(steps, number, 2)
+        found.append(((norms, *one.full()), copy.deepcopy(one.part.shard_state())))
+    return found
+
+
+def check(name, expected, got, norms_from=0):
+    assert got[0] == pytest.approx(expected[0][norms_from:], rel=1e-9)
+    for key, value in expected[1].items():
+        torch.testing.assert_close(got[1][key], value, rtol=0, atol=1e-9, msg=key)
+    names = [key for key, _ in build(kind_of(name)).named_parameters()]
+    for number, one in expected[2]["state"].items():
+        kept = got[2]["state"][names[number] if names[number] in got[2]["state"] else number]
+        for key, value in one.items():
+            torch.testing.assert_close(kept[key], value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", [Fully, Zero])
+def test_norms_states_and_shards_are_those_of_one_process(way):
+    begin, rest, names = range(STOP), range(STOP, UPDATES), list(MODELS)
+    whole, half = ({name: alone(name, steps) for name in names} for steps in (range(UPDATES), begin))
+    assert all(max(norms) > MAX_NORM for norms, *_ in whole.values())  # something was clipped
+    first = run(on_a_grid, 4, args=(way, [(name, begin, None, None) for name in names]), timeout_s=100)
+    other = run(on_a_grid, 2, args=(way, [(name, begin, None, None) for name in names]), timeout_s=100)
+    cut, uncut = (
+        {name: (half[name][1], [each[at][1] for each in results]) for at, name in enumerate(names)}
+        for results in (first, other)
+    )
+    for at, name in enumerate(names):
+        for each in (*first, *other):
+            check(name, half[name], each[at][0])
+        check(name, whole[name], alone(name, rest, first[0][at][0]), STOP)  # plain torch goes on
+    tasks = [task for name in names for task in ((name, rest, half[name], None), (name, rest, None, cut[name]))]
+    back = [(name, rest, None, uncut[name]) for name in names]  # from shards of whole layers to cut ones
+    for num_ranks, todo in ((4, tasks + back), (2, tasks)):  # 2: of a model that is not cut
+        for each in run(on_a_grid, num_ranks, args=(way, todo), timeout_s=100):
+            for (name, *_), (full, _) in zip(todo, each, strict=True):
+                check(name, whole[name], full, STOP)
+
+
+def faults():
+    tensor, data, number = axes()
+    one = Fully("ViT, fused qkv", tensor, data)
+    found = {}
+    states = [None] * 4
+    dist.all_gather_object(states, sharded_state_dict(one.model, one.optimizer))
+    load_sharded_state_dict(one.model, states, one.optimizer)
+    one.train([0], number, 2)
+    one.kind.loss(one.model, *one.kind.batch(0, number, 2)).backward()
+    one.model.synchronize()
+    if dist.get_rank() == 3:
+        for unit in one.model.units:
+            unit.shard.grad.to_local()[:] = float("nan")
+    others = [None] * 4
+    dist.all_gather_object(others, sharded_state_dict(one.model, one.optimizer))
+    state = full_state_dict(one.model)
+    wrong = {**state, "patch_embed.weight": state["patch_embed.weight"][1:]}
+    for name, action in {
+        "not finite": lambda: one.model.clip_gradients_(1.0),
+        "two saves": lambda: load_sharded_state_dict(one.model, [*states[:2], *others[2:]], one.optimizer),
+        "one tensor rank": lambda: load_sharded_state_dict(one.model, [states[number ^ 1]], one.optimizer),
+        "shape": lambda: load_full_state_dict(one.model, wrong),
+    }.items():
+        try:
+            action()
+        except (ValueError, NotFiniteError) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_does_not_fit_is_refused_in_words_on_every_rank():
+    for found in run(faults, 4, timeout_s=60):
+        assert "(rank 3)" in found["not finite"]
+        assert "are of different saves" in found["two saves"]
+        assert "in the state" in found["shape"]
+        assert "were not given" in found["one tensor rank"] or "missing" in found["one tensor rank"]
+
+
+def costs():
+    tensor, data, number = axes()
+    one = Fully("ViT, fused qkv", tensor, data)
+    one.train([0], number, 2)
+    one.kind.loss(one.model, *one.kind.batch(1, number, 2)).backward()
+    one.model.synchronize()
+    with recorded() as clip:
+        one.model.clip_gradients_(MAX_NORM)
+    name, split = next(iter(one.model.cut.splits.items()))
+    whole = one.module.get_parameter(name).shape
+    part = torch.ones(whole)
+    with recorded() as join:
+        joined = one.model.cut.whole(name, part)
+    rank = dist.get_rank()
+    sent = [seen.records.ring_equivalent_bytes(rank) + seen.records.sent_bytes(rank) for seen in (clip, join)]
+    return sent, part.nbytes, tuple(joined.shape) == split.whole_shape(whole)
+
+
+def test_a_norm_sends_eight_bytes_on_each_axis_and_a_whole_tensor_takes_its_parts():
+    for sent, num_bytes, is_whole in run(costs, 4, timeout_s=60):
+        assert sent == [2 * 8, num_bytes]
+        assert is_whole
