@@ -7,8 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.sharding import FullyShard, full_state_dict, load_full_state_dict
-from distlab.sharding.state.sharded import load_sharded_state_dict, sharded_state_dict
+from distlab.sharding import (
+    FullyShard,
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
 
 
 class Counts(nn.Module):
