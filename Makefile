@@ -13,10 +13,9 @@ EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 # times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
 # would never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-PROCESSES := $(shell expr 2 \* $(CORES))
-SIDE_BY_SIDE := --numprocesses $(PROCESSES) --maxprocesses 8 --dist loadfile --max-worker-restart 0
-# The same for thousands of tests: each process collects only the files that it takes.
-FROM_ONE_QUEUE := $(BIN)/python tools/side_by_side.py --processes $(PROCESSES)
+SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) --maxprocesses 8 --dist loadfile --max-worker-restart 0
+# Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
+BY_NAME := --no-loadscope-reorder
 SLOWEST := --durations 10 --durations-min 1
 # Cells are compared with what they printed when the notebook was built, and each picture is looked at. pyproject.toml
 # keeps nbval out of other runs: it takes two seconds to load in each process. SHORT cuts what is timed or checked anyway.
@@ -51,7 +50,8 @@ quick: setup
 
 test: gates
 	$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak"
-	$(FROM_ONE_QUEUE) --ignore tests/architecture --ignore tests/browser tests -- -m "not soak"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
+		--ignore tests/architecture --ignore tests/browser
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS)
 
 # The tests of what is built on groups, with ranks that meet in shared memory: also those of scripts in other processes.
@@ -59,7 +59,8 @@ SHARED := collectives comm data_parallel sharding tensor_parallel context_parall
 shared: export DISTLAB_BACKEND = shared
 shared: export OMP_NUM_THREADS = 1
 shared: setup
-	$(FROM_ONE_QUEUE) $(addprefix tests/,$(or $(ONLY),$(SHARED))) -- -m "not soak" --backend shared
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" --backend shared \
+		$(addprefix tests/,$(or $(ONLY),$(SHARED)))
 
 browser: setup
 	bash tools/install_browser.sh

@@ -76,9 +76,13 @@ def no_process_left() -> Iterator[None]:
     assert not left, f"processes left after the tests: {[(p.pid, p.cmdline()) for p in left]}"
 
 
+LONGEST = ("test_mutants.py", "test_zoo.py")  # a worker has one file at a time: begun last, these would run on alone
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `soak_where` names; with --backend shared, skip what is about gloo itself."""
+    """Mark what `soak_where` names, begin with the longest; with --backend shared, skip what is about gloo itself."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         for mark in item.iter_markers("soak_where"):
             given = item.callspec.params  # type: ignore[attr-defined]
