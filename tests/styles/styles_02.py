@@ -22,6 +22,17 @@ def reduce_scatter_counts_down(tensor, group=None):
     return parts[rank]
 
 
+def reduce_scatter_to_the_left(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    parts = tensor.tensor_split(n)
+    for step in range(n - 1):
+        leaves, grows = parts[(rank + step + 1) % n], parts[(rank + step + 2) % n]
+        came = torch.empty_like(grows)
+        exchange(Receive(came, (rank + 1) % n), Send(leaves, (rank - 1) % n), group=group)
+        grows += came
+    return parts[rank]
+
+
 def reduce_scatter_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
@@ -258,7 +269,12 @@ def relay_the_other_way(tensor, group=None):
 
 
 ANSWERS = {
-    "02.ring_reduce_scatter": [reduce_scatter_by_list, reduce_scatter_counts_down, reduce_scatter_recursive],
+    "02.ring_reduce_scatter": [
+        reduce_scatter_by_list,
+        reduce_scatter_counts_down,
+        reduce_scatter_recursive,
+        reduce_scatter_to_the_left,
+    ],
     "02.ring_all_gather": [all_gather_by_list, all_gather_through_a_buffer, all_gather_to_the_left],
     "02.tree_broadcast": [broadcast_by_bits, broadcast_far_first, broadcast_by_parent],
     "02.halving_doubling": [halving_doubling_recursive, halving_doubling_by_slices, HalvingDoubling()],

@@ -130,6 +130,10 @@ def _switches() -> dict[str, Switch]:
         "the precision of decimal numbers": Switch(
             lambda: decimal.getcontext().prec, lambda value: setattr(decimal.getcontext(), "prec", value)
         ),
+        "the flushing of denormals (torch.set_flush_denormal)": Switch(_flushes_denormals, torch.set_flush_denormal),
+        "Python's tracing of memory (tracemalloc)": Switch(
+            tracemalloc.is_tracing, lambda value: tracemalloc.start() if value else tracemalloc.stop()
+        ),
         "the program's sys.excepthook": Switch(lambda: sys.excepthook, lambda value: setattr(sys, "excepthook", value)),
     }
     for number in signal.Signals:
@@ -166,8 +170,6 @@ def switches() -> dict[str, Any]:
         "the number of modes that catch torch's functions": torch._C._len_torch_function_stack(),
         "the number of hooks on all modules": _num_module_hooks(),
         "the number of hooks on all optimizers": _num_optimizer_hooks(),
-        "whether numbers below the normal ones become 0 (torch.set_flush_denormal)": _flushes_denormals(),
-        "whether Python traces memory (tracemalloc)": tracemalloc.is_tracing(),
         "the number of warnings that are errors": sum(each[0] == "error" for each in warnings.filters),
         "the number of open files": _num_open_files(),
     }

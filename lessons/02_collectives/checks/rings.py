@@ -67,8 +67,10 @@ def not_like_a_ring(all_ranks: Sequence[shared.Case], what: str, kept: str) -> I
     worst = max(all_ranks, key=lambda case: case.num_sends)
     if worst.num_sends > n - 1:
         yield Fault("too many messages", f"rank {worst.rank} sent {worst.num_sends} messages; {what} has {n - 1} steps")
+    peers = [{call.peer for call in case.calls if call.op == "send"} for case in all_ranks]
+    is_back = all(own <= {case.ranks[case.rank - 1]} for case, own in zip(all_ranks, peers, strict=True))
     for case in all_ranks:
-        after = case.ranks[(case.rank + 1) % n]
+        after = case.ranks[(case.rank + (-1 if is_back else 1)) % n]  # a ring may go either way round
         others = sorted({call.peer for call in case.calls if call.op == "send"} - {after})
         if others:
             message = f"right values, but rank {case.ranks[case.rank]} of {n} also sends to rank {others[0]}"
