@@ -98,13 +98,18 @@ def parallelize_module(
         _tie(model, names)
     for attention in heads.values():
         attention.make_local()
+    _mark_those_cut(model, before)
+    watch(model, group)
+    whole.compare_with(model, example)
+    return model
+
+
+def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Let the parameters that the model has no more refuse to be used."""
     kept = {id(parameter) for parameter in model.parameters()}
     for name, parameter in before.items():
         if id(parameter) not in kept:
             mark_moved(parameter, name, "parallelize_module gave each rank its part")
-    watch(model, group)
-    whole.compare_with(model, example)
-    return model
 
 
 def _check(
