@@ -13,7 +13,7 @@ Symbols: t ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,8 +94,7 @@ def parallelize_module(
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
     cut_sequences(model, styles, group)
-    for names in ties:
-        _tie(model, names)
+    _tie(model, ties)
     for attention in heads.values():
         attention.make_local()
     _mark_those_cut(model, before)
@@ -196,12 +195,12 @@ def _cut(
         holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
 
 
-def _tie(model: nn.Module, names: Sequence[str]) -> None:
-    """Let all names mean the parameter of the first one again."""
-    first = model.get_parameter(names[0])
-    for name in names[1:]:
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent).register_parameter(own, first)
+def _tie(model: nn.Module, ties: Iterable[Sequence[str]]) -> None:
+    """Let all names of a tie mean the parameter of the first one again."""
+    for first, *others in ties:
+        for name in others:
+            parent, _, own = name.rpartition(".")
+            model.get_submodule(parent).register_parameter(own, model.get_parameter(first))
 
 
 def _narrow(module: nn.Module, group: ProcessGroup | None) -> None:
