@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from distlab import nodes as crossing_nodes
 from distlab import shared_memory
 from distlab.comm import device as gpus
-from distlab.comm.checks import check_backend, check_timeout
+from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
@@ -83,25 +83,47 @@ def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     return record(main, WholeFile())  # type: ignore[return-value]
 
 
-def choose_backend(local_world_size: int) -> str:
-    """Choose nccl for GPU tensors when each local rank has a GPU of its own, and gloo for all others.
+def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
+    """Choose for ranks for which nobody names a backend: nccl, gloo, or "cpu".
 
-    nccl refuses two ranks on one GPU; there gloo moves GPU tensors too. CPU tensors always work.
+    nccl where each local rank has a GPU of its own. It refuses two ranks on one GPU; there gloo moves GPU tensors too.
+    Where there is no GPU, or the ranks compute on the CPU, "cpu": shared memory, or gloo (see `backend_of`).
     """
-    if dist.is_nccl_available() and gpus.is_available() and gpus.num_gpus() >= local_world_size:
+    if on_cpu or not gpus.is_available():
+        return CPU
+    if dist.is_nccl_available() and gpus.num_gpus() >= local_world_size:
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 
 
-def backend_of(backend: str | None, local_world_size: int, nodes: Nodes) -> tuple[str, Nodes | None]:
-    """Return the backend for `init_process_group` and its options; one of this project's is registered first."""
+def backend_of(
+    chosen: str, nodes: Nodes, store: dist.Store, *, rank: int, world_size: int, timeout_s: float, why_not: str = ""
+) -> tuple[str, Any]:
+    """Return the backend for `init_process_group` and its options; one of this project's is registered first.
+
+    "cpu" becomes "shared" where all ranks can map one memory, else "gloo": the ranks try, and all go the same way.
+
+    Args:
+        chosen: what the user or `choose_backend` named.
+        nodes: that the ranks make.
+        store: through which the ranks find each other.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long a call may wait for another rank.
+        why_not: why "cpu" is not to become "shared".
+    """
     if nodes.count > 1:
         crossing_nodes.register()
         return crossing_nodes.NAME, nodes
-    chosen = backend or choose_backend(local_world_size)
+    met = None
+    if chosen == CPU:
+        from distlab.shared_memory.choice import meet_if_possible
+
+        met = meet_if_possible(store, rank, world_size, timeout_s, why_not)
+        chosen = "gloo" if met is None else shared_memory.NAME
     if chosen == shared_memory.NAME:
         shared_memory.register()
-    return chosen, None
+    return chosen, met
 
 
 @contextlib.contextmanager
@@ -117,8 +139,7 @@ def process_group(
     """Join the process group that the environment describes (torchrun sets it), and always destroy it.
 
     Args:
-        backend: "gloo", "shared" (CPU ranks of one Linux host, through shared memory), "nccl", or None: nccl when each
-            rank of this machine has its own GPU, else gloo.
+        backend: as of `run`. CPU ranks of several agents (torchrun --nnodes 2) take gloo where nobody names a backend.
         nodes: how many nodes the ranks of this machine make (see `run`); LOCAL_RANK and the rest say so inside.
         device: where this rank computes; None: its own GPU with nccl, else the CPU.
         timeout_s: how long a collective may wait.
@@ -136,23 +157,20 @@ def process_group(
     timeout_s = check_timeout(timeout_s)
     address = read_environment()
     made = _check_nodes(nodes, address)
-    backend = check_backend(backend, address.local_world_size, made.count)
-    chosen, options = backend_of(backend, address.local_world_size, made)
+    named = check_backend(backend, address.local_world_size, made.count)
+    chosen = named or choose_backend(address.local_world_size, on_cpu=str(device).startswith("cpu"))
     place = _device(device, chosen, address)
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; leave that one first (do not nest them)")
     if address.has_parent:
         _follow_parent()
-    local = made.environment(address.rank, address.world_size) if options else {}
+    local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
+    several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
+    where = {"rank": address.rank, "world_size": address.world_size}
     with network_interface(address), variables(local), answering(address.rank):
-        dist.init_process_group(
-            chosen,
-            store=make_store(address, timeout_s),
-            rank=address.rank,
-            world_size=address.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            pg_options=options,
-        )
+        store = make_store(address, timeout_s)
+        chosen, options = backend_of(chosen, made, store, **where, timeout_s=timeout_s, why_not=several)
+        dist.init_process_group(chosen, store=store, **where, timeout=timedelta(seconds=timeout_s), pg_options=options)
         try:
             world = dist.group.WORLD
             assert world is not None, "init_process_group makes the group of all ranks"
@@ -192,13 +210,13 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
         except RuntimeError as error:
             raise ValueError(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:0' ({error})") from error
     if gpus.is_gpu(place):
-        if backend in (shared_memory.NAME, crossing_nodes.NAME):
-            raise ValueError(
-                f"device is {str(place)!r} and backend {backend!r} moves CPU tensors; pass 'cpu', or 'gloo'"
-            )
         count = gpus.num_gpus()
         if count == 0:
             raise ValueError(f"rank {address.rank}: device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
+        if backend in (CPU, shared_memory.NAME):
+            raise ValueError(
+                f"device is {str(place)!r} and backend {backend!r} moves CPU tensors; pass 'cpu', or 'gloo'"
+            )
         place = torch.device("cuda", address.local_rank % count if place.index is None else place.index)
         gpus.use(place)
     return place

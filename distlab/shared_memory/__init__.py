@@ -30,7 +30,7 @@ def register() -> None:
     """Let torch.distributed know the backend by its name; once more changes nothing."""
     import torch.distributed as dist
 
-    from distlab.shared_memory.group import make
+    from distlab.shared_memory.choice import make
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import device
-from distlab.comm.groups import backend_of
+from distlab.comm.groups import backend_of, choose_backend
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
@@ -168,17 +168,14 @@ class _Rank:
         """Join the default process group through a file in the private folder."""
         settings = self.settings
         torch.set_num_threads(1)
-        backend, options = backend_of(settings.backend, settings.world_size, settings.nodes)
-        if "nccl" in backend:
+        chosen, timeout_s = settings.backend or choose_backend(settings.world_size), settings.group_timeout_s
+        if "nccl" in chosen:
             device.device_of("cuda", settings.rank)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(f"{settings.folder}/store", settings.world_size),  # type: ignore[attr-defined]
-            rank=settings.rank,
-            world_size=settings.world_size,
-            timeout=datetime.timedelta(seconds=settings.group_timeout_s),
-            pg_options=options,
-        )
+        store = dist.FileStore(f"{settings.folder}/store", settings.world_size)  # type: ignore[attr-defined]
+        where = {"rank": settings.rank, "world_size": settings.world_size}
+        backend, options = backend_of(chosen, settings.nodes, store, **where, timeout_s=timeout_s)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, **where, timeout=timeout, pg_options=options)
         self.world_id = id(dist.group.WORLD)
         if settings.record:
             self.recorder = Recorder(settings.folder, settings.rank)
