@@ -104,7 +104,8 @@ class _RowLinear(Function):
                 torch.mm(part, weight.t(), out=made)
             else:
                 torch.addmm(once, part, weight.t(), out=made)
-            sums.append(Sum(made, group))  # travels during the next part's product
+            is_last = len(sums) == num_parts - 1
+            sums.append(Sum(made, group, waits=is_last))  # the others travel during the next part's product
         for one in sums:
             one.finish()
         return y.view(*x.shape[:-1], len(weight))

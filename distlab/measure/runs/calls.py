@@ -213,7 +213,7 @@ def _call(kind: str, num_bytes: int, group: ProcessGroup, device: torch.device) 
         start(Receive(arrives, (rank - 1) % num_ranks), Send(whole, (rank + 1) % num_ranks), group=group).wait()
 
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: Sum(whole, group).finish(),
+        "all_reduce": lambda: Sum(whole, group, waits=True).finish(),
         "all_gather": lambda: SequenceGather(rows[rank].view(1, -1, 1), group).finish(),
         "reduce_scatter": lambda: SequenceScatterSum(sequence, group).finish(),
         "all_to_all": lambda: trade(rows, group),

@@ -28,6 +28,7 @@ from distlab.sharding.fsdp.left_out import Pieces, mark
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.shard_gradient import FlatShard, of_shard
+from distlab.shared_memory.group_base import zeros
 from distlab.trace import OpenCall
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
@@ -57,7 +58,7 @@ class Unit:
         self.layout = FlatLayout(tuple(members.names), shapes, dist.get_world_size(options.group))
         host = torch.device("cpu") if options.offload else options.device
         self._is_offloaded = options.offload and device.is_gpu(options.device)
-        memory = torch.zeros(self.layout.shard_size, dtype=kept, device=host)
+        memory = zeros(self.layout.shard_size, dtype=kept, device=host, group=options.group)  # others gather from it
         if self._is_offloaded:
             memory = device.pinned_empty(memory.shape, kept).zero_()
         self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
@@ -66,6 +67,7 @@ class Unit:
         self.sends = True
         self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)
         self._full_bytes = self._full.untyped_storage().nbytes()
+        options.gradients.reserve(self.layout.padded_size * self.reduce_dtype.itemsize)
         self._full.untyped_storage().resize_(0)
         self._parts = [*self.layout.sizes, self.layout.padded_size - self.layout.num_elements]
         self._version = -1  # of the shard that the full buffer was gathered from; -1: it is not there
@@ -171,7 +173,11 @@ class Unit:
             torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
             for one, size in zip(gradients, self.layout.sizes, strict=True)
         ]
-        flat = torch.empty(self.layout.padded_size, dtype=self.reduce_dtype, device=self._full.device)
+        size, dtype = self.layout.padded_size, self.reduce_dtype
+        if self.sends:
+            flat = self.options.gradients.take(size, dtype)
+        else:
+            flat = torch.empty(size, dtype=dtype, device=self._full.device)
         torch.cat(rows, out=flat[: self.layout.num_elements])
         flat[self.layout.num_elements :].zero_()
         if self._whole_gradient is not None:

@@ -26,6 +26,7 @@ from distlab.sharding.any_model.checks import check_buffers, check_options, chec
 from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
 from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.gradient_memory import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
 from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import Options
@@ -110,8 +111,8 @@ class FullyShard(nn.Module):
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
-        copies = CopyStream(device), CopyStream(device)
-        self._options = Options(group, replicas, device, precision, offload, spans, *copies)
+        shared = CopyStream(device), CopyStream(device), GradientMemory(group, device)
+        self._options = Options(group, replicas, device, precision, offload, spans, *shared)
         self.step, self.is_summoned = 0, False
         self.units: list[Unit] = []
         self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
