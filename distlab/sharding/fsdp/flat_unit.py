@@ -24,7 +24,7 @@ from distlab.comm import device
 from distlab.comm.p2p import needs_batches
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
-from distlab.sharding.fsdp.left_out import Pieces, mark
+from distlab.sharding.fsdp.left_out import Pieces, mark, put_end_to_end
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.shard_gradient import FlatShard, of_shard
@@ -169,17 +169,12 @@ class Unit:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
         left_out = {number for number, one in enumerate(gradients) if one is None}
         self._left_out = left_out if self._whole_gradient is None else left_out & self._left_out
-        rows = [
-            torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
-            for one, size in zip(gradients, self.layout.sizes, strict=True)
-        ]
         size, dtype = self.layout.padded_size, self.reduce_dtype
         if self.sends:
             flat = self.options.gradients.take(size, dtype)
         else:
             flat = torch.empty(size, dtype=dtype, device=self._full.device)
-        torch.cat(rows, out=flat[: self.layout.num_elements])
-        flat[self.layout.num_elements :].zero_()
+        put_end_to_end(flat, gradients, self.layout)
         if self._whole_gradient is not None:
             flat.add_(self._whole_gradient)
             self._whole_gradient = None
@@ -197,7 +192,7 @@ class Unit:
         self.finish_scatter()
         self.finish_replica_sum()
         if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
-            flat.div_(self.options.num_gradients)
+            flat.div_(self.options.num_gradients).add_(0.0)  # what becomes -0.0 is 0.0
         self._left_out_of_sum = self._left_out
         mark(flat, self.layout, self._left_out)
         self._sum_call = self._started_call()
