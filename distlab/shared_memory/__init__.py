@@ -1,6 +1,6 @@
 """A backend of torch.distributed for CPU ranks of one Linux host: `backend="shared"`, beside gloo.
 
-    run(train, 4, backend="shared")                 # distlab starts the ranks
+    run(train, 4)                                   # distlab starts the ranks, and they choose it where it works
     dist.init_process_group("shared")               # under torchrun, after `distlab.shared_memory.register()`
 
 gloo moves every byte through the kernel's loopback sockets. Here ranks copy straight through memory that all map.
@@ -10,15 +10,17 @@ meets the others, naming what each calls. A rank that ends, leaves or fails ends
 
 Memory: per group at most 8 MiB per rank, and 2 MiB for each pair of ranks that sends messages one way; only pages that
 were used exist. Messages that are received in another order than they were sent lie with the receiver meanwhile.
-Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets of `DataParallel` lie where all
-ranks of the group reach them (`buffers`), so that their all-reduce copies about half as much.
+Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets of `DataParallel`, and shards
+and gradients of `FullyShard`, lie where all ranks of the group reach them (`buffers`): their collectives copy about
+half as much.
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
-process forked from a rank may not call.
+process forked from a rank may not call. Where one rank of a job cannot share memory and nobody named this backend, all
+take gloo (`choice`).
 
-Read `arena` (the memory), `meeting` (steps), `collectives`, `letters`, `lanes` and `messages` (sends and receives),
-`work` (what runs where), `group` (what torch sees). `futex` talks to the kernel, `reductions` to torch's arithmetic,
-`dense` makes blocks of tensors.
+Read `arena` (the memory), `join` (how ranks come to map it), `meeting` (steps), `collectives`, `letters`, `lanes` and
+`messages` (sends and receives), `work` (what runs where), `group` (what torch sees). `futex` talks to the kernel,
+`room` knows how much memory there is, `reductions` talks to torch's arithmetic, `dense` makes blocks of tensors.
 """
 
 from __future__ import annotations
