@@ -55,7 +55,7 @@ HINDRANCES = {
     "no /proc": (1, lambda patch: patch.setattr(os, "readlink", raises)),
     "another host": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"boot": "another"}))),
     "another user": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"user": 12345}))),
-    "a small container": (1, lambda patch: patch.setattr(join, "memory_bytes", lambda: 200 << 20)),
+    "a small container": (1, lambda patch: patch.setattr(join, "memory_bytes", lambda: 150 << 20)),
 }
 
 
@@ -102,8 +102,7 @@ SCRIPT = """
     from distlab.comm import process_group
 
     if sys.argv[1] == os.environ["RANK"]:
-        now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + (50 << 20),) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     with process_group(device="cpu", timeout_s=60, watch=False) as member:
         total = torch.ones(2)
         dist.all_reduce(total)
@@ -113,8 +112,8 @@ SCRIPT = """
 
 @pytest.mark.parametrize(
     ("limited", "local", "says"),
-    [("", {}, "shared"), ("1", {}, "gloo"), ("", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "gloo")],
-    ids=["one host", "a limit of addresses", "several agents"],
+    [("", {}, "shared"), ("0", {}, "gloo"), ("", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "gloo")],
+    ids=["one host", "a limit of files", "several agents"],
 )
 def test_ranks_of_a_job_choose_the_same(tmp_path, limited, local, says):
     script = tmp_path / "job.py"
