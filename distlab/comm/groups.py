@@ -39,6 +39,7 @@ from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
+from distlab.shared_memory.choice import meet_if_possible
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")
@@ -97,7 +98,7 @@ def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
 
 
 def backend_of(
-    chosen: str, nodes: Nodes, store: dist.Store, *, rank: int, world_size: int, timeout_s: float, why_not: str = ""
+    chosen: str, nodes: Nodes, *, store: Any, rank: int, world_size: int, timeout_s: float, why_not: str = ""
 ) -> tuple[str, Any]:
     """Return the backend for `init_process_group` and its options; one of this project's is registered first.
 
@@ -115,11 +116,8 @@ def backend_of(
     if nodes.count > 1:
         crossing_nodes.register()
         return crossing_nodes.NAME, nodes
-    met = None
+    met = meet_if_possible(store, rank, world_size, timeout_s, why_not) if chosen == CPU else None
     if chosen == CPU:
-        from distlab.shared_memory.choice import meet_if_possible
-
-        met = meet_if_possible(store, rank, world_size, timeout_s, why_not)
         chosen = "gloo" if met is None else shared_memory.NAME
     if chosen == shared_memory.NAME:
         shared_memory.register()
@@ -166,11 +164,20 @@ def process_group(
         _follow_parent()
     local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
     several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
-    where = {"rank": address.rank, "world_size": address.world_size}
-    with network_interface(address), variables(local), answering(address.rank):
+    rank, world_size = address.rank, address.world_size
+    with network_interface(address), variables(local), answering(rank):
         store = make_store(address, timeout_s)
-        chosen, options = backend_of(chosen, made, store, **where, timeout_s=timeout_s, why_not=several)
-        dist.init_process_group(chosen, store=store, **where, timeout=timedelta(seconds=timeout_s), pg_options=options)
+        chosen, options = backend_of(
+            chosen, made, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s, why_not=several
+        )
+        dist.init_process_group(
+            chosen,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            pg_options=options,
+        )
         try:
             world = dist.group.WORLD
             assert world is not None, "init_process_group makes the group of all ranks"

@@ -98,7 +98,7 @@ class _RowLinear(Function):
         rows = _rows(x)
         y = rows.new_empty(len(rows), len(weight))  # [N, O]
         once = bias if group_rank(group) == 0 else None  # each rank would add one more
-        sums = []
+        sums: list[Sum] = []
         for part, made in zip(rows.chunk(num_parts), y.chunk(num_parts), strict=True):
             if once is None:
                 torch.mm(part, weight.t(), out=made)

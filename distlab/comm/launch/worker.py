@@ -172,10 +172,18 @@ class _Rank:
         if "nccl" in chosen:
             device.device_of("cuda", settings.rank)
         store = dist.FileStore(f"{settings.folder}/store", settings.world_size)  # type: ignore[attr-defined]
-        where = {"rank": settings.rank, "world_size": settings.world_size}
-        backend, options = backend_of(chosen, settings.nodes, store, **where, timeout_s=timeout_s)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, **where, timeout=timeout, pg_options=options)
+        rank, world_size = settings.rank, settings.world_size
+        backend, options = backend_of(
+            chosen, settings.nodes, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s
+        )
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            pg_options=options,
+        )
         self.world_id = id(dist.group.WORLD)
         if settings.record:
             self.recorder = Recorder(settings.folder, settings.rank)
