@@ -75,7 +75,7 @@ class FullyShard(nn.Module):
     Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
         reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation. Each forward
         and each backward sends 40 (n-1) bytes more: do all ranks run the same units? With r replicas and a ring:
-        2 (r-1)/r of a shard more. Memory: shards, and 1 + prefetch whole units.
+        2 (r-1)/r of a shard more. Memory: shards, 1 + prefetch whole units, and on shared a unit's gradient.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
