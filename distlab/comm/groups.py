@@ -88,7 +88,7 @@ def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
     """Choose for ranks for which nobody names a backend: nccl, gloo, or "cpu".
 
     nccl where each local rank has a GPU of its own. It refuses two ranks on one GPU; there gloo moves GPU tensors too.
-    Where there is no GPU, or the ranks compute on the CPU, "cpu": shared memory, or gloo (see `backend_of`).
+    Where there is no GPU, or the ranks compute on the CPU, "cpu": shared memory, or gloo (see `init_group`).
     """
     if on_cpu or not gpus.is_available():
         return CPU
@@ -97,10 +97,10 @@ def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
     return "gloo"
 
 
-def backend_of(
+def init_group(
     chosen: str, nodes: Nodes, *, store: Any, rank: int, world_size: int, timeout_s: float, why_not: str = ""
-) -> tuple[str, Any]:
-    """Return the backend for `init_process_group` and its options; one of this project's is registered first.
+) -> str:
+    """Join the group of all ranks, and return its backend; one of this project's is registered first.
 
     "cpu" becomes "shared" where all ranks can map one memory, else "gloo": the ranks try, and all go the same way.
 
@@ -113,15 +113,18 @@ def backend_of(
         timeout_s: how long a call may wait for another rank.
         why_not: why "cpu" is not to become "shared".
     """
+    options: Any = None
     if nodes.count > 1:
         crossing_nodes.register()
-        return crossing_nodes.NAME, nodes
-    met = meet_if_possible(store, rank, world_size, timeout_s, why_not) if chosen == CPU else None
-    if chosen == CPU:
-        chosen = "gloo" if met is None else shared_memory.NAME
+        chosen, options = crossing_nodes.NAME, nodes
+    elif chosen == CPU:
+        options = meet_if_possible(store, rank, world_size, timeout_s, why_not)
+        chosen = "gloo" if options is None else shared_memory.NAME
     if chosen == shared_memory.NAME:
         shared_memory.register()
-    return chosen, met
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -167,16 +170,8 @@ def process_group(
     rank, world_size = address.rank, address.world_size
     with network_interface(address), variables(local), answering(rank):
         store = make_store(address, timeout_s)
-        chosen, options = backend_of(
+        chosen = init_group(
             chosen, made, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s, why_not=several
-        )
-        dist.init_process_group(
-            chosen,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            pg_options=options,
         )
         try:
             world = dist.group.WORLD

@@ -1,6 +1,6 @@
 """Where a unit's whole gradient waits to be summed: one unit's at a time.
 
-Ranks that share memory take one buffer for it, which all of them can read, so that the sum copies nothing to and fro.
+Ranks that share memory take one buffer for it, which all of them can read, so that the sum needs no copy.
 Elsewhere each gradient has memory of its own.
 """
 
