@@ -30,7 +30,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test shared browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
+.PHONY: setup gates quick test gloo browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -54,13 +54,13 @@ test: gates
 		--ignore tests/architecture --ignore tests/browser
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS)
 
-# The tests of what is built on groups, with ranks that meet in shared memory: also those of scripts in other processes.
-SHARED := collectives comm data_parallel sharding tensor_parallel context_parallel expert_parallel pipeline hybrid checkpoint
-shared: export DISTLAB_BACKEND = shared
-shared: export OMP_NUM_THREADS = 1
-shared: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" --backend shared \
-		$(addprefix tests/,$(or $(ONLY),$(SHARED)))
+# The tests of what is built on groups, over gloo's sockets: also those of scripts in other processes.
+GROUPS := collectives comm data_parallel sharding tensor_parallel context_parallel expert_parallel pipeline hybrid checkpoint
+gloo: export DISTLAB_BACKEND = gloo
+gloo: export OMP_NUM_THREADS = 1
+gloo: setup
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" --backend gloo \
+		$(addprefix tests/,$(or $(ONLY),$(GROUPS)))
 
 browser: setup
 	bash tools/install_browser.sh

@@ -90,7 +90,7 @@ def measure_memory(job: Job, ranks: Ranks | None = None) -> list[RankMemory]:
     """Train a job on as many ranks as its plan has and return what each held; `ranks` saves starting them."""
     if ranks is not None:
         return list(ranks.run(job))
-    with Ranks(job.plan.data, timeout_s=120, record=False) as new:
+    with Ranks(job.plan.data, timeout_s=120, backend="gloo", record=False) as new:  # in shared memory buffers stay
         return list(new.run(job))
 
 

@@ -139,7 +139,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 3)
     for num_ranks in (2, 4):
-        with Ranks(num_ranks, timeout_s=600, record=False) as ranks:
+        with Ranks(num_ranks, timeout_s=600, backend="gloo", record=False) as ranks:
             for name, size in SIZES.items():
                 results = ranks.run(time_programs, size, blocks, steps)
                 yield from _rows_of(results, f"{name} on {num_ranks} ranks")

@@ -130,7 +130,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     yield compare("forward and backward of MixtureOfExperts against the dense loop", by["sorted"], by["dense"], bar=0.8)
     yield noise("the loop with masks", by["masks again"], by["masks"])
     for num_ranks in (2, 4):
-        with Ranks(num_ranks, timeout_s=600, record=False) as ranks:
+        with Ranks(num_ranks, timeout_s=600, backend="gloo", record=False) as ranks:
             results = ranks.run(time_programs, SPLIT, blocks, steps)
         yield from _rows_of(results, f"on {num_ranks} ranks (cpu, gloo)")
 

@@ -128,7 +128,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
         cost_us = max(cost_us, float(np.median(costs)))
         note = f"a call itself takes {np.median(off) * 1e6:.0f} us"
         yield absolute(f"cost of recording a {kind} call", costs, bar=COST_BAR_US, unit="us", note=note)
-    with Ranks(2, timeout_s=600, record=False) as ranks:
+    with Ranks(2, timeout_s=600, backend="gloo", record=False) as ranks:
         results = ranks.run(step_times, blocks, steps)
     for kind in results[0]:
         num_calls = max(result[kind][0] for result in results)

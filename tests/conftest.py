@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests run on another device or backend: `-m equality --device cuda --backend gloo`, `--backend shared`."""
+    """Let tests run on another device or backend: `-m equality --device cuda --backend gloo`, `--backend gloo`."""
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where equality tests put their tensors")
     parser.addoption(
         "--backend",
         default=None,
         choices=("gloo", "nccl", "shared"),
-        help="of their ranks; default: as for users. shared: also of each rank that a test starts itself",
+        help="of their ranks; default: as for users. On the CPU also of the ranks that a test starts itself",
     )
 
 
 MARK = "DISTLAB_TEST_RUN"
+Pool = tuple[str | None, int]  # what a set of living ranks is known by: the backend that nobody names, and how many
 # What ranks of tests import. Loaded where they are forked, it takes its second once, not in each of a thousand ranks.
 TECHNIQUES = (
     *(f"distlab.{name}" for name in ("checkpoint", "collectives", "compression", "context_parallel", "data_parallel")),
@@ -81,17 +82,13 @@ LONGEST = ("test_mutants.py", "test_zoo.py")  # a worker has one file at a time:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `soak_where` names, begin with the longest; with --backend shared, skip what is about gloo itself."""
+    """Mark what `soak_where` names, begin with the longest."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         for mark in item.iter_markers("soak_where"):
             given = item.callspec.params  # type: ignore[attr-defined]
             if all(given[name] in values for name, values in mark.kwargs.items()):
                 item.add_marker(pytest.mark.soak)
-    if config.getoption("--backend") == "shared":
-        for item in items:
-            if (mark := item.get_closest_marker("gloo")) is not None:
-                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,27 +98,9 @@ def _loaded_once(no_process_left: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _default_backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --backend shared, ranks for which a test names no backend meet in shared memory."""
-    if request.config.getoption("--backend") != "shared":
-        yield
-        return
-    from distlab.comm import Ranks
-
-    real = Ranks.__init__
-
-    def init(self: Ranks, *args: Any, backend: str | None = None, **named: Any) -> None:
-        real(self, *args, backend=backend or "shared", **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "__init__", init)
-        yield
-
-
 @pytest.fixture(scope="session")
-def _pools(no_process_left: None) -> Iterator[dict[int, Ranks]]:
-    pools: dict[int, Ranks] = {}
+def _pools(no_process_left: None) -> Iterator[dict[Pool, Ranks]]:
+    pools: dict[Pool, Ranks] = {}
     yield pools
     for pool in pools.values():
         pool.close()
@@ -132,7 +111,7 @@ MANY_THREADS = 10
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, _pools: dict[int, Ranks], _machine: Machine | None) -> Callable[[int], Any]:
+def ranks(request: pytest.FixtureRequest, _pools: dict[Pool, Ranks], _machine: Machine | None) -> Callable[[int], Any]:
     """Make `ranks(world_size).run(fn, *args)` call fn on that many living ranks; a failed set is replaced.
 
     Ranks on which earlier tests have left many groups are replaced too. With --device their tensors lie on a GPU.
@@ -143,13 +122,14 @@ def ranks(request: pytest.FixtureRequest, _pools: dict[int, Ranks], _machine: Ma
     from distlab.comm import Ranks  # loads torch, which many tests do without
 
     def of_size(world_size: int) -> Ranks:
-        for size, pool in list(_pools.items()):
+        for key, pool in list(_pools.items()):
             if _is_crowded(pool):
                 pool.close()
-                del _pools[size]
-        if world_size not in _pools:
-            _pools[world_size] = Ranks(world_size, timeout_s=60)
-        return _pools[world_size]
+                del _pools[key]
+        wanted = os.environ.get("DISTLAB_BACKEND"), world_size
+        if wanted not in _pools:
+            _pools[wanted] = Ranks(world_size, timeout_s=60)
+        return _pools[wanted]
 
     return of_size
 
@@ -157,7 +137,7 @@ def ranks(request: pytest.FixtureRequest, _pools: dict[int, Ranks], _machine: Ma
 @pytest.fixture(scope="session")
 def _machine(request: pytest.FixtureRequest, no_process_left: None) -> Iterator[Machine | None]:
     kind, backend = request.config.getoption("--device"), request.config.getoption("--backend")
-    if kind == "cpu" and backend in (None, "shared"):
+    if kind == "cpu" and backend != "nccl":
         yield None
         return
     from on_device.ranks import Machine
@@ -178,9 +158,17 @@ def _ranks_or_skip(machine: Machine, world_size: int) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """With --device cuda, a test's own process works on the GPU too, and with it one process's oracle."""
+    """Let a test have its backend and device.
+
+    On the CPU, ranks for which a test names no backend have that of --backend; in tests of gloo itself they have gloo.
+    With --device cuda, a test's own process works on the GPU too, and with it one process's oracle.
+    """
     if item.config.getoption("--device") == "cpu":
-        return (yield)
+        backend = "gloo" if item.get_closest_marker("gloo") else item.config.getoption("--backend")
+        with pytest.MonkeyPatch.context() as patch:
+            if backend is not None:
+                patch.setenv("DISTLAB_BACKEND", backend)
+            return (yield)
     import torch
     from on_device.mode import OnDevice, prepare
 

@@ -4,7 +4,7 @@ Gather: each rank sends its shard to every other rank, straight into its place i
 each rank sends every other rank the part that it keeps, and adds up what arrives. Both send (n-1)/n of the whole, as a
 ring does, and a rank does nothing until it wants the result. A ring must pass chunks on: on the CPU that takes a thread
 that competes with backward. gloo's own all-gather works in a second buffer as large as the first and copies. nccl does
-better than both, so there its own calls are made.
+better than both, and so does shared memory: there the group's own calls are made.
 
 The price of the reduce-scatter is memory: n-1 parts arrive at once, where a ring holds one or two pieces.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.p2p import Pending, Receive, Send, needs_batches, start
+from distlab.comm.p2p import Pending, Receive, Send, has_own_halves, start
 from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 
 
@@ -24,7 +24,7 @@ class DirectGather:
     """Shards that travel into a full buffer: the sends start when this is made and end with `finish()`.
 
     Shapes: shard [L], full [n L]; contiguous, of one dtype; keep both until `finish()`.
-    Cost: (n-1) L elements sent per rank, n-1 messages (nccl: its own all-gather). Memory: none.
+    Cost: (n-1) L elements sent per rank, n-1 messages (nccl, shared: one all-gather). Memory: none.
     Error: exact: bytes are copied.
     """
 
@@ -32,7 +32,7 @@ class DirectGather:
         num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._shard = shard
         self._pending: Pending | dist.Work | None
-        if needs_batches(full, group):
+        if has_own_halves(full, group):
             self._pending = all_gather_single(full.detach(), shard.detach(), group=group, async_op=True)
             return
         parts = full.chunk(num_ranks)
@@ -43,7 +43,7 @@ class DirectGather:
 
     @property
     def work(self) -> dist.Work | None:
-        """The call of nccl; None where the messages are distlab's own."""
+        """The group's own call; None where the messages are distlab's."""
         return None if isinstance(self._pending, Pending) else self._pending
 
     def finish(self) -> None:
@@ -58,20 +58,21 @@ class DirectScatter:
     The sends start when this is made and end with `finish()`.
 
     Shapes: full [n L] -> [L]; contiguous; keep it until `finish()`.
-    Cost: (n-1) L elements sent per rank, n-1 messages (nccl: its own reduce-scatter). Memory: n-1 parts.
+    Cost: (n-1) L elements sent per rank, n-1 messages (nccl, shared: one reduce-scatter). Memory: n-1 parts, or 1.
     Error: parts are added in one order, so the same input gives the same bits again. The order is that of the ranks
-        from this one on; with `by_rank` it is 0, 1, 2, ... (nccl: its own order).
+        from this one on; with `by_rank` it is 0, 1, 2, ... (shared: always; nccl: its own order).
 
     Args:
         full: what this rank adds to every part.
         group: the ranks.
         landing: memory for what arrives, (n-1) L elements, which is free again after `finish()`; None takes new memory.
-        in_place: leave the sum in this rank's part of `full`; else it is in memory of its own, and `full` is unchanged.
+        in_place: leave the sum of messages in this rank's part of `full`; else it has memory of its own, and `full` is
+            unchanged.
         by_rank: add the parts in the order of the ranks; not together with in_place.
 
     Attributes:
-        arriving: where the other ranks' parts land (nccl: where the sum does).
-        work: the call of nccl; None where the messages are distlab's own.
+        arriving: where the other ranks' parts land (nccl, shared: where the sum does).
+        work: the group's own call; None where the messages are distlab's.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DirectScatter:
         self.work: dist.Work | None = None
         if num_ranks == 1:
             return
-        if needs_batches(full, group):
+        if has_own_halves(full, group):
             self.arriving = _memory_for(1, self._own, landing)
             self.work = reduce_scatter_single(self.arriving[0], full, group=group, async_op=True)
             return
@@ -106,7 +107,7 @@ class DirectScatter:
         self._summands = in_order[first:] + in_order[:first]
 
     def wait(self) -> None:
-        """Wait until every part is here; nothing is added up yet, unless nccl did."""
+        """Wait until every part is here; nothing is added up yet, unless the group's own call did."""
         if self.work is not None:
             self.work.wait()
         if self._pending is not None:

@@ -14,7 +14,8 @@ from typing import SupportsIndex
 
 from distlab.shared_memory.futex import why_not_here
 
-BACKENDS = ("gloo", "shared", "nccl", "cpu:gloo,cuda:nccl")
+CPU = "cpu"  # shared memory where all ranks can have it, else gloo
+BACKENDS = ("gloo", "shared", "nccl", "cpu:gloo,cuda:nccl", CPU)
 BACKEND_VARIABLE = "DISTLAB_BACKEND"
 MAX_RANKS = 1024
 FDS_PER_RANK = 3
@@ -58,10 +59,10 @@ def check_timeout(timeout_s: object, *, what: str = "timeout_s") -> float:
 def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str | None:
     """Return the backend's name, or None where it is to be chosen.
 
-    Where none is passed, the environment variable DISTLAB_BACKEND counts.
+    Where none is passed, or only the kind ("cpu"), the environment variable DISTLAB_BACKEND counts.
 
     Raises:
-        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and this is not Linux;
+        ValueError: it is unknown, it is nccl and there is not one GPU per rank, or it is shared and does not work here;
             or there are nodes, which have a backend of their own.
     """
     if num_nodes > 1:
@@ -70,10 +71,10 @@ def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str |
                 f"backend is {backend!r} and the ranks make {num_nodes} nodes, which have a backend of their own "
                 "(shared memory inside, sockets between); leave backend out"
             )
-        backend = "shared"
-    what = "backend"
-    if backend is None:
-        backend, what = os.environ.get(BACKEND_VARIABLE) or None, BACKEND_VARIABLE
+        backend = "shared"  # whatever the environment says
+    what, outside = "backend", os.environ.get(BACKEND_VARIABLE)
+    if outside and (backend is None or (backend == CPU and outside != "nccl")):
+        backend, what = outside, BACKEND_VARIABLE
     if backend is None:
         return None
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -88,6 +89,11 @@ def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str |
                 f"backend nccl needs a GPU for each of {world_size} ranks, and there are {count}; pass 'gloo'"
             )
     return backend
+
+
+def backend_outside(default: str) -> str:
+    """Return the backend that DISTLAB_BACKEND names, or another where it names none."""
+    return os.environ.get(BACKEND_VARIABLE) or default
 
 
 def working_directory() -> str:

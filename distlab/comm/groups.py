@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from distlab import nodes as crossing_nodes
 from distlab import shared_memory
 from distlab.comm import device as gpus
-from distlab.comm.checks import check_backend, check_timeout
+from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
@@ -39,6 +39,7 @@ from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
+from distlab.shared_memory.choice import meet_if_possible
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")
@@ -83,25 +84,47 @@ def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     return record(main, WholeFile())  # type: ignore[return-value]
 
 
-def choose_backend(local_world_size: int) -> str:
-    """Choose nccl for GPU tensors when each local rank has a GPU of its own, and gloo for all others.
+def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
+    """Choose for ranks for which nobody names a backend: nccl, gloo, or "cpu".
 
-    nccl refuses two ranks on one GPU; there gloo moves GPU tensors too. CPU tensors always work.
+    nccl where each local rank has a GPU of its own. It refuses two ranks on one GPU; there gloo moves GPU tensors too.
+    Where there is no GPU, or the ranks compute on the CPU, "cpu": shared memory, or gloo (see `init_group`).
     """
-    if dist.is_nccl_available() and gpus.is_available() and gpus.num_gpus() >= local_world_size:
+    if on_cpu or not gpus.is_available():
+        return CPU
+    if dist.is_nccl_available() and gpus.num_gpus() >= local_world_size:
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 
 
-def backend_of(backend: str | None, local_world_size: int, nodes: Nodes) -> tuple[str, Nodes | None]:
-    """Return the backend for `init_process_group` and its options; one of this project's is registered first."""
+def init_group(
+    chosen: str, nodes: Nodes, *, store: Any, rank: int, world_size: int, timeout_s: float, why_not: str = ""
+) -> str:
+    """Join the group of all ranks, and return its backend; one of this project's is registered first.
+
+    "cpu" becomes "shared" where all ranks can map one memory, else "gloo": the ranks try, and all go the same way.
+
+    Args:
+        chosen: what the user or `choose_backend` named.
+        nodes: that the ranks make.
+        store: through which the ranks find each other.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long a call may wait for another rank.
+        why_not: why "cpu" is not to become "shared".
+    """
+    options: Any = None
     if nodes.count > 1:
         crossing_nodes.register()
-        return crossing_nodes.NAME, nodes
-    chosen = backend or choose_backend(local_world_size)
+        chosen, options = crossing_nodes.NAME, nodes
+    elif chosen == CPU:
+        options = meet_if_possible(store, rank, world_size, timeout_s, why_not)
+        chosen = "gloo" if options is None else shared_memory.NAME
     if chosen == shared_memory.NAME:
         shared_memory.register()
-    return chosen, None
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -117,8 +140,7 @@ def process_group(
     """Join the process group that the environment describes (torchrun sets it), and always destroy it.
 
     Args:
-        backend: "gloo", "shared" (CPU ranks of one Linux host, through shared memory), "nccl", or None: nccl when each
-            rank of this machine has its own GPU, else gloo.
+        backend: as of `run`. CPU ranks of several agents (torchrun --nnodes 2) take gloo where nobody names a backend.
         nodes: how many nodes the ranks of this machine make (see `run`); LOCAL_RANK and the rest say so inside.
         device: where this rank computes; None: its own GPU with nccl, else the CPU.
         timeout_s: how long a collective may wait.
@@ -136,22 +158,20 @@ def process_group(
     timeout_s = check_timeout(timeout_s)
     address = read_environment()
     made = _check_nodes(nodes, address)
-    backend = check_backend(backend, address.local_world_size, made.count)
-    chosen, options = backend_of(backend, address.local_world_size, made)
+    named = check_backend(backend, address.local_world_size, made.count)
+    chosen = named or choose_backend(address.local_world_size, on_cpu=str(device).startswith("cpu"))
     place = _device(device, chosen, address)
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; leave that one first (do not nest them)")
     if address.has_parent:
         _follow_parent()
-    local = made.environment(address.rank, address.world_size) if options else {}
-    with network_interface(address), variables(local), answering(address.rank):
-        dist.init_process_group(
-            chosen,
-            store=make_store(address, timeout_s),
-            rank=address.rank,
-            world_size=address.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            pg_options=options,
+    local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
+    several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
+    rank, world_size = address.rank, address.world_size
+    with network_interface(address), variables(local), answering(rank):
+        store = make_store(address, timeout_s)
+        chosen = init_group(
+            chosen, made, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s, why_not=several
         )
         try:
             world = dist.group.WORLD
@@ -192,13 +212,13 @@ def _device(device: torch.device | str | None, backend: str, address: Address) -
         except RuntimeError as error:
             raise ValueError(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:0' ({error})") from error
     if gpus.is_gpu(place):
-        if backend in (shared_memory.NAME, crossing_nodes.NAME):
-            raise ValueError(
-                f"device is {str(place)!r} and backend {backend!r} moves CPU tensors; pass 'cpu', or 'gloo'"
-            )
         count = gpus.num_gpus()
         if count == 0:
             raise ValueError(f"rank {address.rank}: device is {str(place)!r} and torch sees no GPU; pass 'cpu'")
+        if backend in (CPU, shared_memory.NAME):
+            raise ValueError(
+                f"device is {str(place)!r} and backend {backend!r} moves CPU tensors; pass 'cpu', or 'gloo'"
+            )
         place = torch.device("cuda", address.local_rank % count if place.index is None else place.index)
         gpus.use(place)
     return place

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.agree import agree
+from distlab.shared_memory.group_base import is_shared
 
 
 class Send(NamedTuple):
@@ -104,6 +105,11 @@ def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -
 def needs_batches(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
     """Whether a start's messages end only all together (nccl), so that starts must pair up between ranks one to one."""
     return _backend(dist.get_backend_config(group), tensor.device.type) == "nccl"
+
+
+def has_own_halves(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group's own all-gather and reduce-scatter are better than messages: on nccl, and in shared memory."""
+    return needs_batches(tensor, group) or is_shared(group)
 
 
 def can_move_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:

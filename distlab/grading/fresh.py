@@ -38,8 +38,10 @@ def start_ranks(world_size: int, timeout_s: float) -> Ranks:
         Unavailable: they do not start.
     """
     from distlab.comm import Ranks
+    from distlab.comm.checks import backend_outside
 
-    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, record=True, echo=False, plain=True)
+    backend = backend_outside("gloo")  # where a wrong answer leaves ranks waiting, as on GPUs: some faults need that
+    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, backend=backend, record=True, echo=False, plain=True)
     try:
         ranks.run(ready)
     except (RuntimeError, OSError, ValueError) as error:

@@ -256,8 +256,8 @@ def _report(number: str, settings: CommonSettings, member: Member, beside: Path)
     kind, count = member.device.type, member.world_size
     what = what_is_run(settings)
     ranks = f"{count} rank{'s' if count > 1 else ''}"
-    backend = {"shared": "shared", "nodes": f"{settings.nodes} nodes {settings.between}".rstrip()}
-    place = ", ".join(filter(None, [kind, ranks, backend.get(dist.get_backend())]))
+    nodes = f"{settings.nodes} nodes {settings.between}".rstrip() if settings.nodes > 1 else ""
+    place = ", ".join(filter(None, [kind, ranks, nodes]))
     known, note = read_reference(beside / "lab_reference.md", place, what)
     title = f"Lab {number} on {ranks}, {member.device.type}, {dist.get_backend()}; functions: {settings.impl}"
     return Report(title, what, known, note)
@@ -273,6 +273,7 @@ def _tell(lab: Lab[Any]) -> bool:
         )
     if lab.member.rank == 0:
         facts: dict[str, object] = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
+        facts["backend"] = dist.get_backend()
         facts |= {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
         print(json.dumps(lab.report.as_dict() | facts) if lab.settings.json else lab.report.table(), flush=True)
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)

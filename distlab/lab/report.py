@@ -159,7 +159,9 @@ def reference_section(report: Mapping[str, object]) -> str:
     rows = report["rows"]
     assert isinstance(rows, Sequence)
     lines = [f"| {row['what']} | {row['shown']} |" for row in rows]
-    return "\n".join([f"Settings: {report['settings'] or 'none'}", "", "| | value |", "|---|---|", *lines])
+    wire = [f"Ranks talked over {report['backend']}.", ""] if "backend" in report else []
+    head = [f"Settings: {report['settings'] or 'none'}", "", *wire, "| | value |", "|---|---|"]
+    return "\n".join([*head, *lines])
 
 
 def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, str], str]:
@@ -175,8 +177,9 @@ def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, s
     if theirs is None or theirs[1] != (settings or "none"):
         return {}, f"The reference output was made with other settings ({theirs[1] if theirs else '?'}): not compared."
     machine = re.search(r"^Measured (.*)$", parts[0], re.M)
-    rows = re.findall(r"^\| (.+?) \| (.*?) \|$", body, re.M)
-    return dict(rows), f"Reference: {machine[1] if machine else path.name}"
+    rows, wire = re.findall(r"^\| (.+?) \| (.*?) \|$", body, re.M), re.search(r"^Ranks talked over .*$", body, re.M)
+    note = f"Reference: {machine[1] if machine else path.name}"
+    return dict(rows), note if wire is None else f"{note} {wire[0]}"
 
 
 def grid(corner: str, rows: Sequence[Sequence[str]]) -> str:

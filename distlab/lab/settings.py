@@ -35,7 +35,7 @@ class CommonSettings:
         impl: whose functions run: reference, mine (your working copy), a module, a .py file or a notebook (.ipynb).
         trace: folder for each rank's trace, all of them merged (timeline.json) and a picture (timeline.png).
         device: cpu or cuda; auto takes GPUs when every rank has its own.
-        backend: gloo, or shared (CPU ranks of one Linux host meet in memory); auto takes nccl on GPUs, else gloo.
+        backend: auto takes nccl on GPUs, else shared (ranks of a Linux host meet in memory) where it works, else gloo.
         nodes: nodes that the ranks make: shared memory inside each, sockets between them.
         between: the wire of each rank to other nodes, such as 40MB/s,200us; empty: the sockets as they are.
         limit_s: seconds after which a lab that hangs is ended.

@@ -1,6 +1,6 @@
 """A backend of torch.distributed for CPU ranks of one Linux host: `backend="shared"`, beside gloo.
 
-    run(train, 4, backend="shared")                 # distlab starts the ranks
+    run(train, 4)                                   # distlab starts the ranks, and they choose it where it works
     dist.init_process_group("shared")               # under torchrun, after `distlab.shared_memory.register()`
 
 gloo moves every byte through the kernel's loopback sockets. Here ranks copy straight through memory that all map.
@@ -10,14 +10,17 @@ meets the others, naming what each calls. A rank that ends, leaves or fails ends
 
 Memory: per group at most 8 MiB per rank, and 2 MiB for each pair of ranks that sends messages one way; only pages that
 were used exist. Messages that are received in another order than they were sent lie with the receiver meanwhile.
-Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets of `DataParallel` lie where all
-ranks of the group reach them (`collectives.buffers`), so that their all-reduce copies about half as much.
+Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets of `DataParallel`, and shards
+and gradients of `FullyShard`, lie where all ranks of the group reach them (`collectives.buffers`): their collectives copy
+about half as much.
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
-process forked from a rank may not call.
+process forked from a rank may not call. Where one rank of a job cannot share memory and nobody named this backend, all
+take gloo (`choice`).
 
-Read `arena` (the memory), `meeting` (steps), `collectives`, `messages` (sends and receives), `work` (what runs where),
-`group_base` (what all calls share) and `group` (what torch sees). `futex` talks to the kernel.
+Read `arena` (the memory), `join` (how ranks come to map it), `meeting` (steps), `collectives`, `messages` (sends and
+receives), `work` (what runs where), `group_base` (what all calls share) and `group` (what torch sees). `choice` decides
+between this and gloo, `room` knows how much memory there is, `futex` talks to the kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ def register() -> None:
     """Let torch.distributed know the backend by its name; once more changes nothing."""
     import torch.distributed as dist
 
-    from distlab.shared_memory.group import make
+    from distlab.shared_memory.choice import make
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

@@ -7,6 +7,7 @@ sees the new value sees all that was written before. `fence` orders what a proce
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -28,7 +29,11 @@ def why_not_here() -> str:
         return f"it needs Linux (futex, memfd) and this is {sys.platform}"
     if platform.machine() not in _SYSCALLS:
         return f"it knows the processors {' and '.join(_SYSCALLS)}, and this is {platform.machine()}"
-    return ""
+    if not hasattr(os, "memfd_create"):
+        return "it needs memfd_create, which this Python was built without"
+    word = ctypes.c_int32()
+    add(ctypes.addressof(word))
+    return "" if word.value == 1 else "this kernel does not let processes wake each other (futex)"
 
 
 def _system_call() -> Callable[..., int]:

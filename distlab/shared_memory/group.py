@@ -31,7 +31,7 @@ from distlab.shared_memory.collectives.dense import (
 )
 from distlab.shared_memory.collectives.reductions import reduction_of
 from distlab.shared_memory.group_base import GroupBase
-from distlab.shared_memory.meeting import Meeting, meet
+from distlab.shared_memory.meeting import Meeting
 from distlab.shared_memory.messages.messages import Messages
 from distlab.shared_memory.work import Tensors
 
@@ -271,12 +271,6 @@ class SharedGroup(GroupBase):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def make(options: Any, _: object) -> SharedGroup:
-    """Make a group, as torch asks for one."""
-    members = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return shared_group(meet(options.store, options.group_rank, members, options.timeout.total_seconds()))
 
 
 def shared_group(meeting: Meeting) -> SharedGroup:

@@ -85,11 +85,11 @@ class GroupBase(dist.ProcessGroup):
         return False
 
     def buffer(self, num_bytes: int) -> torch.Tensor | None:
-        """Return this rank's buffer of bytes, of zeros, whose all-reduce copies least; every rank calls this alike.
+        """Return this rank's buffer of bytes, of zeros, whose collectives copy least; every rank calls this alike.
 
         None on all ranks where the group has one rank or crosses nodes, or one of them has no room.
         """
-        if type(self._collectives) is not Collectives or self._meeting.size == 1:
+        if not is_shared(self) or self._meeting.size == 1:
             return None
         made, buffers = [], self._collectives.buffers
 
@@ -218,11 +218,24 @@ def _wait_for(works: Sequence[SharedWork]) -> None:
         work.wait()
 
 
+def is_shared(group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of a group meet in one memory."""
+    place = dist.group.WORLD if group is None else group
+    return isinstance(place, GroupBase) and type(place._collectives) is Collectives
+
+
+def buffer_of(
+    numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+) -> torch.Tensor | None:
+    """Return zeros in a buffer, in one dimension, or None where the group has no such; all ranks call this alike."""
+    place = dist.group.WORLD if group is None else group
+    if device.type != "cpu" or not isinstance(place, GroupBase) or not numel:
+        return None
+    buffer = place.buffer(numel * dtype.itemsize)
+    return None if buffer is None else buffer.view(dtype)
+
+
 def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return zeros in one dimension, in a buffer where the group has such; every rank of it calls this alike."""
-    meeting_place = dist.group.WORLD if group is None else group
-    if device.type == "cpu" and isinstance(meeting_place, GroupBase) and numel:
-        buffer = meeting_place.buffer(numel * dtype.itemsize)
-        if buffer is not None:
-            return buffer.view(dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
+    buffer = buffer_of(numel, dtype=dtype, device=device, group=group)
+    return torch.zeros(numel, dtype=dtype, device=device) if buffer is None else buffer

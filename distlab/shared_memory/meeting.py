@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena, join
+from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
+from distlab.shared_memory.join import join
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16
@@ -83,6 +84,7 @@ class Meeting:
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
+        self.is_choice = False  # whether nobody named the backend, so that gloo may stand in
         self.tied: Meeting | None = None  # of some of these ranks, which fails and is left with this one
         self.record = Record("")
         self._posted = self.record  # the record shown with the last step
@@ -212,16 +214,14 @@ class Meeting:
             self.tied.leave(state)
 
 
-def meet(store: Any, rank: int, members: list[int], timeout_s: float) -> Meeting:
-    """Make or map the memory of a group and meet there; every member calls this.
+def meet(store: Any, rank: int, members: list[int], timeout_s: float, **how: Any) -> Meeting:
+    """Make or map the memory of a group and meet there; every member calls this, with the arguments of `join`.
 
-    Args:
-        store: through which the members find each other.
-        rank: this process's number among the members.
-        members: global rank of each.
-        timeout_s: how long a call may wait for another rank.
+    Raises:
+        CannotShare: on every rank.
+        RuntimeError: one does not come in time, or has ended.
     """
-    return Meeting(join(store, rank, members, timeout_s), members, timeout_s)
+    return Meeting(join(store, rank, members, timeout_s, **how), members, timeout_s)
 
 
 def why_gone(arena: Arena, rank: int, members: list[int]) -> str:

@@ -23,13 +23,18 @@ class Sum:
     Shapes: any, contiguous; no other code may hold this memory.
     Cost: an all-reduce: 2 (t-1)/t of its bytes sent per rank.
     Error: every rank gets the same bits, and the same input gives them again.
+
+    Args:
+        tensor: what is summed.
+        group: the ranks.
+        waits: wait at once, which costs less than to start and then to wait.
     """
 
-    def __init__(self, tensor: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(self, tensor: Tensor, group: ProcessGroup | None = None, *, waits: bool = False) -> None:
         self._tensor = tensor
         self._work: dist.Work | None = None
         if dist.get_world_size(group) > 1:
-            self._work = dist.all_reduce(tensor, group=group, async_op=True)
+            self._work = dist.all_reduce(tensor, group=group, async_op=not waits)
 
     def finish(self) -> Tensor:
         """Wait, and return the sum."""

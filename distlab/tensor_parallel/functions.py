@@ -167,7 +167,7 @@ def _nothing(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def _sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     # A copy: other code may hold the gradient or activation too, and the sum is made in place.
-    return Sum(x.clone(memory_format=torch.contiguous_format), group).finish()
+    return Sum(x.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
 
 
 def _gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -192,7 +192,7 @@ class _SumGradients(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
         flat = torch.cat([g.reshape(-1) for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted])
-        total = Sum(flat, ctx.group).finish()
+        total = Sum(flat, ctx.group, waits=True).finish()
         sizes = [g.numel() if is_wanted else 0 for g, is_wanted in zip(gradients, wanted, strict=True)]
         parts = zip(total.split(sizes), gradients, wanted, strict=True)
         return None, *(part.view_as(g) if is_wanted else None for part, g, is_wanted in parts)

@@ -98,13 +98,14 @@ class _RowLinear(Function):
         rows = _rows(x)
         y = rows.new_empty(len(rows), len(weight))  # [N, O]
         once = bias if group_rank(group) == 0 else None  # each rank would add one more
-        sums = []
+        sums: list[Sum] = []
         for part, made in zip(rows.chunk(num_parts), y.chunk(num_parts), strict=True):
             if once is None:
                 torch.mm(part, weight.t(), out=made)
             else:
                 torch.addmm(once, part, weight.t(), out=made)
-            sums.append(Sum(made, group))  # travels during the next part's product
+            is_last = len(sums) == num_parts - 1
+            sums.append(Sum(made, group, waits=is_last))  # the others travel during the next part's product
         for one in sums:
             one.finish()
         return y.view(*x.shape[:-1], len(weight))

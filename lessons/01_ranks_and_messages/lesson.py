@@ -314,7 +314,7 @@ swap.close()
 #
 # Here you are told after two seconds, because each rank's calls are recorded. On a cluster you are not told. All GPUs
 # show 100 % use (they wait busily), no line is printed, and PyTorch gives up after 10 minutes with nccl, after
-# 30 minutes with gloo, which is the library that moves CPU tensors:
+# 30 minutes with gloo, torch's own library for CPU tensors:
 
 # %% tags=["nbval-check-output"]
 num_gpus, nccl_timeout_min = 64, 10
@@ -389,7 +389,9 @@ with Ranks(3, echo=False) as ranks:
 # %% exercise="01.ping_pong"
 
 # %% [markdown]
-# Before you measure: how long does one megabyte take between two processes of *this* machine?
+# Before you measure: how long does one megabyte take between two processes of *this* machine? With `backend="gloo"` it
+# goes through a socket, as between machines. (Where nobody names a backend, ranks of one Linux machine meet in memory
+# that they share; lesson 2 compares the two.)
 
 # %%
 guess = predict("One message of 1 MB between two processes of this machine?", unit="ms")
@@ -410,7 +412,7 @@ def measure(ping_pong, sizes, repeats=25):
 # %%
 sizes = [10, 100, 1_000, 4_000, 16_000, 64_000, 128_000, 256_000, 512_000, 1_000_000]
 held_back = [300, 30_000, 200_000, 700_000, 10_000_000]
-both_s = run(measure, 2, args=(ping_pong, sizes + held_back), record=False)[0]
+both_s = run(measure, 2, args=(ping_pong, sizes + held_back), backend="gloo", record=False)[0]
 times_s, held_back_s = both_s[: len(sizes)], both_s[len(sizes) :]
 for size, seconds in zip(sizes, times_s, strict=True):
     print(f"{size:>10,} bytes {seconds * 1e6:>8,.0f} us {size / seconds / 1e6:>8,.1f} MB/s")
@@ -490,7 +492,7 @@ def play(ping_pong, rounds):
 
 
 traces = []
-with Ranks(2) as ranks:
+with Ranks(2, backend="gloo") as ranks:
     for _ in range(20):
         ranks.run(play, ping_pong, 3)
         trace = ranks.records().to_trace()

@@ -457,7 +457,8 @@ print(panel.text)
 # %% [markdown]
 # ## 6. Run: the race on this machine
 #
-# Four ranks on your machine, connected by loopback: memory copies, shared by all ranks. Commit to a guess first.
+# Four ranks on your machine, connected by loopback (`backend="gloo"`): memory copies, shared by all ranks. Commit to a
+# guess first.
 
 # %%
 race_guess = predict("4 ranks here, 4 kB: ring time divided by halving-doubling time?", unit="x")
@@ -493,7 +494,7 @@ import numpy as np
 sizes = [4_096, 65_536, 524_288, 2_097_152, 8_388_608]
 names = ["ring", "binomial_tree", "halving_doubling", "torch"]
 programs = [ring_all_reduce, tree_all_reduce, halving_doubling, dist.all_reduce]
-with Ranks(4, record=False) as ranks:
+with Ranks(4, backend="gloo", record=False) as ranks:
     per_rank = np.array(ranks.run(time_all, programs, sizes, 15))
 measured_s = np.median(per_rank.max(axis=0), axis=-1)  # slowest rank, then the middle one of the blocks
 for size, row in zip(sizes, measured_s, strict=True):
@@ -613,7 +614,7 @@ def six_steps(rounds):
 
 
 # %%
-ranks = Ranks(4, timeout_s=180)
+ranks = Ranks(4, timeout_s=180, backend="gloo")
 _ = ranks.run(timed)  # the first time warms up
 
 
@@ -701,7 +702,8 @@ show(
 #
 # The race of part 6 went over **loopback**: sockets that never leave the machine. Two more wires are at hand.
 #
-# - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map.
+# - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map. Ranks of one Linux machine
+#   meet like this where nobody names a backend.
 # - **Throttled.** `nodes=4` puts each rank into a **[node](../GLOSSARY.md#node)** of its own, as if it were a machine,
 #   with sockets between the nodes, and `between="10MB/s,1ms"` slows them down: a rank's message waits until those
 #   before it are through its wire.

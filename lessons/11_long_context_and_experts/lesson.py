@@ -451,7 +451,7 @@ timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 # %% [markdown]
 # The upper row of each pair is what was measured, the pale one under it what the simulator said. Green is the ring:
 # keys and values on their way during attention (the ranks mark their forward and backward passes as a whole, the
-# simulator each hop). Loopback is a fast wire compared with such slow cores, so next to nothing of the ring waits.
+# simulator each hop). Memory is a fast wire compared with such slow cores, so next to nothing of the ring waits.
 # Gradients of all parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Half of
 # the measured steps end in the grey band; the prediction lets them end between the dotted lines. If the picture says
 # that the machine was not calm, its boxes are pale. Close other programs and run the cell again that calibrates.

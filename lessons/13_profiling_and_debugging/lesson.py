@@ -569,7 +569,7 @@ def with_torch_profiler(folder):
 # %%
 from distlab.profile import read_files
 
-pair = Ranks(2, echo=False)
+pair = Ranks(2, echo=False, backend="gloo")  # torch.profiler sees no calls in shared memory
 with tempfile.TemporaryDirectory() as folder:
     pair.run(with_torch_profiler, folder)
     print(report(read_files([folder]).measured))

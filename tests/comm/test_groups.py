@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import choose_backend, clock_offsets_ns, entry, mesh_groups, process_group, run
+from distlab.comm import choose_backend, clock_offsets_ns, device, entry, mesh_groups, process_group, run
 from distlab.comm.clocks import measure_offset_ns
 from distlab.comm.rendezvous import PORT_FILE, Address, is_loopback, make_store, read_environment
 from distlab.plan import Mesh
@@ -106,10 +106,9 @@ def test_arguments_that_cannot_be_are_refused(alone, options, message):
     assert not dist.is_initialized()
 
 
-def test_a_device_that_is_not_there_is_refused(alone, monkeypatch):
+def test_a_device_that_is_not_there_is_refused(alone):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.delenv("DISTLAB_BACKEND", raising=False)  # shared refuses every GPU, in words of its own
     with pytest.raises(ValueError, match="torch sees no GPU; pass 'cpu'"):
         with process_group(device="cuda"):
             pass
@@ -181,9 +180,15 @@ def test_one_machine_is_told_from_several():
     assert not place(MASTER_ADDR="10.0.0.7", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0").is_on_one_machine
 
 
-def test_gloo_without_a_gpu_each():
-    if torch.cuda.device_count() < 1000:
-        assert choose_backend(1000) == "gloo"
+def test_the_cpu_is_chosen_without_a_gpu_and_gloo_without_a_gpu_each(monkeypatch):
+    monkeypatch.setattr(device, "is_available", lambda: False)
+    assert choose_backend(2) == "cpu"
+    monkeypatch.setattr(device, "is_available", lambda: True)
+    monkeypatch.setattr(device, "num_gpus", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert choose_backend(2) == "cpu:gloo,cuda:nccl"
+    assert choose_backend(3) == "gloo", "it moves tensors of a GPU that ranks share"
+    assert choose_backend(2, on_cpu=True) == "cpu"
 
 
 RESTARTED = """

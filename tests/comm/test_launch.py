@@ -291,11 +291,11 @@ def test_a_module_is_loaded_once_for_all_ranks_that_start_later():
     assert run(is_loaded, 2) == [True, True]
 
 
-@pytest.mark.gloo("looks at ranks for which nobody names a backend, and --backend shared names one for all")
 def test_the_backend_that_nobody_names_can_be_chosen_outside(monkeypatch):
-    monkeypatch.setenv("DISTLAB_BACKEND", "shared")
-    assert run(dist.get_backend, 2, record=False) == ["shared"] * 2
-    assert run(dist.get_backend, 1, backend="gloo", record=False) == ["gloo"]
+    monkeypatch.setenv("DISTLAB_BACKEND", "gloo")
+    assert run(dist.get_backend, 2, record=False) == ["gloo"] * 2
+    assert run(dist.get_backend, 1, backend="shared", record=False) == ["shared"]
+    assert run(dist.get_backend, 1, backend="cpu", record=False) == ["gloo"], "only the kind is named"
     monkeypatch.setenv("DISTLAB_BACKEND", "telepathy")
     with pytest.raises(ValueError, match="DISTLAB_BACKEND is 'telepathy'; pass one of gloo, shared"):
         run(dist.get_backend, 2)

@@ -29,7 +29,7 @@ def test_a_script_that_is_killed_leaves_nothing(case):
     case.start_all()
     before = case.leftovers(0)
     assert sum("stopped" in left for left in before) == 2, "the count sees what is to go, stopped ranks too"
-    ports = set() if os.environ.get("DISTLAB_BACKEND") == "shared" else {"port"}  # ranks in shared memory have none
+    ports = {"port"} if os.environ.get("DISTLAB_BACKEND") == "gloo" else set()  # ranks in shared memory have none
     assert {left.split()[0] for left in before} == {"process", "folder"} | ports
     case.end("kill")
     assert case.leftovers(60) == []

@@ -20,7 +20,6 @@ from distlab.comm.where.find import answers, find_jobs
 
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 STANDBY = ["-m", "distlab.comm.standby"]
-pytestmark = pytest.mark.gloo("the scripts ask for no backend, or make no group")
 
 
 @contextmanager

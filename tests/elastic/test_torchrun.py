@@ -13,8 +13,6 @@ from killing import same_bits
 from distlab.checkpoint import newest
 from distlab.comm import run
 
-pytestmark = pytest.mark.gloo("torchrun's script asks for no backend")
-
 
 def final_of(folder):
     return torch.load(folder / "final.pt", weights_only=True)

@@ -83,6 +83,12 @@ def test_a_reference_is_read_back_where_device_ranks_and_settings_are_the_same(t
     assert "no reference output for cuda, 2 ranks" in read_reference(path, "cuda, 2 ranks", "sizes=8")[1]
     assert "no reference output for cpu, 5 ranks" in read_reference(path, "cpu, 5 ranks", "sizes=8")[1]
     assert "missing" in read_reference(tmp_path / "other.md", "cpu, 2 ranks", "sizes=8")[1]
+    section = reference_section(filled().as_dict() | {"backend": "shared"})
+    path.write_text(f"# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n{section}\n")
+    assert read_reference(path, "cpu, 2 ranks", "sizes=8") == (
+        values,
+        "Reference: 2026 on X. Ranks talked over shared.",
+    ), "times of another wire are told as such"
 
 
 @pytest.mark.parametrize("number", ["01", "02", "03"])

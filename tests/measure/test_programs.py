@@ -37,7 +37,7 @@ def train_each(data):
             plan = Plan(data=2, bucket_bytes=4000, num_microbatches=num_microbatches, sharding=sharding)
             report = time_training(TrainingRun(CONFIG, plan, 6, num_updates=3, num_windows=0), data)
             found.append((report.losses, report.weights))
-    return found, measure_sharding_calls(torch.device("cpu"))
+    return found, measure_sharding_calls(torch.device("cpu"), stage=3)
 
 
 def test_all_programs_train_the_same_model(ranks):
@@ -101,7 +101,7 @@ def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(
 def measure_busy_ranks():
     device = torch.device("cpu")
     busy = [ReplicaOverhead(Plan(data=2, sharding=sharding), device) for sharding in (Sharding(1), Sharding(3))]
-    measured = CalibrationRound(measure_round(device), measure_sharding_calls(device))
+    measured = CalibrationRound(measure_round(device), measure_sharding_calls(device, stage=3))
     return [each.measure(measured) for each in busy]
 
 

@@ -49,12 +49,12 @@ def test_a_step_sends_three_times_the_parameters_and_two_where_they_stay(ranks, 
                     model.synchronize()
                 with recorded() as evaluation, torch.no_grad():
                     model(torch.zeros(1, 5, dtype=torch.long))
-                counts = [seen.records.num_calls(op) for op in ("send", "recv")]
+                counts = [seen.records.num_calls(op) for op in ("send", "recv", "all_gather", "reduce_scatter")]
                 sizes = [sent(one) for one in (seen, evaluation)]
                 found[name, step] = (sizes, counts, sum(unit.layout.padded_size for unit in model.units))
-        return found
+        return found, dist.get_backend()
 
-    for result in ranks(world_size).run(bytes_sent):
+    for result, backend in ranks(world_size).run(bytes_sent):
         for (name, _), (sizes, counts, elements) in result.items():
             share = elements * 4 * (world_size - 1) // world_size
             same_order = 40 * (world_size - 1)  # do all ranks run the same units?
@@ -62,8 +62,12 @@ def test_a_step_sends_three_times_the_parameters_and_two_where_they_stay(ranks, 
             expected = [times * share, share // (2 if name == "half" else 1)]
             # Compared once in each forward and once in each backward; evaluation has no backward.
             assert sizes == [expected[0] + 2 * same_order, expected[1] + same_order], name
-            messages = (world_size - 1) * 4 * (2 if name == "stay" else 3)  # three blocks and the root
-            assert counts == [messages, messages], name
+            gathers, scatters, compared = 4 * (1 if name == "stay" else 2), 4, 2  # three blocks and the root
+            messages = (world_size - 1) * (gathers + scatters)
+            if backend == "shared":
+                assert counts == [0, 0, gathers + compared, scatters], name
+            else:
+                assert counts == [messages, messages, compared, 0], name
 
 
 def test_replicas_add_an_all_reduce_of_a_shard(ranks):

@@ -1,5 +1,6 @@
 """Buffers that all ranks of a group map: their all-reduce gives the bits of any other; unused ones go."""
 
+import contextlib
 import gc
 import os
 import resource
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.comm import Ranks, run
+from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 from distlab.data_parallel import DataParallel
-from distlab.shared_memory.collectives import buffers
+from distlab.sharding import FullyShard
+from distlab.shared_memory import buffers
 from distlab.shared_memory.collectives.collectives import SMALL_BYTES, Collectives
 from distlab.shared_memory.group_base import zeros
 
@@ -72,7 +75,8 @@ def mixed():
         "all the first": [one, one, one],
         "one has a tensor": [one, torch.empty(30_000), one],
         "two buffers": [one, two, one],
-        "a part": [one[:20_000], one[:20_000], one[:20_000]],
+        "a beginning": [one[:20_000], one[:20_000], one[:20_000]],
+        "an end": [one[20_000:], one[20_000:], one[20_000:]],
         "all the second": [two, two, two],
     }
     found = {}
@@ -99,7 +103,8 @@ def test_ranks_that_pass_other_memory_get_the_same_sum(shared_ranks):
             "all the first": ([6.0], 1),
             "one has a tensor": ([6.0], 0),
             "two buffers": ([6.0], 0),
-            "a part": ([6.0], 0),
+            "a beginning": ([6.0], 1),
+            "an end": ([6.0], 0),
             "all the second": ([6.0], 1),
         }
 
@@ -177,3 +182,83 @@ def test_the_buckets_of_data_parallel_are_buffers_and_train_as_on_gloo(shared_ra
     for weights, num_in_place, num_large in shared_ranks(world_size).run(trained):
         assert num_in_place == 3 * num_large > 3
         torch.testing.assert_close(weights, theirs[0], rtol=0, atol=1e-6)
+
+
+def halves():
+    """Gather and scatter buffers, their beginnings and other memory; return what differs from tensors of one's own."""
+    me, n, wrong, found = dist.get_rank(), dist.get_world_size(), [], []
+    real = buffers.Buffers.of_all
+
+    def noting(self, *what):
+        all_of_them = real(self, *what)
+        found.append(len(all_of_them))
+        return all_of_them
+
+    buffers.Buffers.of_all = noting
+    for numel, dtype in ((n * 40_000, torch.float32), (n * 100_001, torch.bfloat16), (n * 300_000, torch.int64)):
+        buffer = zeros(numel + 64, dtype=dtype, device=torch.device("cpu"), group=None)
+        for turn, (op, length) in enumerate(((dist.ReduceOp.SUM, numel + 0), (dist.ReduceOp.MAX, numel - 7 * n))):
+            plain, mine = values(length, dtype, turn), buffer[:length]
+            mine.copy_(plain)
+            sums = [torch.empty(length // n, dtype=dtype) for _ in range(3)]
+            version = sums[1]._version
+            for result, source in ((sums[0], plain), (sums[1], mine), (sums[2], mine if me else plain)):
+                reduce_scatter_single(result, source, op)
+            wrong += [("sum", length, dtype, op)] if not torch.equal(sums[0], sums[1]) else []
+            wrong += [("one has other memory", length, dtype)] if not torch.equal(sums[0], sums[2]) else []
+            wrong += [("a version", length, dtype)] if sums[1]._version != version else []
+            wholes = [torch.empty(n * length, dtype=dtype) for _ in range(2)]
+            all_gather_single(wholes[0], plain)
+            work = all_gather_single(wholes[1], mine, async_op=True)
+            work.wait()
+            mine.fill_(turn)  # the others have read it
+            wrong += [("gathered", length, dtype)] if not torch.equal(*wholes) else []
+            own = mine[me * (length // n) : (me + 1) * (length // n)]
+            mine.copy_(plain)
+            reduce_scatter_single(own, mine, op)  # into one's own part of what the others read
+            wrong += [("into itself", length, dtype)] if not torch.equal(own, sums[0]) else []
+    buffers.Buffers.of_all = real
+    return wrong, found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gathers_and_scatters_of_buffers_have_the_bits_of_any_other(shared_ranks, world_size):
+    in_turn = [0, world_size, 0, 0, world_size, world_size]  # what is no buffer, on all ranks or on one, is copied
+    for wrong, found in shared_ranks(world_size).run(halves):
+        assert wrong == []
+        assert found == ([] if world_size == 1 else in_turn * 6)
+
+
+def sharded(whole):
+    """Return the shards after three steps of FullyShard, and how many gathers and scatters read them where they lie."""
+    found, real = [], buffers.Buffers.of_all
+
+    def noting(self, *what):
+        all_of_them = real(self, *what)
+        found.append(len(all_of_them))
+        return all_of_them
+
+    buffers.Buffers.of_all = noting
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60)) for _ in range(3)]
+    model = FullyShard(nn.Sequential(*layers), units=["0", "1", "2"], reshard_after_forward=not whole)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            model(torch.randn(8, 60, generator=generator)).square().mean().backward()
+        model.synchronize()
+        optimizer.step()
+    buffers.Buffers.of_all = real
+    return torch.cat([shard.detach().to_local() for shard in model.shards]), found
+
+
+@pytest.mark.parametrize(("world_size", "whole"), [(2, False), (3, True)])
+def test_fully_shard_reads_shards_and_gradients_where_they_lie_and_trains_as_on_gloo(shared_ranks, world_size, whole):
+    with Ranks(world_size, backend="gloo") as on_gloo:
+        theirs = [weights for weights, _ in on_gloo.run(sharded, whole)]
+    for (weights, found), other in zip(shared_ranks(world_size).run(sharded, whole), theirs, strict=True):
+        torch.testing.assert_close(weights, other, rtol=0, atol=1e-6)
+        assert found == [world_size] * len(found)
+        assert len(found) >= 3 * 3 + 3 * 2

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, run
-from distlab.shared_memory import arena, futex
-from distlab.shared_memory.arena import join
+from distlab.shared_memory import futex, join
 from distlab.shared_memory.work import End
 
 
@@ -178,10 +177,11 @@ def test_what_was_said_first_of_a_calls_end_counts():
 
 def test_a_rank_0_that_gives_up_tells_the_others():
     store = dist.HashStore()
-    store.set("place1", json.dumps(arena._own_place()))
+    store.set("place1", json.dumps(join._own_place("")))
     with pytest.raises(RuntimeError, match="timed out waiting 200 ms for rank 1 to join the group") as caught:
-        join(store, 0, [0, 1], 0.2)
-    assert store.get("refused").decode() == str(caught.value)
+        join.join(store, 0, [0, 1], 0.2)
+    assert store.get("failed").decode() == str(caught.value)
+    assert not store.check(["refused"]), "the others do not take gloo, where rank 0 would not come"
 
 
 def refusals():
@@ -238,7 +238,7 @@ def test_the_memory_has_no_name_and_nobody_holds_it_open():
 def test_elsewhere_there_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(futex.sys, "platform", "darwin")
     with pytest.raises(RuntimeError, match=r"it needs Linux .* and this is darwin; pass backend='gloo'"):
-        join(dist.HashStore(), 0, [0], 1.0)
+        join.join(dist.HashStore(), 0, [0], 1.0)
     with pytest.raises(ValueError, match="backend shared does not work here: it needs Linux"):
         run(hangs, 2, backend="shared")
 
@@ -253,10 +253,10 @@ def test_elsewhere_there_is_one_clear_line(monkeypatch):
     ],
 )
 def test_ranks_of_two_hosts_users_or_containers_are_told_which(difference, what):
-    store, here = dist.HashStore(), arena._own_place()
+    store, here = dist.HashStore(), join._own_place("")
     store.set("place1", json.dumps(here | {"host": "other", "place": here["place"] | difference}))
     with pytest.raises(RuntimeError, match=f"rank 1 runs on other and rank 0 on .*, which differ in {what}; pass"):
-        join(store, 0, [0, 1], 1.0)
+        join.join(store, 0, [0, 1], 1.0)
     assert "needs all ranks on one host" in json.loads(store.get("arena")), "the others get the same line"
 
 

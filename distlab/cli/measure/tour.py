@@ -117,7 +117,7 @@ def run_training(
 
     from distlab.comm import Ranks, run
 
-    backend = "gloo" if training.device == "cpu" else None
+    backend = "cpu" if training.device == "cpu" else None
     alone = replace(training, plan=replace(training.plan, data=1), num_windows=0)
     say(f"1 of 3: load torch, and train {training.num_updates} updates in one process")
     with progress_file(training.num_updates, "one process") as path:

@@ -50,8 +50,9 @@ def run(
         world_size: number of ranks.
         args: its arguments, the same on every rank.
         timeout_s: how long the call may take.
-        backend: "gloo", "shared" (ranks meet in shared memory: Linux, CPU tensors), "nccl", or None: nccl when each
-            rank has its own GPU, else gloo.
+        backend: "shared" (ranks meet in shared memory: one Linux host, CPU tensors), "gloo", "nccl", or "cpu": shared
+            where that works, else gloo. None: nccl when each rank has its own GPU; gloo when ranks share one; else
+            "cpu".
         nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`. Ranks of a node meet in shared
             memory, those of different nodes through sockets, or a wire of that speed.
         watching: `record` (True): whether calls of torch.distributed are recorded, so that a hang is explained in words

@@ -36,7 +36,7 @@ class Settings:
     Attributes:
         rank: its rank.
         world_size: number of ranks.
-        backend: "gloo", "nccl" or None, to choose by what the machine has.
+        backend: as of `run`.
         group_timeout_s: how long a collective may wait.
         record: whether calls are recorded into the folder.
         folder: the private folder shared by these ranks.

@@ -36,7 +36,7 @@ class Ranks:
     Args:
         world_size: number of ranks.
         timeout_s: how long one call may take.
-        backend: "gloo", "shared" (shared memory: Linux, CPU), "nccl"; None: nccl with a GPU per rank, else gloo.
+        backend: "shared", "gloo", "nccl", "cpu", or None to choose; see `run`.
         nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`; see `run`.
         record: whether calls of torch.distributed are recorded, for `records()` and to explain a hang.
         echo: whether what ranks print is shown, each line after `[rank r]`.

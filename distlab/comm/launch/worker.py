@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
-import datetime
 import faulthandler
 import linecache
 import os
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import device
-from distlab.comm.groups import backend_of
+from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
@@ -168,17 +167,12 @@ class _Rank:
         """Join the default process group through a file in the private folder."""
         settings = self.settings
         torch.set_num_threads(1)
-        backend, options = backend_of(settings.backend, settings.world_size, settings.nodes)
-        if "nccl" in backend:
+        chosen, timeout_s = settings.backend or choose_backend(settings.world_size), settings.group_timeout_s
+        if "nccl" in chosen:
             device.device_of("cuda", settings.rank)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(f"{settings.folder}/store", settings.world_size),  # type: ignore[attr-defined]
-            rank=settings.rank,
-            world_size=settings.world_size,
-            timeout=datetime.timedelta(seconds=settings.group_timeout_s),
-            pg_options=options,
-        )
+        store = dist.FileStore(f"{settings.folder}/store", settings.world_size)  # type: ignore[attr-defined]
+        rank, world_size = settings.rank, settings.world_size
+        init_group(chosen, settings.nodes, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s)
         self.world_id = id(dist.group.WORLD)
         if settings.record:
             self.recorder = Recorder(settings.folder, settings.rank)

@@ -10,6 +10,8 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from distlab.shared_memory.room import memory_bytes as memory_bytes
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -54,14 +56,6 @@ def this_machine() -> Machine:
 def num_cores() -> int:
     """Return the cores that this process may use, which in a container are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_bytes() -> int:
-    """Return the machine's physical memory."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -65,7 +65,8 @@ class CalibrationOfRun:
 
     def _measure_calls(self) -> Calls:
         if self.kind == "replicas":
-            return measure_sharding_calls(self.device) if self.plan.sharding.stage else {}
+            stage = self.plan.sharding.stage
+            return measure_sharding_calls(self.device, stage=stage) if stage else {}
         if self.kind == "pipeline":
             return {"send": measure_messages(self.device)}
         return measure_mesh_calls(self.plan, self.groups, self.device)

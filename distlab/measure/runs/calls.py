@@ -29,6 +29,7 @@ from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine import speed
 from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now
 from distlab.plan import Link, Plan
+from distlab.shared_memory.group_base import zeros
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 from simulator import fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
@@ -71,15 +72,22 @@ def links_of(calls: Calls) -> dict[str, Link]:
     }
 
 
-def measure_sharding_calls(device: torch.device) -> Calls:
-    """Time the gather and the scatter of sharding in their parts; every rank calls this at the same time."""
+def measure_sharding_calls(device: torch.device, *, stage: int) -> Calls:
+    """Time the gather and the scatter of sharding in their parts; every rank calls this at the same time.
+
+    In stage 3 shards and gradients lie in buffers that other ranks read, where the group has such.
+    """
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     if num_ranks == 1:
         return {}
     rows = []
     for size in speed.MESSAGE_BYTES:
-        full = torch.zeros(max(1, size // 4 // num_ranks) * num_ranks, device=device)
-        own = full.chunk(num_ranks)[rank].clone()
+        each = max(1, size // 4 // num_ranks)
+        if stage == 3:
+            full, own = (zeros(n, dtype=torch.float32, device=device, group=None) for n in (each * num_ranks, each))
+        else:
+            full = torch.zeros(each * num_ranks, device=device)
+            own = full.chunk(num_ranks)[rank]
         repeats = _repeats(size, "sharding")
         gather = _mean_of_parts([_gather(full, own) for _ in range(repeats + 1)])
         scatter = _mean_of_parts([_scatter(full) for _ in range(repeats + 1)])
@@ -213,7 +221,7 @@ def _call(kind: str, num_bytes: int, group: ProcessGroup, device: torch.device) 
         start(Receive(arrives, (rank - 1) % num_ranks), Send(whole, (rank + 1) % num_ranks), group=group).wait()
 
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: Sum(whole, group).finish(),
+        "all_reduce": lambda: Sum(whole, group, waits=True).finish(),
         "all_gather": lambda: SequenceGather(rows[rank].view(1, -1, 1), group).finish(),
         "reduce_scatter": lambda: SequenceScatterSum(sequence, group).finish(),
         "all_to_all": lambda: trade(rows, group),

@@ -294,6 +294,6 @@ class RunResult:
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None, *, timeout_s: float = 900.0) -> RunResult:
     """Train on as many new ranks as the plan has, and return what they saw."""
-    backend = "gloo" if run.device == "cpu" else None
+    backend = "cpu" if run.device == "cpu" else None
     job = partial(time_training, run, data)
     return RunResult(run, run_on_ranks(job, run.plan.world_size, timeout_s=timeout_s, backend=backend, record=False))

@@ -24,10 +24,11 @@ from distlab.comm import device
 from distlab.comm.p2p import needs_batches
 from distlab.plan import FlatLayout
 from distlab.sharding.fsdp.host_gradient import HostGradient
-from distlab.sharding.fsdp.left_out import Pieces, mark, refuse_sparse
+from distlab.sharding.fsdp.left_out import Pieces, mark, put_end_to_end, refuse_sparse
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.shard_gradient import FlatShard, of_shard
+from distlab.shared_memory.group_base import zeros
 from distlab.trace import OpenCall
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
@@ -57,7 +58,7 @@ class Unit:
         self.layout = FlatLayout(tuple(members.names), shapes, dist.get_world_size(options.group))
         host = torch.device("cpu") if options.offload else options.device
         self._is_offloaded = options.offload and device.is_gpu(options.device)
-        memory = torch.zeros(self.layout.shard_size, dtype=kept, device=host)
+        memory = zeros(self.layout.shard_size, dtype=kept, device=host, group=options.group)  # others gather from it
         if self._is_offloaded:
             memory = device.pinned_empty(memory.shape, kept).zero_()
         self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
@@ -68,6 +69,7 @@ class Unit:
         self.sends = True
         self._full = torch.empty(self.layout.padded_size, dtype=self.compute_dtype, device=options.device)
         self._full_bytes = self._full.untyped_storage().nbytes()
+        options.gradients.reserve(self.layout.padded_size * self.reduce_dtype.itemsize)
         self._full.untyped_storage().resize_(0)
         self._parts = [*self.layout.sizes, self.layout.padded_size - self.layout.num_elements]
         self._version = -1  # of the shard that the full buffer was gathered from; -1: it is not there
@@ -172,13 +174,12 @@ class Unit:
         left_out = {number for number, one in enumerate(gradients) if one is None}
         self._left_out = left_out if self._whole_gradient is None else left_out & self._left_out
         refuse_sparse(self.layout.names, gradients)
-        rows = [
-            torch.zeros(size, dtype=self.compute_dtype, device=self._full.device) if one is None else one.reshape(-1)
-            for one, size in zip(gradients, self.layout.sizes, strict=True)
-        ]
-        flat = torch.empty(self.layout.padded_size, dtype=self.reduce_dtype, device=self._full.device)
-        torch.cat(rows, out=flat[: self.layout.num_elements])
-        flat[self.layout.num_elements :].zero_()
+        size, dtype = self.layout.padded_size, self.reduce_dtype
+        if self.sends:
+            flat = self.options.gradients.take(size, dtype)
+        else:
+            flat = torch.empty(size, dtype=dtype, device=self._full.device)
+        put_end_to_end(flat, gradients, self.layout)
         if self._whole_gradient is not None:
             flat.add_(self._whole_gradient)
             self._whole_gradient = None
@@ -196,7 +197,7 @@ class Unit:
         self.finish_scatter()
         self.finish_replica_sum()
         if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
-            flat.div_(self.options.num_gradients)
+            flat.div_(self.options.num_gradients).add_(0.0)  # what becomes -0.0 is 0.0
         self._left_out_of_sum = self._left_out
         mark(flat, self.layout, self._left_out)
         self._sum_call = self._started_call()

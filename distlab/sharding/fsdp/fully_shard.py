@@ -25,6 +25,7 @@ from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.gradient_memory import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule
 from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import Options
@@ -75,7 +76,7 @@ class FullyShard(nn.Module):
     Cost: with Psi bytes of padded parameters in n shards: 3 Psi (n-1)/n sent per step (two all-gathers, one
         reduce-scatter), 2 Psi (n-1)/n where nothing is freed after forward, 1 Psi (n-1)/n in evaluation. Each forward
         and each backward sends 40 (n-1) bytes more: do all ranks run the same units? With r replicas and a ring:
-        2 (r-1)/r of a shard more. Memory: shards, and 1 + prefetch whole units.
+        2 (r-1)/r of a shard more. Memory: shards, 1 + prefetch whole units, and on shared a unit's gradient.
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
@@ -111,8 +112,8 @@ class FullyShard(nn.Module):
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
-        copies = CopyStream(device), CopyStream(device)
-        self._options = Options(group, replicas, device, precision, offload, spans, *copies)
+        shared = CopyStream(device), CopyStream(device), GradientMemory(group, device)
+        self._options = Options(group, replicas, device, precision, offload, spans, *shared)
         self.step, self.is_summoned, self.cut = 0, False, cut_layers_of(module)
         self.units: list[Unit] = []
         self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]

@@ -57,12 +57,27 @@ class Pieces:
         self.unused = self.unused & found if adds else found
 
 
-def mark(flat: Tensor, layout: FlatLayout, left_out: Iterable[int]) -> None:
-    """Make the gradients of tensors that were left out -0.0, and no other number.
+def put_end_to_end(flat: Tensor, gradients: Sequence[Tensor | None], layout: FlatLayout) -> None:
+    """Copy gradients, zeros for those that are None, into a flat one, of which no number is -0.0 then.
 
     Shapes: flat [n L]
     """
+    flat[layout.num_elements :].zero_()
+    both = list(zip(flat[: layout.num_elements].split(layout.sizes), gradients, strict=True))
+    if all(one is None or (one.is_cpu and one.dtype == flat.dtype) for one in gradients):
+        for part, one in both:  # one pass for both; on a GPU it would be many kernels
+            part.zero_() if one is None else torch.add(one.reshape(-1), 0.0, out=part)
+        return
+    rows = [torch.zeros_like(part) if one is None else one.reshape(-1) for part, one in both]
+    torch.cat(rows, out=flat[: layout.num_elements])
     flat.add_(0.0)  # -0.0 becomes 0.0
+
+
+def mark(flat: Tensor, layout: FlatLayout, left_out: Iterable[int]) -> None:
+    """Make the gradients of tensors that were left out -0.0; no other number is.
+
+    Shapes: flat [n L]
+    """
     for tensor in left_out:
         flat[layout.offsets[tensor] :][: layout.sizes[tensor]].fill_(-0.0)
 

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.device import CopyStream
 from distlab.plan import Precision
+from distlab.sharding.fsdp.gradient_memory import GradientMemory
 from distlab.trace import SpanWriter
 
 
@@ -26,6 +27,7 @@ class Options:
         spans: draws gathers and scatters, or None.
         to_gpu: stream of the copies of offloaded shards.
         to_host: stream of the copies of their gradients.
+        gradients: where whole gradients wait to be summed.
     """
 
     group: ProcessGroup | None
@@ -36,6 +38,7 @@ class Options:
     spans: SpanWriter | None
     to_gpu: CopyStream
     to_host: CopyStream
+    gradients: GradientMemory
 
     @property
     def num_gradients(self) -> int:

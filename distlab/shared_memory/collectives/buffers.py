@@ -1,7 +1,8 @@
-"""Buffers in memory that all ranks of a group map: an all-reduce of one combines where the values lie.
+"""Buffers in memory that all ranks of a group map: a collective of one reads the values where they lie.
 
-A tensor elsewhere is copied into the arena and the result out of it. Of a buffer each rank reads its own share in all
-ranks' buffers and writes the result to all: about half of the copies.
+A tensor elsewhere is copied into the arena and the result out of it. Of a buffer, or of its beginning, each rank reads
+what it needs in all ranks' buffers: an all-reduce and a reduce-scatter make about half of the copies, an all-gather one
+in place of two.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import contextlib
 import ctypes
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from distlab.shared_memory.arena import PAGE, map_file
-from distlab.shared_memory.collectives.dense import bytes_of
+from distlab.shared_memory.collectives.reductions import Reduction
 from distlab.shared_memory.meeting import Meeting
 
 _OTHER = -1  # the number of what is no buffer
+_IN_CACHE_BYTES = 256 << 10  # of a result, before it is written to where it belongs
 
 
 class _Known(NamedTuple):
@@ -61,18 +64,38 @@ class Buffers:
         self._known[mine.data_ptr()] = _Known(self.count, weakref.ref(memory), num_bytes)
         return mine
 
-    def of_all(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Tell the others whether `flat` is a buffer; return all ranks' if each passes the same one, else nothing."""
+    def of_all(self, address: int, num_bytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Tell the others whether these bytes begin a buffer; return all ranks' if each passes the same, else nothing.
+
+        All ranks pass as many bytes.
+        """
         meeting = self.meeting
-        known = self._known.get(flat.data_ptr())
-        memory = known.memory() if known is not None and known.num_bytes == bytes_of(flat) else None
+        known = self._known.get(address)
+        memory = known.memory() if known is not None and known.num_bytes >= num_bytes else None
         number = known.number if known is not None and memory is not None else _OTHER
         _show(meeting, number)
-        if {_word_at(address) for address in meeting.read_all()} != {number} or number == _OTHER:
+        if {_word_at(shown) for shown in meeting.read_all()} != {number} or known is None or memory is None:
             return []
-        stride, dtype, count = _stride(bytes_of(flat)), flat.dtype, flat.numel()
+        count, stride = num_bytes // dtype.itemsize, _stride(known.num_bytes)
         starts = [rank * stride for rank in range(meeting.size)]
         return [torch.frombuffer(memory, dtype=dtype, count=count, offset=start) for start in starts]
+
+
+def combine(
+    flats: Sequence[torch.Tensor], first: int, count: int, reduction: Reduction, targets: Sequence[int]
+) -> None:
+    """Combine `count` elements of all ranks' buffers, from `first` on, and write them to some addresses.
+
+    Nobody else may write these elements now. The targets may be their own places.
+    """
+    itemsize = flats[0].element_size()
+    step = _IN_CACHE_BYTES // itemsize
+    combined = torch.empty(min(step, count), dtype=flats[0].dtype, device="cpu")
+    for start in range(0, count, step):
+        length, begin = min(step, count - start), first + start
+        reduction.of([flat[begin : begin + length] for flat in flats], combined[:length])
+        for target in targets:
+            ctypes.memmove(target + start * itemsize, combined.data_ptr(), length * itemsize)
 
 
 def _stride(num_bytes: int) -> int:

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from distlab.shared_memory.arena import SLOT_BYTES
-from distlab.shared_memory.collectives.buffers import Buffers
+from distlab.shared_memory.collectives.buffers import Buffers, combine
 from distlab.shared_memory.collectives.dense import bytes_of
 from distlab.shared_memory.collectives.reductions import Reduction
 from distlab.shared_memory.meeting import Meeting
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
 ALIGN = 64
-IN_CACHE_BYTES = 256 << 10  # of a result that is written to all ranks' buffers
 copy = ctypes.memmove
 
 
@@ -53,7 +52,7 @@ class Collectives:
         if num_bytes * self.size <= SMALL_BYTES:
             self._small(flat, reduction, root)
             return
-        if root == -1 and self.buffers.count and (flats := self.buffers.of_all(flat)):
+        if root == -1 and self.buffers.count and (flats := self.buffers.of_all(base, num_bytes, flat.dtype)):
             self._in_place(flats, reduction)
             return
         share = self._share_bytes // itemsize
@@ -78,15 +77,10 @@ class Collectives:
 
     def _in_place(self, flats: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Combine this rank's share of all ranks' buffers and write it to all; nobody else reads or writes it."""
-        mine, itemsize = flats[self.rank], flats[0].element_size()
-        each, step = -(-mine.numel() // self.size), IN_CACHE_BYTES // itemsize
-        combined = torch.empty(min(step, each), dtype=mine.dtype, device="cpu")
-        end = min((self.rank + 1) * each, mine.numel())
-        for start in range(self.rank * each, end, step):
-            length = min(step, end - start)
-            reduction.of([flat[start : start + length] for flat in flats], combined[:length])
-            for flat in flats:
-                copy(flat.data_ptr() + start * itemsize, combined.data_ptr(), length * itemsize)
+        each, itemsize = -(-flats[0].numel() // self.size), flats[0].element_size()
+        first = self.rank * each
+        count = max(0, min(each, flats[0].numel() - first))
+        combine(flats, first, count, reduction, [flat.data_ptr() + first * itemsize for flat in flats])
         self.barrier()
 
     def _own(self, share: int, itemsize: int) -> int:
@@ -171,6 +165,13 @@ class Collectives:
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Combine the ranks' input of this rank's number into `output`; all are flat and of one length."""
         meeting, itemsize = self.meeting, output.element_size()
+        each, base = bytes_of(output), inputs[0].data_ptr()
+        if self.buffers.count and each * self.size > SMALL_BYTES:
+            is_block = all(part.data_ptr() == base + rank * each for rank, part in enumerate(inputs))
+            if flats := self.buffers.of_all(base if is_block else 0, each * self.size, output.dtype):
+                combine(flats, self.rank * output.numel(), output.numel(), reduction, [output.data_ptr()])
+                self.barrier()
+                return
         share = self._share_bytes // itemsize
         for start, length in pieces(output.numel(), share):
             slot = meeting.open()
@@ -183,6 +184,13 @@ class Collectives:
     def all_gather(self, outputs: Sequence[int], source: int, num_bytes: int) -> None:
         """Copy every rank's bytes to the addresses `outputs`."""
         meeting = self.meeting
+        is_large = num_bytes * self.size > SMALL_BYTES
+        if is_large and self.buffers.count and (flats := self.buffers.of_all(source, num_bytes, torch.uint8)):
+            for step in range(1, self.size + 1):  # not all ranks at once from the same one
+                rank = (self.rank + step) % self.size
+                copy(outputs[rank], flats[rank].data_ptr(), num_bytes)
+            self.barrier()
+            return
         for start, length in pieces(num_bytes, SLOT_BYTES):
             copy(meeting.open(), source + start, length)
             meeting.post()

@@ -129,7 +129,7 @@ def sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
     """Sum the gradients of a module that every rank uses on its own heads, features or positions."""
 
     def summed(gradient: Tensor) -> Tensor:
-        return Sum(gradient.clone(memory_format=torch.contiguous_format), group).finish()
+        return Sum(gradient.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
 
     for parameter in module.parameters():
         if parameter.requires_grad:

@@ -1,0 +1,197 @@
+"""How the ranks of a group come to map one memory, or find out together that they cannot.
+
+Each rank says through the store where it runs. The first compares, makes the memory and tells the others where it
+stands; they map it and say so in it. Where one of them cannot, all are told the same line, and all go the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distlab.shared_memory import futex
+from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, TOO_LITTLE, Arena, Layout, start_of
+from distlab.shared_memory.room import memory_bytes
+
+PASS_GLOO = "pass backend='gloo'"
+SPARE = 8  # an arena that nobody insists on is at most this part of the memory
+
+
+class CannotShare(RuntimeError):
+    """The ranks cannot share memory: every rank of the group is told the same line."""
+
+
+def join(
+    store: Any, rank: int, members: list[int], timeout_s: float, *, insists: bool = True, reason: str = ""
+) -> Arena:
+    """Make the arena of a group, or map it; every member calls this.
+
+    Args:
+        store: through which the members find each other.
+        rank: this process's number among the members.
+        members: global rank of each.
+        timeout_s: how long to wait for another rank.
+        insists: whether the caller named this backend; else little memory is a reason to take another.
+        reason: why this rank does not want to share memory.
+
+    Raises:
+        CannotShare: on every rank.
+        RuntimeError: one does not come in time, or has ended.
+    """
+    size = len(members)
+    store.set(f"place{rank}", json.dumps(_own_place(reason)))
+    if rank == 0:
+        return _make(store, members, timeout_s, insists)
+    told = _told(store, "arena", rank, members, 0, timeout_s)
+    if isinstance(told, str):
+        raise CannotShare(told)
+    try:
+        file = os.open(f"/proc/{told['pid']}/fd/{told['file']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            arena = Arena(file, rank, size, [tuple(pid) for pid in told["pids"]])
+        finally:
+            os.close(file)
+    except OSError as error:
+        text = (
+            f"backend 'shared': rank {members[rank]} may not map the memory of rank {members[0]} (process "
+            f"{told['pid']}): {error.strerror}; run both as one user in one container, or {PASS_GLOO}"
+        )
+        if error.errno in TOO_LITTLE:
+            text = _too_little(members[rank], size, error)
+        store.set("refused", text)
+        raise CannotShare(text) from error
+    arena.change_state(PRESENT)
+    _await_all(arena, store, members, timeout_s, (0,))
+    return arena
+
+
+def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Arena:
+    """Make the arena, hand it to the others and wait until all have it."""
+    size, file = len(members), -1
+    places = [_told(store, f"place{rank}", 0, members, rank, timeout_s) for rank in range(size)]
+    pids = [(place["pid"], place["start"]) for place in places]
+    text = _why_not(places, members, 1 if insists else SPARE)
+    try:
+        if not text:
+            try:
+                file = os.memfd_create("distlab", os.MFD_CLOEXEC)
+                os.ftruncate(file, Layout(size).num_bytes)
+                arena = Arena(file, 0, size, pids)
+            except OSError as error:
+                text = _too_little(members[0], size, error)
+        if text:
+            store.set("arena", json.dumps(text))
+            raise CannotShare(text)
+        store.set("arena", json.dumps({"pid": os.getpid(), "file": file, "pids": pids}))
+        try:
+            _await_all(arena, store, members, timeout_s, range(1, size))
+        except CannotShare:
+            raise
+        except RuntimeError as error:
+            store.set("failed", str(error))  # the others wait for this rank
+            raise
+    finally:
+        if file >= 0:
+            os.close(file)
+    arena.change_state(PRESENT)
+    return arena
+
+
+def _why_not(places: Sequence[dict[str, Any]], members: list[int], spare: int) -> str:
+    """Return why ranks at these places cannot share memory, or ""; `spare` times the arena must fit the memory."""
+    first, num_bytes = places[0], Layout(len(places)).num_bytes
+    for place, member in zip(places, members, strict=True):
+        host, reason = place["host"], place["reason"]
+        if reason:
+            return f"backend 'shared' does not work for rank {member} on {host}: {reason}; {PASS_GLOO}"
+        if place["place"] != first["place"]:
+            return (
+                f"backend 'shared' needs all ranks on one host, in one container, of one user: rank {member} runs on "
+                f"{host} and rank {members[0]} on {first['host']}, which differ in "
+                f"{_difference(place['place'], first['place'])}; {PASS_GLOO}"
+            )
+        if place["room"] < spare * num_bytes:
+            return (
+                f"backend 'shared': rank {member} has {place['room'] >> 20} MiB of memory, and the group may come to "
+                f"use {num_bytes >> 20} MiB; {PASS_GLOO}"
+            )
+    return ""
+
+
+def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeout_s: float) -> Any:
+    """Return what another rank has said through the store.
+
+    Raises:
+        RuntimeError: it says nothing in time.
+    """
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {members[rank]}: timed out waiting {timeout_s * 1000:.0f} ms for rank {members[other]} to make the "
+            f"group of ranks {members}; every rank must make all groups, in the same order"
+        ) from error
+    return json.loads(store.get(key))
+
+
+def _too_little(rank: int, size: int, error: OSError) -> str:
+    return (
+        f"backend 'shared': rank {rank} cannot map {Layout(size).num_bytes >> 20} MiB of addresses, of which a group "
+        f"of {size} ranks uses what its calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or "
+        f"{PASS_GLOO}"
+    )
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    names = {"boot": "kernel", "processes": "container (process namespace)", "user": "user"}
+    return " and ".join(names[key] for key in one if one[key] != other[key])
+
+
+def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, ranks: Any) -> None:
+    """Wait until some ranks have said that they are present.
+
+    Raises:
+        CannotShare: one may not map the memory.
+        RuntimeError: one has ended or does not come in time.
+    """
+    deadline, me = time.monotonic() + timeout_s, members[arena.rank]
+    bell = futex.word_at(arena.header(arena.rank) + BELL)
+    for rank in ranks:
+        while True:
+            seen = bell.value
+            futex.fence()
+            if arena.state(rank):
+                break
+            futex.wait(arena.header(arena.rank) + BELL, seen, futex.timeout_at(LOOK_S))
+            if arena.state(rank):
+                break
+            if store.check(["refused"]):
+                raise CannotShare(store.get("refused").decode())
+            if store.check(["failed"]):
+                raise RuntimeError(store.get("failed").decode())
+            if arena.has_ended(rank):
+                raise RuntimeError(f"rank {me}: connection closed by peer: rank {members[rank]} has ended")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {me}: timed out waiting {timeout_s * 1000:.0f} ms for rank {members[rank]} to join the group"
+                )
+
+
+def _own_place(reason: str) -> dict[str, Any]:
+    """Say where this process runs: what must be equal for two to share memory, and how to find it."""
+    place: dict[str, Any] = {}
+    reason = reason or futex.why_not_here()
+    if not reason:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            place = {"boot": boot, "processes": os.readlink("/proc/self/ns/pid"), "user": os.getuid()}
+        except OSError as error:
+            reason = f"it needs {error.filename}, and this system has none ({error.strerror})"
+    me = {"host": platform.node(), "pid": os.getpid(), "start": start_of(os.getpid()), "room": memory_bytes()}
+    return {"place": place, "reason": reason, **me}

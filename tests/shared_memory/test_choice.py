@@ -1,0 +1,151 @@
+"""Ranks for which nobody names a backend: shared memory where all can have it, else gloo, and all go the same way."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import run
+from distlab.shared_memory import futex, join, room
+from distlab.shared_memory.choice import meet_if_possible
+
+
+@pytest.fixture(autouse=True)
+def nobody_names_one(monkeypatch):
+    monkeypatch.delenv("DISTLAB_BACKEND", raising=False)
+
+
+def test_ranks_of_one_host_meet_in_shared_memory_unless_somebody_names_gloo(monkeypatch):
+    assert run(dist.get_backend, 2, backend="cpu", record=False) == ["shared"] * 2
+    if not torch.cuda.is_available():
+        assert run(dist.get_backend, 2, record=False) == ["shared"] * 2
+    assert run(dist.get_backend, 2, backend="gloo", record=False) == ["gloo"] * 2
+    monkeypatch.setenv("DISTLAB_BACKEND", "gloo")
+    assert run(dist.get_backend, 2, backend="cpu", record=False) == ["gloo"] * 2
+
+
+def raises(*_, **__):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def place_with(**changes):
+    real = join._own_place
+
+    def own_place(reason):
+        found = real(reason)
+        return found | changes | {"place": found["place"] | changes.get("place", {})}
+
+    return own_place
+
+
+# what is wrong: the rank on which it is so, and what is replaced there
+HINDRANCES = {
+    "no Linux": (1, lambda patch: patch.setattr(futex.sys, "platform", "darwin")),
+    "rank 0 is no Linux": (0, lambda patch: patch.setattr(futex.sys, "platform", "darwin")),
+    "another processor": (1, lambda patch: patch.setattr(futex.platform, "machine", lambda: "riscv64")),
+    "a kernel without futex": (0, lambda patch: patch.setattr(futex, "add", lambda address: None)),
+    "no nameless files": (0, lambda patch: patch.setattr(os, "memfd_create", raises)),
+    "a file that may not be opened": (1, lambda patch: patch.setattr(os, "open", raises)),
+    "no /proc": (1, lambda patch: patch.setattr(os, "readlink", raises)),
+    "another host": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"boot": "another"}))),
+    "another user": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"user": 12345}))),
+    "a small container": (1, lambda patch: patch.setattr(join, "memory_bytes", lambda: 150 << 20)),
+}
+
+
+def met(folder):
+    """Return, for each hindrance, whether this rank met the others in shared memory; last: without any."""
+    found = []
+    for number, (where, hinder) in enumerate([*HINDRANCES.values(), (-1, None)]):
+        store = dist.FileStore(f"{folder}/{number}", 2)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == where:
+                hinder(patch)
+            meeting = meet_if_possible(store, dist.get_rank(), 2, 10.0)
+        found.append(meeting is not None)
+    return found
+
+
+def test_whatever_hinders_one_rank_lets_all_take_gloo(tmp_path):
+    for found in run(met, 2, args=(str(tmp_path),), record=False):
+        assert found == [False] * len(HINDRANCES) + [True]
+
+
+def a_group_without_room(limited):
+    """Return the sums over a group for which one rank has no addresses, and over all ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == limited:
+            patch.setattr(join, "Arena", raises)
+        group = dist.new_group([0, 1])
+    inside, all_ranks = torch.ones(3), torch.ones(3)
+    dist.all_reduce(inside, group=group)
+    dist.all_reduce(all_ranks)
+    is_shared = type(group).__name__ == "SharedGroup"
+    return inside.tolist(), all_ranks.tolist(), is_shared, dist.get_backend()
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_group_without_room_is_one_of_gloo_where_nobody_named_a_backend(limited):
+    found = run(a_group_without_room, 2, args=(limited,), backend="cpu")
+    assert found == [([2.0] * 3, [2.0] * 3, False, "shared")] * 2
+
+
+SCRIPT = """
+    import os, resource, sys
+    import torch, torch.distributed as dist
+    from distlab.comm import process_group
+
+    if sys.argv[1] == os.environ["RANK"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    with process_group(device="cpu", timeout_s=60, watch=False) as member:
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        print(dist.get_backend(), total.tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("limited", "local", "says"),
+    [("", {}, "shared"), ("0", {}, "gloo"), ("", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "gloo")],
+    ids=["one host", "a limit of files", "several agents"],
+)
+def test_ranks_of_a_job_choose_the_same(tmp_path, limited, local, says):
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    shared = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+    }
+    shared |= {"DISTLAB_PORT_FILE": str(tmp_path / "port"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, str(script), limited],
+            env=shared | {"LOCAL_RANK": str(rank)} | local | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for program in programs:
+        said, errors = program.communicate(timeout=90)
+        assert said == f"{says} [2.0, 2.0]\n", errors
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
+    limits = [tmp_path / "own", tmp_path / "around"]
+    limits[0].write_text("max\n")
+    limits[1].write_text(f"{300 << 20}\n")
+    monkeypatch.setattr(room, "_limits", lambda: [*limits, tmp_path / "none"])
+    assert room.memory_bytes() == 300 << 20
+    monkeypatch.setattr(room, "_limits", list)
+    machine = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert room.memory_bytes() >= int(machine[1]) << 10
