@@ -219,10 +219,11 @@ def train_apart(start_equal=lambda model: None):
 
 # %% [markdown]
 # `Ranks(4)` starts four processes that stay until the end of sitting one. `ranks.run(f)` calls `f` in each and returns
-# their four results.
+# their four results. `backend="gloo"` lets them talk through sockets, as ranks of several machines do, on a wire that
+# costs enough to be seen.
 
 # %% tags=["nbval-check-output"]
-ranks = Ranks(4, timeout_s=180)
+ranks = Ranks(4, timeout_s=180, backend="gloo")
 apart = ranks.run(train_apart)
 for rank in range(1, 4):
     print(f"rank {rank}'s weights equal rank 0's: {torch.equal(apart[0], apart[rank])}")
@@ -956,7 +957,7 @@ def train_at_once():
     return list(model.parameters())
 
 
-ranks = Ranks(4, timeout_s=180)
+ranks = Ranks(4, timeout_s=180, backend="gloo")
 at_once = run(train_at_once, 1)[0]
 accumulated = {count: ranks.run(train_accumulating, count)[0] for count in (1, 4)}
 

@@ -677,7 +677,7 @@ print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequ
 #
 # Does the simulator get a real step right? Two ranks on this machine, which really compute now. A machine does not keep
 # its speed. So it is calibrated (how fast it multiplies and sends), some steps are timed, it is calibrated again, and
-# so on.
+# so on. The ranks talk over gloo's sockets, whose times the simulator predicts best.
 
 # %%
 guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as one process?", unit="x")
@@ -690,7 +690,7 @@ WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=Fa
 TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_updates=1, num_windows=4, budget_s=5.0)
 
 ranks.close()
-ranks = Ranks(2, timeout_s=180)
+ranks = Ranks(2, timeout_s=180, backend="gloo")
 
 # %%
 result = RunResult(TRAINING, ranks.run(time_training, TRAINING))
