@@ -115,7 +115,7 @@ class _Seen:
             self._unflushed.add(new[parent][0] if parent in new else os.stat(self._folder).st_ino)
         known = dict(old.values())
         for name, (number, data) in new.items():
-            had = old[name][1] if name in old else known.get(number, b"")
+            had = known.get(number, old[name][1] if name in old else b"")  # a file may take another's name
             if data is None or data == had:
                 continue
             self._unflushed.add(number)

@@ -8,6 +8,7 @@ The sequence is the last dim but one: [..., S, H].
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -34,7 +35,8 @@ class Sum:
         self._tensor = tensor
         self._work: dist.Work | None = None
         if dist.get_world_size(group) > 1:
-            self._work = dist.all_reduce(tensor, group=group, async_op=not waits)
+            starts = not waits or torch.compiler.is_compiling()  # a graph cannot hold a call that waits
+            self._work = dist.all_reduce(tensor, group=group, async_op=starts)
 
     def finish(self) -> Tensor:
         """Wait, and return the sum."""

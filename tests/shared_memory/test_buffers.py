@@ -15,7 +15,7 @@ from distlab.comm import Ranks, run
 from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 from distlab.data_parallel import DataParallel
 from distlab.sharding import FullyShard
-from distlab.shared_memory import buffers
+from distlab.shared_memory.collectives import buffers
 from distlab.shared_memory.collectives.collectives import SMALL_BYTES, Collectives
 from distlab.shared_memory.group_base import zeros
 

@@ -33,7 +33,7 @@ _NORMS = ("distlab.clip", "distlab.hybrid.norm", "distlab.tensor_parallel.norm")
 _SHARDS = _parts("distlab.sharding.", "any_model by_element fsdp plain shard_gradient state zero")
 _LAYERS = _parts(
     "distlab.tensor_parallel.",
-    "async_calls attention by_plan dropout linear norm overlap parallelize split vocabulary",
+    "async_calls attention by_plan dropout linear norm overlap parallelize vocabulary",
 )
 _SEQUENCE = _parts(
     "distlab.tensor_parallel.functions:", "gather_sequence reduce_scatter_sequence split_sequence join_sequence"
