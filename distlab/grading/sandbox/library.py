@@ -30,10 +30,12 @@ _FLAT = (*_GRADIENTS, "distlab.data_parallel.steps:FlatBucket", "distlab.flat", 
 _RATES = ("distlab.large_batch.scaling",)
 _TRUST = _parts("distlab.large_batch.", "trust lars lamb")
 _NORMS = ("distlab.clip", "distlab.hybrid.norm", "distlab.tensor_parallel.norm")
-_SHARDS = _parts("distlab.sharding.", "any_model by_element fsdp plain shard_gradient state zero")
-_LAYERS = _parts(
-    "distlab.tensor_parallel.",
-    "async_calls attention by_plan dropout linear norm overlap parallelize vocabulary",
+_SHARDS = _parts("distlab.sharding.", "any_model by_element cut_layers fsdp plain shard_gradient state zero")
+_LAYERS = (
+    "distlab.modules.split",
+    *_parts(
+        "distlab.tensor_parallel.", "async_calls attention by_plan dropout linear norm overlap parallelize vocabulary"
+    ),
 )
 _SEQUENCE = _parts(
     "distlab.tensor_parallel.functions:", "gather_sequence reduce_scatter_sequence split_sequence join_sequence"
