@@ -20,7 +20,8 @@ take gloo (`choice`).
 
 Read `arena` (the memory), `join` (how ranks come to map it), `meeting` (steps), `collectives`, `messages` (sends and
 receives), `work` (what runs where), `group_base` (what all calls share) and `group` (what torch sees). `choice` decides
-between this and gloo, `room` knows how much memory there is, `futex` talks to the kernel.
+between this and gloo, `room` knows how much memory there is, `futex` talks to the kernel, `untraced` keeps
+torch.compile out.
 """
 
 from __future__ import annotations

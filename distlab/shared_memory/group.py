@@ -32,8 +32,9 @@ from distlab.shared_memory.collectives.dense import (
 from distlab.shared_memory.collectives.reductions import reduction_of
 from distlab.shared_memory.group_base import GroupBase
 from distlab.shared_memory.meeting import Meeting
-from distlab.shared_memory.messages.messages import Messages
-from distlab.shared_memory.work import Tensors
+from distlab.shared_memory.messages.messages import Messages, MessageWork
+from distlab.shared_memory.untraced import keep_untraced
+from distlab.shared_memory.work import SharedWork, Tensors
 
 
 class SharedGroup(GroupBase):
@@ -271,6 +272,9 @@ class SharedGroup(GroupBase):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+keep_untraced(GroupBase, SharedGroup, SharedWork, MessageWork)
 
 
 def shared_group(meeting: Meeting) -> SharedGroup:

@@ -13,6 +13,7 @@ from distlab.comm.record.call_site import SiteFinder, blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
 from distlab.comm.record.operations import Operation, Terms, name_of_reduction, refuse_peer
 from distlab.shared_memory.group import SharedGroup
+from distlab.shared_memory.untraced import untraced
 from distlab.shared_memory.work import SharedWork
 
 # Methods of the group; what a rank contributes stands where it stands in the operator's arguments. No argument is
@@ -70,7 +71,7 @@ def tap(front: Front) -> Callable[[], None]:
     real_wait = SharedWork.wait
     for operation in METHODS:
         setattr(SharedGroup, operation.operator, _method(front, operation, methods[operation.operator]))
-    SharedWork.wait = front.watch_waits(real_wait)  # type: ignore[method-assign]
+    SharedWork.wait = untraced(front.watch_waits(real_wait))  # type: ignore[method-assign]
 
     def restore() -> None:
         for name, method in methods.items():
@@ -111,7 +112,7 @@ def _method(front: Front, operation: Operation, real: Callable[..., Any]) -> Cal
             front.follow(operation, work, tokens, args or ((),), False)
         return work
 
-    return method
+    return untraced(method)
 
 
 def _terms(operation: Operation, args: tuple[Any, ...], opts: Any) -> Terms:
