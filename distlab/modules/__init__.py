@@ -1,7 +1,7 @@
 """What techniques ask of any module, without knowing each other.
 
-Read `blocks` (the parts that are sharded or recomputed one by one), `structures` (tensors in whatever a model takes and
-returns), `trial` (run a forward and leave no trace), `earlier_buffers` (what modules remembered before a function ran),
-`local_compute` (the part of a tensor-parallel layer that a rank computes by itself), `split` (how a tensor lies on
-tensor ranks), `moved` (parameters whose values went elsewhere) and `named_parts` (the format of saved shards).
+Read `blocks` (the parts that are sharded or recomputed one by one) and `structures` (tensors in whatever a model takes
+and returns). `trial` runs a forward and leaves no trace; `earlier_buffers` keeps what modules remembered before a
+function ran. For tensor parallelism: `local_compute` (what a rank computes by itself) and `split` (how a tensor lies on
+tensor ranks). `moved` refuses parameters whose values went elsewhere; `named_parts` is the format of saved shards.
 """

@@ -183,14 +183,23 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
                 )
 
 
+def kernel_and_user() -> dict[str, str | int]:
+    """Return what two processes have in common that can reach each other: kernel, process namespace, user.
+
+    Raises:
+        OSError: this system does not say.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"boot": boot, "processes": os.readlink("/proc/self/ns/pid"), "user": os.getuid()}
+
+
 def _own_place(reason: str) -> dict[str, Any]:
     """Say where this process runs: what must be equal for two to share memory, and how to find it."""
     place: dict[str, Any] = {}
     reason = reason or futex.why_not_here()
     if not reason:
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            place = {"boot": boot, "processes": os.readlink("/proc/self/ns/pid"), "user": os.getuid()}
+            place = kernel_and_user()
         except OSError as error:
             reason = f"it needs {error.filename}, and this system has none ({error.strerror})"
     me = {"host": platform.node(), "pid": os.getpid(), "start": start_of(os.getpid()), "room": memory_bytes()}

@@ -30,6 +30,7 @@ from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
 from distlab.comm.watch.watchdog import Watchdog
+from distlab.shared_memory.join import kernel_and_user
 
 LOOK_S = 0.25
 TELL_S = 1.0  # for the other ranks to say where they stand
@@ -226,12 +227,11 @@ def _machine() -> str:
 
     Several agents of torchrun on one host are one machine here; containers of one host are several.
     """
-    kernel, processes, user = "", "", getattr(os, "getuid", int)()
+    place: dict[str, str | int] = {}
     with contextlib.suppress(OSError):
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        processes = os.readlink("/proc/self/ns/pid")
+        place = kernel_and_user()
     try:
         folder = os.stat(tempfile.gettempdir())
     except OSError as error:  # it is told when a folder is to be made in it
-        return f"{socket.gethostname()} {kernel} {processes} {error}"
-    return f"{socket.gethostname()} {kernel} {processes} {folder.st_dev}:{folder.st_ino} {user}"
+        return f"{socket.gethostname()} {place} {error}"
+    return f"{socket.gethostname()} {place} {folder.st_dev}:{folder.st_ino}"

@@ -1,5 +1,5 @@
 """What a learner has and did.
 
-Read `course` (the map of lessons), `copies` (working copies that are never overwritten), `prediction` (a number given
-before a run), `stuck` (hints, solutions, saved answers) and `page` (all that was passed, to print).
+Read `course` (the map of lessons) and `copies` (working copies that are never overwritten). `prediction` asks for a
+number before a run. `stuck` has hints, solutions and saved answers. `page` prints all that was passed.
 """
