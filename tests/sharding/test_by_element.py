@@ -53,6 +53,23 @@ def written():
                 one.div_(norm + 1.0)
             super().step()
 
+    class Lion(Written):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+    class Adam(torch.optim.Adam):
+        pass
+
+    kinds = (Written, Lamb, ByHand, ByRows, Clips, Lion, Adam, *hard_to_see(Written))
+    return {kind.__name__: kind for kind in kinds}
+
+
+def hard_to_see(Written):
+    """Return optimizers that differ late, for some tensors, at some steps, or in what they ask of a closure."""
+
     class Late(Written):
         def scale_of(self, parameter):
             count = self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
@@ -89,18 +106,7 @@ def written():
             torch._foreach_sub_(every, moves)
             super().step()
 
-    class Lion(Written):
-        @torch.no_grad()
-        def step(self):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
-
-    class Adam(torch.optim.Adam):
-        pass
-
-    late = (Late, OfFilters, OfLarge, Skips, InOneGroup, Sam)
-    return {kind.__name__: kind for kind in (Written, Lamb, ByHand, ByRows, Clips, Lion, Adam, *late)}
+    return Late, OfFilters, OfLarge, Skips, InOneGroup, Sam
 
 
 HERE = written()
