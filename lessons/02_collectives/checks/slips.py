@@ -3,7 +3,7 @@
 from distlab.grading import Mutant
 
 WRONG_RING_ALL_GATHER = (
-    Mutant("the other way round", "messages do not fit", "do not fit", 3).edit(
+    Mutant("the other way round", "messages do not fit", "a send and the receive that takes it do not fit", 3, races=True).edit(
         "chunks[(rank - step) % n]", "chunks[(rank + step) % n]"
     ),
     Mutant("group ignored", "group ignored", "pass group=group", 3).edit(", group=group)", ")"),
@@ -15,7 +15,7 @@ WRONG_TREE_BROADCAST = (
     Mutant("adds one", "root sends to all", "in a tree of 4 ranks it sends 2", 4).edit("have *= 2", "have += 1"),
 )
 WRONG_HIERARCHICAL = (
-    Mutant("over the wrong group", "wrong group", "a step runs over the wrong group", 4).edit(
+    Mutant("over the wrong group", "wrong group", "a step runs over the wrong group", 4, races=True).edit(
         "chunk, cross", "chunk, local"
     ),
 )
