@@ -12,7 +12,7 @@ from distlab.measure.count.expert_load import measure_alone_speedup
 from distlab.measure.machine.speed import fit_cluster, measure_round
 from distlab.measure.runs.calls import Calls, measure_mesh_calls, measure_messages, measure_sharding_calls
 from distlab.measure.runs.codec import measure_codec
-from distlab.measure.runs.overhead import ReplicaOverhead, StepOverhead
+from distlab.measure.runs.overhead import MANY_LAYERS, ReplicaOverhead, StepOverhead
 from distlab.measure.runs.predict import CalibrationRound
 from distlab.measure.runs.programs import program_kind
 from distlab.plan import Plan, Work
@@ -26,6 +26,7 @@ class CalibrationOfRun:
         order: of its axes, slowest first.
         groups: the ranks along each axis of a mesh; {} for other programs.
         device: where this rank computes.
+        num_layers: blocks of the model to be predicted.
         num_experts: experts of a block; 0 for none.
         top_k: experts of a token.
     """
@@ -37,6 +38,7 @@ class CalibrationOfRun:
         groups: Mapping[str, ProcessGroup],
         *,
         device: torch.device,
+        num_layers: int = MANY_LAYERS,
         num_experts: int = 0,
         top_k: int = 2,
     ) -> None:
@@ -46,7 +48,7 @@ class CalibrationOfRun:
         self._overhead: ReplicaOverhead | StepOverhead = (
             ReplicaOverhead(plan, device)
             if self.kind == "replicas"
-            else StepOverhead(plan, order, device, num_experts=num_experts, top_k=top_k)
+            else StepOverhead(plan, order, device, num_layers=num_layers, num_experts=num_experts, top_k=top_k)
         )
 
     def measure(self) -> CalibrationRound:

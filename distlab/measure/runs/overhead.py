@@ -53,10 +53,12 @@ from simulator import MeasuredCodec, Step
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 REPLICA_REFERENCES = REFERENCES[1:3]
-# Layers of a pipeline's references: as many as stages, and one; of a mesh's: so many per stage, and one per stage.
+# Layers of a pipeline's references: as many as stages, and one; of a mesh's: two per stage, or one where the model to be
+# predicted has no more: what a stage costs, however many blocks it has, is counted with its blocks.
 # Samples of a pipeline's references are those of a micro-batch; of a mesh's, those of all micro-batches and replicas.
 PIPELINE_REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))
-MESH_REFERENCES = (Reference(64, 1, 48, 2), Reference(96, 1, 96, 10))
+MESH_REFERENCES = (Reference(64, 0, 48, 2), Reference(96, 0, 96, 10))
+MANY_LAYERS = 1 << 30  # of a model of which nothing else is known
 REPEATS = 4
 GUESSES = 6
 EXACT = 1e-4  # of a step: as close as a guess has to come
@@ -155,11 +157,18 @@ class StepOverhead:
     """
 
     def __init__(
-        self, plan: Plan, order: Sequence[str], device: torch.device, *, num_experts: int = 0, top_k: int = 2
+        self,
+        plan: Plan,
+        order: Sequence[str],
+        device: torch.device,
+        *,
+        num_layers: int = MANY_LAYERS,
+        num_experts: int = 0,
+        top_k: int = 2,
     ) -> None:
         self.plan, self.order, self.device = plan, tuple(order), device
         references = PIPELINE_REFERENCES if is_pipeline_alone(plan) else MESH_REFERENCES
-        sizes = [(reference_sizes(each, plan), reference_samples(each, plan)) for each in references]
+        sizes = [(reference_sizes(each, plan, num_layers), reference_samples(each, plan)) for each in references]
         kind = program_kind(plan, num_experts)
         self._programs: list[Program] = []
         self._steps: list[Callable[[], object]] = []
@@ -225,13 +234,13 @@ class StepOverhead:
         return cost_s
 
 
-def reference_sizes(reference: Reference, plan: Plan) -> GPTConfig:
-    """Return a model about as large as the reference that the plan can split."""
+def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAYERS) -> GPTConfig:
+    """Return a model about as large as the reference that the plan can split, for a model of so many layers."""
     num_heads = _multiple(4, plan.tensor * plan.context)
     positions = plan.context * plan.tensor * (2 if plan.context > 1 else 1)
     num_stages = plan.pipeline * plan.stages_per_rank
     return GPTConfig(
-        num_layers=num_stages + 1 if is_pipeline_alone(plan) else num_stages * (1 + reference.num_layers),
+        num_layers=num_stages + 1 if is_pipeline_alone(plan) else num_stages * min(2, -(-num_layers // num_stages)),
         num_heads=num_heads,
         hidden_size=_multiple(reference.hidden_size, num_heads),
         context=_multiple(reference.context, positions),

@@ -212,9 +212,9 @@ def _time_windows(
         report.rounds.append(calibration.measure())
         report.taken_cores.append(others.taken())
 
-    experts = {"num_experts": run.num_experts, "top_k": run.top_k}
+    sizes = {"num_layers": run.model.num_layers, "num_experts": run.num_experts, "top_k": run.top_k}
     with contextlib.closing(
-        CalibrationOfRun(run.plan, run.order, program.groups, device=device, **experts)
+        CalibrationOfRun(run.plan, run.order, program.groups, device=device, **sizes)
     ) as calibration:
         time_windows(
             report.measured_s,
