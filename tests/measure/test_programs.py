@@ -14,7 +14,7 @@ from distlab.measure.machine.fit import median_of
 from distlab.measure.machine.speed import MESSAGE_BYTES, Observation
 from distlab.measure.runs.calls import CallTimes, links_of, measure_sharding_calls
 from distlab.measure.runs.overhead import ReplicaOverhead, phases_of, share_among_calls
-from distlab.measure.runs.predict import Overhead
+from distlab.measure.runs.predict import ByteCost, Overhead
 from distlab.measure.runs.replicas import make_replica
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Plan, Sharding, Work
@@ -90,12 +90,27 @@ def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(
     seen = Observation("products", Work(1e9), 0.1), Observation("kernels", Work(0.0, 1e9, 100), 0.1)
     compute = Round(seen, (2e-4, 3e-4, 8e-4, 2.3e-3, 8.6e-3), Contention())
     measured = CalibrationRound(compute, {kind: timed(Steps(1, 1.0), seconds) for kind in kinds})
-    costly = replace(measured, overhead=Overhead(gather_s=0.02, scatter_s=0.05))
+    costly = replace(measured, overhead=Overhead(gathers=(ByteCost(1e3, 0.02),), scatters=(ByteCost(1e3, 0.05),)))
     plan = Plan(data=2, sharding=sharding, bucket_bytes=4000, first_bucket_bytes=1000)
     alone, busy = (predict_step(workload_of([1, 1, 1], [500] * 3), each, plan) for each in (measured, costly))
     gathers, scatters = share_among_calls(np.subtract(phases_of(busy), phases_of(alone)), alone)
     assert gathers[0] / gathers[1] == pytest.approx(0.02, rel=0.02)
     assert scatters[0] / scatters[1] == pytest.approx(0.05, rel=0.02)
+
+
+def test_what_a_busy_rank_pays_for_a_call_grows_with_its_bytes_as_in_the_references():
+    seconds = tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)
+    kinds = ("all_gather", "reduce_scatter", "all_gather start", "reduce_scatter start", "reduce_scatter sum")
+    seen = Observation("products", Work(1e9), 0.1), Observation("kernels", Work(0.0, 1e9, 100), 0.1)
+    compute = Round(seen, (2e-4, 3e-4, 8e-4, 2.3e-3, 8.6e-3), Contention())
+    measured = CalibrationRound(compute, {kind: timed(Steps(1, 1.0), seconds) for kind in kinds})
+    plan, workload = Plan(data=2, sharding=Sharding(3)), workload_of([1, 1, 1], [500] * 3)  # 2,000 bytes per unit
+    plain = predict_step(workload, measured, plan)
+    for costs in (((1e3, 0.02), (4e3, 0.05)), ((4e3, 0.06), (8e3, 0.12))):
+        gathers = tuple(ByteCost(*each) for each in costs)
+        costly = predict_step(workload, replace(measured, overhead=Overhead(gathers=gathers)), plan)
+        found = share_among_calls(np.subtract(phases_of(costly), phases_of(plain)), plain)[0]
+        assert found[0] / found[1] == pytest.approx(0.03, rel=0.02)
 
 
 def measure_busy_ranks():
@@ -108,7 +123,10 @@ def measure_busy_ranks():
 def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
     first, second = ranks(2).run(measure_busy_ranks)
     assert first == second
-    assert all(min(each.gather_s, each.scatter_s) >= 0 for each in first)
+    one, three = first
+    assert [len(costs) for costs in (one.gathers, one.scatters, three.gathers, three.scatters)] == [1, 1, 2, 2]
+    small, large = three.gathers
+    assert large.num_bytes > 1.5 * small.num_bytes
 
 
 def test_gradients_that_are_taken_as_they_come_cost_no_addition():

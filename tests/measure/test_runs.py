@@ -21,7 +21,7 @@ from distlab.measure.count.gpt import make_gpt, merge_stages
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
 from distlab.measure.runs.overhead import MESH_REFERENCES, PIPELINE_REFERENCES, reference_samples, reference_sizes
-from distlab.measure.runs.predict import Overhead, PassCost, fit_passes, num_blocks, predicted_step_s
+from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks, predicted_step_s
 from distlab.measure.runs.programs import program_kind, schedule_of
 from distlab.models import GPTConfig
 from distlab.plan import Contention, Plan, Precision, Sharding, Work, validate
@@ -145,9 +145,9 @@ def test_a_pass_costs_what_was_measured_beside_its_work():
         counted, measured = count_gpt(SMALL, B), made_up_round(plan)
         plain, row = predict_step(counted, measured, plan), 4 * B * S * H
         for passes, cost in (
-            ((PassCost(row, 0.01), PassCost(3 * row, 0.01)), 0.01),
-            ((PassCost(2 * row, 0.02), PassCost(4 * row, 0.04)), 0.01),
-            ((PassCost(2 * row, 0.03), PassCost(4 * row, 0.05)), 0.02),
+            ((ByteCost(row, 0.01), ByteCost(3 * row, 0.01)), 0.01),
+            ((ByteCost(2 * row, 0.02), ByteCost(4 * row, 0.04)), 0.01),
+            ((ByteCost(2 * row, 0.03), ByteCost(4 * row, 0.05)), 0.02),
         ):
             more = predict_step(counted, replace(measured, overhead=Overhead(passes=passes)), plan)
             assert more.duration_s - plain.duration_s == pytest.approx(2 * L * cost, rel=1e-6), plan
@@ -162,10 +162,10 @@ def test_a_pass_costs_what_was_measured_beside_its_work():
         ((-1.0, -2.0), (0.0, 0.0)),
     ],
 )
-def test_passes_are_fitted_with_no_negative_part(seconds, fitted):
-    passes = tuple(PassCost(*pair) for pair in zip((1.0, 2.0), seconds, strict=True))
-    assert fit_passes(passes) == pytest.approx(fitted)
-    assert fit_passes(()) == (0.0, 0.0)
+def test_costs_are_fitted_with_no_negative_part(seconds, fitted):
+    costs = tuple(ByteCost(*pair) for pair in zip((1.0, 2.0), seconds, strict=True))
+    assert fit_bytes(costs) == pytest.approx(fitted)
+    assert fit_bytes(()) == (0.0, 0.0)
 
 
 def test_ranks_that_share_cores_fill_each_others_bubbles():

@@ -4,8 +4,9 @@ In a step the threads that move messages compete with the ranks for the cores, a
 when the slower rank does. A bucket to encode has left the cache. We measure this on two small transformers that are not
 the model to be predicted, trained by the same plan. Their steps take longer than the simulator says. The difference is
 divided among the steps' calls (sharding), encoded buckets (compression), actions (a pipeline), or passes of blocks (any
-other mesh). The small and the large reference of a mesh differ in the rows that a block
-hands on, since a part of its cost grows with them: they are cut, copied and put together again on the way to a call.
+other mesh). The references of a mesh differ in the rows that a block hands on, since a part of its cost grows with
+them: they are cut, copied and put together again on the way to a call. Those of sharding in stage 3 differ in the bytes
+of their units: in shared memory the computing rank copies them, which takes longer while others use the memory too.
 
 The time of a reference step is that of its slowest rank, as everywhere (`windows.time_window`).
 """
@@ -29,9 +30,9 @@ from distlab.measure.machine.ranks import mean_over_ranks, now, on_first_rank, s
 from distlab.measure.machine.speed import REFERENCES, Phases, Reference, fit_cluster, time_phases
 from distlab.measure.runs.codec import StepWithCodec
 from distlab.measure.runs.predict import (
+    ByteCost,
     CalibrationRound,
     Overhead,
-    PassCost,
     num_blocks,
     predict_step,
     predicted_step_s,
@@ -53,8 +54,8 @@ from simulator import MeasuredCodec, Step
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 REPLICA_REFERENCES = REFERENCES[1:3]
-# Layers of a pipeline's references: as many as stages, and one; of a mesh's: two per stage, or one where the model to be
-# predicted has no more: what a stage costs, however many blocks it has, is counted with its blocks.
+# Layers of a pipeline's references: as many as stages, and one; of a mesh's: two per stage, or one where the model to
+# be predicted has no more: what a stage costs, however many blocks it has, is counted with its blocks.
 # Samples of a pipeline's references are those of a micro-batch; of a mesh's, those of all micro-batches and replicas.
 PIPELINE_REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))
 MESH_REFERENCES = (Reference(64, 0, 48, 2), Reference(96, 0, 96, 10))
@@ -99,16 +100,22 @@ class ReplicaOverhead:
 
     def _of_sharding(self, measured: CalibrationRound) -> Overhead:
         """Share what steps of sharded models take beyond steps of each rank for itself among gathers and scatters."""
-        totals = np.zeros((2, 2))  # gathers, scatters: seconds and how many
+        shares, sizes = [], []
         for (alone, sharded), workload in zip(self.pairs, self.workloads, strict=True):
             sharded_s, alone_s = (time_phases(each, REPEATS, self.device) for each in (sharded, alone))
             more = np.subtract(sharded_s, alone_s)
             extra = np.array(mean_over_ranks(more.tolist(), self.device))
             step = predict_step(workload, measured, self.plan)
             single = predict_step(workload, replace(measured, calls={}), Plan())
-            totals += share_among_calls(extra - np.subtract(phases_of(step), phases_of(single)), step)
-        gather, scatter = np.maximum(0.0, totals[:, 0] / np.maximum(totals[:, 1], 1)).tolist()
-        return Overhead(gather_s=gather, scatter_s=scatter)
+            shares.append(share_among_calls(extra - np.subtract(phases_of(step), phases_of(single)), step))
+            sizes.append(4.0 * sum(sum(layer.parameter_sizes) for layer in workload.layers))
+        if self.plan.sharding.stage < 3:  # buckets are alike in all references: they do not tell what a byte costs
+            shares, sizes = [np.sum(shares, axis=0)], [sum(sizes)]
+        gathers, scatters = (
+            tuple(ByteCost(size / count, seconds / count) for (seconds, count), size in zip(each, sizes, strict=True))
+            for each in np.swapaxes(shares, 0, 1).tolist()
+        )
+        return Overhead(gathers=gathers, scatters=scatters)
 
     def _of_codec(self, measured: CalibrationRound, codec: MeasuredCodec) -> Overhead:
         """Compare the codec's times in steps of the references with those that it has alone, on the same buckets.
@@ -199,7 +206,7 @@ class StepOverhead:
             found = []
             for counted, load, second in zip(self._workloads, loads, seconds, strict=True):
                 workload = with_expert_loads(counted, load, self.plan, alone_speedup=measured.alone_speedup)
-                found.append(PassCost(_row_bytes(workload), self._cost_s(workload, second, measured)))
+                found.append(ByteCost(_row_bytes(workload), self._cost_s(workload, second, measured)))
             return self._overhead(found)
 
         return on_first_rank(solve)
@@ -209,7 +216,7 @@ class StepOverhead:
         for program in self._programs:
             program.close()
 
-    def _overhead(self, costs: Sequence[PassCost]) -> Overhead:
+    def _overhead(self, costs: Sequence[ByteCost]) -> Overhead:
         if is_pipeline_alone(self.plan):
             return Overhead(action_s=mean(max(0.0, cost.seconds) for cost in costs))
         return Overhead(passes=tuple(costs))
@@ -225,7 +232,7 @@ class StepOverhead:
             in_a_row = 2 * self.plan.num_microbatches * sum(map(num_blocks, workload.layers)) // self.plan.pipeline
         cost_s = 0.0
         for _ in range(GUESSES):
-            overhead = self._overhead([PassCost(_row_bytes(workload), max(0.0, cost_s))])
+            overhead = self._overhead([ByteCost(_row_bytes(workload), max(0.0, cost_s))])
             step = predict_step(workload, replace(measured, overhead=overhead), self.plan, order=self.order)
             left_s = seconds - predicted_step_s(step, shared_cores(self.device))
             cost_s += left_s / in_a_row

@@ -25,15 +25,15 @@ from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan
 from simulator import Measured, MeasuredCodec, Step, simulate
 
 
-class PassCost(NamedTuple):
-    """What a pass of a block costs in a model, beyond its work and its calls.
+class ByteCost(NamedTuple):
+    """What a pass of a block, or a call of sharding, costs in a reference model beyond what was timed alone.
 
     Attributes:
-        row_bytes: what a block hands on: all positions of a micro-batch.
-        seconds: of a forward, or of a backward.
+        num_bytes: what a block hands on, all positions of a micro-batch; or what a call gathers or scatters.
+        seconds: of a forward or a backward; or of a call.
     """
 
-    row_bytes: float
+    num_bytes: float
     seconds: float
 
 
@@ -42,8 +42,8 @@ class Overhead:
     """What a step costs beyond its work and its calls, each of which is timed alone.
 
     Attributes:
-        gather_s: what a gather of sharding costs the computing rank, whatever its bytes.
-        scatter_s: what a scatter of sharding costs the computing rank, whatever its bytes.
+        gathers: what a gather of sharding costs the computing rank. One for each reference model.
+        scatters: what a scatter of sharding costs the computing rank. One for each reference model.
         codec_slowdown: how many times slower encoding and decoding are in a step.
         action_s: what an action of a pipeline costs: choosing it, posting and receiving messages, entering autograd
             for each stage and micro-batch.
@@ -51,11 +51,11 @@ class Overhead:
             to a call, waiting for the slower rank. One for each reference model.
     """
 
-    gather_s: float = 0.0
-    scatter_s: float = 0.0
+    gathers: tuple[ByteCost, ...] = ()
+    scatters: tuple[ByteCost, ...] = ()
     codec_slowdown: float = 1.0
     action_s: float = 0.0
-    passes: tuple[PassCost, ...] = ()
+    passes: tuple[ByteCost, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,11 @@ def predict_step(
         # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
         link = links.pop("send")
         cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
-    for call, seconds in (("all_gather", overhead.gather_s), ("reduce_scatter", overhead.scatter_s)):
-        if seconds:
+    for call, costs in (("all_gather", overhead.gathers), ("reduce_scatter", overhead.scatters)):
+        if costs:
+            fixed_s, s_per_byte = fit_bytes(costs)
             source = "fitted to sharded steps of other models"
-            links[f"{call} beside"] = Link(f"{call} beside", (Protocol(seconds, 1e18),), source)
+            links[f"{call} beside"] = Link(f"{call} beside", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), source)
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
     costed = _with_overhead(workload, overhead, cluster, plan)
     return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
@@ -150,15 +151,15 @@ def row_bytes(layer: Layer) -> float:
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
 
-def fit_passes(passes: Sequence[PassCost]) -> tuple[float, float]:
+def fit_bytes(costs: Sequence[ByteCost]) -> tuple[float, float]:
     """Fit seconds = fixed + bytes x rate with the least squares, neither negative.
 
     Returns:
         fixed seconds, seconds per byte.
     """
-    if not passes:
+    if not costs:
         return 0.0, 0.0
-    x, y = np.array(passes, np.float64).T
+    x, y = np.array(costs, np.float64).T
     fixed, rate = fit_nonnegative(np.stack([np.ones_like(x), x], axis=1), y).tolist()
     return fixed, rate
 
@@ -168,7 +169,7 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
 
     The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
     """
-    fixed_s, s_per_byte = fit_passes(overhead.passes)
+    fixed_s, s_per_byte = fit_bytes(overhead.passes)
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     rate = cluster.device.matmul_flops_per_s
     action = Work(rate * overhead.action_s)
