@@ -13,10 +13,14 @@ from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question
 from simulator.hardware.rank_layout import Layout
 from simulator.memory.stage import kept_by_layers
 from simulator.stage.local_layer import check_divides, time_layers
+from simulator.stage.recomputed import recomputed
+
+Seconds = tuple[Floats, Floats]
 
 MOST_MICROBATCH = 64
 MOST_PER_RANK = 8
 MOST_CONTEXT = 16
+EVERY = (2, 4)  # of so many blocks one runs again, where that is searched
 
 
 @dataclass
@@ -35,12 +39,12 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
     1F1B, and interleaved stages where the micro-batches fill rounds; sharding; recompute; sequence parallelism.
     Sharding's stage 2 is searched with one micro-batch, since it sends gradients in each; stage 3 without a pipeline
     and without expert ranks, since every pass gathers. That is 128,397 plans for 175B on 1,536 devices with 1,536
-    samples. Not searched: other orders of axes, schedules that split backward, offload, sizes of buckets and units.
+    samples; with `partial_recompute` PARTIAL. Not searched: other orders of axes, schedules that split backward, offload, sizes of buckets and units.
 
     Raises:
         ValueError: nothing divides the batch and the model among the devices.
     """
-    found = _Found()
+    found, known = _Found(), dict[Shape, Seconds]()
     shapes: list[Shape] = []
     costs: list[Costs] = []
     for shape, workload in _shapes(question):
@@ -49,7 +53,7 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
         rows = _rows(question, shape, workload)
         if not len(rows):
             continue
-        cost = _costs(question, shape, workload)
+        cost = _costs(question, shape, workload, known)
         if cost is None:
             continue
         found.rows.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
@@ -89,7 +93,11 @@ def _shapes(question: Question) -> Iterator[tuple[Shape, Workload]]:
     heads = attention.num_key_value_heads if attention else 1
     positions = attention.num_positions if attention else 1
     experts = max((layer.experts.num_experts for layer in one.layers if layer.experts), default=1)
-    recomputes = ["none", *(["selective"] if any(layer.score_bytes for layer in one.layers) else []), "full"]
+    recomputes = [("none", 1), *([("selective", 1)] if any(layer.score_bytes for layer in one.layers) else [])]
+    if question.partial_recompute:
+        recomputes += [("operators", 1)] if any(layer.operator_bytes for layer in one.layers) else []
+        recomputes += [("full", number) for number in EVERY]
+    recomputes.append(("full", 1))
     for microbatch in (size for size in divisors(batch) if size <= MOST_MICROBATCH):
         workload = one if microbatch == 1 else question.model.with_microbatch(microbatch).workload()
         for tensor in (t for t in divisors(num) if heads % t == 0):
@@ -100,7 +108,7 @@ def _shapes(question: Question) -> Iterator[tuple[Shape, Workload]]:
                     split = (False, True) if tensor > 1 and positions // context % tensor == 0 else (False,)
                     for along in split:
                         for recompute in recomputes:
-                            shape = Shape(tensor, context, expert, along, microbatch, recompute)
+                            shape = Shape(tensor, context, expert, along, microbatch, *recompute)
                             if shape.is_aligned(question.cluster):
                                 yield shape, workload
 
@@ -123,13 +131,25 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-def _costs(question: Question, shape: Shape, workload: Workload) -> Costs | None:
+def _costs(question: Question, shape: Shape, workload: Workload, known: dict[Shape, Seconds]) -> Costs | None:
     """Cost a shape's layers; None where its ranks cannot divide them."""
     plan = shape.plan()
     try:
         check_divides(workload, plan)
     except ValueError:
         return None
-    times = time_layers(workload, Layout(question.cluster, plan, AXES, {}), splits=False)
-    seconds = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
-    return Costs(workload, seconds[0], seconds[1], kept_by_layers(workload, plan))
+    forward, backward = _seconds(question, shape._replace(recompute_layers=1), workload, known)
+    if shape.recompute_layers > 1:
+        again = recomputed(workload, plan, (0, len(workload.layers)))
+        plain = shape._replace(recompute="none", recompute_layers=1)
+        backward = np.where(again, backward, _seconds(question, plain, workload, known)[1])
+    return Costs(workload, forward, backward, kept_by_layers(workload, plan))
+
+
+def _seconds(question: Question, shape: Shape, workload: Workload, known: dict[Shape, Seconds]) -> Seconds:
+    """Return forward and backward of each layer; shapes that differ in the blocks that run again share them."""
+    if shape not in known:
+        times = time_layers(workload, Layout(question.cluster, shape.plan(), AXES, {}), splits=False)
+        forward, backward = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
+        known[shape] = forward, backward
+    return known[shape]
