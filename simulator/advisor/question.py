@@ -103,9 +103,9 @@ class Costs:
     @cached_property
     def tensors(self) -> Ints:
         """Parameter tensors of each layer, experts' apart [L]."""
-        return np.array(
-            [len(layer.parameter_sizes) - layer.parameter_axes.count("expert") for layer in self.workload.layers]
-        )
+        kinds = dict(zip(self.workload.kinds, self.workload.layers, strict=True))
+        each = {kind: len(one.parameter_sizes) - one.parameter_axes.count("expert") for kind, one in kinds.items()}
+        return np.array([each[kind] for kind in self.workload.kinds])
 
     @cached_property
     def columns(self) -> dict[str, Floats]:
