@@ -79,7 +79,9 @@ class ClusterDescription:
         num_devices = num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node
         changes: dict[str, Any] = {"devices_per_node": per_node, "num_devices": num_devices}
         if self.device is not None:
-            changes["device"] = replace(bare.device, **given(self.device))
+            figures = given(self.device)
+            peak = max(bare.device.peak_flops_per_s or 0.0, figures.get("matmul_flops_per_s", 0.0))  # MFU is over it
+            changes["device"] = replace(bare.device, **{"peak_flops_per_s": peak or None} | figures)
         for place in ("intra_node", "inter_node"):
             own = getattr(self, place)
             if isinstance(own, OwnLink):

@@ -29,9 +29,7 @@ from simulator.stage.step_times import Pair, ShardCall, Timing, call_of, finishi
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 
 
-def time_fsdp_step(
-    compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, cluster: Cluster
-) -> Timing:
+def time_fsdp_step(compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, cluster: Cluster) -> Timing:
     """Time a step of stage 3 on the event engine."""
     step = _UnitGraph(compiled, stages, sharding, cluster)
     step.build()
@@ -260,9 +258,7 @@ class _UnitGraph:
         one.computed = [operation]
         return operation
 
-    def _scatter(
-        self, one: _Rank, unit: UnitTimes, transfer: Transfer, needs: Sequence[int], microbatch: int
-    ) -> int:
+    def _scatter(self, one: _Rank, unit: UnitTimes, transfer: Transfer, needs: Sequence[int], microbatch: int) -> int:
         operation = self.graph.add(one.number, COMMUNICATION, transfer.duration_ns, needs=needs)
         one.calls.append(("scatter", f"{transfer.kind} {unit.unit.name}", transfer, operation, microbatch))
         return operation

@@ -75,7 +75,7 @@ CHOSEN = (
     "each layout is cast from 16 bits by itself, as in torchao (4, 8 and 10 were tried: the row of 32,768 positions, "
     "left out, is then 22, 6 and 2 % off); products take half the time of 16 bits, where power bounds both (first "
     "tried: the best measured rates, 1.77).",
-    "torchtitan: gradients are scattered in float32, its default (first tried: 16 bits: its bias, left out, was 2.5 %).",
+    "torchtitan: gradients are scattered in float32, its default (first tried: 16 bits).",
     "torchtitan: recompute as its source has it. Products and attention are fitted together, since the row of 32,768 "
     "positions tells them apart; with attention as in MosaicML that row is 21 % too long.",
     "SC21 ZeRO-3: gathers tensor by tensor, nothing ahead of a billion parameters, and 8 us per slice (assumed; the "

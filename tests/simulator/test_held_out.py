@@ -1,8 +1,9 @@
 """Published steps that no constant was fitted to: how near predictions come to what they have not seen.
 
-MosaicML's rows on H100 showed that attention and products reach less of that device, that collectives slow what runs
-beside them, and which small micro-batches wait for gradients, scattered as its code does; rows of torchtitan on A100 and H200, what power leaves the 500 W part; rows in 8 bits, how dear
-quantising is. How much comes from elsewhere: see `presets.toml` and the page of `distlab validate`.
+MosaicML's rows on H100 showed that attention and products reach less of that device, and that collectives slow what
+runs beside them; rows of torchtitan on A100 and H200, what power leaves the 500 W part; rows in 8 bits, how dear
+quantising is. That every micro-batch scatters gradients is in MosaicML's code. How much comes from elsewhere: see
+`presets.toml` and the page of `distlab validate`.
 """
 
 import pytest
