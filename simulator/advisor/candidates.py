@@ -52,8 +52,8 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
     for base, workload in _bases(question):
         wanted = [base._replace(**recompute) for recompute in _recomputes(question, workload)]
         wanted = [shape for shape in wanted if keep is None or keep(shape)]
-        rows = _rows(question, base, workload) if wanted else ()
-        if not len(rows) or not _divides(base, workload):
+        rows = _rows(question, base, workload)
+        if not (len(rows) and wanted and _divides(base, workload)):
             continue
         known: dict[str, Seconds] = {}
         for shape in wanted:

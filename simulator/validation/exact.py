@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan import (
     SCHEDULES,
@@ -79,7 +79,7 @@ def activations() -> Iterator[Derived]:
         yield Derived("Korthikanti Figure 1, GiB", label, held, float(row["activations_gib"]))
 
 
-TABLE_4 = {
+TABLE_4: dict[str, dict[str, Any]] = {
     "baseline no recompute": {},
     "sequence parallelism": {"sequence_parallel": True},
     "baseline with full recompute": {"recompute": "full"},
