@@ -143,7 +143,11 @@ def _problem(model: object, kind: str, num_ranks: int) -> str | None:
     if kind not in KINDS:
         return f"kind is {kind!r}; choose one of {', '.join(KINDS)}"
     if not isinstance(model, GPT):
-        return f"expected a distlab.models.GPT, got {type(model).__name__}"
+        return (
+            f"expected a distlab.models.GPT, got {type(model).__name__}. In a model of your own call "
+            "ring_attention(query, key, value, group=group) where it attends, take positions from position_ids(length, "
+            "group), and call average_gradients_(model, group) after backward"
+        )
     odd = [type(block.attention).__name__ for block in model.blocks if type(block.attention) is not Attention]
     if odd:
         return f"the model's attention is {odd[0]} already; pass a GPT as it was made"
