@@ -90,8 +90,7 @@ def parallelize_module(
     agree_on("the model, plan or head_counts of parallelize_module", group, **facts)
     styles, ties, heads = _check(model, plan, group, head_counts)
     with torch.no_grad():
-        every = [*dict(every_parameter(model)).values(), *model.buffers()]
-        broadcast_each([tensor.data for tensor in every], group)
+        broadcast_each([one.data for one in (*dict(every_parameter(model)).values(), *model.buffers())], group)
     whole, before = WholeModel(model, styles, group), dict(every_parameter(model))
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
