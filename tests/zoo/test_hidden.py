@@ -30,6 +30,13 @@ class HidesParameters(Odd):
         return (p for n, p in self.named_parameters(recurse=recurse) if not n.startswith("embed"))
 
 
+class HidesModules(Odd):
+    """`named_modules()`, on which torch's others stand, leaves the embedding out."""
+
+    def named_modules(self, *args, **options):
+        return ((n, m) for n, m in super().named_modules(*args, **options) if n != "embed")
+
+
 class Frozen(HidesNames):
     """What is hidden does not train."""
 
@@ -45,7 +52,13 @@ class HiddenBlock(Odd):
         return ((n, p) for n, p in super().named_parameters(*args, **options) if not n.startswith("blocks.0"))
 
 
-MODELS = {"names": HidesNames, "parameters": HidesParameters, "frozen": Frozen, "block": HiddenBlock}
+MODELS = {
+    "names": HidesNames,
+    "parameters": HidesParameters,
+    "modules": HidesModules,
+    "frozen": Frozen,
+    "block": HiddenBlock,
+}
 KINDS = {name: Kind(make, "images", of_logits, stages=cut_before("head"), plan=MLP) for name, make in MODELS.items()}
 REFUSED = r"leaves out \S+ and \d more, which would train in shards and not in one process"
 
