@@ -87,7 +87,8 @@ def start(
     """Run a script on forked ranks; the folder gets one of each rank."""
     import torch.distributed as dist
 
-    preload("distlab.lab", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
+    measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
+    preload("distlab.lab", *measured, "distlab.collectives", "distlab.data_parallel", "distlab.grading")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = (script, arguments, store.port, str(folder))
     started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
