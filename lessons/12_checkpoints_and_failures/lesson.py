@@ -337,8 +337,9 @@ print("losses equal to the last bit:", train(again, position // 16, 40) == witho
 #
 # Now two ranks train together, with the library's `ElasticRun`. It saves every 3 steps, and rank 1 is killed (SIGKILL)
 # in step 7. `run_elastic` starts both ranks anew, as `torchrun --max-restarts` does, and they go on from step 6. The
-# same without a kill: are the weights equal to the last bit? In the code `BatchRule(12)` is a batch of 12 samples, the
-# 120 are all samples of the run, `Saves(3)` is a save every 3 steps, and `Fault("kill", 7, 1)` kills rank 1 in step 7.
+# same without a kill: are the weights equal to the last bit? In the code `BatchRule(12)` is a batch of 12 samples, and
+# the 120 are all samples of the run. `Saves(3)` is a save every 3 steps, and `Fault("kill", 7, 1)` kills rank 1 in step
+# 7.
 
 # %%
 from distlab.data_parallel import DataParallel
