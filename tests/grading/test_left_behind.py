@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import json
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.grading import load_lesson
+from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
 from distlab.grading.variation import owned
 from distlab.grading.variation.left import left_on, marks, restored, switches
@@ -129,6 +133,35 @@ def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
 def test_the_rank_is_named() -> None:
     report = examine(load_lesson("03.average").exercise("03.average"), hook_on_module, worlds=(2,), seed=0)
     assert "right result, but on rank 0 it leaves a hook on module" in report.message
+
+
+AT_LOADING = """import sys
+import torch
+import torch.distributed as dist
+torch.manual_seed(7)
+sys.setrecursionlimit(2000)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".py", ".ipynb"])
+@pytest.mark.parametrize("how", ["loaded", "called"])
+def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path, suffix: str, how: str) -> None:
+    """The rank that calls the function loads its file, whose folder it then imports from."""
+    body = inspect.getsource(average).replace("def average(", "def average_gradients(")
+    if how == "called":
+        body += "    sys.path.append('left')\n"
+    path = tmp_path / f"answers{suffix}"
+    cell = {"cell_type": "code", "source": AT_LOADING + body, "outputs": [], "metadata": {}}
+    path.write_text(AT_LOADING + body if suffix == ".py" else json.dumps({"cells": [cell]}))
+    lesson = load_lesson("03.average")
+    report = examine(
+        lesson.exercise("03.average"), isolated_submission(str(path), lesson)[0]["03.average"], worlds=(1, 2), seed=0
+    )
+    if how == "loaded":
+        assert report.fault is None, str(report)
+    else:
+        assert report.fault == "state left behind"
+        assert "the list of folders that Python imports from (sys.path) is not what it was before" in report.message
 
 
 def halves_the_rate(model, optimizer, *, microbatches, num_accumulated, loss_fn):

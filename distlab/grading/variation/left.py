@@ -122,7 +122,7 @@ def _switches() -> dict[str, Switch]:
             lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value),
         ),
         "the recursion limit": Switch(sys.getrecursionlimit, sys.setrecursionlimit),
-        "the folders that Python imports from (sys.path)": Switch(
+        "the list of folders that Python imports from (sys.path)": Switch(
             lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)
         ),
         "the switch interval of threads": Switch(sys.getswitchinterval, sys.setswitchinterval),
