@@ -3,9 +3,9 @@
 from distlab.grading import Mutant
 
 WRONG_RING_ALL_GATHER = (
-    Mutant("the other way round", "messages do not fit", "a send and the receive that takes it do not fit", 3, races=True).edit(
-        "chunks[(rank - step) % n]", "chunks[(rank + step) % n]"
-    ),
+    Mutant(
+        "the other way round", "messages do not fit", "a send and the receive that takes it do not fit", 3, races=True
+    ).edit("chunks[(rank - step) % n]", "chunks[(rank + step) % n]"),
     Mutant("group ignored", "group ignored", "pass group=group", 3).edit(", group=group)", ")"),
 )
 WRONG_TREE_BROADCAST = (
