@@ -112,8 +112,11 @@ def forbid_processes() -> None:
 
 
 def _as_in_a_program_of_its_own(fence: Fence) -> None:
-    """Let hash() of a text differ between ranks, as between programs; refuse what would be run at the program's end."""
-    at_end, plain, find, own = atexit.register, builtins.hash, sys._getframe, f"{os.getpid()}"
+    """Let hash() of a text differ from call to call, as between programs; refuse what would be run at a program's end.
+
+    A call stands for one of another rank where a function is told its rank, so a number of ranks is not enough.
+    """
+    at_end, plain, find = atexit.register, builtins.hash, sys._getframe
 
     def register(fn: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if fence.is_up and is_answers(find(1)):
@@ -123,7 +126,8 @@ def _as_in_a_program_of_its_own(fence: Fence) -> None:
 
     def hashed(value: Any, /) -> int:
         number = plain(value)
-        return plain((own, number)) if fence.is_up and _holds_text(value) and is_answers(find(1)) else number
+        is_own = fence.is_up and _holds_text(value) and is_answers(find(1))
+        return plain((os.getpid(), fence.num_calls, number)) if is_own else number
 
     atexit.register, builtins.hash = register, hashed  # type: ignore[assignment]
 
@@ -163,6 +167,7 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
     def call(*args: Any, **named: Any) -> Any:
         allowed = fence.ways.allow((*args, *named.values()))
         fence.is_up, was_up = True, fence.is_up
+        fence.num_calls += 1
         try:
             result = fn(*args, **named)
         finally:

@@ -38,6 +38,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
     held: list[tuple[dict[str, Any], list[list[Any]]]] = []
     num_collectives = 0
     first: tuple[Any, ...] = ()
+    modules: list[nn.Module] = []
     for number in range(vary.num_calls):
         draw = vary.draw(seed, number, dist.get_rank(), dist.get_world_size(), lambda parts: _group_of(parts, groups))
         drawn = vary.arguments(draw)
@@ -47,12 +48,14 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
             held.append(({}, []))
             continue
         if number == vary.num_calls - 1 and first and not calls[0]["left"]:
+            modules = [each for each in first if isinstance(each, nn.Module)]
             drawn = [_as_before(*pair) for pair in zip(first, drawn, strict=True)]
         elif number == 0:
             first = tuple(drawn)
         positional, keywords = split(drawn)
         own = named(takes, positional, keywords)
         words = ", ".join(f"{name}={said(value)}" for name, value in own.items())
+        words += " of call 1 with other tensors" * any(value is module for value in drawn for module in modules)
         owned = {name: value for name, value in own.items() if name not in vary.scratch}
         before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         _seed_all(seed + number)

@@ -36,6 +36,7 @@ CASES = (
     Case("a file is cut off", (("cut", "step-100/rank-0.pt"),), "step-90", ("step-100/rank-0.pt",)),
     Case("a file is missing", (("gone", "step-100/rank-1.pt"),), "step-90", ("step-100/rank-1.pt",)),
     Case("two shards are swapped", (("swap", "step-100"),), "step-90", ("step-100/rank-0.pt", "step-100/rank-1.pt")),
+    Case("the last digit of a digest is another", (("digit", "step-100"),), "step-90", ("step-100/rank-1.pt",)),
     Case("a manifest is cut off", (("cut", "step-100/manifest.json"),), "step-90", ("step-100/manifest.json",)),
     Case("a manifest is missing", (("gone", "step-100/manifest.json"),), "step-90", ("step-100/manifest.json",)),
     Case("step-8 was copied over step-100", (("copy", "step-100"),), "step-90", ("step-100/manifest.json",)),
@@ -78,6 +79,9 @@ def spoil(folder: Path, kind: str, name: str) -> None:
         data = one.read_bytes()
         one.write_bytes(other.read_bytes())
         other.write_bytes(data)
+    elif kind == "digit":
+        text = (path / "manifest.json").read_text().removesuffix('"}}')
+        (path / "manifest.json").write_text(f'{text[:-1]}{"10"[text[-1] == "1"]}"}}}}')
     elif kind == "copy":
         for one in (folder / "step-8").iterdir():
             (path / one.name).write_bytes(one.read_bytes())

@@ -164,7 +164,9 @@ def _meaning(name: str, got: str, said: dict[str, str], job: Job) -> str:
 def _same(name: str, evidence: Evidence) -> str:
     """Say which of Slurm's variables a wrong one is, where it is that one in every task of every job."""
     rows = zip(JOBS, evidence.results[0], strict=True)
-    pairs = [(task(*job, rank), dict(got)) for job, answers in rows for rank, got in enumerate(answers)]
+    pairs = [
+        (task(*job, rank), got) for job, answers in rows for rank, got in enumerate(answers) if isinstance(got, dict)
+    ]
     same = [key for key in pairs[0][0] if all(got.get(name) == said[key] for said, got in pairs)]
     return f". That is {' or '.join(same)}" if same else ""
 
