@@ -171,6 +171,9 @@ WRONG_SCATTERS = (
     Mutant("works on a copy", "not in place", "not in the tensor", 2).edit(
         "tensor.tensor_split", "tensor.clone().tensor_split"
     ),
+    Mutant("a copy of the chunk", "a copy", "a view into it", 2).edit(
+        "return chunks[rank]", "return chunks[rank].clone()"
+    ),
     Mutant("calls all_reduce", "torch's own collective", "all_reduce", 2, "common shortcut").body(
         f"dist.all_reduce(tensor, group=group)\nreturn tensor{_MY_CHUNK}"
     ),
