@@ -7,8 +7,8 @@ import atexit
 import gc
 import io
 import os
-import resource
 import re
+import resource
 import signal
 import sys
 import threading
