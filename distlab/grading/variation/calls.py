@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
     results: list[Any] = []
     held: list[tuple[dict[str, Any], list[list[Any]]]] = []
     num_collectives = 0
-    first: tuple[Any, ...] = ()
-    modules: list[nn.Module] = []
+    first: Sequence[Any] = ()
     for number in range(vary.num_calls):
         draw = vary.draw(seed, number, dist.get_rank(), dist.get_world_size(), lambda parts: _group_of(parts, groups))
         drawn = vary.arguments(draw)
@@ -47,15 +46,12 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
             results.append(None)
             held.append(({}, []))
             continue
-        if number == vary.num_calls - 1 and first and not calls[0]["left"]:
-            modules = [each for each in first if isinstance(each, nn.Module)]
-            drawn = [_as_before(*pair) for pair in zip(first, drawn, strict=True)]
-        elif number == 0:
-            first = tuple(drawn)
+        first = first or drawn
+        is_last = number == vary.num_calls - 1 and not calls[0]["left"]
+        drawn, again = _as_before(first, drawn) if is_last else (drawn, "")
         positional, keywords = split(drawn)
         own = named(takes, positional, keywords)
-        words = ", ".join(f"{name}={said(value)}" for name, value in own.items())
-        words += " of call 1 with other tensors" * any(value is module for value in drawn for module in modules)
+        words = ", ".join(f"{name}={said(value)}" for name, value in own.items()) + again
         owned = {name: value for name, value in own.items() if name not in vary.scratch}
         before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         _seed_all(seed + number)
@@ -71,11 +67,8 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         results.append(result)
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         held.append((owned, after))
-        changed = [
-            [name, from_to(old[name], new.get(name))]
-            for name in old
-            if old[name] != new.get(name) and name not in vary.any_state
-        ]
+        others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
+        changed = [[name, from_to(old[name], new.get(name))] for name in others]
         call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
         calls.append({**call, "left": [*left]})
         torch.set_grad_enabled(True)
@@ -86,15 +79,22 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
     return {"calls": calls, "num_collectives": num_collectives}
 
 
-def _as_before(old: Any, new: Any) -> Any:
-    """Return the module of the first call with the new one's tensors, so that what is kept by its id is seen."""
-    if not isinstance(new, nn.Module):
-        return new
-    if str(old) != str(new) or [*dict(old.named_parameters())] != [*dict(new.named_parameters())]:
-        return new  # the answer took it apart
-    for one, other in zip(old.modules(), new.modules(), strict=True):
-        vars(one).update({key: value for key, value in vars(other).items() if key != "_modules"})
-    return old
+def _as_before(first: Sequence[Any], drawn: Sequence[Any]) -> tuple[list[Any], str]:
+    """Return arguments with the modules of the first call, which get the new ones' tensors, and words on that.
+
+    So what an answer keeps by a module's id is seen.
+    """
+    taken = []
+    for old, new in zip(first, drawn, strict=True):
+        alike = isinstance(new, nn.Module) and str(old) == str(new)
+        if alike and list(dict(old.named_parameters())) == list(dict(new.named_parameters())):
+            for one, other in zip(old.modules(), new.modules(), strict=True):
+                vars(one).update({key: value for key, value in vars(other).items() if key != "_modules"})
+            taken.append(old)
+        else:
+            taken.append(new)
+    is_again = any(one is not other for one, other in zip(taken, drawn, strict=True))
+    return taken, " of call 1 with other tensors" if is_again else ""
 
 
 def _same(old: Any, new: Any) -> bool:

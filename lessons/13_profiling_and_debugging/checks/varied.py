@@ -134,11 +134,6 @@ SECTIONS = Vary(
     },
 )
 
-WRONG_EXPOSED = (
-    Mutant("equal cuts once", "values", "exposed_ns(compute", 1, "calls that begin together").edit(
-        "sorted(cuts)", "sorted(set(cuts))"
-    ),
-)
 WRONG_LATE = (
     Mutant("three ranks", "values", "cost_of_lateness", 1, "one size").edit(
         "zip(*arrivals, strict=True)", "zip(*arrivals[:3], strict=True)"

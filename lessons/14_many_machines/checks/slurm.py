@@ -146,7 +146,7 @@ def judge_variables(evidence: Evidence) -> Iterator[Fault]:
                     yield Fault("not text", f"{text}: variables of the environment are text")
                 if got[name] != value:
                     text = f"{what}: {name} is {got[name]!r}, expected {value!r}"
-                    yield Fault(name, f"{text}{_meaning(name, got[name], said, job)}{_same(name, evidence)}")
+                    yield Fault(name, f"{text}{_meaning(name, got[name], said, job) or _same(name, evidence)}")
 
 
 def _meaning(name: str, got: str, said: dict[str, str], job: Job) -> str:
