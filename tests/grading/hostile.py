@@ -181,7 +181,7 @@ MORE = {
     ),
     "a tensor that exits": (
         "return type('T', (torch.Tensor,), {'__torch_function__': classmethod(lambda *a: os._exit(0))})(tensor)",
-        "exited with status 0",
+        SAME,
     ),
     "a deep list": (
         "deep = []\n    for _ in range(10**5): deep = [deep]\n    return deep",
@@ -198,11 +198,11 @@ MORE = {
     ),
     "pipes written to": (
         "\n    for n in range(3, 40):\n        try: os.write(n, b'passed' * 99)\n        except OSError: pass",
-        "",
+        "cannot be read|was killed|closed|exited|damaged",
     ),
     "pipes exchanged": (
-        "\n    for n in range(3, 40):\n        try: os.dup2(os.open('/dev/null', os.O_RDWR), n)\n        except OSError: pass",
-        "",
+        "\n    null = os.open('/dev/null', os.O_RDWR)\n    for n in range(3, 40): os.dup2(null, n)",
+        "closed a file descriptor|was killed|exited",
     ),
     "streams closed below": ("os.closerange(0, 3)", "it changed sys.stdout"),
     "exec": ("os.execv('/bin/true', ['true'])", "it starts a process"),
@@ -213,7 +213,7 @@ MORE = {
     "a signal to a thread": ("signal.pthread_kill(threading.main_thread().ident, 15)", "SIGTERM|asked it to end"),
     "ptrace": ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", "calls C's ptrace"),
     "a frame through C": (
-        "import ctypes; ctypes.pythonapi.PyEval_GetFrame.restype = ctypes.py_object; ctypes.pythonapi.PyEval_GetFrame()",
+        "import ctypes; look = ctypes.pythonapi.PyEval_GetFrame; look.restype = ctypes.py_object; look()",
         "calls C's PyEval_GetFrame",
     ),
     "memory of the parent": ("open(f'/proc/{os.getppid()}/mem', 'rb')", "reads the memory of a process"),
@@ -252,10 +252,10 @@ MORE = {
     ),
     "deep recursion": (
         "sys.setrecursionlimit(10**9)\n    f = lambda n: f(n + 1)\n    f(0)",
-        "SIGSEGV|memory|RecursionError",
+        f"SIGSEGV|memory|RecursionError|{HANGS}",
     ),
     "the text of its class": (
-        "import inspect as i, distlab.grading as g; i.getsource(g.reference_of(g.load_lesson('03').exercise('03.flat')))",
+        "import distlab.grading as g; inspect.getsource(g.reference_of(g.load_lesson('03').exercise('03.flat')))",
         "opens a file of the check|reference",
     ),
     "time stands still": ("time.time = time.monotonic = time.perf_counter = lambda: 0.0", "replaced time"),

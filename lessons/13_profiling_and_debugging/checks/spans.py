@@ -72,6 +72,9 @@ WRONG_EXPOSED = (
         "cuts = [cut for start, end in calls",
         "cuts = [cut for start, end in calls and [(min(calls)[0], max(end for _, end in calls))]",
     ),
+    Mutant("calls added up", "added up", "that is the sum of the calls' times; leave out what computing hides", 1).body(
+        "return sum(end - start for start, end in calls)"
+    ),
     Mutant("nothing computed", "computing exposed", "that is time that computes while nothing is sent", 1).edit(
         "moving > 0 and working == 0", "moving == 0 and working > 0"
     ),
