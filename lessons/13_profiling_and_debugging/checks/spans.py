@@ -72,15 +72,15 @@ WRONG_EXPOSED = (
         "cuts = [cut for start, end in calls",
         "cuts = [cut for start, end in calls and [(min(calls)[0], max(end for _, end in calls))]",
     ),
-    Mutant("calls added up", "added up", "that is the sum of the calls' times; leave out what computing hides", 1).body(
-        "return sum(end - start for start, end in calls)"
-    ),
     Mutant("nothing computed", "computing exposed", "that is time that computes while nothing is sent", 1).edit(
         "moving > 0 and working == 0", "moving == 0 and working > 0"
     ),
-    Mutant("not sorted", "not in order", "spans come in any order: sort them by time first", 1).edit(
-        "sorted(cuts)", "cuts"
-    ),
+    Mutant(
+        "not sorted",
+        "nothing hidden",
+        "that is the sum of the calls' times; computing hides what runs at the same time: go through all in order",
+        1,
+    ).edit("sorted(cuts)", "cuts"),
     Mutant("idle time", "idle", "a rank that neither computes nor sends is idle, not exposed", 1).edit(
         "moving > 0 and", "moving == 0 and"
     ),
