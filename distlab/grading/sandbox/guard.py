@@ -194,8 +194,8 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
                 f"it changed torch's default device to {now}, for everything that comes after; "
                 "give the device to the tensors that you make",
             )
-        if (now := kept()) != state:
-            what = next(name for name in state if now[name] != state[name])
+        if (after := kept()) != state:
+            what = next(name for name in state if after[name] != state[name])
             raise Refused("state left behind", f"it changed {what}, for everything that comes after: put it back")
         return _fenced(in_python_numbers(result), fence, (*args, *named.values()))
 
