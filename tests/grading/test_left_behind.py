@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import gc
 import inspect
+import io
 import json
 import os
 import re
+import resource
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -105,6 +110,36 @@ def open_descriptor(module):
     os.open("/dev/null", os.O_RDONLY)
 
 
+def no_rights(module):
+    average(module)
+    os.umask(0o77)
+
+
+def lower_limit(module):
+    average(module)
+    resource.setrlimit(resource.RLIMIT_CPU, (9999, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def another_loop(module):
+    average(module)
+    asyncio.set_event_loop(asyncio.new_event_loop())
+
+
+def runs_at_the_end(module):
+    average(module)
+    atexit.register(print)
+
+
+def writes_elsewhere(module):
+    average(module)
+    sys.stdout = io.StringIO()
+
+
+def closes_its_errors(module):
+    average(module)
+    os.close(2)
+
+
 AVERAGES = [
     (hooks_on_parameters, r"it leaves a hook on module\.\S+; keep what"),
     (hook_after_accumulation, r"it leaves a hook on module\.\S+; keep what"),
@@ -119,6 +154,12 @@ AVERAGES = [
     (anomaly_mode, r"torch's anomaly mode .*\(it was off, and is on\)"),
     (without_onednn, "torch's use of oneDNN"),
     (open_descriptor, "the number of open files"),
+    (no_rights, r"it changed the rights of new files \(os.umask\)"),
+    (lower_limit, r"it changed the program's limits \(resource.setrlimit\)"),
+    (another_loop, r"it changed the event loop \(asyncio.set_event_loop\)"),
+    (runs_at_the_end, r"a function to be run at the program's end \(atexit.register\)"),
+    (writes_elsewhere, "it changed sys.stdout, for everything that comes after"),
+    (closes_its_errors, "it changed sys.stderr, for everything that comes after"),
 ]
 
 
@@ -127,7 +168,7 @@ def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
     report = examine(load_lesson("03.average").exercise("03.average"), fn, worlds=(1,), seed=0)
     assert report.fault in ("state left behind", "default device"), str(report)
     assert re.search(says, report.message), report.message
-    assert report.fault == "default device" or "call 1, average_gradients(" in report.message
+    assert re.search("call 1, average_gradients|for everything that comes after|atexit.register", report.message)
 
 
 def test_the_rank_is_named() -> None:

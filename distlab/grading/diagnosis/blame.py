@@ -103,7 +103,8 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
         return _stuck(error) if misfit is None else Fault("mismatch", misfit)
     root = error.failures[0]
     is_refused = any(words in root.summary for words in _REFUSED)
-    if misfit is not None and (root.is_noise or is_refused or root.summary.startswith("was killed")):  # gloo aborts
+    by_itself = root.summary.startswith(("raised Refused", "raised NotYet", "exited", "closed", "returned"))
+    if misfit is not None and not by_itself:  # the cause, whether a rank has come to an error of its own or not yet
         return Fault("mismatch", misfit)
     if is_refused and (calls := _explanation(str(error))):
         return Fault("mismatch", calls)

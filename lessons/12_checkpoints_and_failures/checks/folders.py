@@ -46,7 +46,7 @@ CASES = (
     ),
     Case(
         "two are damaged",
-        (("flip", "step-100/rank-0.pt"), ("cut", "step-90/rank-1.pt")),
+        (("flip", "step-100/rank-0.pt"), ("digit", "step-90")),  # the last one of a digest
         "step-8",
         ("step-100/rank-0.pt", "step-90/rank-1.pt"),
     ),
@@ -83,6 +83,9 @@ def spoil(folder: Path, kind: str, name: str) -> None:
         data = one.read_bytes()
         one.write_bytes(other.read_bytes())
         other.write_bytes(data)
+    elif kind == "digit":
+        text = (path / "manifest.json").read_text().removesuffix('"}}')
+        (path / "manifest.json").write_text(f'{text[:-1]}{"10"[text[-1] == "1"]}"}}}}')
     elif kind == "copy":
         for one in (folder / "step-8").iterdir():
             (path / one.name).write_bytes(one.read_bytes())
