@@ -165,6 +165,8 @@ class Meeting:
             if not (seen - step) & 0x80000000:
                 return
             futex.wait(address, seen, self._look)
+            if not (word.value - step) & 0x80000000:  # else: does it still live? To read that takes 25 us
+                return
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s
             reason = self.failure or why_gone(self.arena, rank, self.members)
