@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -138,12 +139,12 @@ class FlatLayout:
                 f"FlatLayout: num_shards is {self.num_shards} and multiple_of {self.multiple_of}; pass at least 1"
             )
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each tensor in the buffer."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]

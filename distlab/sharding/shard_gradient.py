@@ -217,16 +217,19 @@ def _unless_refused(
     name = _name_of(func)
     if name in ("__reduce_ex__", "__deepcopy__") and not isinstance(args[0], FlatShard):
         return getattr(args[0].to_local(), name)(*args[1:])
+    knows = name in ABOUT or knows_of_parts()
+    if knows and func != DATA:  # many times a step
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
     parts = [one for one in tree_leaves([args, kwargs]) if isinstance(one, _Part)]
     kind = ShardGradient if any(isinstance(one, ShardGradient) for one in parts) else ShardValues
-    knows = name in ABOUT or knows_of_parts()
     if not knows and name in (*SHAPES, *MIXES):
         raise ValueError(f"rank {_rank()}: {_why(name)}")
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **(kwargs or {}))
         if func == DATA:  # is no way around what is refused
             return result.as_subclass(kind)
-        if knows or name.startswith("new_"):
+        if name.startswith("new_"):
             return result
         if name in COUNTS:
             return HeldCount(result)

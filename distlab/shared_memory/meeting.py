@@ -175,7 +175,7 @@ class Meeting:
             if not (seen - step) & 0x80000000:
                 return
             futex.wait(address, seen, self._look)
-            if word.value != seen:
+            if word.value != seen:  # else: does it still live? To read that takes 25 us
                 continue
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s

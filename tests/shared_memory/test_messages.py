@@ -9,7 +9,7 @@ import torch.distributed as dist
 from collective_programs import backwards
 
 from distlab.comm import Ranks, run
-from distlab.shared_memory import arena
+from distlab.shared_memory import arena, futex
 from distlab.shared_memory.messages.lanes import InLane, OutLane
 from distlab.shared_memory.messages.letters import NUM_RECEIPTS, Message
 from distlab.shared_memory.work import SharedWork
@@ -113,12 +113,38 @@ def test_a_rank_that_leaves_at_once_has_told_which_messages_it_took():
     assert run(backwards, 2, args=(1500, 1, True), timeout_s=60, backend="shared") == [True] * 2
 
 
-def test_receipts_for_which_there_is_no_room_come_later():
+def both_ends():
+    """Return both ends of a lane, how often each rank was rung, and the memory, for as long as they are used."""
     file = os.memfd_create("lane")
     os.ftruncate(file, arena.Layout(2).num_bytes)
     ends = [arena.Arena(file, rank, 2, [(os.getpid(), "")] * 2) for rank in range(2)]
     os.close(file)
-    out, lane, count = OutLane(ends[0], 0, 1), InLane(ends[1], 0, 1), NUM_RECEIPTS + 88
+    bells = [futex.word_at(ends[0].header(rank) + arena.BELL) for rank in range(2)]
+    return OutLane(ends[0], 0, 1), InLane(ends[1], 0, 1), lambda: [bell.value for bell in bells], ends
+
+
+def test_each_side_is_rung_at_every_piece_that_it_can_move():
+    """So that one piece is read while the next is written."""
+    out, lane, rung, _memory = both_ends()
+    piece_bytes = arena.Layout(2).piece_bytes
+    source = torch.arange(3 * arena.NUM_PIECES * piece_bytes // 8)  # three times what the lane holds
+    target = torch.zeros_like(source)
+    send, receive = (Message(1 - k, 0, one, 0, "", SharedWork([]), 0.0) for k, one in enumerate((source, target)))
+    out.waiting.append(send)
+    assert out.advance()
+    assert rung() == [0, arena.NUM_PIECES], "the receiver, at each piece"
+    assert lane.advance([receive])
+    assert rung() == [arena.NUM_PIECES, arena.NUM_PIECES], "the sender, at each place that it can fill"
+    while not receive.work.is_over:
+        out.advance()
+        lane.advance([])
+    assert torch.equal(source, target)
+    assert rung()[0] == 2 * arena.NUM_PIECES, "it has nothing to write into the last places"
+    assert rung()[1] == 3 * arena.NUM_PIECES - 1, "the caller rings at the end"
+
+
+def test_receipts_for_which_there_is_no_room_come_later():
+    (out, lane, _, _memory), count = both_ends(), NUM_RECEIPTS + 88
     sends = [Message(1, tag, torch.full((1,), tag), 0, "", SharedWork([]), 0.0) for tag in range(count)]
     out.waiting.extend(sends)
     other = [Message(0, count, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0)]

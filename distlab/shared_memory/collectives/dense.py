@@ -119,6 +119,8 @@ class Landings:
         Raises:
             ValueError: different values would lie at one place.
         """
+        if not self._scattered:
+            return
         with torch.no_grad(), unseen():
             for tensor, flat in self._scattered:
                 target, values = tensor.detach(), flat.view(tensor.shape)

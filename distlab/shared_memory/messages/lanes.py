@@ -9,12 +9,13 @@ over once a receive has taken it: the receiver then leaves the message's number 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import deque
 
 import torch
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import LANE_HEAD_BYTES, NUM_PIECES, Arena
+from distlab.shared_memory.arena import BELL, LANE_HEAD_BYTES, NUM_PIECES, Arena
 from distlab.shared_memory.messages.letters import (
     LETTERS,
     NUM_LETTERS,
@@ -33,10 +34,16 @@ copy = ctypes.memmove
 
 
 class _Lane:
-    """What both ends know of a lane."""
+    """What both ends know of a lane.
+
+    Attributes:
+        ring: lets the other end look.
+    """
 
     def __init__(self, arena: Arena, source: int, destination: int) -> None:
         base = arena.base + arena.layout.lane(source, destination)
+        other = destination if arena.rank == source else source
+        self.ring = functools.partial(futex.add, arena.header(other) + BELL)
         self.piece_bytes = arena.layout.piece_bytes
         self.posted = futex.word_at(base + POSTED)
         self.written = futex.word_at(base + WRITTEN)
@@ -123,6 +130,8 @@ class OutLane(_Lane):
             written = (written + 1) % _WRAP
             futex.fence()
             self.written.value = written
+            if message.moved < message.num_bytes:
+                self.ring()  # the receiver copies this piece while the next one is written
         return written != first
 
 
@@ -213,10 +222,12 @@ class InLane(_Lane):
             futex.fence()
             length = min(self.piece_bytes, message.num_bytes - self._moved)
             copy(message.address + self._moved, self.piece(read), length)
-            self._moved += length
             read = (read + 1) % _WRAP
             futex.fence()
             self.read.value = read
+            if self._moved + NUM_PIECES * self.piece_bytes < message.num_bytes:
+                self.ring()  # the sender has waited for this place
+            self._moved += length
 
     def _end(self, message: Message) -> None:
         number, is_aside = self._number, self._is_aside
