@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import device
 from distlab.modules.blocks import Choice, find_blocks, outermost
@@ -69,6 +70,9 @@ def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
     statistics (BatchNorm) and the vectors of spectral norm are updated once. This holds for the modules that the
     function is, belongs to, or names. Both runs change everything else that it writes to: plain attributes, lists.
 
+    In a graph of torch.compile the graph computes again, as torch's own checkpoint tells it to; the order of
+    `recompute_blocks` and compiling makes no difference.
+
     Cost: X bytes in place of A, and a second forward, in backward, of which A is alive until its backward is done. A
         copy of each buffer that is written, or is small (at most 64 Ki elements), is kept for backward.
     Error: exact, bit for bit: outputs, gradients, random numbers and buffers, dropout and autocast included.
@@ -81,6 +85,8 @@ def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
     """
     if not torch.is_grad_enabled():
         return function(*inputs, **options)
+    if torch.compiler.is_dynamo_compiling():  # a graph saves what it likes: torch's own marks what it computes again
+        return checkpoint(partial(function, **options), *inputs, use_reentrant=False)
     run = _Run(function, inputs, options)
     with saved_tensors_hooks(run.pack, run.unpack):
         made = function(*inputs, **options)
@@ -121,10 +127,11 @@ def recompute_blocks(
             "a block is an item of a ModuleList or Sequential. Pass blocks= (a class, a pattern of names, a function), "
             "or call recompute(function, *inputs) inside the model"
         )
-    twice = [name for name, module in chosen.items() if "forward" in vars(module)]
+    twice = [name for name, one in chosen.items() if getattr(vars(one).get("forward"), "func", None) is recompute]
     if twice:
         raise ValueError(f"{', '.join(twice)} recompute already; build the model anew")
-    never = [name for name, module in chosen.items() if type(module).forward is nn.Module.forward]
+    plain = nn.Module.forward
+    never = [n for n, one in chosen.items() if type(one).forward is plain and "forward" not in vars(one)]
     if never:
         raise ValueError(
             f"{', '.join(never)} are never called (lists have no forward); pass blocks= that name their items"

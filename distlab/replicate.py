@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.flat import FlatBuffer, same_kind
+from distlab.modules.every_parameter import every_parameter
 
 
 def parameter_facts(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
@@ -46,7 +47,7 @@ class Registered:
     def __init__(self, module: nn.Module, who: str) -> None:
         self.module, self._who = module, who
         _refuse_max_norm(module, who)
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names = {parameter: name for name, parameter in every_parameter(module)}
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
         self._modules = list(module.modules())
         self._registered = self._registrations()
@@ -67,7 +68,7 @@ class Registered:
             found += [
                 f"{name} was added after {self._who} was built, so ranks neither share its values nor average its "
                 "gradient; close() this one and build another"
-                for name, parameter in self.module.named_parameters()
+                for name, parameter in every_parameter(self.module)
                 if parameter not in self._names
             ]
         return found

@@ -60,8 +60,8 @@ dist.all_reduce(numbers)
 numbers.tolist()
 
 # %% [markdown]
-# `%%ranks [0,2]` runs a cell on those two alone, `%%ranks --push model` copies `model` from the notebook to the
-# ranks first, `%ranks` says what they hold, and `%ranks stop` ends them.
+# `%%ranks [0,2]` runs a cell on those two alone. `%%ranks --push model` copies `model` from the notebook to the ranks
+# first. `%ranks` says what they hold, and `%ranks stop` ends them.
 
 # %%
 # %ranks

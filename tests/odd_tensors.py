@@ -42,7 +42,7 @@ def expanded():
     check("reduce_scatter", part, total)
     dist.all_to_all_single(whole, one(4 * n))
     check("all_to_all", whole.view(n, 4), torch.arange(1.0, n + 1).view(n, 1))
-    parts = [torch.empty(4) for _ in range(n)]
+    parts = [torch.zeros(4) for _ in range(n)]  # empty memory may hold NaN, which equals nothing
     dist.gather(one(4), parts if me == 0 else None)
     check("gather", torch.stack(parts), torch.arange(1.0, n + 1).view(n, 1) if me == 0 else torch.stack(parts))
     dist.scatter(part, [one(4)] * n if me == last else None, last)

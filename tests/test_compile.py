@@ -182,20 +182,77 @@ def test_kernels_that_inductor_wrote_train_as_without():
             check(ranks, [name], ["whole"], "inductor")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["whole", "blocks", "in place"])
-def test_compile_and_recompute_in_one_process(how):
-    torch._dynamo.reset()
-    plain = layers(nn.Sequential)
-    model = copy.deepcopy(plain)
-    recompute_blocks(model)
+class Drops(Block):
+    """Drops numbers and keeps statistics: both must be the same in the second run, and be drawn and updated once."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+class Checkpointed(nn.Sequential):
+    """torch's own checkpoint around each block."""
+
+    def forward(self, x):
+        for block in self:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def recomputed(model, how, order):
+    """Return a model that is compiled, and computes again in backward by this package or by torch."""
+    if order == "torch":
+        return compiled(Checkpointed(*model), how)
+    if order == "first":
+        recompute_blocks(model)
     called = compiled(model, how)
+    if order == "last":
+        recompute_blocks(model)
+    return called
+
+
+@pytest.mark.soak_where(how=("whole", "blocks", "forward"))
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("order", ["first", "last", "torch"])
+def test_compile_and_recompute_in_one_process(how, order):
+    torch._dynamo.reset()
+    utils.counters.clear()
+    plain = layers(Drops)
+    called = recomputed(copy.deepcopy(plain), how, order)
     for step in range(2):
         x, y = batch(step)
-        for one in (plain, called):
-            nn.functional.mse_loss(one(x), y).backward()
+        for model in (plain, called):
+            torch.manual_seed(step)
+            nn.functional.mse_loss(model(x), y).backward()
+    assert utils.counters["stats"]["unique_graphs"], "nothing was compiled"
     assert same(
         {n: p.grad for n, p in plain.named_parameters()},
         {n.replace("_orig_mod.", ""): p.grad for n, p in called.named_parameters()},
     )
-    assert same(dict(plain.named_buffers()), {n.replace("_orig_mod.", ""): b for n, b in called.named_buffers()})
+    buffers = {n.replace("_orig_mod.", ""): b for n, b in called.named_buffers()}
+    is_twice = order == "torch" and how != "whole"  # torch's checkpoint outside of a graph updates statistics again
+    assert same(dict(plain.named_buffers()), buffers) != is_twice
+
+
+def elements_kept(model, x):
+    """Return how many elements a forward keeps for backward, parameters apart."""
+    kept = {one.untyped_storage().data_ptr(): 0 for one in model.parameters()}
+
+    def pack(tensor):
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    loss.backward()
+    return sum(kept.values())
+
+
+def test_a_graph_that_recomputes_keeps_inputs_of_blocks_and_little_else():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Tanh()) for _ in range(4)))
+    again, x = copy.deepcopy(model), torch.randn(512, 8)
+    recompute_blocks(again)
+    torch._dynamo.reset()
+    everything, inputs = (elements_kept(compiled(one, "in place"), x) for one in (model, again))
+    assert everything >= 4 * x.numel() * (8 + 1), "of each block what its layers made"
+    assert inputs <= 6 * x.numel(), "each block's input, the output and the gradient"

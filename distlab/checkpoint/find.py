@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -82,15 +82,16 @@ def read_manifest(path: Path) -> Manifest:
 def checked(path: Path, record: FileRecord) -> Iterator[BinaryIO]:
     """Open a file of a checkpoint once its size and SHA-256 are those of its record; ValueError names what is wrong."""
     name = f"{path.name}/{record.name}"
-    try:
-        file = open_file(path / record.name)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror})") from None
-    with file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes != record.num_bytes:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open_file(path / record.name))
+            num_bytes = os.fstat(file.fileno()).st_size
+            digest = hashlib.file_digest(file, "sha256") if num_bytes == record.num_bytes else None
+            file.seek(0)
+        except OSError as error:  # also where the disk fails in the middle
+            raise ValueError(f"{name} cannot be read ({error.strerror})") from None
+        if digest is None:
             raise ValueError(f"{name} has {num_bytes} bytes; {record.num_bytes} were written")
-        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+        if digest.hexdigest() != record.sha256:
             raise ValueError(f"{name} was changed after it was written (its SHA-256 differs)")
-        file.seek(0)
         yield file

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from distlab.gradient_hook import GradientHook
+from distlab.modules.every_parameter import every_parameter
 from distlab.replicate import bit_sum
 from distlab.rng import random_state, restore_random_state
 
@@ -106,7 +107,7 @@ def collect(parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
 def sums_of(parts: Parts) -> dict[str, tuple[str, int]]:
     """Return shape and sum of bits of each parameter of which rank 0 writes its own for all, by part and name."""
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module) and not is_own(part)}
-    named = {f"{name}: {key}": one for name, part in modules.items() for key, one in part.named_parameters()}
+    named = {f"{name}: {key}": one for name, part in modules.items() for key, one in every_parameter(part)}
     sums = [bit_sum(one) for one in named.values()]
     places = {one.device for one in sums}  # one wait for each device
     added = {place: iter(torch.stack([s for s in sums if s.device == place]).tolist()) for place in places}

@@ -241,7 +241,7 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[Path | No
     try:
         yield folder
     finally:
-        calls = read_records(folder).rank(member.rank).to_trace()
+        calls = read_records(folder, member.rank).rank(member.rank).to_trace()
         save_trace(Trace.concatenate([member.spans.trace(), calls]), rank_file(folder, member.rank))
 
 

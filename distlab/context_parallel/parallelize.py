@@ -23,6 +23,7 @@ from distlab.context_parallel.placement import position_ids, require_divisible
 from distlab.context_parallel.ring import ring_attention
 from distlab.flat import FlatBuffer, same_kind
 from distlab.models import GPT, Attention
+from distlab.modules.every_parameter import every_parameter
 from distlab.replicate import broadcast_each
 
 KINDS: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "all_to_all": all_to_all_attention}
@@ -57,9 +58,9 @@ def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = 
     agree(problem, group, what="whether context_parallel can change the model")
     if problem is not None:
         raise ValueError(f"rank {rank}: context_parallel: {problem}")
-    names = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    names = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in every_parameter(model)]
     agree({"config": str(model.config), "kind": kind, "check": check, "parameters": names}, group, what="model")
-    broadcast_each(model.parameters(), group)
+    broadcast_each((parameter for _, parameter in every_parameter(model)), group)
     for block in model.blocks:
         block.attention = ContextParallelAttention(cast(Attention, block.attention), partial(KINDS[kind], group=group))
     model.position_embedding = PlacedPositions(model.position_embedding, group)
@@ -80,7 +81,7 @@ def average_gradients_(model: nn.Module, group: ProcessGroup | None = None) -> N
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
         return
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in every_parameter(model) if parameter.requires_grad}
     for name, parameter in trained.items():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ValueError(f"rank {group_rank(group)}: {name} has a sparse gradient; use sparse=False")
@@ -142,7 +143,11 @@ def _problem(model: object, kind: str, num_ranks: int) -> str | None:
     if kind not in KINDS:
         return f"kind is {kind!r}; choose one of {', '.join(KINDS)}"
     if not isinstance(model, GPT):
-        return f"expected a distlab.models.GPT, got {type(model).__name__}"
+        return (
+            f"expected a distlab.models.GPT, got {type(model).__name__}. In a model of your own call "
+            "ring_attention(query, key, value, group=group) where it attends, take positions from position_ids(length, "
+            "group), and call average_gradients_(model, group) after backward"
+        )
     odd = [type(block.attention).__name__ for block in model.blocks if type(block.attention) is not Attention]
     if odd:
         return f"the model's attention is {odd[0]} already; pass a GPT as it was made"

@@ -31,6 +31,7 @@ from distlab.data_parallel.steps import broadcast_parameters, in_buckets, traina
 from distlab.gradient_hook import GradientHook
 from distlab.gradients.flat_gradients import SendInBackward
 from distlab.gradients.gradient_status import UNUSED, Reports, gather_reports
+from distlab.modules.every_parameter import every_parameter
 from distlab.replicate import Registered, agree_on_parameters
 from distlab.trace import SpanWriter
 
@@ -101,8 +102,8 @@ class DataParallel:
         self.hook = hook
         self.step = 0
         self._rank = dist.get_rank(group)
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
-        agree_on_parameters(module.named_parameters(), group)
+        self._names = {parameter: name for name, parameter in every_parameter(module)}
+        agree_on_parameters(every_parameter(module), group)
         options = [bucket_bytes, first_bucket_bytes, unused, type(hook).__name__, check_finite]
         agree(options, group, what="bucket_bytes, first_bucket_bytes, unused, hook and check_finite")
         if unused not in WAYS_WITH_UNUSED:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.flat import FlatBuffer, same_kind
+from distlab.modules.every_parameter import every_parameter
 from distlab.plan import assign_buckets
 from distlab.replicate import broadcast_flat
 from distlab.trace import SpanWriter
@@ -40,7 +41,7 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup | None = None) -
 
     Cost: one broadcast per dtype, of that dtype's parameter and buffer bytes.
     """
-    broadcast_flat([*module.parameters(), *module.buffers()], group)  # a tied parameter comes once
+    broadcast_flat([*(parameter for _, parameter in every_parameter(module)), *module.buffers()], group)
 
 
 def average_per_parameter(parameters: Iterable[nn.Parameter], group: ProcessGroup | None = None) -> None:
@@ -115,7 +116,7 @@ class Bucketed:
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None, bucket_bytes: int = 25_000_000) -> None:
         self.group = group
-        parameters = trainable(module.parameters())
+        parameters = trainable(parameter for _, parameter in every_parameter(module))
         self.buckets = [FlatBucket(members) for members in in_buckets(parameters, bucket_bytes)]
 
     def synchronize(self) -> None:

@@ -65,7 +65,8 @@ def expert_parallel(
     names = [name for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
     if not names or "" in names:
         raise ValueError(
-            "expert_parallel: the model holds no MixtureOfExperts; call mix_experts, or from_full on a layer"
+            "expert_parallel: the model holds no MixtureOfExperts; call mix_experts, or from_full on a layer. "
+            "In a model of your own put MixtureOfExperts(router, experts) in the place of its mixture"
         )
     broadcast_state(model, group, what="the models given to expert_parallel")
     for name in names:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from distlab import clip
 from distlab.expert_parallel.layer import ExpertParallel
 from distlab.flat import same_kind
+from distlab.modules.every_parameter import every_parameter
 from distlab.precision import all_reduce_in_float32
 
 
@@ -28,7 +29,7 @@ def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[st
     An expert of a layer whose group is of one rank counts as one too.
     """
     ids = {id(p) for layer in _layers(model) for p in layer.experts.parameters()}
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in every_parameter(model) if p.requires_grad}
     replicated = {name: p for name, p in named.items() if id(p) not in ids}
     return replicated, {name: p for name, p in named.items() if id(p) in ids}
 

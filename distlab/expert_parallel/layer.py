@@ -16,6 +16,7 @@ from distlab.expert_parallel.assign import Assignment, assign, combine
 from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_ranks, trade_counts
 from distlab.expert_parallel.plain import Load, MixtureOfExperts
 from distlab.expert_parallel.router import Router, Routing, load_sums, switch_loss
+from distlab.modules.every_parameter import every_parameter
 from distlab.plan import split_evenly
 from distlab.replicate import broadcast_each
 
@@ -213,7 +214,7 @@ def broadcast_state(module: nn.Module, group: ProcessGroup | None = None, *, wha
     Raises:
         ValueError: on every rank: they have other names, shapes or types.
     """
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state = {**dict(every_parameter(module)), **dict(module.named_buffers())}
     agree({name: [list(value.shape), str(value.dtype)] for name, value in state.items()}, group, what=what)
     broadcast_each(state.values(), group)
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from distlab.grading.sealed import text_of
+
 
 class Edit(NamedTuple):
     """Replace `old`, which occurs `times` times in the reference, by `new`."""
@@ -131,7 +133,7 @@ def wrong_text(mutant: Mutant, reference: Callable[..., Any], who: str = "") -> 
     Raises:
         ValueError: the text to be replaced does not occur as often as the edit says.
     """
-    head, body = signature_and_body(textwrap.dedent(inspect.getsource(inspect.unwrap(reference))).rstrip())
+    head, body = signature_and_body(textwrap.dedent(text_of(inspect.unwrap(reference))).rstrip())
     if mutant.new_body is not None:
         body = textwrap.indent(mutant.new_body, "    ")
     text = f"{head}\n{body}"

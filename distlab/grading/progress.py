@@ -28,7 +28,7 @@ FILE = "progress.json"
 MINE = "mine"  # --impl mine: the learner's working copy of the lesson
 SCHEMA = 1
 FAILED_CHECKS = 3  # wrong answers before the solution is shown
-OUTSIDE = "Not kept: this is not a folder that `distlab lesson start` made."
+OUTSIDE = "Your progress is not kept: this is not a folder that `distlab lesson start` made."
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _change(alter: Callable[[Record], None], start: Path | None) -> str:
             alter(record)
             _write(folder, record)
     except OSError as error:
-        return f"Not kept: {folder / FILE} cannot be written ({error.strerror or error})."
+        return f"Your progress is not kept: {folder / FILE} cannot be written ({error.strerror or error})."
     return told
 
 

@@ -16,6 +16,7 @@ from distlab.grading.sandbox.library import twins_of
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
+_NOT_YOURS = "write to no file descriptor that you did not open, and to no file of the check"
 MAX_OUTPUT_BYTES = 10_000_000
 LOOK_S = 0.1
 
@@ -41,7 +42,9 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
                 return Fault("output", f"{amount}: print less, and only from one rank{where}")
             return fault_of(error, exercise, fn, ranks.world_size)
         except ValueError as error:
-            return Fault("not sent", _why_not_sent(fn) or str(error))
+            if why := _why_not_sent(fn):
+                return Fault("not sent", why)
+            return Fault("killed", f"what its ranks wrote cannot be read ({error}): {_NOT_YOURS}")
         except (RuntimeError, OSError) as error:
             raise Unavailable(str(error)) from error
     try:

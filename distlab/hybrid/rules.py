@@ -26,7 +26,11 @@ def problem_of(plan: object, model: object, order: object, world_size: int) -> s
     except (ValueError, TypeError) as error:
         return str(error)
     if type(model) is not GPT:
-        return f"the model is a {type(model).__name__}; pass a distlab.models.GPT as it was made"
+        return (
+            f"the model is a {type(model).__name__}; pass a distlab.models.GPT as it was made. Put another model on "
+            "the axes by hand, with comm.mesh_groups(mesh): parallelize_module on its tensor group, then Pipeline and "
+            "StageAverages, or FullyShard"
+        )
     return next(_problems(plan, model), "")
 
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm.p2p import needs_batches
 from distlab.flat import FlatBuffer
 from distlab.gradients.flat_gradients import TimedWork
+from distlab.modules.every_parameter import every_parameter
 from distlab.pipeline import Pipeline
 from distlab.replicate import broadcast_each
 from distlab.trace import SpanWriter
@@ -58,7 +59,7 @@ class StageAverages:
         self._buckets: dict[int, list[_StageBucket]] = {}
         seen: set[nn.Parameter] = set()
         for number, module in stages.items():
-            trained = [p for p in module.parameters() if p.requires_grad and p not in seen]
+            trained = [p for _, p in every_parameter(module) if p.requires_grad and p not in seen]
             seen.update(trained)
             for is_expert, same in own_groups.items():
                 for when, is_late in ((number, False), (-1, True)):

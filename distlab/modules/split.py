@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.modules.every_parameter import every_parameter
 from distlab.modules.named_parts import Slab
 
 
@@ -100,7 +101,7 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
         for name, split in getattr(module, "splits", {}).items()
         if module._parameters[name] is not None
     }
-    return {name: by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in by_id}
+    return {name: by_id[id(parameter)] for name, parameter in every_parameter(model) if id(parameter) in by_id}
 
 
 def group_of_parts(model: nn.Module) -> ProcessGroup | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
-from distlab.pipeline.backward.two_parts import SplitBackward, WeightWork, full_backward
+from distlab.pipeline.backward.layers import WeightWork
+from distlab.pipeline.backward.two_parts import SplitBackward, full_backward
 from distlab.recompute import recompute
 
 

@@ -143,6 +143,8 @@ class Cluster:
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
+        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, not both at once.
+        scatters_each: stage 3 scatters gradients in every micro-batch and adds up its shard; else in the last one.
         num_cores: where ranks are processes of one machine, the cores that they share, in turns; `device` says how fast
             they are when all of them compute. None: each has a device of its own.
     """
@@ -165,6 +167,8 @@ class Cluster:
     slice_s: float = 0.0
     live_elements: float | None = None
     stops_early: bool = False
+    casts_twice: bool = False
+    scatters_each: bool = False
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"

@@ -1,11 +1,29 @@
-"""Parameters that lie in the same memory: one process updates both at once, and shards would hold each apart."""
+"""Parameters that shards cannot hold: two in the same memory, which one process updates at once; or hidden ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from distlab.modules.every_parameter import every_parameter, hidden_parameters
+
+
+def parameters_to_shard(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name all parameters; refuse trained ones that the module does not show: shards of them would be updated.
+
+    Raises:
+        ValueError: the text names the first of them.
+    """
+    hidden = [name for name, parameter in hidden_parameters(module) if parameter.requires_grad]
+    if hidden:
+        more = f" and {len(hidden) - 1} more" if hidden[1:] else ""
+        raise ValueError(
+            f"{type(module).__name__}.parameters() or named_parameters() leaves out {hidden[0]}{more}, which would "
+            "train in shards and not in one process. Return it there, or freeze it with requires_grad_(False)"
+        )
+    return every_parameter(module)
 
 
 def refuse_overlaps(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distlab.comm.p2p import Receive, Send, exchange
 from distlab.lab import CommonSettings, Lab, flag, main
@@ -64,8 +65,10 @@ def run(lab: Lab[Settings]) -> None:
     if num_ranks == 1:
         lab.report.note("One rank alone sends nothing: start two or more to measure messages.")
         return
-    pairs = measure_pairs(lab)
-    report_pairs(lab, pairs)
+    times_s = measure_pairs(lab)
+    pairs = fit_pairs(lab, times_s) if lab.member.rank == 0 else {}  # rank 0 speaks for all
+    if pairs:
+        report_pairs(lab, pairs)
     pass_token(lab, pairs)
 
 
@@ -84,35 +87,46 @@ def check_shift(lab: Lab[Settings]) -> None:
     lab.report.fact("shift: bytes sent per rank", sent, 8_000 if num_ranks > 1 else 0, "B")
 
 
-def measure_pairs(lab: Lab[Settings]) -> dict[tuple[int, int], Pair]:
-    """Time every pair by itself, while all other ranks wait; every rank gets the results of all."""
-    settings, device = lab.settings, lab.member.device
-    ping_pong, fit = lab.function("01.ping_pong"), lab.function("01.fit")
+def measure_pairs(lab: Lab[Settings]) -> Tensor:
+    """Time every pair by itself; return the seconds of one message, a row for each pair and a column for each size.
+
+    A rank measures with each higher rank, then gives the turn to the next one. The others wait for a message meanwhile,
+    which costs nothing. A collective after each pair would do, too, but its price grows with the square of the ranks.
+    """
+    settings, device, rank = lab.settings, lab.member.device, lab.member.rank
+    ping_pong, turn = lab.function("01.ping_pong"), torch.zeros(1, device=device)
     with lab.watched():  # a learner's ping-pong that hangs is told here
-        for partner in partners(lab):
+        for _, partner in partners(lab):
             ping_pong(torch.zeros(settings.sizes[0], dtype=torch.uint8, device=device), partner, 1)
-    pairs = {}
-    for pair in itertools.combinations(range(lab.member.world_size), 2):
-        times = torch.zeros(len(settings.sizes), dtype=torch.float64, device=device)
+    num_ranks = lab.member.world_size
+    times_s = torch.zeros(num_ranks * (num_ranks - 1) // 2, len(settings.sizes), dtype=torch.float64, device=device)
+    for number, partner in partners(lab):
+        if partner == rank + 1 and rank > 0:
+            exchange(Receive(turn, rank - 1))
+        for index, size in enumerate(settings.sizes):
+            message = torch.zeros(size, dtype=torch.uint8, device=device)
+            with lab.member.spans.span(f"ping-pong of {size} bytes", "wait"):
+                ping_pong(message, partner, 1)  # warms up: the first message opens the connection
+                measured = [ping_pong(message, partner, settings.rounds) for _ in range(settings.repeats)]
+            times_s[number, index] = statistics.median(measured)
+        if partner == num_ranks - 1 and rank < num_ranks - 2:
+            exchange(Send(turn, rank + 1))
+    dist.all_reduce(times_s)  # of a pair two ranks measured, and the others are at zero
+    return times_s / 2
+
+
+def partners(lab: Lab[Settings]) -> Iterator[tuple[int, int]]:
+    """Yield this rank's pairs, in an order in which all can meet: number of the pair, and the partner."""
+    for number, pair in enumerate(itertools.combinations(range(lab.member.world_size), 2)):
         if lab.member.rank in pair:
-            partner = pair[1] if lab.member.rank == pair[0] else pair[0]
-            for index, size in enumerate(settings.sizes):
-                message = torch.zeros(size, dtype=torch.uint8, device=device)
-                with lab.member.spans.span(f"ping-pong of {size} bytes", "wait"):
-                    ping_pong(message, partner, 1)  # warms up: the first message opens the connection
-                    measured = [ping_pong(message, partner, settings.rounds) for _ in range(settings.repeats)]
-                times[index] = statistics.median(measured)
-        dist.all_reduce(times)  # two ranks measured, and the others are at zero; it also keeps them waiting
-        times_s = tuple((times / 2).tolist())
-        pairs[pair] = Pair(times_s, *fit(settings.sizes, times_s))
-    return pairs
+            yield number, sum(pair) - lab.member.rank
 
 
-def partners(lab: Lab[Settings]) -> Iterator[int]:
-    """Yield this rank's partners in an order in which all pairs can meet: the same list of pairs on every rank."""
-    for one, other in itertools.combinations(range(lab.member.world_size), 2):
-        if lab.member.rank in (one, other):
-            yield other if lab.member.rank == one else one
+def fit_pairs(lab: Lab[Settings], times_s: Tensor) -> dict[tuple[int, int], Pair]:
+    """Fit latency and bandwidth to each pair's times."""
+    fit, sizes = lab.function("01.fit"), lab.settings.sizes
+    of_pair = zip(itertools.combinations(range(lab.member.world_size), 2), times_s.tolist(), strict=True)
+    return {pair: Pair(tuple(row), *fit(sizes, tuple(row))) for pair, row in of_pair}
 
 
 def report_pairs(lab: Lab[Settings], pairs: dict[tuple[int, int], Pair]) -> None:
@@ -169,8 +183,9 @@ def pass_token(lab: Lab[Settings], pairs: dict[tuple[int, int], Pair]) -> None:
     hop_s = statistics.median(lap_s) / num_ranks  # rank 0's laps: from its send until the token is back
     dist.broadcast(token, 0)
     lab.report.fact(f"token after {laps} laps", int(token), laps * num_ranks * (num_ranks - 1) // 2)
-    latency_s = statistics.median(pair.latency_s + 8 / pair.bytes_per_s for pair in pairs.values())
-    lab.report.measured("one hop of the token", hop_s, "s", predicted=latency_s)
+    if pairs:
+        latency_s = statistics.median(pair.latency_s + 8 / pair.bytes_per_s for pair in pairs.values())
+        lab.report.measured("one hop of the token", hop_s, "s", predicted=latency_s)
 
 
 if __name__ == "__main__":

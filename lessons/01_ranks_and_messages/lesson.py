@@ -313,8 +313,8 @@ swap.close()
 # where you began, no rank will ever move.
 #
 # Here you are told after two seconds, because each rank's calls are recorded. On a cluster you are not told. All GPUs
-# show 100 % use (they wait busily), no line is printed, and PyTorch gives up after 10 minutes with nccl, after
-# 30 minutes with gloo, torch's own library for CPU tensors:
+# show 100 % use, since they wait busily, and no line is printed. PyTorch gives up after 10 minutes with nccl. With
+# gloo, torch's own library for CPU tensors, it gives up after 30:
 
 # %% tags=["nbval-check-output"]
 num_gpus, nccl_timeout_min = 64, 10
@@ -460,11 +460,11 @@ for size, seconds in zip(held_back, held_back_s, strict=True):
     print(f"{size:>10,} bytes: {words}, {predicted_s / seconds - 1:+.0%}")
 
 # %% [markdown]
-# The first four lie between points that the fit has seen, and should be some per cent off (tens of per cent if
-# your machine is busy: run the measurement again and see). Look at the last line by
-# itself, because it lies where the fit has seen nothing. It may be right. It may also be far off: a message of 1 MB can
-# stay in the processor's cache on its way to the other process, one of 10 MB may not fit, and then memory sets another
-# bandwidth. **Trust a fit where it was fitted.** (The simulator fits two lines where one will not do.)
+# The first four lie between points that the fit has seen, and should be some per cent off (tens of per cent if your
+# machine is busy: run the measurement again and see). Look at the last line by itself, because it lies where the fit
+# has seen nothing. It may be right. It may also be far off. A message of 1 MB can stay in the processor's cache on its
+# way to the other process. One of 10 MB may not fit, and then memory sets another bandwidth. **Trust a fit where it was
+# fitted.** (The simulator fits two lines where one will not do.)
 
 # %% [markdown]
 # And a whole exchange, drawn: three rounds of 1 MB as they were recorded (the least disturbed of twenty tries), and
@@ -508,8 +508,8 @@ timeline.view = (0.0, 2 * min(shortest.duration_s, predicted_trace(10**6, 3).dur
 
 # %% [markdown]
 # Where they differ, ask what the line leaves out. It knows nothing of the operating system, which takes a core away now
-# and then, nor of the recorder, which adds some 30 microseconds to every call (the tables above ran without it). And a
-# `recv` that is started early shows as a long bar: it waits for the other side, which still has to copy.
+# and then. Nor does it know the recorder, which adds some 30 microseconds to every call. (The tables above ran without
+# it.) And a `recv` that is started early shows as a long bar: it waits for the other side, which still has to copy.
 #
 # Such a difference is a finding, not a failure: the model says what *must* be paid, the measurement what *is* paid. On
 # a machine that does other work at the same time it can be more than half: close other programs, and measure again.
@@ -661,10 +661,10 @@ run(train, 3, args=(should_stop,))
 #
 # A training program has no `isend` and `irecv` pairs written by hand, but every pipeline and every ring attention does
 # what `shift` does. torch's own form is `batch_isend_irecv`: a list of messages that start together. With nccl it is
-# the only safe form: there a send and a receive that start one after the other can block each other, since each is a
-# kernel on the same stream, and a GPU runs the kernels of a stream one after another. (On gloo it has been seen to hang
-# where a rank sent several messages; that is why `distlab/comm/p2p.py` chooses by [backend](../GLOSSARY.md#backend),
-# and why all lessons send through it.)
+# the only safe form. There each send and each receive is a kernel on the same stream, and a GPU runs the kernels of a
+# stream one after another. So two that start apart can block each other. (On gloo it has been seen to hang where a rank
+# sent several messages; that is why `distlab/comm/p2p.py` chooses by [backend](../GLOSSARY.md#backend), and why all
+# lessons send through it.)
 
 
 # %%

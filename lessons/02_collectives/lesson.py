@@ -181,9 +181,8 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 # ### Exercise 02.ring_reduce_scatter
 #
 # Write the first half. The tensor is one row of L elements; `tensor.tensor_split(n)` cuts it into n chunks, which are
-# views: changing a chunk changes the tensor. Where n does not divide L the first chunks are one element longer, and
-# with fewer elements than ranks some are empty (`exchange` sends nothing for an empty tensor, so you need no special
-# case).
+# views: changing a chunk changes the tensor. Where n does not divide L the first chunks are one element longer. With
+# fewer elements than ranks some are empty: `exchange` sends nothing for an empty tensor, so you need no special case.
 #
 # Receive into memory of its own, then add to the chunk in place (`chunk += received`): `chunk = chunk + received` makes
 # a new tensor, which no other code sees.

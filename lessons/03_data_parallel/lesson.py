@@ -1152,9 +1152,9 @@ for weights_of in (mean_of_means, token_weights):
 # %% [markdown]
 # ## Popular claims, tested
 #
-# Guides repeat numbers about data parallelism. Derive the one that decides them all. With $P$ parameters and $T$ tokens
-# a GPU, a step computes about $6PT$ floating-point operations (2 for each parameter and token forward, 4 backward) at
-# $F$ a second, and an all-reduce of 16-bit gradients sends about $2 \cdot 2P$ bytes at $B$ a second:
+# Guides repeat numbers about data parallelism. Derive the one that decides them all. A model has $P$ parameters, and a
+# GPU gets $T$ tokens. A step computes about $6PT$ floating-point operations, at $F$ a second: 2 for each parameter and
+# token in forward, 4 in backward. An all-reduce of 16-bit gradients sends about $2 \cdot 2P$ bytes, at $B$ a second:
 #
 # $$\frac{t_\text{communication}}{t_\text{compute}} \approx \frac{4P/B}{6PT/F} = \frac{2F}{3BT}$$
 #

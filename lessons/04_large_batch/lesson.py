@@ -398,12 +398,12 @@ subtitle = subtitle.replace("linear scaling", "square-root scaling")
 show(draw_batch_sizes(by_root, subtitle=subtitle), describe_batch_sizes(by_root))
 
 # %% [markdown]
-# **Linear scaling breaks everything at 1,437, and at 512 everything but LAMB.** The rate tuned at 32 was nearly as
-# high as that batch allowed (half a decade more broke SGD and LARS, a whole one LAMB), and at 1,437 the rule asks for
-# 45 times that; warmup over a tenth of the updates does not change it. **With the root, LAMB holds**: from 97.8 % to
-# 94.6 %, and its worst run is above 94 %. SGD falls to 63 %, with 40 points between its worst and its best run, and
-# AdamW to 19 %. And LARS breaks first, at 128 already, with either rule: its tuned rate is 10, and the rates of 20 and
-# 40 that the rules ask for are too high.
+# **Linear scaling breaks everything at 1,437, and at 512 everything but LAMB.** The rate tuned at 32 was nearly as high
+# as that batch allowed: half a decade more broke SGD and LARS, a whole one LAMB. At 1,437 the rule asks for 45 times
+# that; warmup over a tenth of the updates does not change it. **With the root, LAMB holds**: from 97.8 % to 94.6 %, and
+# its worst run is above 94 %. SGD falls to 63 %, with 40 points between its worst and its best run, and AdamW to 19 %.
+# And LARS breaks first, at 128 already, with either rule: its tuned rate is 10, and the rates of 20 and 40 that the
+# rules ask for are too high.
 #
 # Is it the optimizer or the rule? Give each the rate that is best *for the largest batch*, found in the same way:
 

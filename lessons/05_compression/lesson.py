@@ -128,8 +128,8 @@ print(f"half of all elements are below {sizes.median() / sizes[0]:.0e} of the la
 # magnitude, so most of the 32 bits of most elements describe almost nothing.
 #
 # The next cell is the test bench for the whole lesson. `bench(name, average)` calls `average(gradient)` on four real
-# ranks. It counts, by the recorder, what a rank would send if each call ran as a ring (lesson 2), and how far the
-# result is from the true mean, as a share of the mean's length.
+# ranks. It counts, by the recorder, what a rank would send if each call ran as a ring (lesson 2). It also says how far
+# the result is from the true mean, as a share of the mean's length.
 
 
 # %%
@@ -1022,8 +1022,8 @@ show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))
 # machines far apart, homes.
 #
 # 1-bit Adam is not "signs, then Adam". Adam divides by its second moment, so an error memory in front of it would be
-# divided by something that changes. It runs plain Adam for `freeze_step` steps (DeepSpeed's tutorial starts from 15 to
-# 25 % of all steps), then freezes the second moment and sends the signs of the *momentum*, with [error
+# divided by something that changes. 1-bit Adam runs plain Adam for `freeze_step` steps: DeepSpeed's tutorial starts
+# from 15 to 25 % of all steps. Then it freezes the second moment and sends the signs of the *momentum*, with [error
 # feedback](../GLOSSARY.md#error-feedback).
 
 # %% [markdown]

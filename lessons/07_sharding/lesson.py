@@ -555,8 +555,8 @@ for stage in range(4):
 # %% [markdown]
 # **It is faster.** Two reasons, and neither is in "3 is more than 2". First, the update: every rank of plain data
 # parallel reads and writes Adam's state of all 7.5 billion parameters, 62 ms; a shard takes one. Second, when bytes can
-# travel: an all-gather of stage 3 hides behind the forward and backward of the unit before, while stages 1 and 2 gather
-# new parameters after the update, when nothing is left to hide behind. Their step is even longer than plain data
+# travel: an all-gather of stage 3 hides behind the forward and backward of the unit before. Stages 1 and 2 gather new
+# parameters after the update, when nothing is left to hide behind. Their step is even longer than plain data
 # parallel's: over machines a gather is one ring of all 64 ranks, so each bucket pays for 63 hops, where an all-reduce
 # goes by two levels with few. Larger buckets pay less often.
 #
@@ -736,9 +736,9 @@ for offload in ("none", "optimizer", "all"):
 
 # %% [markdown]
 # On 8 GPUs a rank's shard is large, so the copies are long: the step takes several times as long. It is the last
-# resort, for a model that fits no other way, and it gets cheaper with every GPU (the shards get smaller) and with
-# every micro-batch that is accumulated before an update. On a CPU "device" and host are the same memory, so this
-# machine shows that nothing else changes:
+# resort, for a model that fits no other way. It gets cheaper with every GPU, since shards get smaller, and with every
+# micro-batch that is accumulated before an update. On a CPU "device" and host are the same memory, so this machine
+# shows that nothing else changes:
 
 # %%
 bench("FSDP, offloaded", fully_sharded(offload=True))

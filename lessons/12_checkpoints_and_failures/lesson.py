@@ -176,7 +176,7 @@ def show_moments(title):
 show_moments("From its first moment to its last but one, torch.save leaves a file that does not load")
 
 # %% [markdown]
-# Read the picture from left to right. Green: step 30 is still the newest. Red: `step-40.pt` is there, and is not
+# Read the picture from left to right. Green: step 30 is still the newest. Orange: `step-40.pt` is there, and is not
 # whole; whoever loads the newest file fails. Blue: step 40 is whole.
 #
 # **"`torch.save` is atomic" is refuted.** It creates the file first and fills it piece by piece. How bad is that? If a
@@ -196,8 +196,8 @@ found["your save"] = killed_while(save)
 show_moments("With a name of its own until it is whole, a file is never half there")
 
 # %% [markdown]
-# More moments, and no red one. What does a save cost that waits for the disk? On a laptop a few milliseconds. It is the
-# first number that we need later on:
+# There are more moments, and no orange one. What does a save cost that waits for the disk? On a laptop a few
+# milliseconds. It is the first number that we need later on:
 
 # %%
 import time
@@ -337,8 +337,9 @@ print("losses equal to the last bit:", train(again, position // 16, 40) == witho
 #
 # Now two ranks train together, with the library's `ElasticRun`. It saves every 3 steps, and rank 1 is killed (SIGKILL)
 # in step 7. `run_elastic` starts both ranks anew, as `torchrun --max-restarts` does, and they go on from step 6. The
-# same without a kill: are the weights equal to the last bit? In the code `BatchRule(12)` is a batch of 12 samples, the
-# 120 are all samples of the run, `Saves(3)` is a save every 3 steps, and `Fault("kill", 7, 1)` kills rank 1 in step 7.
+# same without a kill: are the weights equal to the last bit? In the code `BatchRule(12)` is a batch of 12 samples, and
+# the 120 are all samples of the run. `Saves(3)` is a save every 3 steps, and `Fault("kill", 7, 1)` kills rank 1 in step
+# 7.
 
 # %%
 from distlab.data_parallel import DataParallel

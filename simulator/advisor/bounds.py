@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from distlab.plan import Link
+from distlab.plan import Link, Plan
 from simulator.advisor.question import Costs, Floats, Ints, Question, Shape
 from simulator.gradients.fsdp_units import UNIT_KERNELS, VIEW_KERNELS
 from simulator.precision import widths_of
 
+PLAIN = Plan()  # of the workload's own precision, as all that is searched
 SLACK = 1 - 1e-6  # of sums of rounded times
 
 
@@ -81,7 +82,7 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     own, experts = local_parameters(shape, cost)
     copies = data * shape.expert * shape.context
     shards, few = np.where(stage > 0, copies, 1), np.where(stage > 0, data * shape.context, 1)
-    widths, tensors = widths_of(cost.workload, shape.plan()), cost.tensors.sum() / p
+    widths, tensors = widths_of(cost.workload, PLAIN), cost.tensors.sum() / p
     width = min(widths.reduce, widths.parameter)
     updated = np.where(stage < 3, tensors, 0)  # stage 3 updates units, which are fewer
     update = update_s(question, cost, own.sum() / p, updated, shards)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,14 @@ from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question
 from simulator.hardware.rank_layout import Layout
 from simulator.memory.stage import kept_by_layers
 from simulator.stage.local_layer import check_divides, time_layers
+from simulator.stage.recomputed import recomputed
+
+Seconds = tuple[Floats, Floats]
 
 MOST_MICROBATCH = 64
 MOST_PER_RANK = 8
 MOST_CONTEXT = 16
+EVERY = (2, 4)  # of so many blocks one runs again, where that is searched
 
 
 @dataclass
@@ -35,7 +40,8 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
     1F1B, and interleaved stages where the micro-batches fill rounds; sharding; recompute; sequence parallelism.
     Sharding's stage 2 is searched with one micro-batch, since it sends gradients in each; stage 3 without a pipeline
     and without expert ranks, since every pass gathers. That is 128,397 plans for 175B on 1,536 devices with 1,536
-    samples. Not searched: other orders of axes, schedules that split backward, offload, sizes of buckets and units.
+    samples, and 256,794 with `partial_recompute`. Not searched: other orders of axes, schedules that split backward,
+    offload, sizes of buckets and units.
 
     Raises:
         ValueError: nothing divides the batch and the model among the devices.
@@ -43,19 +49,19 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
     found = _Found()
     shapes: list[Shape] = []
     costs: list[Costs] = []
-    for shape, workload in _shapes(question):
-        if keep is not None and not keep(shape):
+    for base, workload in _bases(question):
+        wanted = [base._replace(**recompute) for recompute in _recomputes(question, workload)]
+        wanted = [shape for shape in wanted if keep is None or keep(shape)]
+        rows = _rows(question, base, workload)
+        if not (len(rows) and wanted and _divides(base, workload)):
             continue
-        rows = _rows(question, shape, workload)
-        if not len(rows):
-            continue
-        cost = _costs(question, shape, workload)
-        if cost is None:
-            continue
-        found.rows.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
-        found.bounds.append(bounds_s(question, shape, cost, rows))
-        shapes.append(shape)
-        costs.append(cost)
+        known: dict[str, Seconds] = {}
+        for shape in wanted:
+            cost = _costs(question, shape, workload, known)
+            found.rows.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
+            found.bounds.append(bounds_s(question, shape, cost, rows))
+            shapes.append(shape)
+            costs.append(cost)
     if not shapes:
         raise ValueError(
             f"no plan divides {question.batch_size} samples among {question.cluster.num_devices} devices; change the "
@@ -82,14 +88,32 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _shapes(question: Question) -> Iterator[tuple[Shape, Workload]]:
+def _recomputes(question: Question, workload: Workload) -> list[dict[str, Any]]:
+    """Return what may be computed again, as fields of a shape: from nothing to all."""
+    names = ["none"]
+    names += ["selective"] if any(layer.score_bytes for layer in workload.layers) else []
+    if question.partial_recompute:
+        names += ["operators"] if any(layer.operator_bytes for layer in workload.layers) else []
+    some = [{"recompute": "full", "recompute_layers": number} for number in EVERY if question.partial_recompute]
+    return [*({"recompute": name} for name in names), *some, {"recompute": "full"}]
+
+
+def _divides(shape: Shape, workload: Workload) -> bool:
+    try:
+        check_divides(workload, shape.plan())
+    except ValueError:
+        return False
+    return True
+
+
+def _bases(question: Question) -> Iterator[tuple[Shape, Workload]]:
+    """Yield all shapes that compute nothing again, with the model of their micro-batch."""
     num, batch = question.cluster.num_devices, question.batch_size
     one = question.model.with_microbatch(1).workload()
     attention = next((r.attention for layer in one.layers for r in layer.regions if r.attention), None)
     heads = attention.num_key_value_heads if attention else 1
     positions = attention.num_positions if attention else 1
     experts = max((layer.experts.num_experts for layer in one.layers if layer.experts), default=1)
-    recomputes = ["none", *(["selective"] if any(layer.score_bytes for layer in one.layers) else []), "full"]
     for microbatch in (size for size in divisors(batch) if size <= MOST_MICROBATCH):
         workload = one if microbatch == 1 else question.model.with_microbatch(microbatch).workload()
         for tensor in (t for t in divisors(num) if heads % t == 0):
@@ -99,10 +123,9 @@ def _shapes(question: Question) -> Iterator[tuple[Shape, Workload]]:
                 for expert in (e for e in divisors(num // tensor // context) if experts % e == 0):
                     split = (False, True) if tensor > 1 and positions // context % tensor == 0 else (False,)
                     for along in split:
-                        for recompute in recomputes:
-                            shape = Shape(tensor, context, expert, along, microbatch, recompute)
-                            if shape.is_aligned(question.cluster):
-                                yield shape, workload
+                        shape = Shape(tensor, context, expert, along, microbatch, "none")
+                        if shape.is_aligned(question.cluster):
+                            yield shape, workload
 
 
 def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
@@ -123,13 +146,16 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-def _costs(question: Question, shape: Shape, workload: Workload) -> Costs | None:
-    """Cost a shape's layers; None where its ranks cannot divide them."""
+def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str, Seconds]) -> Costs:
+    """Cost a shape's layers; `known` has forward and backward of shapes that differ in what runs again alone."""
     plan = shape.plan()
-    try:
-        check_divides(workload, plan)
-    except ValueError:
-        return None
-    times = time_layers(workload, Layout(question.cluster, plan, AXES, {}), splits=False)
-    seconds = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
-    return Costs(workload, seconds[0], seconds[1], kept_by_layers(workload, plan))
+    for name in (shape.recompute, *(["none"] if shape.recompute_layers > 1 else [])):
+        if name not in known:
+            own = replace(plan, recompute=name, recompute_method="uniform", recompute_layers=1)
+            times = time_layers(workload, Layout(question.cluster, own, AXES, {}), splits=False)
+            forward, backward = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
+            known[name] = forward, backward
+    forward, backward = known[shape.recompute]
+    if shape.recompute_layers > 1:
+        backward = np.where(recomputed(workload, plan, (0, len(workload.layers))), backward, known["none"][1])
+    return Costs(workload, forward, backward, kept_by_layers(workload, plan))

@@ -32,6 +32,8 @@ class Question:
         batch_size: samples in a step.
         headroom: part of a device's memory that is kept free for what is not counted: libraries, fragmentation.
         price: dollars for a device and an hour, or None.
+        partial_recompute: also search recompute per operator, and in full of every second or fourth block. This
+            library and torchtitan run these; Megatron-LM and DeepSpeed have others.
 
     Raises:
         ValueError: the batch is less than 1, the headroom is not from 0 to below 1, the price is negative or not
@@ -43,6 +45,7 @@ class Question:
     batch_size: int
     headroom: float = 0.05
     price: float | None = None
+    partial_recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -70,11 +73,14 @@ class Shape(NamedTuple):
     sequence_parallel: bool
     microbatch: int
     recompute: str
+    recompute_layers: int = 1  # of so many blocks one runs again in full
 
     def plan(self, **changes: Any) -> Plan:
         """Return a plan of this shape."""
         degrees = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
         own: dict[str, Any] = degrees | {"sequence_parallel": self.sequence_parallel, "recompute": self.recompute}
+        if self.recompute_layers > 1:
+            own |= {"recompute_method": "every", "recompute_layers": self.recompute_layers}
         return Plan(**own | changes)
 
     def is_aligned(self, cluster: Cluster) -> bool:
@@ -97,9 +103,9 @@ class Costs:
     @cached_property
     def tensors(self) -> Ints:
         """Parameter tensors of each layer, experts' apart [L]."""
-        return np.array(
-            [len(layer.parameter_sizes) - layer.parameter_axes.count("expert") for layer in self.workload.layers]
-        )
+        kinds = dict(zip(self.workload.kinds, self.workload.layers, strict=True))
+        each = {kind: len(one.parameter_sizes) - one.parameter_axes.count("expert") for kind, one in kinds.items()}
+        return np.array([each[kind] for kind in self.workload.kinds])
 
     @cached_property
     def columns(self) -> dict[str, Floats]:

@@ -121,7 +121,9 @@ def words_of(plan: Plan, microbatch: int) -> str:
     if plan.sharding.stage:
         parts.append(f"sharding {plan.sharding.stage}")
     if plan.recompute != "none":
-        parts.append(f"{plan.recompute} recompute")
+        name = "per-operator" if plan.recompute == "operators" else plan.recompute
+        some = f" of one of {plan.recompute_layers} blocks" if plan.recompute_layers > 1 else ""
+        parts.append(f"{name} recompute{some}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
     return ", ".join(parts)

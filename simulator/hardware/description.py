@@ -79,7 +79,10 @@ class ClusterDescription:
         num_devices = num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node
         changes: dict[str, Any] = {"devices_per_node": per_node, "num_devices": num_devices}
         if self.device is not None:
-            changes["device"] = replace(bare.device, **given(self.device))
+            device = replace(bare.device, **given(self.device))
+            if self.device.peak_flops_per_s is None:  # MFU is over it, and products reach no more
+                device = replace(device, peak_flops_per_s=max(device.matmul_flops_per_s, device.peak_flops_per_s or 0))
+            changes["device"] = device
         for place in ("intra_node", "inter_node"):
             own = getattr(self, place)
             if isinstance(own, OwnLink):

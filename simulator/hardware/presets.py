@@ -46,6 +46,8 @@ class Stack:
         slice_s: of stage 3 tensor by tensor: time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: whether a layer that is recomputed stops before its last product.
+        casts_twice: whether each of the two layouts in 8 bits is cast from 16 bits by itself, as torchao does.
+        scatters_each: whether stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`.
         warp_attention: whether fused attention uses instructions of single warps, as FlashAttention 1 and 2 do, and not
             Hopper's of warp groups.
         compute_slowdown: how much longer computation takes while collectives run: their kernels hold multiprocessors.
@@ -69,6 +71,8 @@ class Stack:
     slice_s: float = 0.0
     live_elements: float | None = None
     stops_early: bool = False
+    casts_twice: bool = False
+    scatters_each: bool = False
     warp_attention: bool = False
     compute_slowdown: float = 1.0
     source: str = ""
@@ -111,6 +115,8 @@ class Stack:
             slice_s=self.slice_s,
             live_elements=self.live_elements,
             stops_early=self.stops_early,
+            casts_twice=self.casts_twice,
+            scatters_each=self.scatters_each,
             contention=replace(cluster.contention, compute_slowdown=self.compute_slowdown),
         )
 

@@ -90,10 +90,11 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
             return _whole(layer, layout, stops_early=stops_early)
 
     known: dict[int, LayerTimes] = {}
+    sums = not layout.cluster.fused_sums and not (plan.sharding.stage == 3 and layout.cluster.scatters_each)
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
-            shaped = with_shapes(layer, plan, layout.cluster.device)
-            known[kind] = one(shaped if layout.cluster.fused_sums else _with_sums(shaped, plan, widths))
+            shaped = with_shapes(layer, plan, layout.cluster)
+            known[kind] = one(_with_sums(shaped, plan, widths) if sums else shaped)
     return [known[kind] for kind in workload.kinds]
 
 

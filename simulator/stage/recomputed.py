@@ -13,7 +13,9 @@ Source: Korthikanti et al. 2022 (2205.05198), section 5 (selective); pytorch/tor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from distlab.plan import Layer, Plan, Work, Workload
 from distlab.plan.work import COLUMNS
 
 Bools = NDArray[np.bool_]
+T = TypeVar("T")
 INPUT_BYTES = COLUMNS.index("input_bytes")
 
 
@@ -47,6 +50,11 @@ def recomputed(workload: Workload, plan: Plan, cut: tuple[int, int]) -> Bools:
     if plan.recompute_method == "every":
         return np.asarray(here & ((place + blocks[: cut[0]].sum()) % plan.recompute_layers == 0), np.bool_)
     return np.asarray(here, np.bool_)
+
+
+def chosen(again: Bools, full: Sequence[T], kept: Sequence[T]) -> list[T]:
+    """Return of each layer what it has where it runs again in full, or what it has where it does not."""
+    return [one if runs else other for one, other, runs in zip(full, kept, again.tolist(), strict=True)]
 
 
 def grouped(again: Bools, plan: Plan) -> Bools:

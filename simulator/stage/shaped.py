@@ -1,10 +1,15 @@
 """A layer whose products take what their shapes and their numbers make them take on one rank: of 16 bits, or of 8.
 
 A block's products with parameters may run in 8 bits (`Plan.float8`), at the device's rate for them. What they multiply
-is first quantised: 2 bytes an element are read and 1 is written, and 1 more transposed, since products of 8 bits sum
-over neighbours in memory. That is done once, for inputs and parameters in forward and for outputs' gradients in
-backward, by kernels that are there anyway (assumed): they find the largest number too. Attention between heads,
-routers, experts, the head and all that is kept stay in 16 bits.
+is first quantised, in two layouts, since products of 8 bits sum over neighbours in memory:
+
+    cast once   2 bytes an element are read, 1 is written, and 1 more transposed: 4 (Transformer Engine)
+    cast twice  each layout reads 2 and writes 1: 6 (torchao, which keeps 16 bits for backward)
+    gathered    parameters that came in 8 bits are copied transposed: 2
+
+That is counted in forward for inputs and parameters and in backward for outputs' gradients, in kernels that are there
+anyway (assumed): they find the largest number too. Attention between heads, routers, experts, the head and all that is
+kept stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -14,17 +19,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from distlab.plan import Device, Layer, Plan, Product, Region, Work
+from distlab.plan import Cluster, Device, Layer, Plan, Product, Region, Work
 from simulator.hardware.products import slowdown
 from simulator.stage.parallel_passes import Shares
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
 # Of a product [rows, depth] x [depth, columns]: rows, columns and depth of what each pass computes.
 SIDES = ((0, 1, 2), (0, 2, 1), (2, 1, 0))
-QUANTISE_BYTES = 4  # of an element
+CAST_ONCE, CAST_TWICE, GATHERED = 4, 6, 2  # bytes of an element
 
 
-def with_shapes(layer: Layer, plan: Plan, device: Device) -> Layer:
+def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     """Return the layer with longer products, where the device's multiprocessors and the products' shapes are known.
 
     A region's products count together, so that each of them takes longer by the same factor. Products of plain
@@ -32,30 +37,32 @@ def with_shapes(layer: Layer, plan: Plan, device: Device) -> Layer:
 
     Source: NVIDIA/TransformerEngine, cast_transpose.cu, 2023; pytorch/ao, float8_linear.py, 2024.
     """
-    in_8_bits = plan.float8 != "none" and layer.input_bytes > 0  # a block
+    device, in_8_bits = cluster.device, plan.float8 != "none" and layer.input_bytes > 0  # a block
+    scaled = CAST_TWICE if cluster.casts_twice else CAST_ONCE
+    bytes_each = (scaled, GATHERED if plan.float8 == "gathers" else scaled) if in_8_bits else None
     has_shapes = any(region.products for region in layer.regions)
     if not has_shapes or (device.multiprocessors is None and not in_8_bits):
         return layer
     works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
     regions = []
     for region in layer.regions:
-        changed = _region(region, plan, Shares.of(layer, plan), device, in_8_bits) if region.products else region
+        changed = _region(region, plan, Shares.of(layer, plan), device, bytes_each) if region.products else region
         for name in PASSES:
             works[name] = works[name].without(getattr(region, name)) + getattr(changed, name)
         regions.append(changed)
     return replace(layer, **works, regions=tuple(regions))
 
 
-def _region(region: Region, plan: Plan, shares: Shares, device: Device, in_8_bits: bool) -> Region:
+def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_each: tuple[int, int] | None) -> Region:
     local = [_local(product, plan.tensor, shares.positions) for product in region.products]
     inner = region.attention
     works: dict[str, Any] = {}
-    quantised = _quantised(local, shares.inside) if in_8_bits else {}
+    quantised = _quantised(local, shares.inside, *bytes_each) if bytes_each else {}
     for name, sides in zip(PASSES, SIDES, strict=True):
         whole: Work = getattr(region, name)
         apart = {"forward": inner.forward, "input_gradient": inner.backward}.get(name) if inner else None
         own = whole.matmul_flops - (apart.matmul_flops if apart else 0.0)
-        factor = _factor([[shape[side] for side in sides] for shape in local], device, in_8_bits)
+        factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None)
         more = quantised.get(name, Work())
         works[name] = replace(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
         if name == "forward" and region.again and plan.recompute == "operators":
@@ -75,14 +82,11 @@ def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool) ->
     return slower * device.matmul_flops_per_s / (device.float8_flops_per_s or math.inf) if in_8_bits else slower
 
 
-def _quantised(shapes: Sequence[Sequence[int]], parts: int) -> dict[str, Work]:
+def _quantised(shapes: Sequence[Sequence[int]], parts: int, of_states: int, of_weights: int) -> dict[str, Work]:
     """Return the work of quantising what products of so many ranks multiply, by the pass that does it."""
-    into = sum((rows + columns) * depth for rows, columns, depth in shapes)
-    out = sum(rows * columns for rows, columns, _ in shapes)
-    return {
-        "forward": Work(memory_bytes=QUANTISE_BYTES * parts * into),
-        "input_gradient": Work(memory_bytes=QUANTISE_BYTES * parts * out),
-    }
+    into = sum((of_states * rows + of_weights * columns) * depth for rows, columns, depth in shapes)
+    out = sum(of_states * rows * columns for rows, columns, _ in shapes)
+    return {"forward": Work(memory_bytes=parts * into), "input_gradient": Work(memory_bytes=parts * out)}
 
 
 def _local(product: Product, tensor: int, positions: int) -> Sequence[int]:

@@ -28,7 +28,7 @@ from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.messages import message_ns, parts_of_messages
 from simulator.stage.pass_timeline import INSIDE, CallInPass
-from simulator.stage.recomputed import all_kept, keeps_some, recomputed
+from simulator.stage.recomputed import all_kept, chosen, keeps_some, recomputed
 from simulator.units import to_ns
 
 
@@ -87,11 +87,7 @@ class Stage:
 
 
 def make_stages(
-    workload: Workload,
-    layout: Layout,
-    rank_of_stage: Sequence[int],
-    *,
-    codec: MeasuredCodec | None = None,
+    workload: Workload, layout: Layout, rank_of_stage: Sequence[int], *, codec: MeasuredCodec | None = None
 ) -> tuple[Stage, ...]:
     """Cut the model into stages, of nearly equal time or with as many blocks each, and cost each on the cluster.
 
@@ -108,7 +104,10 @@ def make_stages(
     at = _times_at_places(workload, layout)
     kept = _times_at_places(workload, replace(layout, plan=all_kept(layout.plan))) if keeps_some(layout.plan) else at
     own = local_layers(workload.layers, workload.kinds, layout.plan)
-    cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in at[0]], len(rank_of_stage))
+    whole = at[0]
+    if layout.plan.recompute_method == "every":  # a stage's own first blocks ("block") follow from the cut
+        whole = chosen(recomputed(workload, layout.plan, (0, len(whole))), whole, kept[0])
+    cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
     known: dict[object, _Upkeep] = {}
     stages = []
     for index, (first, stop) in enumerate(cuts):
@@ -117,8 +116,8 @@ def make_stages(
         if alike not in known:
             known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
         before = workload.layers[first - 1] if first else None
-        again = recomputed(workload, layout.plan, (first, stop)).tolist()
-        times = [(at if full else kept)[here][first + index] for index, full in enumerate(again)]
+        again = recomputed(workload, layout.plan, (first, stop))
+        times = chosen(again, at[here][first:stop], kept[here][first:stop])
         stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
     return tuple(stages)
 

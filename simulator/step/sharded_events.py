@@ -2,7 +2,7 @@
 
 Before a unit computes, its parameters are gathered, up to `prefetch` units ahead. After it they are freed, and gathered
 again for backward. After its backward its gradients are scattered. Each rank updates its own part. In a pipeline every
-pass of a stage gathers the stage's units, and the stage's last backward scatters.
+pass of a stage gathers the stage's units, and the stage's last backward scatters: every one with `scatters_each`.
 
 Gathers and scatters of a rank share one wire, in the order in which the program asks for them: at the start of a unit
 for the next units' gathers, at the end of a unit's backward for its scatter. Copies to and from the host have a wire of
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distlab.plan import Contention, Sharding
+from distlab.plan import Cluster, Sharding
 from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.gradients.buckets import Transfer
@@ -29,13 +29,11 @@ from simulator.stage.step_times import Pair, ShardCall, Timing, call_of, finishi
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 
 
-def time_fsdp_step(
-    compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, *, contention: Contention | None = None
-) -> Timing:
+def time_fsdp_step(compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, cluster: Cluster) -> Timing:
     """Time a step of stage 3 on the event engine."""
-    step = _UnitGraph(compiled, stages, sharding)
+    step = _UnitGraph(compiled, stages, sharding, cluster)
     step.build()
-    start, end = engine.run(step.graph, contention)
+    start, end = engine.run(step.graph, cluster.contention)
 
     def pair(operation: int) -> Pair:
         return int(start[operation]), int(end[operation])
@@ -80,7 +78,7 @@ class _Rank:
         to_host: the wire to the host, likewise.
         computed: the last operation of the compute lane, if any.
         gathered: by stage and unit, the operation that gathered what is whole now.
-        scattering: stage, unit and operation of the scatter that is on its way.
+        scattering: stage, unit, micro-batch and operation of the scatter that is on its way.
         crossing: the same of each sum that travels among replicas.
         arrived: what the update waits for.
         calls: lane, name, cost, operation and micro-batch.
@@ -93,8 +91,8 @@ class _Rank:
     to_host: int
     computed: list[int] = field(default_factory=list)
     gathered: dict[Pair, int] = field(default_factory=dict)
-    scattering: tuple[int, int, int] | None = None
-    crossing: list[tuple[int, int, int]] = field(default_factory=list)
+    scattering: tuple[int, int, int, int] | None = None
+    crossing: list[tuple[int, int, int, int]] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
     calls: list[tuple[str, str, Transfer, int, int]] = field(default_factory=list)
     copies: list[tuple[str, int, int]] = field(default_factory=list)
@@ -104,8 +102,11 @@ class _Rank:
 class _UnitGraph:
     """Builds the graph of a step of stage 3, in the order in which each rank's program asks for operations."""
 
-    def __init__(self, compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding) -> None:
+    def __init__(
+        self, compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, cluster: Cluster
+    ) -> None:
         self.compiled, self.order, self.stages, self.sharding = compiled, compiled.order, stages, sharding
+        self.scatters_each = cluster.scatters_each
         self.graph = Graph()
         num = self.order.num_ranks
         self.ranks = [_Rank(rank, num + 2 * rank, num + 2 * rank + 1) for rank in range(num)]
@@ -113,7 +114,6 @@ class _UnitGraph:
         self.sends: dict[int, int] = {}
         self.layers: list[tuple[int, int, int]] = []
         self.last = last_actions(self.order).tolist()
-        self.last_microbatch = int(self.order.microbatch[-1])
 
     def build(self) -> None:
         """Add all actions, those that others need first; then the updates."""
@@ -132,8 +132,8 @@ class _UnitGraph:
     def _update(self, one: _Rank, own: Sequence[int]) -> None:
         """End a rank's program: wait for what travels, update, and bring new values to the device."""
         self._finish_scatter(one)
-        for number, index, crossing in one.crossing:
-            self._keep(one, number, index, crossing)
+        for crossing in one.crossing:
+            self._keep(one, *crossing)
         rank = one.to_host if self.sharding.offload != "none" else one.number
         duration_ns = sum(self.stages[number].optimizer_ns for number in own)
         one.update = self.graph.add(rank, COMPUTE, duration_ns, needs=one.arrived + one.computed)
@@ -160,14 +160,15 @@ class _UnitGraph:
                 del one.gathered[place]  # the root
 
     def _backward(self, action: int, number: int, needs: list[int]) -> None:
-        stage, last = self.stages[number], action == self.last[number]
-        one = self.ranks[stage.rank]
+        stage = self.stages[number]
+        one, microbatch = self.ranks[stage.rank], int(self.order.microbatch[action])
+        scatters = microbatch if self.scatters_each or action == self.last[number] else None
         root = [index for index, unit in enumerate(stage.units) if unit.unit.is_root]
         for unit, ends in self._pass(action, number, range(len(stage.layers) - 1, -1, -1), needs):
             if ends and unit not in root:
-                self._free(one, number, unit, scatter=last)
+                self._free(one, number, unit, scatters)
         for unit in root:  # its gradients are complete at the end of backward only
-            self._free(one, number, unit, scatter=last)
+            self._free(one, number, unit, scatters)
         self.bounds[action] = (self.bounds[action][0], one.computed[0])
 
     def _pass(self, action: int, number: int, layers: Sequence[int], before: list[int]) -> Iterator[tuple[int, bool]]:
@@ -217,38 +218,38 @@ class _UnitGraph:
             one.calls.append(("gather", f"all_gather {unit.unit.name}", unit.gather, operation, microbatch))
             one.gathered[number, index] = operation
 
-    def _free(self, one: _Rank, number: int, index: int, *, scatter: bool) -> None:
-        """End a unit's backward: free its parameters; in the last micro-batch scatter its gradients."""
+    def _free(self, one: _Rank, number: int, index: int, microbatch: int | None) -> None:
+        """End a unit's backward: free its parameters, and scatter its gradients; None: they stay for a later one."""
         del one.gathered[number, index]
-        if not scatter:
+        if microbatch is None:
             return
         self._finish_scatter(one)
         unit = self.stages[number].units[index]
         pack = self._compute(one, "pack", unit, unit.pack_ns, [])
-        one.scattering = number, index, self._scatter(one, unit, unit.scatter[0], [pack])
+        one.scattering = number, index, microbatch, self._scatter(one, unit, unit.scatter[0], [pack], microbatch)
 
     def _finish_scatter(self, one: _Rank) -> None:
         """Wait for the scatter that is on its way; with replicas, send the sum across."""
         if one.scattering is None:
             return
-        number, index, scatter = one.scattering
+        number, index, microbatch, scatter = one.scattering
         unit, one.scattering = self.stages[number].units[index], None
         across = unit.scatter[1:]
         if unit.sum_ns:
             scatter = self._compute(one, "sum", unit, unit.sum_ns, [scatter])
         if across:
-            sent = self._scatter(one, unit, across[0], [scatter, *one.computed])
-            one.crossing.append((number, index, sent))
+            sent = self._scatter(one, unit, across[0], [scatter, *one.computed], microbatch)
+            one.crossing.append((number, index, microbatch, sent))
         else:
-            self._keep(one, number, index, scatter)
+            self._keep(one, number, index, microbatch, scatter)
 
-    def _keep(self, one: _Rank, number: int, index: int, arrived: int) -> None:
+    def _keep(self, one: _Rank, number: int, index: int, microbatch: int, arrived: int) -> None:
         """Divide the sum by the number of ranks, and copy it to the host where the update is there."""
         unit = self.stages[number].units[index]
         kept = self._compute(one, "unpack", unit, unit.unpack_ns, [arrived])
         if unit.save is not None:
             kept = self.graph.add(one.to_host, COMPUTE, unit.save.duration_ns, needs=[kept])
-            one.calls.append(("host", f"to host {unit.unit.name}", unit.save, kept, self.last_microbatch))
+            one.calls.append(("host", f"to host {unit.unit.name}", unit.save, kept, microbatch))
         one.arrived.append(kept)
 
     def _compute(self, one: _Rank, verb: str, unit: UnitTimes, duration_ns: int, needs: Sequence[int]) -> int:
@@ -257,9 +258,9 @@ class _UnitGraph:
         one.computed = [operation]
         return operation
 
-    def _scatter(self, one: _Rank, unit: UnitTimes, transfer: Transfer, needs: Sequence[int]) -> int:
+    def _scatter(self, one: _Rank, unit: UnitTimes, transfer: Transfer, needs: Sequence[int], microbatch: int) -> int:
         operation = self.graph.add(one.number, COMMUNICATION, transfer.duration_ns, needs=needs)
-        one.calls.append(("scatter", f"{transfer.kind} {unit.unit.name}", transfer, operation, self.last_microbatch))
+        one.calls.append(("scatter", f"{transfer.kind} {unit.unit.name}", transfer, operation, microbatch))
         return operation
 
     def _load(self, one: _Rank, unit: UnitTimes, needs: Sequence[int], microbatch: int) -> int:

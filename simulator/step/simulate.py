@@ -94,9 +94,7 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
     """Return when each part of the step happens."""
     factors = None if uneven.jitter is None else uneven.jitter.factors(len(compiled.order.kind))
     if plan.sharding.stage == 3:
-        return time_fsdp_step(
-            compiled, stages, _within_limit(plan.sharding, cluster, stages), contention=cluster.contention
-        )
+        return time_fsdp_step(compiled, stages, _within_limit(plan.sharding, cluster, stages), cluster)
     timing = time_step(
         compiled,
         stages,

@@ -45,7 +45,7 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: b
     return ""
 
 
-def notes_on(plan: Plan) -> tuple[str, ...]:
+def notes_on(plan: Plan, mfu: float = 0.0) -> tuple[str, ...]:
     """Return what to know of a plan's figures, each in a sentence: what others refuse, and what is not modelled."""
     notes, rest = [], plan.num_microbatches % plan.pipeline
     if plan.schedule == "interleaved" and plan.pipeline > 1 and rest:
@@ -57,5 +57,10 @@ def notes_on(plan: Plan) -> tuple[str, ...]:
         notes.append(
             "float8: MFU is over the rate of 16 bits; not modelled: activations and optimizer states of 8 bits, tensor "
             "ranks' calls in 8 bits, experts in 8 bits, sums of scales over ranks"
+        )
+    if mfu > 1:
+        notes.append(
+            "MFU counts all pairs of positions, as published figures do; a causal mask leaves half of them, and a "
+            "window fewer, so that it may be above 100 %"
         )
     return tuple(notes)

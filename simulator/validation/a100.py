@@ -11,7 +11,7 @@ from functools import cache
 from distlab.plan import Plan, Precision, Sharding, Workload
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.gpt import gpt_step_flops, gpt_workload
-from simulator.validation.case import Case, Row, read_table
+from simulator.validation.case import FSDP, Case, Row, read_table
 
 MEGATRON = Precision("bfloat16", gradients="float32")
 DEEPSPEED = "megatron-deepspeed"
@@ -221,7 +221,10 @@ def fsdp_paper() -> list[Case]:
 
 
 def mosaicml() -> list[Case]:
-    """Return MPT 7B and 13B by FSDP on one node: flash attention, a vocabulary of 50,368 (llm-foundry)."""
+    """Return MPT 7B and 13B by FSDP on one node: flash attention, a vocabulary of 50,368 (llm-foundry).
+
+    Every micro-batch scatters its gradients, in float32: mosaicml/composer, mixed_precision "DEFAULT", 2023.
+    """
     cases = []
     for row in read_table("mosaicml_llmfoundry_fsdp_throughput"):
         sequence, ranks, micro = int(row["seqlen_(t)"]), int(row["#_gpus"]), int(row["microbatchsize"])
@@ -239,6 +242,7 @@ def mosaicml() -> list[Case]:
             data=ranks,
             num_microbatches=int(row["gradaccum"]),
             sharding=Sharding(3),
+            precision=FSDP,
             recompute="full" if row["activation_checkpointing"] == "True" else "none",
         )
         seconds = int(row["globalbatchsize_(t)"]) / (int(row["throughput_(t/s/gpu)"]) * ranks)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from distlab.plan import Plan, Workload
+from distlab.plan import Plan, Precision, Workload
 from simulator.hardware.presets import Stack, cluster
 from simulator.hardware.presets import stack as stack_named
 from simulator.step.simulate import simulate
 
 Row = Mapping[str, str]
+FSDP = Precision("bfloat16", gradients="bfloat16", reduce="float32")  # gathers in 16 bits, scatters in 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan import (
     SCHEDULES,
@@ -20,15 +20,16 @@ from distlab.plan import (
     zb_2p,
 )
 from simulator.hardware.cost import library_all_reduce_s
-from simulator.hardware.presets import link
+from simulator.hardware.presets import cluster, link
 from simulator.hardware.products import slowdown
 from simulator.memory.memory import KINDS, memory_of
 from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_step_flops
 from simulator.pipeline.simulate_schedule import simulate_schedule
 from simulator.runs.failures import checkpoint_bytes
+from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
-from simulator.validation.a100 import zero_bubble
+from simulator.validation.a100 import MEGATRON, gpt, zero_bubble
 from simulator.validation.case import Row, read_table
 
 LARGE_BYTES = 64 * 2**20
@@ -76,6 +77,25 @@ def activations() -> Iterator[Derived]:
         held = memory_of(alone, plan).of("activations") / GIB
         label = f"{row['model']} {row['recompute']}"
         yield Derived("Korthikanti Figure 1, GiB", label, held, float(row["activations_gib"]))
+
+
+TABLE_4: dict[str, dict[str, Any]] = {
+    "baseline no recompute": {},
+    "sequence parallelism": {"sequence_parallel": True},
+    "baseline with full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "selective + sequence": {"recompute": "selective", "sequence_parallel": True},
+}
+
+
+def layer_times() -> Iterator[Derived]:
+    """Derive forward and backward of a layer of 22B, in ms: no constant was fitted to them (2205.05198, Table 4)."""
+    workload = gpt(6144, 48, 64, 2048, 4)
+    for row in read_table("korthikanti_table4_layer_time"):
+        plan = Plan(tensor=8, precision=MEGATRON, **TABLE_4[row["experiment"]])
+        stage = simulate(workload, cluster("dgx-a100", stack="megatron"), plan).stages[0]
+        both = (stage.forward_ns[1] + stage.backward_ns[1]) / 1e6
+        yield Derived("Korthikanti Table 4, ms of a layer", row["experiment"], both, float(row["combined_ms"]))
 
 
 def pipeline_memory() -> Iterator[Derived]:
@@ -175,6 +195,7 @@ def checkpoints() -> Iterator[Derived]:
 EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
     zero_states,
     activations,
+    layer_times,
     pipeline_memory,
     bubbles,
     products,

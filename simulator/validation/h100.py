@@ -9,7 +9,7 @@ from distlab.plan import Plan, Precision, Sharding, Workload
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.gpt import gpt_workload
 from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.validation.case import Case, read_table
+from simulator.validation.case import FSDP, Case, read_table
 
 PEAK = 989.4e12
 MIXED = Precision("bfloat16", gradients="float32")
@@ -86,7 +86,8 @@ def torchtitan() -> list[Case]:
     """Return Llama 3.1 8B by FSDP, eager and compiled, in 16 and 8 bits, on the 500 W part (2410.06511, Tables 1 to 3).
 
     Recompute is per operator, at 32,768 positions full. In 8 bits parameters are gathered so too (assumed: the source
-    says that Float8 is on). The row of Table 2 has no context parallelism.
+    says that Float8 is on). Gradients are scattered in float32, torchtitan's default. The row of Table 2 has no context
+    parallelism.
     """
     cases = []
     for row in read_table("torchtitan_published"):
@@ -99,6 +100,7 @@ def torchtitan() -> list[Case]:
         plan = Plan(
             data=int(row["gpus"]),
             sharding=Sharding(3),
+            precision=FSDP,
             recompute="full" if row["act_ckpt"] == "full" else "operators",
             float8="gathers" if "Float8" in row["config"] else "none",
         )

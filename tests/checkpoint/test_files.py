@@ -1,5 +1,7 @@
 """Every moment at which a save can be cut off, and every way in which a saved file can be damaged."""
 
+import errno
+import io
 import os
 import random
 import re
@@ -295,25 +297,49 @@ def test_a_forged_checkpoint_runs_no_code(tmp_path, monkeypatch):
     assert not os.path.exists("evil-was-here")
 
 
-@pytest.mark.parametrize("operation", ["open", "write", "fsync", "mkdir", "rename"])
-def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, monkeypatch, operation):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "close", "mkdir", "rename"])
+def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, monkeypatch, operation, number):
     save(tmp_path, 1, parts={"model": model_of(1)})
 
-    class FullDisk:
+    class Disk:
         def __getattr__(self, name):
             return getattr(os, name)
 
-    def refuse(*_):
-        raise OSError(28, "No space left on device", "somewhere")
+    def refuse(*arguments):
+        if operation == "close":  # where network file systems tell it
+            os.close(*arguments)
+        raise OSError(number, os.strerror(number), "somewhere")
 
     with monkeypatch.context() as patch:
-        disk = FullDisk()
+        disk = Disk()
         setattr(disk, operation, refuse)
         patch.setattr(files, "os", disk)
-        with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: rank 0: .*No space left on device"):
+        with pytest.raises(CheckpointError, match=rf"cannot save step 2 in .*: rank 0: .*{os.strerror(number)}"):
             save(tmp_path, 2, parts={"model": model_of(2)})
     assert os.listdir(tmp_path) == ["step-0000000001"]
     assert newest(tmp_path).step == 1
+
+
+def test_a_disk_that_fails_while_it_is_read_costs_the_newest_checkpoint_alone(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step, parts={"model": model_of(step)})
+    opened = find.open_file
+
+    class Broken(io.BufferedReader):
+        def readinto(self, _):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def open_file(path):
+        if path.parent.name == "step-0000000002" and path.name == "shared.pt":
+            return Broken(io.FileIO(path))
+        return opened(path)
+
+    monkeypatch.setattr(find, "open_file", open_file)
+    model = model_of(0)
+    with pytest.warns(UserWarning, match="step-0000000002/shared.pt cannot be read .Input/output error."):
+        assert load(tmp_path, parts={"model": model}).step == 1
+    assert model.weight[0, 0].item() == 1.0
 
 
 def test_a_large_tensor_meets_the_full_disk_inside_torch_save(tmp_path, monkeypatch):

@@ -80,6 +80,31 @@ def test_checks_run_in_the_copy_and_drawn_cases_and_solutions_are_not_there(tmp_
     assert "solution: this copy has no solution of 01.shift; ask your instructor" in said
 
 
+LATENESS = """
+from distlab.grading import load_lesson
+from distlab.grading.check import examine
+
+def exposed_ns(compute, calls):
+    return sum(end - start for start, end in calls)
+
+def cost_of_lateness(arrivals):
+    costs = [0.0] * len(arrivals)
+    for times in zip(*arrivals, strict=True):
+        costs[times.index(max(times))] += max(times) - min(times)
+    return costs
+
+for name, answer in (("13.late", cost_of_lateness), ("13.exposed", exposed_ns)):
+    print(examine(load_lesson("13").exercise(name), answer))
+"""
+
+
+def test_sealed_references_still_name_a_fault_by_a_wrong_version(tmp_path):
+    release(LESSONS, tmp_path / "copy", ["13"])
+    said = python_in(tmp_path / "copy", LATENESS)
+    assert "expected [0, 2, 0], got [0, 3, 0]: compare with the last of the others" in said
+    assert "expected 40, got 50: that is the sum of the calls' times" in said
+
+
 def test_what_cannot_be_released_is_said_in_one_line(tmp_path, capsys, monkeypatch):
     full = tmp_path / "full"
     full.mkdir()

@@ -62,6 +62,19 @@ def test_micro_batches_that_megatron_refuses_are_named(capsys):
     assert json.loads(said(capsys, *flags, "10", "--json"))["notes"]
 
 
+def test_an_mfu_above_1_says_why(capsys):
+    """Long sequences on a device at its best: papers count pairs that a causal mask hides."""
+    flags = ["--hidden", "256", "--layers", "2", "--heads", "8", "--vocabulary", "100", "--stack", "best-case"]
+    long, short = (
+        json.loads(said(capsys, *flags, "--attention", "flash", "--sequence", length, "--json"))
+        for length in ("100000", "1024")
+    )
+    assert long["mfu"] > 1
+    assert "all pairs of positions" in long["notes"][0]
+    assert short["mfu"] < 1
+    assert not short["notes"]
+
+
 def test_a_step_of_a_run_is_told_where_it_is_shorter(capsys):
     flags = ["--data", "1", "--pipeline", "4", "--microbatches", "16", "--layers", "32", "--vocabulary", "512"]
     flags += ["--hidden", "4096", "--schedule"]

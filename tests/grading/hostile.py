@@ -109,14 +109,14 @@ ENDS = {
     "a null pointer": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
     "SIGSTOP": ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal"),
     "all of the group": ("os.killpg(0, 9)", "killed by SIGKILL"),
-    "atexit": ("atexit.register(os._exit, 0); sys.exit(3)", "exited with status 3"),
+    "atexit": ("atexit.register(os._exit, 0); sys.exit(3)", "to be run at the program's end"),
     "a thread exits": ("threading.Timer(0.01, os._exit, (0,)).start(); time.sleep(9)", "exited with status 0"),
     "a thread stays": ("threading.Thread(target=time.sleep, args=(99,)).start()", SAME),
     "an alarm exits": ("signal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, .1); time.sleep(9)", "status 0"),
     "signals ignored": ("[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(99)", HANGS),
     "faulthandler": ("faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(9)", "exited with status 1"),
-    "streams closed": ("sys.stdout.close(); sys.stderr.close()", SAME),
-    "descriptors closed": ("os.close(1); os.close(2)", SAME),
+    "streams closed": ("sys.stdout.close(); sys.stderr.close()", "it changed sys.stdout"),
+    "descriptors closed": ("os.close(1); os.close(2)", "it changed sys.stdout"),
     "an endless loop": ("\n    while True: pass", HANGS),
     "a loop in C": ("sum(range(10**12))", HANGS),
     "a loop that catches all": (
@@ -167,4 +167,96 @@ WAYS = {
     "a store": "dist.distributed_c10d._get_default_store().set('a', '1')",
     "another store": "dist.FileStore('/tmp/seen', 2).set('a', '1')",
     "a backend": "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce([tensor])",
+}
+
+VALUES = repr(str(ROOT / "distlab" / "grading" / "diagnosis" / "values.py"))
+MORE = {
+    "a dict that unpacks": (
+        "return type('D', (dict,), {'__reduce__': lambda s: (os._exit, (0,))})(a=1)",
+        "expected a float64 tensor",
+    ),
+    "a class that lies": (
+        "return type('C', (), {'__class__': property(lambda s: torch.Tensor)})()",
+        "object of class C",
+    ),
+    "a tensor that exits": (
+        "return type('T', (torch.Tensor,), {'__torch_function__': classmethod(lambda *a: os._exit(0))})(tensor)",
+        SAME,
+    ),
+    "a deep list": (
+        "deep = []\n    for _ in range(10**5): deep = [deep]\n    return deep",
+        "returned|expected|cannot be shown",
+    ),
+    "a long text": ("return 'x' * 10**9", "memory|expected|returned"),
+    "a flood from a thread": (
+        "threading.Thread(target=lambda: [print('passed' * 999) for _ in iter(int, 1)], daemon=True).start()",
+        f"{SAME}|printed more than",
+    ),
+    "a thousand threads": (
+        "[threading.Thread(target=time.sleep, args=(99,), daemon=True).start() for _ in range(1000)]",
+        f"{SAME}|can't start new thread",
+    ),
+    "pipes written to": (
+        "\n    for n in range(3, 40):\n        try: os.write(n, b'passed' * 99)\n        except OSError: pass",
+        f"cannot be read|was killed|closed|exited|damaged|{HANGS}",
+    ),
+    "pipes exchanged": (
+        "\n    null = os.open('/dev/null', os.O_RDWR)\n    for n in range(3, 40): os.dup2(null, n)",
+        "closed a file descriptor|was killed|exited",
+    ),
+    "streams closed below": ("os.closerange(0, 3)", "it changed sys.stdout"),
+    "exec": ("os.execv('/bin/true', ['true'])", "it starts a process"),
+    "a bomb": ("\n    while True: os.fork()", "it starts a process"),
+    "posix_spawn": ("os.posix_spawn('/bin/true', ['true'], {})", "it starts a process"),
+    "a pool": ("import multiprocessing as m; m.Pool(2)", "it starts a process|opens a socket|reaches the other ranks"),
+    "raise_signal": ("signal.raise_signal(9)", "killed by SIGKILL"),
+    "a signal to a thread": ("signal.pthread_kill(threading.main_thread().ident, 15)", "SIGTERM|asked it to end"),
+    "ptrace": ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", "calls C's ptrace"),
+    "a frame through C": (
+        "import ctypes; look = ctypes.pythonapi.PyEval_GetFrame; look.restype = ctypes.py_object; look()",
+        "calls C's PyEval_GetFrame",
+    ),
+    "memory of the parent": ("open(f'/proc/{os.getppid()}/mem', 'rb')", "reads the memory of a process"),
+    "memory of its own": ("open('/proc/self/mem', 'r+b')", "reads the memory of a process"),
+    "a coroutine's frame": (
+        "async def c(): 1\n    one = c(); one.cr_frame.f_back",
+        "looks into the running check|all zeros|None",
+    ),
+    "the judge's file": (f"open({VALUES}, 'a')", "writes to the file"),
+    "the judge's file moved": (
+        f"os.replace({VALUES}, '/tmp/values.py')",
+        "opens a file of the check|writes to the file",
+    ),
+    "another module in its place": (
+        "sys.modules['distlab.grading.diagnosis.values'] = types.ModuleType('values')",
+        SAME,
+    ),
+    "import": ("import builtins; builtins.__import__ = lambda *a, **k: None", "replaced builtins.__import__"),
+    "imports of its own": (
+        "sys.meta_path.insert(0, type('F', (), {'find_spec': lambda s, *a: os._exit(0)})())",
+        "exited with status 0|all zeros|finders",
+    ),
+    "json and socket": ("import json, socket; json.dumps = json.loads = socket.socket = None", SAME),
+    "groups forgotten": ("dist.distributed_c10d._world.pg_map.clear()", "raised|returned|left|zeros|group"),
+    "a hook of warnings": (
+        "import warnings; warnings.showwarning = lambda *a: os._exit(0); warnings.warn('x')",
+        "status 0",
+    ),
+    "a hook of threads": (
+        "threading.excepthook = lambda *a: os._exit(0); threading.Thread(target=lambda: 1 / 0).start(); time.sleep(1)",
+        "exited with status 0",
+    ),
+    "limits": (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))",
+        "resource.setrlimit|Too many open",
+    ),
+    "deep recursion": (
+        "sys.setrecursionlimit(10**9)\n    f = lambda n: f(n + 1)\n    f(0)",
+        f"SIGSEGV|memory|RecursionError|{HANGS}",
+    ),
+    "the text of its class": (
+        "import distlab.grading as g; inspect.getsource(g.reference_of(g.load_lesson('03').exercise('03.flat')))",
+        "opens a file of the check|reference",
+    ),
+    "time stands still": ("time.time = time.monotonic = time.perf_counter = lambda: 0.0", "replaced time"),
 }

@@ -293,7 +293,7 @@ def test_two_processes_that_return_are_no_more_than_one(mean_exercise: Exercise)
     assert not left
 
 
-@pytest.mark.parametrize("fn", [replaces_stdout, right], ids=["replaced stdout", "right"])
+@pytest.mark.parametrize("fn", [right], ids=["right"])
 def test_right_answers_pass(mean_exercise: Exercise, fn: Callable[..., Any]) -> None:
     report = examine(mean_exercise, fn, worlds=(1, 2))
     assert report.passed, str(report)
@@ -433,3 +433,9 @@ def test_ranks_that_cannot_start_block_the_check(mean_exercise: Exercise, monkey
 def test_numbers_of_ranks_that_cannot_be(mean_exercise: Exercise, worlds: Any) -> None:
     with pytest.raises(ValueError, match="numbers of ranks from 1 to 64"):
         examine(mean_exercise, right, worlds=worlds)
+
+
+def test_a_stream_that_is_gone_is_told(mean_exercise: Exercise) -> None:
+    report = examine(mean_exercise, replaces_stdout, worlds=(1,))
+    assert report.fault == "state left behind", str(report)
+    assert "it changed sys.stdout" in report.message

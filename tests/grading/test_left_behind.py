@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import gc
+import inspect
+import io
+import json
 import os
 import re
+import resource
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +27,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.grading import load_lesson
+from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
 from distlab.grading.variation import owned
 from distlab.grading.variation.left import left_on, marks, restored, switches
@@ -101,6 +110,36 @@ def open_descriptor(module):
     os.open("/dev/null", os.O_RDONLY)
 
 
+def no_rights(module):
+    average(module)
+    os.umask(0o77)
+
+
+def lower_limit(module):
+    average(module)
+    resource.setrlimit(resource.RLIMIT_CPU, (9999, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def another_loop(module):
+    average(module)
+    asyncio.set_event_loop(asyncio.new_event_loop())
+
+
+def runs_at_the_end(module):
+    average(module)
+    atexit.register(print)
+
+
+def writes_elsewhere(module):
+    average(module)
+    sys.stdout = io.StringIO()
+
+
+def closes_its_errors(module):
+    average(module)
+    os.close(2)
+
+
 AVERAGES = [
     (hooks_on_parameters, r"it leaves a hook on module\.\S+; keep what"),
     (hook_after_accumulation, r"it leaves a hook on module\.\S+; keep what"),
@@ -115,6 +154,12 @@ AVERAGES = [
     (anomaly_mode, r"torch's anomaly mode .*\(it was off, and is on\)"),
     (without_onednn, "torch's use of oneDNN"),
     (open_descriptor, "the number of open files"),
+    (no_rights, r"it changed the rights of new files \(os.umask\)"),
+    (lower_limit, r"it changed the program's limits \(resource.setrlimit\)"),
+    (another_loop, r"it changed the event loop \(asyncio.set_event_loop\)"),
+    (runs_at_the_end, r"a function to be run at the program's end \(atexit.register\)"),
+    (writes_elsewhere, "it changed sys.stdout, for everything that comes after"),
+    (closes_its_errors, "it changed sys.stderr, for everything that comes after"),
 ]
 
 
@@ -123,12 +168,41 @@ def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
     report = examine(load_lesson("03.average").exercise("03.average"), fn, worlds=(1,), seed=0)
     assert report.fault in ("state left behind", "default device"), str(report)
     assert re.search(says, report.message), report.message
-    assert report.fault == "default device" or "call 1, average_gradients(" in report.message
+    assert re.search("call 1, average_gradients|for everything that comes after|atexit.register", report.message)
 
 
 def test_the_rank_is_named() -> None:
     report = examine(load_lesson("03.average").exercise("03.average"), hook_on_module, worlds=(2,), seed=0)
     assert "right result, but on rank 0 it leaves a hook on module" in report.message
+
+
+AT_LOADING = """import sys
+import torch
+import torch.distributed as dist
+torch.manual_seed(7)
+sys.setrecursionlimit(2000)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".py", ".ipynb"])
+@pytest.mark.parametrize("how", ["loaded", "called"])
+def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path, suffix: str, how: str) -> None:
+    """The rank that calls the function loads its file, whose folder it then imports from."""
+    body = inspect.getsource(average).replace("def average(", "def average_gradients(")
+    if how == "called":
+        body += "    sys.path.append('left')\n"
+    path = tmp_path / f"answers{suffix}"
+    cell = {"cell_type": "code", "source": AT_LOADING + body, "outputs": [], "metadata": {}}
+    path.write_text(AT_LOADING + body if suffix == ".py" else json.dumps({"cells": [cell]}))
+    lesson = load_lesson("03.average")
+    report = examine(
+        lesson.exercise("03.average"), isolated_submission(str(path), lesson)[0]["03.average"], worlds=(1, 2), seed=0
+    )
+    if how == "loaded":
+        assert report.fault is None, str(report)
+    else:
+        assert report.fault == "state left behind"
+        assert "the list of folders that Python imports from (sys.path) is not what it was before" in report.message
 
 
 def halves_the_rate(model, optimizer, *, microbatches, num_accumulated, loss_fn):

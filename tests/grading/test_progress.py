@@ -137,7 +137,10 @@ def test_a_folder_that_cannot_be_written(work: Path, lesson: Lesson, monkeypatch
     keep(report(lesson), work)
     before = (work / FILE).read_bytes()
     monkeypatch.setattr("os.fsync", full)
-    assert keep(report(lesson), work) == f"Not kept: {work / FILE} cannot be written (No space left on device)."
+    assert (
+        keep(report(lesson), work)
+        == f"Your progress is not kept: {work / FILE} cannot be written (No space left on device)."
+    )
     assert (work / FILE).read_bytes() == before
     assert {path.name for path in work.iterdir()} == {MARKER, FILE, "91_trial"}
 

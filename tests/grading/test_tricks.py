@@ -251,7 +251,8 @@ ENDINGS = {
     "import sys; sys.exit(0)": "exited with status 0",
     "exec(compile('1', os.__file__, 'exec'))": "it gives its code the name of another's file",
     "os.closerange(3, 200)": "closed a file descriptor|SIGABRT",
-    "import atexit; atexit.register(os._exit, 0); os.kill(os.getpid(), 9)": "killed by SIGKILL",
+    "import atexit; atexit.register(os._exit, 0)": "to be run at the program's end",
+    "os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "raise BaseException('\\ud800')": "raised BaseException",
 }
 

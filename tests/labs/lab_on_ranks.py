@@ -87,11 +87,18 @@ def start(
     """Run a script on forked ranks; the folder gets one of each rank."""
     import torch.distributed as dist
 
-    preload("distlab.lab", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
+    measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
+    preload("distlab.lab", *measured, "distlab.collectives", "distlab.data_parallel", "distlab.grading")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = (script, arguments, store.port, str(folder))
     started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
-    return run(started_so, num_ranks, args=call, timeout_s=LIMIT_S, record=False, echo=False)
+    try:
+        return run(started_so, num_ranks, args=call, timeout_s=LIMIT_S, record=False, echo=False)
+    except RankError as error:  # it tells the status alone
+        for path in sorted(folder.glob(f"*/{torchrun._ERROR}")):
+            said = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+            error.add_note(f"--- the lab on rank {path.parent.name} ---\n{said}")
+        raise
 
 
 def run_as_torchrun_does(
@@ -162,7 +169,8 @@ def note_updates(path: Path, first: int = 3) -> None:
         kept.append(optimizer)
         counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
         if counts[id(optimizer)] <= first:
-            tensors = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            tensors = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in every]  # shards refuse much else
             bits = b"".join(one.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
             with path.open("a") as file:
                 file.write(f"{len(counts)} {hashlib.sha256(bits).hexdigest()}\n")

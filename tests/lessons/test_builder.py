@@ -241,7 +241,7 @@ def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
     assert "widget-view" not in text
     assert "distlab/grading/check.py" in text
     assert str(build.ROOT) not in text
-    assert "Not kept" not in text, "run in a folder of working copies"
+    assert "not kept" not in text, "run in a folder of working copies"
     assert list((tiny.parent / "work").iterdir()) == []
     solution = json.dumps(build.nbformat.read(tiny / "90_tiny" / "solution.ipynb", as_version=4))
     assert solution.count("Correct.") >= 2

@@ -62,6 +62,16 @@ def inner_step(model, x):
     return torch.func.functional_call(model.first, moved, (x,))
 
 
+def implicit(model, x):
+    """A backward of a hook's own inside of backward, as deep equilibria have: W must not count it."""
+    y = model.second(torch.tanh(model.first(x)))
+    start = x.detach().requires_grad_()
+    again = model.second(torch.tanh(model.first(start)))
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient + torch.autograd.grad(again, start, gradient)[0])
+    return y
+
+
 def per_sample(model, x):
     """A gradient for each sample, by torch.func."""
     names = dict(model.first.named_parameters())
@@ -145,6 +155,7 @@ CASES = {
         floats(2, 3, 4, 4),
     ),
     "saliency": (Calls(saliency, **two()), floats(2, 4)),
+    "backward in a hook": (Calls(implicit, **two()), floats(2, 4)),
     "inner step": (Calls(inner_step, **two()), floats(2, 4)),
     "per sample": (Calls(per_sample, **two()), floats(2, 4)),
     "checkpoint": (

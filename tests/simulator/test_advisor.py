@@ -76,8 +76,9 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
     data=st.data(),
 )
 def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, layout, name, batch, data):
+    question = Question(model, machine_of(memory, *layout, name), batch, partial_recompute=data.draw(st.booleans()))
     try:
-        found = search(Question(model, machine_of(memory, *layout, name), batch)).found
+        found = search(question).found
     except ValueError:
         return  # nothing divides the batch
     one = search(found.question)
@@ -88,6 +89,29 @@ def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, la
         assert one.pipelines.least_bytes(row) <= one.pipelines.peak_bytes(row) <= step.memory.max_bytes, plan
         assert plan.world_size == layout[0]
         assert plan.num_replicas * plan.num_microbatches * workload.samples == batch
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_bytes", "name", "best_way"),
+    [(SMALL, 0.25e9, "rtx-4090-server", ("operators", 1)), (GATED, 0.22e9, "dgx-a100", ("full", 2))],
+    ids=["operators", "every second block"],
+)
+def test_recompute_in_part_is_searched_to_the_same_best(model, memory_bytes, name, best_way):
+    """All plans are simulated: the search finds the best five, and what whole recompute alone does not reach."""
+    question = Question(model, machine_of(memory_bytes, 2, 2, name), 8)
+    one = search(replace(question, partial_recompute=True))
+    times = everything(one.found)
+    best = one.best(5)
+    assert [choice.seconds for choice in best] == sorted(times.values())[:5]
+    assert one.num_simulated < len(one.found) / 2
+    for row, seconds in times.items():
+        assert one.may_fit(row), "a plan that fits was left out"
+        assert max(one.found.bound_s[row], one.tight_s(row)) <= seconds
+    assert (best[0].plan.recompute, best[0].plan.recompute_layers) == best_way
+    whole = search(question)
+    assert best[0].seconds < whole.best()[0].seconds
+    ways = {(shape.recompute, shape.recompute_layers) for shape in one.found.shapes}
+    assert ways - {(shape.recompute, 1) for shape in whole.found.shapes} == {("operators", 1), ("full", 2), ("full", 4)}
 
 
 def test_it_repeats_and_an_interrupt_gives_the_best_so_far():

@@ -43,6 +43,19 @@ def test_quantising_reads_and_writes_four_bytes_an_element():
     assert narrow[1] - wide[1] == pytest.approx(4 * out, abs=2)
 
 
+def test_layouts_cast_one_by_one_read_16_bits_twice_and_gathered_parameters_are_turned():
+    """6 bytes an element in place of 4; parameters that come in 8 bits are read and written once: 2."""
+    slow = machine(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
+    twice = replace(slow, casts_twice=True)
+    states, weights = S * (H + H + H + F), 3 * H * H + H * H + 3 * F * H
+    wide, once, both = passes(slow), passes(slow, float8="products"), passes(twice, float8="products")
+    assert both[0] - wide[0] == pytest.approx(6 * (states + weights), abs=2)
+    assert (both[1] - wide[1]) / (once[1] - wide[1]) == pytest.approx(6 / 4, rel=1e-6)
+    own = {"data": 2, "sharding": Sharding(3), "float8": "gathers"}
+    for where, each in ((slow, 4), (twice, 6)):
+        assert passes(where, **own)[0] - wide[0] == pytest.approx(each * states + 2 * weights, abs=2)
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}])
 def test_ranks_that_share_a_layer_quantise_what_they_multiply(axes):
     slow = machine(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)

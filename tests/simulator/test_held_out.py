@@ -2,13 +2,15 @@
 
 MosaicML's rows on H100 showed that attention and products reach less of that device, and that collectives slow what
 runs beside them; rows of torchtitan on A100 and H200, what power leaves the 500 W part; rows in 8 bits, how dear
-quantising is. How much comes from elsewhere: see `presets.toml` and the page of `distlab validate`.
+quantising is. That every micro-batch scatters gradients is in MosaicML's code. How much comes from elsewhere: see
+`presets.toml` and the page of `distlab validate`.
 """
 
 import pytest
 
 from distlab.plan import Plan, Precision, Sharding
 from simulator import LlamaSizes, cluster, fuse_attention, gpt_workload, llama_workload, simulate
+from simulator.validation.case import FSDP
 
 # layers, hidden size, heads: the benchmark's model files
 MPT = {
@@ -117,6 +119,9 @@ KORTHIKANTI_LARGE = [
     (25600, 128, 160, 64, 1, 512, "selective", 71.49),
 ]
 
+# Steps whose micro-batches are small, in which gradients that every micro-batch scatters, in float32, take their time.
+SMALL_MICROBATCHES = (1, 3, 6, 7, 11, 12, 13)
+
 
 def gpt(layers, hidden, heads, tokens, samples, vocabulary):
     return gpt_workload(
@@ -132,7 +137,7 @@ def gpt(layers, hidden, heads, tokens, samples, vocabulary):
 def mosaicml_h100():
     for model, tokens, ranks, samples, count, rate, recompute in MOSAICML_H100:
         workload = fuse_attention(gpt(*MPT[model], tokens, samples, 50368))
-        plan = Plan(data=ranks, num_microbatches=count, sharding=Sharding(3), recompute=recompute)
+        plan = Plan(data=ranks, num_microbatches=count, sharding=Sharding(3), recompute=recompute, precision=FSDP)
         step = simulate(workload, cluster("dgx-h100", ranks, stack="fsdp"), plan)
         yield step.steady_s, tokens * samples * count / rate
 
@@ -140,7 +145,8 @@ def mosaicml_h100():
 def mosaicml_float8():
     for model, tokens, samples, count, rate, recompute in MOSAICML_FLOAT8:
         workload = fuse_attention(gpt(*MPT[model], tokens, samples, 50368))
-        plan = Plan(data=8, num_microbatches=count, sharding=Sharding(3), recompute=recompute, float8="products")
+        own = {"sharding": Sharding(3), "precision": FSDP, "recompute": recompute, "float8": "products"}
+        plan = Plan(data=8, num_microbatches=count, **own)
         step = simulate(workload, cluster("dgx-h100", 8, stack="fsdp"), plan)
         yield step.steady_s, tokens * samples * count / rate
 
@@ -148,14 +154,14 @@ def mosaicml_float8():
 def torchtitan_a100():
     for sizes, tokens, samples, recompute, rate in TORCHTITAN_A100:
         workload = fuse_attention(llama_workload(sizes, sequence_length=tokens, microbatch_size=samples))
-        plan = Plan(data=64, sharding=Sharding(3), **recompute)
+        plan = Plan(data=64, sharding=Sharding(3), precision=FSDP, **recompute)
         yield simulate(workload, cluster("dgx-a100", 64, stack="eager-fsdp"), plan).steady_s, tokens * samples / rate
 
 
 def torchtitan_float8():
     for sizes, samples, where, ranks, own, rate in TORCHTITAN_FLOAT8:
         workload = fuse_attention(llama_workload(sizes, sequence_length=8192, microbatch_size=samples))
-        plan = Plan(sharding=Sharding(3), float8="gathers", **own)
+        plan = Plan(sharding=Sharding(3), precision=FSDP, float8="gathers", **own)
         step = simulate(workload, cluster(where, ranks, stack="compiled-fsdp"), plan)
         yield step.steady_s, 8192 * samples * plan.num_microbatches * plan.data / ranks / rate
 
@@ -180,10 +186,10 @@ def korthikanti_large():
 @pytest.mark.parametrize(
     ("rows", "error", "bias"),
     [
-        (mosaicml_h100, 0.05, 0.03),
+        (mosaicml_h100, 0.04, 0.02),
         (mosaicml_float8, 0.08, 0.03),
         (torchtitan_a100, 0.04, 0.03),
-        (torchtitan_float8, 0.05, 0.03),
+        (torchtitan_float8, 0.04, 0.03),
         (korthikanti_large, 0.05, 0.02),
     ],
 )
@@ -191,6 +197,12 @@ def test_steps_that_were_never_fitted_are_near(rows, error, bias):
     errors = [predicted / measured - 1 for predicted, measured in rows()]
     assert sum(map(abs, errors)) / len(errors) < error
     assert abs(sum(errors) / len(errors)) < bias
+
+
+def test_gradients_that_every_micro_batch_scatters_are_what_small_ones_wait_for():
+    """Nothing was fitted to these rows; scattered once, in 16 bits, they were 7 to 14 % too short."""
+    errors = [predicted / measured - 1 for predicted, measured in mosaicml_h100()]
+    assert max(abs(errors[row]) for row in SMALL_MICROBATCHES) < 0.03
 
 
 def test_what_recompute_adds_is_near():

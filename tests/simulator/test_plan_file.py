@@ -104,6 +104,15 @@ def test_figures_of_ones_own_replace_the_presets():
     assert plan_of_text(found.text()) == found
 
 
+def test_a_device_with_faster_products_has_no_slower_data_sheet():
+    """MFU is over the data sheet, which is at least what products reach; a slower device keeps its sheet's rate."""
+    for rate, peak in ((1e12, 1e12), (1e10, 1e11)):
+        made = ClusterDescription("laptop", device=OwnDevice(rate)).cluster(1).device
+        assert (made.matmul_flops_per_s, made.peak_flops_per_s) == (rate, peak)
+    told = ClusterDescription("laptop", device=OwnDevice(1e12, peak_flops_per_s=5e12)).cluster(1).device
+    assert told.peak_flops_per_s == 5e12
+
+
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [

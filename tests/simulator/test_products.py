@@ -66,9 +66,9 @@ def test_narrow_parts_of_a_layer_take_longer_than_their_share():
     workload = gpt_workload(**SIZES)
     free = replace(MACHINE, device=replace(MACHINE.device, multiprocessors=None))
     block = workload.layers[1]
-    whole, parts = (with_shapes(block, Plan(tensor=n), MACHINE.device) for n in (1, 8))
+    whole, parts = (with_shapes(block, Plan(tensor=n), MACHINE) for n in (1, 8))
     assert parts.forward.matmul_flops > 2 * whole.forward.matmul_flops > 2 * block.forward.matmul_flops
-    assert with_shapes(block, Plan(tensor=8), free.device) is block
+    assert with_shapes(block, Plan(tensor=8), free) is block
     assert cluster("dgx-a100", 8, stack="best-case").device.multiprocessors is None  # the best shape
     slow, fast = (simulate(workload, each, Plan(tensor=8)) for each in (MACHINE, free))
     assert slow.duration_s > fast.duration_s
@@ -78,7 +78,7 @@ def test_narrow_parts_of_a_layer_take_longer_than_their_share():
 def test_all_passes_of_a_layer_take_as_long_as_its_regions():
     """What is outside of regions keeps its work, with or without tensor ranks."""
     block = gpt_workload(**SIZES).layers[1]
-    slow = with_shapes(block, Plan(), MACHINE.device)
+    slow = with_shapes(block, Plan(), MACHINE)
     for name in ("forward", "input_gradient", "weight_gradient"):
         more = sum(getattr(r, name).matmul_flops for r in slow.regions) - sum(
             getattr(r, name).matmul_flops for r in block.regions

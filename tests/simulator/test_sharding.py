@@ -89,6 +89,35 @@ def test_each_micro_batch_gathers_and_the_last_one_scatters():
     assert len(spans_of(step, "scatter")) == 3
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_without_no_sync_each_micro_batch_scatters(recompute):
+    """FSDP outside of no_sync: a third of three micro-batches' bytes travel once, and all wire hides no more."""
+    workload, once = workload_of([1, 1, 1], ends=1000), cluster_of(4)
+    each = replace(once, scatters_each=True)
+    plan = plan_of(3, microbatches=3, recompute=recompute)
+    late, early = (simulate(workload, machine, plan) for machine in (once, each))
+    assert len(spans_of(late, "scatter")) == 4
+    assert [span.microbatch for span in spans_of(early, "scatter")] == [m for m in range(3) for _ in range(4)]
+    sizes = [unit.scatter[0].sent_bytes for unit in early.stages[0].units]
+    assert early.sent_bytes_by_axis["data"] - late.sent_bytes_by_axis["data"] == pytest.approx(2 * sum(sizes))
+    assert early.steady_s > late.steady_s
+    one = plan_of(3, recompute=recompute)
+    assert simulate(workload, once, one).steady_s == simulate(workload, each, one).steady_s
+
+
+def test_shards_are_summed_where_each_micro_batch_scatters():
+    """Whole gradients of 16 bits are added to wider ones in every micro-batch, unless shards are."""
+    workload = gpt_workload(hidden_size=512, num_layers=2, num_heads=8, sequence_length=128, vocab_size=512)
+    plan = replace(plan_of(3, microbatches=2), precision=Precision("bfloat16"))
+    whole, shards = (
+        simulate(workload, replace(cluster_of(4), scatters_each=each), plan).stages[0] for each in (False, True)
+    )
+    block, bytes_per_s = workload.layers[1].num_parameters, 1e11
+    added_ns = to_ns(block * (2 + 2 * 4) / bytes_per_s)
+    assert whole.backward_ns[1] - shards.backward_ns[1] == pytest.approx(added_ns, abs=2)
+    assert whole.forward_ns == shards.forward_ns
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_optimizer_states_that_are_sharded_scatter_in_backward_and_gather_at_the_end(stage):
     workload = workload_of([1, 2, 1])

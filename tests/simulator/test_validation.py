@@ -12,7 +12,15 @@ from simulator import stack
 from simulator.validation import report
 from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import read_table
-from simulator.validation.exact import Derived, activations, bubbles, checkpoints, training_days, zero_states
+from simulator.validation.exact import (
+    Derived,
+    activations,
+    bubbles,
+    checkpoints,
+    layer_times,
+    training_days,
+    zero_states,
+)
 from simulator.validation.refit import CONSTANTS, fit_stack, leave_out, measure_slopes
 from simulator.validation.score import kendall_tau, score
 
@@ -140,6 +148,10 @@ def test_published_tables_without_constants_are_derived_again():
         searched = "-1p" in row.label or "-2p" in row.label
         assert row.predicted <= row.published + 0.0001
         assert searched or abs(row.predicted - row.published) <= 0.00005 + 1e-9
+
+
+def test_published_times_of_a_layer_are_near_though_nothing_was_fitted_to_them():
+    assert max(abs(row.predicted / row.published - 1) for row in layer_times()) < 0.035
 
 
 def test_published_days_and_checkpoints_are_derived_again():

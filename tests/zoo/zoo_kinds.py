@@ -34,6 +34,7 @@ class Kind(NamedTuple):
         alone: why there is no pipeline of it that equals one process.
         plan: how tensor parallelism cuts it; None where it has no layers of kinds that can be cut.
         units: of FullyShard; None takes its own. A module that gets no gradient needs a unit.
+        close: by how much its values may differ from one process'.
     """
 
     make: Callable[[], nn.Module]
@@ -45,6 +46,7 @@ class Kind(NamedTuple):
     alone: str = ""
     plan: dict[str, str] | None = None
     units: tuple[str, ...] | None = None
+    close: float = 1e-9
 
     def batch(self, step, rank=0, num_ranks=1):
         """Return a rank's part of a step's batch, or all of it where samples see each other."""

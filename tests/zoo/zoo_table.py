@@ -1,6 +1,6 @@
 """Write benchmarks/ZOO.md: model x technique x ranks, what became of each, with torch's own next to it.
 
-PYTHONPATH=tests/zoo python -m zoo_table            # 2 and 4 ranks, all techniques
+PYTHONPATH=tests/zoo python -m zoo_table            # all techniques, all models on 2 ranks, some on 4
 PYTHONPATH=tests/zoo python -m zoo_table FullyShard # one technique on 2 ranks, printed only
 """
 
@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 
 import torch
+from test_more import KINDS as MORE
+from test_others import KINDS as OTHERS
 from zoo_kinds import KINDS
 from zoo_techniques import OURS, PEERS, UPDATES, one_process, outcomes
 
@@ -19,16 +21,16 @@ from distlab.comm import RankError, Ranks
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "ZOO.md"
 
 
-def run_all(techniques, num_ranks=2):
+def run_all(techniques, num_ranks, kinds):
     """Return {technique: {kind: outcome}}; what ranks say differently is joined."""
     warnings.simplefilter("ignore")
-    expected = {name: one_process(kind) for name, kind in KINDS.items()}
+    expected = {name: one_process(kind) for name, kind in kinds.items()}
     found = {}
     for technique in techniques:
         print(f"{num_ranks} ranks: {technique}", file=sys.stderr, flush=True)
         found[technique] = {}
         ranks = Ranks(num_ranks, timeout_s=60)
-        for name, kind in KINDS.items():
+        for name, kind in kinds.items():
             try:
                 said = ranks.run(outcomes, technique, {name: kind}, {name: expected[name]})
                 found[technique][name] = " / ".join(dict.fromkeys(each[name] for each in said))
@@ -51,11 +53,11 @@ def _cell(said, notes):
     return f"{words[0]} [{notes.index(said) + 1}]"
 
 
-def table(techniques, num_ranks, notes):
+def table(techniques, num_ranks, notes, kinds):
     """Return the table of one number of ranks as Markdown; add what was said to the notes."""
-    found = run_all(techniques, num_ranks)
+    found = run_all(techniques, num_ranks, kinds)
     rows = []
-    for name in KINDS:
+    for name in kinds:
         cells = [_cell(found[technique][name], notes) for technique in techniques]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     head = f"| model | {' | '.join(techniques)} |\n|{'---|' * (len(techniques) + 1)}"
@@ -65,19 +67,20 @@ def table(techniques, num_ranks, notes):
 def main():
     techniques = sys.argv[1:] or [*OURS, *PEERS]
     notes: list[str] = []
-    tables = [table(techniques, 2, notes)]
+    tables = [table(techniques, 2, notes, KINDS | MORE | OTHERS)]
     if not sys.argv[1:]:
-        tables.append(table([name for name in techniques if not name.startswith("pipeline")], 4, notes))
+        tables.append(table([name for name in techniques if not name.startswith("pipeline")], 4, notes, KINDS))
     text = "\n".join([*tables, "## Notes\n", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
     print(text)
     if not sys.argv[1:]:
         today = datetime.datetime.now(datetime.UTC).date()
         intro = (
             "# Models that were not written for this package\n\nEach model is trained for "
-            f"{UPDATES} updates of AdamW in float64, and compared with one process on the whole\nbatch. The last "
-            "columns are torch's own. `make zoo` writes this. A number leads to what was said,\nand a refusal is any "
-            "error. Torch's tensor parallelism gets the same plan in its own styles. It leaves a module's\nnumber of "
-            "heads as it is; its users change that by hand.\n\n"
+            f"{UPDATES} updates of AdamW in float64, and compared with one process on the whole\nbatch: equal is "
+            "within 1e-9, or 1e-6 where a block computes in float32 (two types). The last columns are\ntorch's own. "
+            "`make zoo` writes this. A number leads to what was said, and a refusal is any error. Torch's\ntensor "
+            "parallelism gets the same plan in its own styles. It leaves a module's number of heads as it is; its\n"
+            "users change that by hand.\n\n"
             f"{today}, {platform.machine()}, {platform.system()}, CPU and gloo; torch {torch.__version__}, Python "
             f"{platform.python_version()}.\n\n"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.checkpoint.parts import Parts, Sharded, is_hook
+from distlab.modules.every_parameter import every_parameter
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 
 Path = tuple[str | int, ...]
@@ -215,7 +216,7 @@ def parameter_names(parts: Parts) -> dict[int, str]:
     names: dict[int, str] = {}
     for part in parts.values():
         if isinstance(part, nn.Module):
-            for name, parameter in part.named_parameters():
+            for name, parameter in every_parameter(part):
                 names.setdefault(id(parameter), name)
     return names
 

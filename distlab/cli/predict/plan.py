@@ -45,6 +45,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
     what = "per cent of a device's memory to keep free (default 5)"
     command.add_argument("--headroom", type=whole_number(least=0, most=99), default=5, metavar="PERCENT", help=what)
+    what = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
+    command.add_argument("--whole-recompute", action="store_true", help=what)
     command.add_argument("--top", type=whole_number(most=20), default=3, metavar="N", help="plans to show (default 3)")
     command.add_argument("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
     command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
@@ -146,6 +148,7 @@ def _questions(arguments: argparse.Namespace) -> list[Any]:
             ) from None
         for count in arguments.gpus:
             own = {"headroom": arguments.headroom / 100, "price": dollars}
+            own |= {"partial_recompute": not arguments.whole_recompute}
             machine = find_cluster(name, count, arguments.stack)
             if machine.num_devices != count:  # whole nodes, or a part of one
                 if count > machine.devices_per_node:

@@ -199,11 +199,10 @@ class _Round:
         """Wait for every reply; return the results, or raise the error that explains what happened."""
         next_check = time.monotonic() + POLL_S
         while self.waiting:
-            now = time.monotonic()
-            limit = self._give_up_at()
-            if now >= limit:
-                break
+            now, limit, num_waiting = time.monotonic(), self._give_up_at(), len(self.waiting)
             self._take(max(0.0, min(limit, next_check) - now))
+            if now >= limit and len(self.waiting) == num_waiting:  # nothing lay here, as after a stop of this process
+                break
             if time.monotonic() >= next_check:
                 next_check += POLL_S
                 self._check()

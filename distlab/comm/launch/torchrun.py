@@ -160,8 +160,9 @@ def _pass_on(process: subprocess.Popen[str], echo: Echo, limit_s: float) -> list
     late = threading.Event()
 
     def stop() -> None:
-        late.set()
-        kill_agent(process)
+        if process.poll() is None:  # else this process was stopped, and the ranks ended meanwhile
+            late.set()
+            kill_agent(process)
 
     timer = threading.Timer(limit_s, stop)
     timer.daemon = True
@@ -203,7 +204,7 @@ def _conclude(folder: Path, num_ranks: int, status: int, own_words: list[str]) -
         raise ValueError(reported[0].summary.partition(": ")[2])
     known = {failure.rank for failure in reported}
     failures = reported + [
-        Failure(rank, describe_exit(code), "", code == _STOPPED, time.time_ns())
+        Failure(rank, describe_exit(code), "", code == _STOPPED, time.monotonic_ns())
         for rank, code in exits.items()
         if rank not in known and code != SAID
     ]
@@ -227,7 +228,8 @@ def _reported(folder: Path) -> list[Failure]:
             text, more = message["message"], message["extraInfo"]
             noise = PEER_NOISE.search(text.partition("\n")[0]) is not None
             stack = more.get("stack", more["py_callstack"])
-            failures.append(Failure(int(path.parent.name), f"raised {text}", stack, noise, path.stat().st_mtime_ns))
+            when = int(more.get("monotonic_ns", 0)) or path.stat().st_mtime_ns - time.time_ns() + time.monotonic_ns()
+            failures.append(Failure(int(path.parent.name), f"raised {text}", stack, noise, when))
     return failures
 
 
@@ -257,6 +259,7 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
     text = f"{type(error).__name__}: {error}"
     whole = stack if text in stack else f"{text}\n{stack}"
     more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}
+    more["monotonic_ns"] = str(time.monotonic_ns())  # which rank was first, also where the clock is set meanwhile
     fresh = folder / f"{_ERROR}.new"  # torchrun itself ends where it meets half a file of a rank that was killed
     fresh.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
     fresh.replace(folder / _ERROR)

@@ -70,7 +70,10 @@ class Call(NamedTuple):
 
 def short(site: str) -> str:
     """Return a call site, relative to the working directory where the file lies below it."""
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # it is gone; what is to be told matters more
+        return site
     return site.removeprefix(here) if here != os.sep * 2 else site
 
 
@@ -212,10 +215,10 @@ def read_record(reader: RecordReader) -> RankRecord:
             return RankRecord(header, rows, totals, list(reader.read_names()))
 
 
-def read_records(folder: str | Path) -> Records:
-    """Read the records of all ranks in a folder."""
+def read_records(folder: str | Path, rank: int | None = None) -> Records:
+    """Read the records in a folder, of all ranks or of one."""
     records = {}
-    for path in Path(folder).glob("rank*.rec"):
+    for path in Path(folder).glob(f"rank{'*' if rank is None else rank}.rec"):
         if RecordReader.is_ready(path):
             reader = RecordReader(path)
             records[reader.rank] = read_record(reader)

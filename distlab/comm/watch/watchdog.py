@@ -209,7 +209,8 @@ class Watchdog:
 
     def is_finished(self, rank: int) -> bool:
         """Tell whether a rank's record says that it makes no more calls."""
-        self._follow()
+        if rank not in self._readers:
+            self._follow()
         return rank in self._readers and self._readers[rank].header().is_finished
 
     def open(self) -> None:

@@ -137,8 +137,8 @@ def _from_file(process: RankProcess) -> bytes:
         pipe = os.open(f"{process.environment[_PIPE]}{process.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as file:
             file.write(b"1\n")
-        size = -1
-        while time.time() < asked + ASK_S and not (_size_since(path, asked) == size >= 0):  # whole: it grows no more
+        size, until = -1, time.monotonic() + ASK_S
+        while time.monotonic() < until and not (_size_since(path, asked) == size >= 0):  # whole: it grows no more
             size = _size_since(path, asked)
             time.sleep(0.1)
     began = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + process.started / os.sysconf("SC_CLK_TCK")

@@ -76,10 +76,15 @@ class Submitted:
         defines = re.compile(rf"^(async +def|def|class) +{self.name}\b|^{self.name} *=", re.MULTILINE)
         return next((name for name, text in reversed(self.source.pieces) if defines.search(text)), self.source.name)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Load the source once in this process, and call its function."""
+    def load(self) -> None:
+        """Load the source once in this process; what it switches there is none of the function's doing."""
         if self._fn is None:
             self._fn = execute(self.source, [self.name])[0][self.name]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Load the source once in this process, and call its function."""
+        self.load()
+        assert self._fn is not None
         return self._fn(*args, **named)
 
 

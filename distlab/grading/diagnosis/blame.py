@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import distlab
 from distlab.comm import RankError, RankTimeout
 from distlab.comm.launch.failures import Failure, well_formed
+from distlab.comm.record.read import short
 from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Exercise, Fault
 from distlab.grading.variation.draw import IN_CALL
@@ -49,7 +50,7 @@ def label(file: str) -> str:
     """Return a file's name as a learner knows it: "your cell" for what a notebook's kernel wrote down."""
     if _CELL_FILE.fullmatch(file):
         return CELL
-    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return short(file)
 
 
 def place_in(traceback: str, fn: Callable[..., Any]) -> Place | None:
@@ -102,7 +103,8 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
         return _stuck(error) if misfit is None else Fault("mismatch", misfit)
     root = error.failures[0]
     is_refused = any(words in root.summary for words in _REFUSED)
-    if misfit is not None and (root.is_noise or is_refused or root.summary.startswith("was killed")):  # gloo aborts
+    by_itself = root.summary.startswith(("raised Refused", "raised NotYet", "exited", "closed", "returned"))
+    if misfit is not None and not by_itself:  # the cause, whether a rank has come to an error of its own or not yet
         return Fault("mismatch", misfit)
     if is_refused and (calls := _explanation(str(error))):
         return Fault("mismatch", calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -32,12 +32,14 @@ def of_parts(name: str, squares: Sequence[float], rank: int) -> Term:
         rank: whose norm it is.
     """
     n, total = len(squares), sum(squares)
+    extremes = {
+        min(squares): ", the smallest of the ranks' (as MIN takes)",
+        max(squares): ", the largest (as MAX takes)",
+    }
     sums = "a sum over ranks is asked, the default of dist.all_reduce"
     ranks = [
         (squares[rank], f"has of `{name}` this rank's parts alone: all_reduce their sum of squares"),
-        (max(squares), f"has of `{name}` the parts of the rank with the largest sum of squares alone (MAX): {sums}"),
-        (min(squares), f"has of `{name}` the parts of the rank with the smallest sum of squares alone (MIN): {sums}"),
-        (squares[0], f"has of `{name}` rank 0's parts alone: {sums}"),
+        *((one, f"has of `{name}` rank {r}'s alone{extremes.get(one, '')}: {sums}") for r, one in enumerate(squares)),
         (total / n, f"has the mean over ranks of the squares of `{name}`: each rank holds other parts, add them up"),
         (n * total, f"counts `{name}` {n} times"),
     ]
@@ -55,20 +57,29 @@ def of_copies(name: str, square: float, n: int) -> Term:
     return Term(name, square, [(0.0, f"leaves out `{name}`"), *(ranks if n > 1 else ())])
 
 
-def explain_norm(norm: float, terms: Sequence[Term]) -> str:
-    """Return in words which terms make this very norm, one wrong before two; "" where none do.
+def explain_norms(norms: Sequence[float], terms: Sequence[Sequence[Term]]) -> str:
+    """Return in words which terms make these very norms, one wrong before two; "" where none do.
+
+    Each rank's norm must come about alike: on one rank alone, a value may be that of several mistakes.
 
     Args:
-        norm: what was found; it is not the right one.
-        terms: of the right one.
+        norms: those that are not right, of one rank each.
+        terms: of the right norm, as these ranks have them; alike in order.
     """
     for number in (1, 2):
-        for chosen in combinations(terms, number):
-            others = sum(term.square for term in terms if term not in chosen)
-            for wrong in product(*(term.wrong for term in chosen)):
-                if close(norm, (others + sum(square for square, _ in wrong)) ** 0.5):
-                    return ", and ".join(words for _, words in wrong)
-    return _added(norm, terms)
+        for places in combinations(range(len(terms[0])), number):
+            for chosen in product(*(range(len(terms[0][place].wrong)) for place in places)):
+                wrong = dict(zip(places, chosen, strict=True))
+                if all(close(norm, _made(own, wrong)) for norm, own in zip(norms, terms, strict=True)):
+                    return ", and ".join(terms[0][place].wrong[index][1] for place, index in wrong.items())
+    added = {_added(norm, own) for norm, own in zip(norms, terms, strict=True)}
+    return added.pop() if len(added) == 1 else ""
+
+
+def _made(terms: Sequence[Term], wrong: Mapping[int, int]) -> float:
+    """Return the norm that terms make, some of them by a mistake."""
+    squares = (term.wrong[wrong[at]][0] if at in wrong else term.square for at, term in enumerate(terms))
+    return float(sum(squares) ** 0.5)
 
 
 def _added(norm: float, terms: Sequence[Term]) -> str:

@@ -7,6 +7,8 @@ starts processes, replaces torch's functions, looks into the check or leaves the
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
 import functools
 import os
@@ -21,7 +23,7 @@ from distlab.grading.diagnosis.blame import file_of
 from distlab.grading.exercise import Refused
 from distlab.grading.sandbox.library import Twins, is_twin, refuse_twins
 from distlab.grading.sandbox.tamper import Fence, Untouched
-from distlab.grading.sandbox.wires import belongs_to_answer, close_other_wires
+from distlab.grading.sandbox.wires import belongs_to_answer, close_other_wires, is_answers
 
 MAX_FILE_BYTES = 256 << 20
 _STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
@@ -68,10 +70,13 @@ def drive_on_rank(
     if twins is not None:
         refuse_twins(twins, lambda: fence.is_up)
     belongs_to_answer([file_of(fn), *(name for name, _ in getattr(getattr(fn, "source", None), "pieces", ()))])
+    _as_in_a_program_of_its_own(fence)
     untouched = Untouched()
     streams = sys.stdout, sys.stderr
     try:
         with restored():
+            if (load := getattr(fn, "load", None)) is not None:  # or the first call would be judged with the whole file
+                guarded(load, untouched, fence)()
             result = drive(guarded(fn, untouched, fence))
         untouched.check()  # the drive may have called what the function returned
         return result
@@ -108,6 +113,31 @@ def forbid_processes() -> None:
     sys.addaudithook(refuse)
 
 
+def _as_in_a_program_of_its_own(fence: Fence) -> None:
+    """Let hash() of a text differ from call to call, as between programs; refuse what would be run at a program's end.
+
+    A call stands for one of another rank where a function is told its rank, so a number of ranks is not enough.
+    """
+    at_end, plain, find = atexit.register, builtins.hash, sys._getframe
+
+    def register(fn: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if fence.is_up and is_answers(find(1)):
+            text = "it leaves a function to be run at the program's end (atexit.register), which is the caller's"
+            raise Refused("state left behind", f"{text}: do before you return what is to be done")
+        return at_end(fn, *args, **named)
+
+    def hashed(value: Any, /) -> int:
+        number = plain(value)
+        is_own = fence.is_up and _holds_text(value) and is_answers(find(1))
+        return plain((os.getpid(), fence.num_calls, number)) if is_own else number
+
+    atexit.register, builtins.hash = register, hashed  # type: ignore[assignment]
+
+
+def _holds_text(value: Any) -> bool:
+    return isinstance(value, str | bytes) or (isinstance(value, tuple | frozenset) and any(map(_holds_text, value)))
+
+
 def in_python_numbers(value: Any, depth: int = 20) -> Any:
     """Return a value with Python's numbers for numpy's: np.int64(8) is 8; what holds none is returned itself."""
     import numpy as np
@@ -132,11 +162,14 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
     import torch
     import torch.distributed as dist
 
-    dtype, device, group = torch.get_default_dtype(), torch.get_default_device(), dist.group.WORLD
+    from distlab.grading.variation.left import kept
+
+    dtype, device, group, state = torch.get_default_dtype(), torch.get_default_device(), dist.group.WORLD, kept()
 
     def call(*args: Any, **named: Any) -> Any:
         allowed = fence.ways.allow((*args, *named.values()))
         fence.is_up, was_up = True, fence.is_up
+        fence.num_calls += 1
         try:
             result = fn(*args, **named)
         finally:
@@ -163,6 +196,9 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
                 f"it changed torch's default device to {now}, for everything that comes after; "
                 "give the device to the tensors that you make",
             )
+        if (after := kept()) != state:
+            what = next(name for name in state if after[name] != state[name])
+            raise Refused("state left behind", f"it changed {what}, for everything that comes after: put it back")
         return _fenced(in_python_numbers(result), fence, (*args, *named.values()))
 
     with contextlib.suppress(Exception):

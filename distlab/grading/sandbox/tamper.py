@@ -128,7 +128,7 @@ class Fence:
 
     def __init__(self, private: str) -> None:
         self.is_up = False
-        self.ways = Ways()
+        self.ways, self.num_calls = Ways(), 0
         self._private = private  # name of the folder with the records of this run
         self._busy = False
         self._frame = sys._getframe

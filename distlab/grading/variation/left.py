@@ -12,6 +12,7 @@ import gc
 import hashlib
 import logging
 import os
+import resource
 import signal
 import sys
 import tracemalloc
@@ -45,9 +46,9 @@ def marks(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
             yield from marks(f"{name}.{path}", tensor)
     elif isinstance(value, torch.optim.Optimizer):
         yield "hooks", name, sum(len(getattr(value, hooks, ())) for hooks in _OPTIMIZER_HOOKS)
-        for index, group in enumerate(value.param_groups):
-            place = f"{name}.param_groups[{index}]"
-            yield "option", f"the number of parameters in {place}", len(group["params"])
+        groups = {f"{name}.param_groups[{index}]": group for index, group in enumerate(value.param_groups)}
+        for place, group in {**groups, f"{name}.defaults": value.defaults}.items():
+            yield "option", f"the number of parameters in {place}", len(group.get("params", ()))
             for key, option in group.items():
                 if key != "params":
                     yield "option", f"{place}[{key!r}]", option if isinstance(option, bool | int) else repr(option)
@@ -122,7 +123,7 @@ def _switches() -> dict[str, Switch]:
             lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value),
         ),
         "the recursion limit": Switch(sys.getrecursionlimit, sys.setrecursionlimit),
-        "the folders that Python imports from (sys.path)": Switch(
+        "the list of folders that Python imports from (sys.path)": Switch(
             lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)
         ),
         "the switch interval of threads": Switch(sys.getswitchinterval, sys.setswitchinterval),
@@ -173,6 +174,27 @@ def switches() -> dict[str, Any]:
         "the number of warnings that are errors": sum(each[0] == "error" for each in warnings.filters),
         "the number of open files": _num_open_files(),
     }
+
+
+def kept() -> dict[str, Any]:
+    """Return what each call must leave as it is: no later call would show that it did not."""
+    found: dict[str, Any] = {"the rights of new files (os.umask)": os.umask(0o77)}
+    os.umask(found["the rights of new files (os.umask)"])
+    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+    found["the program's limits (resource.setrlimit)"] = [resource.getrlimit(limit) for limit in limits]
+    policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
+    found["the event loop (asyncio.set_event_loop)"] = id(getattr(getattr(policy, "_local", None), "_loop", None))
+    for name in ("stdout", "stderr"):
+        found[f"sys.{name}"] = (id(getattr(sys, name)), _is_open(getattr(sys, name)))
+    return found
+
+
+def _is_open(stream: Any) -> bool:
+    try:
+        os.fstat(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
 
 
 def _flushes_denormals() -> bool:

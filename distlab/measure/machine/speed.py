@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.fit import fit_nonnegative, median_of
-from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank, shared_cores
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import fit_link
@@ -214,7 +214,9 @@ def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) 
 def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
     """Time one all-reduce, from a run of several that follow one another."""
     tensor = torch.zeros(num_bytes // 4, device=device)
-    repeats = max(FEW, min(MANY, 16_000_000 // num_bytes))
+    cores = shared_cores(device)
+    crowd = 1 if cores is None else max(1, dist.get_world_size() // (4 * cores))  # 64 ranks on two cores: 8
+    repeats = max(1, max(FEW, min(MANY, 16_000_000 // num_bytes)) // crowd)
     dist.all_reduce(tensor, group=group)
     dist.barrier()
     start = now(device)

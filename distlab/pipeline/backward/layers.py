@@ -1,4 +1,4 @@
-"""The layers whose weight gradient can wait, a rule for each: what I computes, what W computes.
+"""The layers whose weight gradient can wait, a rule for each: what I computes, and notes, and what W computes.
 
 A rule holds for one exact type. A subclass may compute something else, so it has none. But a layer that sends
 something before and after such a computation may say so itself (`modules.local_compute`): the rule then holds for the
@@ -95,6 +95,37 @@ class Sums:
             self._held[parameter] = gradient
         else:
             parameter.grad = gradient
+
+
+class WeightWork:
+    """What an I leaves for its W: run once, it is empty."""
+
+    def __init__(self) -> None:
+        self._notes: list[Notes] = []
+
+    def add(self, notes: Notes) -> None:
+        """Keep one layer's notes."""
+        self._notes.append(notes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the notes hold until W; a tensor that several notes share counts once."""
+        storages = [t.untyped_storage() for notes in self._notes for t in (notes.x, notes.gradient)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def run(self) -> None:
+        """Add the gradients to each parameter's `.grad`, and free each note as soon as it is used.
+
+        A parameter's `register_post_accumulate_grad_hook` runs here, once, however many layers share it. A layer whose
+        parameters have hooks of `register_hook` makes its weight gradients in I.
+        """
+        sums = Sums()
+        self._notes.reverse()
+        with torch.no_grad():
+            while self._notes:
+                notes = self._notes.pop()
+                notes.rule.weight_gradients(notes, sums)
+        sums.deliver()
 
 
 class LinearRule:

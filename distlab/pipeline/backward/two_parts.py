@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distlab.pipeline.backward.choose import choose_layers
-from distlab.pipeline.backward.layers import LayerRule, Notes, Sums, place_of, rule_of
+from distlab.pipeline.backward.layers import LayerRule, Notes, Sums, WeightWork, place_of, rule_of
 
 
 class LinearPlainly(torch.autograd.Function):
@@ -78,37 +78,6 @@ class SplitReport:
         return "\n".join(lines)
 
 
-class WeightWork:
-    """What an I leaves for its W: run once, it is empty."""
-
-    def __init__(self) -> None:
-        self._notes: list[Notes] = []
-
-    def add(self, notes: Notes) -> None:
-        """Keep one layer's notes."""
-        self._notes.append(notes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the notes hold until W; a tensor that several notes share counts once."""
-        storages = [t.untyped_storage() for notes in self._notes for t in (notes.x, notes.gradient)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def run(self) -> None:
-        """Add the gradients to each parameter's `.grad`, and free each note as soon as it is used.
-
-        A parameter's `register_post_accumulate_grad_hook` runs here, once, however many layers share it. A layer whose
-        parameters have hooks of `register_hook` makes its weight gradients in I.
-        """
-        sums = Sums()
-        self._notes.reverse()
-        with torch.no_grad():
-            while self._notes:
-                notes = self._notes.pop()
-                notes.rule.weight_gradients(notes, sums)
-        sums.deliver()
-
-
 class SplitBackward:
     """Makes a module's backward pass in two parts.
 
@@ -137,6 +106,7 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._work: WeightWork | None = None
+        self._pass = -1  # torch's number of the backward pass that is an I: of others within it nothing waits
         for name, layer in module.named_modules():
             if getattr(vars(layer).get(place_of(layer)), "func", None) is _forward:
                 raise ValueError(
@@ -171,10 +141,11 @@ class SplitBackward:
             What W has to do. Without it, the gradients of the deferred layers are lost.
         """
         work = self._work = WeightWork()
+        begun = [_Begin.apply(one, self) if one.requires_grad else one for one in outputs]  # type: ignore[no-untyped-call]
         try:
-            full_backward(outputs, gradients)
+            full_backward(begun, gradients)
         finally:
-            self._work = None
+            self._work, self._pass = None, -1
         return work
 
     def weight_gradient(self, work: WeightWork) -> None:
@@ -194,11 +165,16 @@ class SplitBackward:
             vars(layer).pop(place_of(layer), None)
         self._layers = []
 
+    def note_pass(self) -> None:
+        """Remember the backward pass that runs as the one of this I."""
+        self._pass = torch._C._current_graph_task_id()
+
     def defers(self, notes: Notes) -> bool:
-        """Keep what a layer's backward knows for W; outside of I return False."""
-        if self._work is not None:
-            self._work.add(notes)
-        return self._work is not None
+        """Keep what a layer's backward knows for W; outside of I, and in a hook's own backward, return False."""
+        if self._work is None or self._pass != torch._C._current_graph_task_id():
+            return False
+        self._work.add(notes)
+        return True
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -219,6 +195,20 @@ def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 def prepare_split(module: nn.Module) -> SplitBackward:
     """Make a module's backward pass separable; see `SplitBackward`."""
     return SplitBackward(module)
+
+
+class _Begin(torch.autograd.Function):
+    """Pass an output on; backward, it comes before all else and says which pass this is."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, split: SplitBackward) -> Tensor:
+        ctx.split = split
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.split.note_pass()
+        return gradient, None
 
 
 class _Part(NamedTuple):

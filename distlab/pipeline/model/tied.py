@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from distlab.comm import agree
 from distlab.comm.p2p import Receive, Send, group_rank, start
+from distlab.modules.every_parameter import every_parameter
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def find_tied(stages: Sequence[nn.Module]) -> list[TiedParameter]:
     """Find the parameters that several stages of one model share, before the stages go to their ranks."""
     holders: dict[nn.Parameter, dict[int, str]] = {}
     for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
+        for name, parameter in every_parameter(stage):
             holders.setdefault(parameter, {}).setdefault(index, name)
     return [
         TiedParameter(next(iter(places.values())), tuple(places), tuple(places.values()))

@@ -13,7 +13,7 @@ from distlab.gradient_hook import LinearHook
 from distlab.modules.structures import find
 from distlab.plan import Precision
 from distlab.sharding.fsdp.wrapping import ROOT
-from distlab.sharding.overlap import refuse_overlaps
+from distlab.sharding.overlap import parameters_to_shard, refuse_overlaps
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -62,14 +62,15 @@ def check_options(named: list[tuple[str, nn.Parameter]], prefetch: int, precisio
         )
 
 
-def check_parameters(module: nn.Module) -> None:
-    """Refuse parameters that a flat shard cannot hold, and those that would not train because torch does not see them.
+def check_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name all parameters; refuse what a flat shard cannot hold, or what would not train as torch does not see it.
 
     Raises:
         ValueError: a parameter without a shape, of complex numbers or integers, or kept in a plain list; the text
             names the module.
     """
-    named = list(module.named_parameters(remove_duplicate=False))
+    every = parameters_to_shard(module)
+    named = list(nn.Module.named_parameters(module, remove_duplicate=False))
     owners = dict(module.named_modules(remove_duplicate=False))
     for name, tensor in (*named, *module.named_buffers()):
         path, _, attribute = name.rpartition(".")
@@ -113,6 +114,7 @@ def check_parameters(module: nn.Module) -> None:
         for attribute, value in vars(one).items():
             if attribute not in _OF_EVERY_MODULE and not (isinstance(one, nn.RNNBase) and attribute == "_flat_weights"):
                 _check_attribute(f"{path or 'the module'} ({type(one).__name__}): {attribute}", value, registered)
+    return every
 
 
 def _check_attribute(where: str, value: object, registered: dict[int, str]) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
+from distlab.modules.every_parameter import every_parameter
 from distlab.rng import generator
 from distlab.sharding.fsdp.fully_shard import FullyShard
 
@@ -90,7 +91,7 @@ def draw_weights(module: nn.Module, *, seed: Seed, draw: Draw | None = None) -> 
         ValueError: as `build_sharded`.
     """
     check_drawable(module, draw)
-    named = dict(module.named_parameters())
+    named = dict(every_parameter(module))
     for name, values in _drawn(module, seed, draw):
         named[name].copy_(values)
 
@@ -113,7 +114,7 @@ def check_drawable(module: nn.Module, draw: Draw | None) -> None:
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
     """Yield each layer with parameters of its own, and their names by attribute; a tied one counts once."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = {parameter: name for name, parameter in every_parameter(module)}
     for path, layer in module.named_modules():
         prefix = f"{path}." if path else ""
         own = {key: names[p] for key, p in layer._parameters.items() if p is not None and names[p] == f"{prefix}{key}"}

@@ -100,8 +100,7 @@ class FullyShard(nn.Module):
         spans: SpanWriter | None = None,
     ) -> None:
         super().__init__()
-        check_parameters(module)
-        named = list(module.named_parameters())
+        named = check_parameters(module)
         names = automatic_units(module) if units is None else chosen_units(module, units)
         options = [units if units is None else names, reshard_after_forward, prefetch, str(precision), offload]
         for ranks in (group, *([] if replicas is None else [replicas])):

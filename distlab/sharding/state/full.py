@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.modules.every_parameter import every_parameter
 from distlab.modules.named_parts import PARAMETER
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.fully_shard import FullyShard
@@ -179,7 +180,7 @@ def _prepare_full(model: FullyShard, optimizer: Optimizer, state: Mapping[str, A
 
 def _in_order(model: FullyShard, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
-    places = {name: place for place, (name, _) in enumerate(model.module.named_parameters())}
+    places = {name: place for place, (name, _) in enumerate(every_parameter(model.module))}
     return [sorted(group["names"], key=places.__getitem__) for group in groups]
 
 

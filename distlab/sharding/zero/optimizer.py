@@ -35,6 +35,7 @@ from distlab.comm import agree
 from distlab.gradients.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
+from distlab.sharding.overlap import parameters_to_shard
 from distlab.sharding.shard_gradient import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
 from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
@@ -130,7 +131,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         self.module, self.group, self.stage, self.split, self._has_means = module, group, stage, split, False
         self.unused, self.check_finite, self.spans, self.step_number = unused, check_finite, spans, 0
         self.cut = cut_layers_of(module)
-        agree_on_parameters(named := list(module.named_parameters()), group)
+        agree_on_parameters(named := parameters_to_shard(module), group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]

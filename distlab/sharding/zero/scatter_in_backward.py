@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.gradients.flat_gradients import SendInBackward
 from distlab.gradients.gradient_status import UNUSED
+from distlab.modules.every_parameter import every_parameter
 from distlab.plan import assign_buckets
 from distlab.replicate import Registered, broadcast_each
 from distlab.sharding.overlap import refuse_overlaps
@@ -191,5 +192,6 @@ def broadcast_start(module: nn.Module, buckets: Sequence[ShardBucket], group: Pr
     Cost: one broadcast per bucket, and one per frozen parameter and buffer.
     """
     in_buckets = {parameter for bucket in buckets for parameter in bucket.parameters}
-    others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in in_buckets]
+    every = [*(parameter for _, parameter in every_parameter(module)), *module.buffers()]
+    others = [tensor for tensor in every if tensor not in in_buckets]
     broadcast_each([*(bucket.whole for bucket in buckets), *others], group)

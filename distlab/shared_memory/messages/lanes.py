@@ -145,6 +145,11 @@ class InLane(_Lane):
         return bool(self._taken)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a message is half taken, or the sender has yet to be told of some."""
+        return self._current is not None or bool(self._taken)
+
+    @property
     def current(self) -> Message | None:
         """The receive that is taking a message now."""
         return None if self._is_aside else self._current

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch.futures import Future
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import BELL, LOOK_S
+from distlab.shared_memory.arena import BELL, look_s
 from distlab.shared_memory.meeting import Meeting, why_gone
 from distlab.shared_memory.messages.lanes import InLane, OutLane
 from distlab.shared_memory.messages.letters import Message
@@ -46,11 +46,13 @@ class Messages:
         self.arena, self.rank = meeting.arena, meeting.rank
         self._out: dict[int, OutLane] = {}
         self._in: dict[int, InLane] = {}
+        self._sending: set[int] = set()  # ranks to which a message is not over
+        self._taking: set[int] = set()  # ranks whose messages are half taken, or which are to be told of some
         self._receives: list[Message] = []  # that no message has come for
         self._lock = threading.Lock()
         self._bell = self.arena.header(self.rank) + BELL
         self._word = futex.word_at(self._bell)
-        self._look = futex.timeout_at(LOOK_S)
+        self._look = futex.timeout_at(look_s(self.arena.size))
         self._drivers = 0
         self._wanted = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -62,6 +64,7 @@ class Messages:
             if message.peer not in self._out:
                 self._out[message.peer] = OutLane(self.arena, self.rank, message.peer)
             self._out[message.peer].waiting.append(message)
+            self._sending.add(message.peer)
             self._advance()
         self._leave_to_thread(message)
 
@@ -106,6 +109,9 @@ class Messages:
         finally:
             with self._lock:
                 self._drivers -= 1
+                is_left = not self._drivers and not self._is_idle()
+            if is_left:
+                self._wanted.set()
         return work.is_over
 
     def drive_alone(self, work: SharedWork) -> None:
@@ -122,28 +128,36 @@ class Messages:
 
     def _is_silent(self) -> bool:
         """Whether a sender has yet to be told of messages that were taken."""
-        return any(lane.is_silent for lane in self._in.values())
+        return any(self._in[source].is_silent for source in list(self._taking))  # a set that threads change
+
+    def _is_idle(self) -> bool:
+        return next(self._open(), None) is None and not self._is_silent()
 
     def _open(self) -> Iterator[Message]:
         """All messages that are not over."""
-        for out in self._out.values():
-            yield from out.messages
+        for peer in self._sending:
+            yield from self._out[peer].messages
         yield from self._receives
-        for lane in self._in.values():
-            if lane.current is not None:
-                yield lane.current
+        for source in self._taking:
+            if (current := self._in[source].current) is not None:
+                yield current
 
     def _advance(self) -> None:
         """Move on what can be moved; the lock is held."""
         ring = []
-        for peer, out in self._out.items():
-            if (out.open or out.waiting) and out.advance():
+        for peer in list(self._sending):
+            out = self._out[peer]
+            if out.advance():
                 ring.append(peer)
+            if not out.open and not out.waiting:
+                self._sending.discard(peer)
+        wanted = {message.peer for message in self._receives}
         try:
-            for source, lane in self._in.items():
-                is_needed = self._receives or lane.current is not None or lane.is_silent
-                if is_needed and lane.advance(self._receives):
+            for source in list(self._in) if -1 in wanted else wanted | self._taking:
+                lane = self._in[source]
+                if lane.advance(self._receives):
                     ring.append(source)
+                (self._taking.add if lane.is_busy else self._taking.discard)(source)
         except ValueError as error:
             self._fail(ValueError(f"rank {self.meeting.me}: {error}"))
         for peer in ring:
@@ -166,12 +180,13 @@ class Messages:
     def _give_up(self) -> None:
         """End messages that can never arrive."""
         others, members, now = self.meeting.others, self.meeting.members, time.monotonic()
-        gone = {rank: why_gone(self.arena, rank, members) for rank in others}
         with self._lock:
+            asked = {message.peer for message in self._open()} | self._taking
+            gone = {rank: why_gone(self.arena, rank, members) for rank in (others if -1 in asked else asked)}
             self._advance()  # what they had written before they went
-            for source, lane in self._in.items():
+            for source in self._taking:
                 if gone.get(source):
-                    lane.fall_silent()
+                    self._in[source].fall_silent()
             for message in list(self._open()):
                 peers = others if message.peer < 0 else [message.peer]
                 reason = gone.get(peers[0], "") if all(gone.get(peer) for peer in peers) else ""
@@ -198,14 +213,13 @@ class Messages:
             time.sleep(SETTLE_S)
             self._wanted.clear()
             while not self._is_closed:
-                if self._drivers:
-                    time.sleep(SETTLE_S)
-                    continue
+                if self._drivers:  # who leaves to this thread what is open when they go
+                    break
                 seen = self._word.value
                 futex.fence()
                 with self._lock:
                     self._advance()
-                    is_idle = next(self._open(), None) is None and not self._is_silent()
+                    is_idle = self._is_idle()
                 if is_idle:
                     break
                 self._sleep(seen)

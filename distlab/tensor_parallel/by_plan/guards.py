@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
+from distlab.modules.every_parameter import every_parameter
 from distlab.modules.split import splits_of
 from distlab.tensor_parallel.linear import RowParallelLinear, is_conv1d, linear_sizes
 
@@ -65,7 +66,7 @@ def _compare_whole(model: nn.Module, group: ProcessGroup | None = None) -> None:
         ValueError: naming them, on every rank.
     """
     split = splits_of(model)
-    whole = {name: parameter for name, parameter in model.named_parameters() if name not in split}
+    whole = {name: parameter for name, parameter in every_parameter(model) if name not in split}
     if not whole:
         return
     mine = torch.stack([_two_numbers(parameter) for parameter in whole.values()])  # [N, 2]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.modules.every_parameter import every_parameter
 from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.by_plan.guards import watch
@@ -89,8 +90,8 @@ def parallelize_module(
     agree_on("the model, plan or head_counts of parallelize_module", group, **facts)
     styles, ties, heads = _check(model, plan, group, head_counts)
     with torch.no_grad():
-        broadcast_each([tensor.data for tensor in (*model.parameters(), *model.buffers())], group)
-    whole, before = WholeModel(model, styles, group), dict(model.named_parameters())
+        broadcast_each([one.data for one in (*dict(every_parameter(model)).values(), *model.buffers())], group)
+    whole, before = WholeModel(model, styles, group), dict(every_parameter(model))
     for name, style in styles.items():
         _cut(model, name, style, group, heads)
     cut_sequences(model, styles, group)
@@ -105,7 +106,7 @@ def parallelize_module(
 
 def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Let the parameters that the model has no more refuse to be used."""
-    kept = {id(parameter) for parameter in model.parameters()}
+    kept = {id(parameter) for _, parameter in every_parameter(model)}
     for name, parameter in before.items():
         if id(parameter) not in kept:
             mark_moved(parameter, name, "parallelize_module gave each rank its part")

@@ -30,6 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from distlab.modules.blocks import matches
+from distlab.modules.every_parameter import every_parameter
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
 STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside", "sequence")
@@ -202,7 +203,7 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
         ValueError: naming both.
     """
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     tied = []
     for group in names.values():
@@ -221,7 +222,7 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
 
 def shapes_of(model: nn.Module) -> dict[str, Any]:
     """Return what must be the same on all ranks before a model is cut: names, shapes, dtypes and what is trained."""
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors: dict[str, Tensor] = {**dict(every_parameter(model)), **dict(model.named_buffers())}
     return {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
 
 

@@ -94,8 +94,8 @@ class WholeModel:
 
     def _borrow(self, model: nn.Module) -> list[Tensor]:
         """Let the copy use the model's parameters and copies of its buffers; return the parameters."""
-        now = dict(model.named_modules(remove_duplicate=False))
-        for name, module in self._copy.named_modules(remove_duplicate=False):
+        now = dict(nn.Module.named_modules(model, remove_duplicate=False))  # not a method of the model's own
+        for name, module in nn.Module.named_modules(self._copy, remove_duplicate=False):
             one = now.get(name)
             names = set(module._parameters) | {key for key in vars(type(module)) if key in ("weight", "bias")}
             if one is None or set(one._parameters) != names or any(_is_elsewhere(p) for p in one._parameters.values()):

@@ -93,7 +93,7 @@ SHOULD_STOP = Vary(
 )
 
 WRONG_SHIFTS = (
-    Mutant("float64 written down", "mismatch", "float64[", 2, "one dtype").edit(
+    Mutant("float64 written down", "mismatch", "the receive that takes it do not fit", 2, "one dtype", races=True).edit(
         "torch.empty_like(tensor)", "torch.empty(tensor.shape, dtype=torch.float64)"
     ),
     Mutant("through float32", "values", "float32 somewhere", 2, "one dtype")

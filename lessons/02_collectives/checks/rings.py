@@ -43,6 +43,9 @@ def judge_reduce_scatter(evidence: Evidence) -> Iterator[Fault]:
                 message = f"rank {case.ranks[rank]} returned the right chunk, but it is not in the tensor"
                 advice = "add to the chunks of that tensor, and return one of them"
                 yield Fault("not in place", f"{message} that was passed in: {advice}")
+            if not case.is_view:
+                message = f"{case.name}: rank {case.ranks[rank]} returns a copy of its chunk, in memory of its own"
+                yield Fault("a copy", f"{message}; return the chunk of tensor.tensor_split(n) itself, a view into it")
 
 
 def explain_chunk(case: shared.Case, rank: int, where: str) -> Iterator[Fault]:
@@ -167,6 +170,9 @@ WRONG_SCATTERS = (
     .edit(_EXCHANGE, _EXCHANGE.replace("rank - 1", "rank - step - 1").replace("rank + 1", "rank + step + 1")),
     Mutant("works on a copy", "not in place", "not in the tensor", 2).edit(
         "tensor.tensor_split", "tensor.clone().tensor_split"
+    ),
+    Mutant("a copy of the chunk", "a copy", "a view into it", 2).edit(
+        "return chunks[rank]", "return chunks[rank].clone()"
     ),
     Mutant("calls all_reduce", "torch's own collective", "all_reduce", 2, "common shortcut").body(
         f"dist.all_reduce(tensor, group=group)\nreturn tensor{_MY_CHUNK}"

@@ -22,7 +22,7 @@ from distlab.grading.diagnosis.blame import messages_that_do_not_fit
 BASE = 64
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
 MEMBERS = {3: (1, 2), 4: (1, 2, 3)}  # a smaller group without rank 0, by world size
-Result = tuple[str, int, int, Tensor | str, Tensor, tuple[int, ...]]
+Result = tuple[str, int, int, Tensor | str, Tensor, tuple[int, ...], bool]
 
 
 class Case(NamedTuple):
@@ -36,6 +36,7 @@ class Case(NamedTuple):
         after: the tensor that was passed in, after the call.
         ranks: global ranks that took part.
         rank: this rank's number among them.
+        is_view: whether what came back lies in the memory of what was passed in.
         calls: what this rank did with torch.distributed in the call.
     """
 
@@ -46,6 +47,7 @@ class Case(NamedTuple):
     after: Tensor
     ranks: tuple[int, ...]
     rank: int
+    is_view: bool
     calls: list[Call]
 
     @property
@@ -81,8 +83,11 @@ def play(fn: Callable[..., Any], tensor: Tensor, *args: Any, name: str, ranks: t
         raise
     end = time.monotonic_ns()
     kind = "None" if returned is None else f"a {type(returned).__name__}"
-    kept = returned.detach().clone() if isinstance(returned, Tensor) else kind
-    return name, start, end, kept, tensor.detach().clone(), ranks
+    kept, is_view = kind, False
+    if isinstance(returned, Tensor):
+        kept = returned.detach().clone()
+        is_view = returned.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return name, start, end, kept, tensor.detach().clone(), ranks, is_view
 
 
 def play_in_small_group(fn: Callable[..., Any], make: Callable[[int], Tensor], *args: Any) -> list[Result]:
@@ -100,9 +105,9 @@ def cases(evidence: Evidence) -> Iterator[list[Case]]:
     by_name: dict[str, list[Case]] = {}
     for world_rank, results in enumerate(evidence.results):
         calls = evidence.records.calls(world_rank) if world_rank in evidence.records.ranks else []
-        for name, start, end, returned, after, ranks in results:
+        for name, start, end, returned, after, ranks, is_view in results:
             own = [call for call in calls if start <= call.start_ns <= end]
-            case = Case(name, start, end, returned, after, ranks, ranks.index(world_rank), own)
+            case = Case(name, start, end, returned, after, ranks, ranks.index(world_rank), is_view, own)
             by_name.setdefault(name, []).append(case)
     yield from by_name.values()
 

@@ -108,7 +108,9 @@ def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
             yield _too_few(case, position, batch, wanted)
         shares = [len(samples) for samples in batch]
         if max(shares) - min(shares) > 1:
-            yield Fault("uneven shares", f"{name} gives ranks {shares} samples; they may differ by one at most")
+            yield Fault(
+                "uneven shares", f"{name} is dealt in shares of {shares} samples; they may differ by one at most"
+            )
 
 
 def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:

@@ -24,6 +24,9 @@ WRONG_OVERLAP = (
 )
 WRONG_SAMPLER = (
     Mutant("same share", "ranks overlap", "to ranks [0, 1]", 1).edit("[rank::world_size]", "[::world_size]"),
+    Mutant("hash of a text", "not repeatable", "when asked for again", 1, races=True).edit(
+        'derive_seed(seed, 0, f"epoch {epoch}")', 'hash(f"{seed}, epoch {epoch}") % 2**31'
+    ),
 )
 WRONG_UNEVEN = (
     Mutant("micro-batches for ranks", "weights", "tokens x 2 ranks", 2).edit(

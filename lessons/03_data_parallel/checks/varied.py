@@ -195,6 +195,10 @@ WRONG_FLAT = (
     Mutant("seeds the world", "state left behind", "torch's random state", 2, "state").edit(
         "flat /= ", "torch.manual_seed(0)\nflat /= "
     ),
+    Mutant("kept by id", "values", "of call 1 with other tensors", 2, "one call", preamble="_kept = {}").edit(
+        "for parameter in parameters:",
+        "parameters = _kept.setdefault(id(module), parameters)\nfor parameter in parameters:",
+    ),
 )
 WRONG_BUCKETS = (
     Mutant("empties the list", "changed argument", "caller's list", 1, "state").body("""

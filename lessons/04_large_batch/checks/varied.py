@@ -130,6 +130,9 @@ WRONG_WARM_UP = (
     Mutant("first group only", "values", "expected", 1, "one set of arguments").edit(
         "in optimizer.param_groups", "in optimizer.param_groups[:2]"
     ),
+    Mutant("new defaults", "state left behind", "it changed optimizer.defaults['lr']", 1, "state").edit(
+        "step = first_step", 'step, optimizer.defaults["lr"] = first_step, peak_lr'
+    ),
     Mutant("one step for all", "scale", "too large", 1, "one call", preamble="_steps = {}")
     .edit("step = first_step", "_steps[0] = first_step")
     .edit("nonlocal step", "step = _steps[0]")

@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.norms import explain_norm, of_copies, of_parts
+from distlab.grading.diagnosis.norms import explain_norms, of_copies, of_parts
 from distlab.grading.diagnosis.traffic import calls, in_megabytes, over_budget
 from distlab.grading.diagnosis.values import close, compare, describe, seeded
 
@@ -94,8 +94,9 @@ def _judge_norms(norms: list[float], n: int) -> Iterator[Fault]:
             text = f"rank {rank}'s norm is 0, expected {true:.6g}: these tensors are the gradients, and have"
             text += " no .grad, where torch.nn.utils.clip_grad_norm_ looks"
             yield Fault("gradients of gradients", f"{text}; sum up their own squares")
-        terms = (of_parts("shards", squares, rank), of_copies("replicated", whole, n))
-        if words := explain_norm(norm, terms):
+        wrong = {other: one for other, one in enumerate(norms) if not close(one, true)}
+        copies = of_copies("replicated", whole, n)
+        if words := explain_norms([*wrong.values()], [(of_parts("shards", squares, r), copies) for r in wrong]):
             yield Fault("norm of other parts", f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
         yield from found(compare(norm, true, f"rank {rank}'s norm"))
 

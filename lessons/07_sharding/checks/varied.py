@@ -256,7 +256,7 @@ WRONG_BACKWARDS = (
     ),
 )
 WRONG_CLIPS = (
-    Mutant("the largest rank's", "norm of other parts", "alone (MAX)", 2).edit(
+    Mutant("the largest rank's", "norm of other parts", "as MAX takes", 2).edit(
         "dist.all_reduce(square)", "dist.all_reduce(square, dist.ReduceOp.MAX)"
     ),
     Mutant("zero gradients", "nan", "0 divided by 0", 1, "zero gradients").edit(

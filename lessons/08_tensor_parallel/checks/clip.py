@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.norms import Term, explain_norm, of_copies, of_parts
+from distlab.grading.diagnosis.norms import Term, explain_norms, of_copies, of_parts
 from distlab.grading.diagnosis.traffic import calls, over_budget
 from distlab.grading.diagnosis.values import close, compare, describe, equal, numbers_differ, seeded
 
@@ -55,10 +55,10 @@ def drive_clip(fn: Callable[..., Any]) -> list[dict[str, Any]]:
 def judge_clip(evidence: Evidence) -> Iterator[Fault]:
     """Partial gradients summed; the norm of all, each once; scaled where it is too large."""
     n = evidence.world_size
-    for rank, result in enumerate(evidence.results):
-        for row, factor, limit in zip(result, (1 / 3, 1.0), LIMITS, strict=True):
-            yield from _judge_norm(row["norm"], rank, n)
-            yield from _judge_scaled(row, (rank, n), factor, limit)
+    for index, (factor, limit) in enumerate(zip((1 / 3, 1.0), LIMITS, strict=True)):
+        yield from _judge_norms([result[index]["norm"] for result in evidence.results])
+        for rank, result in enumerate(evidence.results):
+            yield from _judge_scaled(result[index], (rank, n), factor, limit)
     wanted = len(LIMITS) * reduce_bytes(DOUBLE + DOUBLE * sum(CLIP_PARTIAL), n)
     fault = over_budget(evidence, wanted, "the sum of the partial gradients and of one number", slack=0.05)
     if fault is not None and calls(evidence, 0, "all_gather"):
@@ -67,18 +67,21 @@ def judge_clip(evidence: Evidence) -> Iterator[Fault]:
     yield from found(fault)
 
 
-def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
-    if not (isinstance(got, Tensor) and got.numel() == 1) and not isinstance(got, float):
-        yield Fault("returned", f"rank {rank}: expected the norm, a tensor of one number, got {describe(got)}")
-    norm, true = float(got), true_norm(n)
-    if close(norm, true):
+def _judge_norms(got: list[Any]) -> Iterator[Fault]:
+    n, true = len(got), true_norm(len(got))
+    for rank, one in enumerate(got):
+        if not (isinstance(one, Tensor) and one.numel() == 1) and not isinstance(one, float):
+            yield Fault("returned", f"rank {rank}: expected the norm, a tensor of one number, got {describe(one)}")
+    norms = {rank: float(one) for rank, one in enumerate(got) if not close(float(one), true)}
+    if not norms:
         return
+    rank, norm = next(iter(norms.items()))
     if close(norm, true**2):
         text = f"rank {rank}'s norm {norm:.4g} is the sum of squares; its root {true:.4g} is the norm"
         yield Fault("no root", text)
-    for code, value, words in _wrong_norms(rank, n) if n > 1 else ():
-        if close(norm, value**0.5):
-            yield Fault(code, f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
+    for slips in zip(*(_wrong_norms(each, n) for each in norms), strict=True) if n > 1 else ():
+        if all(close(one, value**0.5) for one, (_, value, _) in zip(norms.values(), slips, strict=True)):
+            yield Fault(slips[0][0], f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {slips[0][2]}")
     if close(norm, true * CLIP_FACTORS[0]):
         text = f"rank {rank} returns {norm:.4g}, the norm after clipping"
         yield Fault("norm after", f"{text}; return the norm that the gradients had before, {true:.4g}")
@@ -88,9 +91,10 @@ def _judge_norm(got: Any, rank: int, n: int) -> Iterator[Fault]:
         )
         yield Fault("gradients of gradients", f"{text} torch.nn.utils.clip_grad_norm_ looks; sum up their own squares")
     lists = [clip_lists(r) for r in range(n)]
-    split = of_parts("split", [_squares(one["split"]) for one in lists], rank)
+    squares, whole = [_squares(one["split"]) for one in lists], of_copies("whole", _squares(lists[0]["whole"]), n)
     partial = _term_of_partial([one["partial"] for one in lists], n)
-    if words := explain_norm(norm, (split, of_copies("whole", _squares(lists[0]["whole"]), n), partial)):
+    terms = [(of_parts("split", squares, each), whole, partial) for each in norms]
+    if words := explain_norms([*norms.values()], terms):
         yield Fault("norm of other parts", f"rank {rank}'s norm {norm:.4g} (expected {true:.4g}) {words}")
     yield Fault("values", f"rank {rank}'s norm: {numbers_differ(norm, true)}")
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.faults import found
+from distlab.grading.diagnosis.provenance import explain_sum
 from distlab.grading.diagnosis.traffic import calls, over_budget, sent_line
 from distlab.grading.diagnosis.values import compare, describe, same, seeded
 
@@ -53,15 +54,17 @@ def judge_pair(evidence: Evidence) -> Iterator[Fault]:
         if "pair" in result:
             yield Fault("returned", f"rank {rank}: expected two functions (f, g), got {describe(result['pair'])}")
         if n > 1:
-            yield from _judge_pair(result["f"], result["g"], rank, n)
+            yield from _judge_pair(result["f"], result["g"], rank, [each.get("f") for each in evidence.results])
         yield from judge_way(result["f"], (x, gradients), f"f on rank {rank}", n)
         yield from judge_way(result["g"], (partials, back), f"g on rank {rank}", n)
     wanted = 2 * reduce_bytes(ACTIVATION, n)
     yield from found(over_budget(evidence, wanted, "one all-reduce in f's backward and one in g's forward"))
 
 
-def _judge_pair(f: dict[str, Any], g: dict[str, Any], rank: int, n: int) -> Iterator[Fault]:
+def _judge_pair(f: dict[str, Any], g: dict[str, Any], rank: int, all_f: list[Any]) -> Iterator[Fault]:
+    n = len(all_f)
     x, back, partial = whole_x(), whole_x("gradient of g"), own_x(rank, "partial")
+    gradients = [own_x(other, "gradient of f") for other in range(n)]
     if same(f["out"], n * x) and same(g["out"], partial):
         yield Fault("swapped", "f adds up forward and g does not: f begins a region, g ends it; return (f, g)")
     if same(f["out"], n * x):
@@ -69,9 +72,12 @@ def _judge_pair(f: dict[str, Any], g: dict[str, Any], rank: int, n: int) -> Iter
         yield Fault("f sums forward", f"{text}; forward it hands x on, backward it sums the gradients")
     if same(g["out"], partial):
         yield Fault("g does not sum", "g hands on this rank's partial result; the layer's output is the ranks' sum")
-    if f["went"] and same(f["grad"], own_x(rank, "gradient of f")):
+    if all(each and each["went"] and same(each["grad"], own) for each, own in zip(all_f, gradients, strict=True)):
         text = "the gradient of f's input is that of this rank's own part: the others' never reach it"
         yield Fault("missing f", f"{text}, and every layer below trains on a part; all_reduce it in backward")
+    if f["went"] and f["kept"] and same(f["out"], x):
+        what = f"the gradient through f on rank {rank}"
+        yield from found(explain_sum(f["grad"], gradients, expected=[1.0] * n, what=what))
     if g["went"] and is_times(g["grad"], back, n):
         text = f"g's backward gives {n} times the gradient: every rank has all of it already, and they are added up"
         yield Fault("gradient t times", f"{text}; behind a sum the gradient of each part is the gradient itself")

@@ -70,7 +70,7 @@ WRONG_DROPS = (
 )
 WRONG_CLIPS = (
     Mutant("partial left out", "norm of other parts", "leaves out `partial`", 1).edit("[*whole, *partial])", "whole)"),
-    Mutant("the largest rank's", "norm of other parts", "alone (MAX)", 2).edit(
+    Mutant("the largest rank's", "norm of other parts", "as MAX takes", 2).edit(
         "dist.all_reduce(square)", "dist.all_reduce(square, dist.ReduceOp.MAX)"
     ),
     Mutant("zero gradients", "nan", "0 divided by 0", 1, "zero gradients").edit(

@@ -222,7 +222,7 @@ WRONG_RUNS = (
     Mutant("inputs graded", "argument changed", "require a gradient", 2, "state").edit(
         "x = inputs[i]", "x = inputs[i].requires_grad_()"
     ),
-    Mutant("float64 written down", "raised", "float64[", 2, "one dtype").edit(
+    Mutant("float64 written down", "mismatch", "float64[", 2, "one dtype").edit(
         "x = torch.empty_like(like)", "x = torch.empty(like.shape, dtype=torch.float64)"
     ),
     Mutant("total kept", "values", "right for", 1, "one call", preamble="_losses = []")
@@ -238,7 +238,7 @@ WRONG_SPLITS = (
     ),
 )
 WRONG_FORWARDS = (
-    Mutant("float64 written down", "raised", "float64[", 2, "one dtype").edit(
+    Mutant("float64 written down", "mismatch", "float64[", 2, "one dtype").edit(
         "x = torch.empty_like(like)", "x = torch.empty(like.shape, dtype=torch.float64)"
     ),
     Mutant("grad mode", "state left behind", "the grad mode", 1, "state").edit(

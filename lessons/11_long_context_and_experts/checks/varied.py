@@ -192,7 +192,7 @@ WRONG_RINGS = (
     Mutant("positions ignored", "values", "right for", 2, "one set of arguments").edit(
         _POSITIONS, _POSITIONS + _ZIGZAG
     ),
-    Mutant("float64 written down", "raised", "float64[", 2, "one dtype").edit(
+    Mutant("float64 written down", "mismatch", "the receive that takes it do not fit", 2, "one dtype", races=True).edit(
         "torch.empty_like(held)", "torch.empty(held.shape, dtype=torch.float64)"
     ),
     Mutant("float32's lowest", "raised", "without overflow", 2, "one dtype").edit(

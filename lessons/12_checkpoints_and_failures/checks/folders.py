@@ -38,10 +38,15 @@ CASES = (
     Case("two shards are swapped", (("swap", "step-100"),), "step-90", ("step-100/rank-0.pt", "step-100/rank-1.pt")),
     Case("a manifest is cut off", (("cut", "step-100/manifest.json"),), "step-90", ("step-100/manifest.json",)),
     Case("a manifest is missing", (("gone", "step-100/manifest.json"),), "step-90", ("step-100/manifest.json",)),
-    Case("step-8 was copied over step-100", (("copy", "step-100"),), "step-90", ("step-100/manifest.json",)),
+    Case(
+        "step-8 was copied over step-100, so its manifest says step 8",
+        (("copy", "step-100"),),
+        "step-90",
+        ("step-100/manifest.json",),
+    ),
     Case(
         "two are damaged",
-        (("flip", "step-100/rank-0.pt"), ("cut", "step-90/rank-1.pt")),
+        (("flip", "step-100/rank-0.pt"), ("digit", "step-90")),  # the last one of a digest
         "step-8",
         ("step-100/rank-0.pt", "step-90/rank-1.pt"),
     ),
@@ -78,6 +83,9 @@ def spoil(folder: Path, kind: str, name: str) -> None:
         data = one.read_bytes()
         one.write_bytes(other.read_bytes())
         other.write_bytes(data)
+    elif kind == "digit":
+        text = (path / "manifest.json").read_text().removesuffix('"}}')
+        (path / "manifest.json").write_text(f'{text[:-1]}{"10"[text[-1] == "1"]}"}}}}')
     elif kind == "copy":
         for one in (folder / "step-8").iterdir():
             (path / one.name).write_bytes(one.read_bytes())
@@ -185,7 +193,8 @@ def resharded(fn: Callable[..., Any], size: int, num_saved: int, num_now: int, d
         def read(saved: int, start: int, stop: int, seen: list[list[int]] = seen) -> Tensor:
             if not (0 <= saved < num_saved and 0 <= start <= stop <= len(shards[saved])):
                 raise ValueError(
-                    f"read({saved}, {start}, {stop}): each of {num_saved} ranks saved {-(-size // num_saved)} elements"
+                    f"read({saved}, {start}, {stop}): each of {num_saved} ranks saved {-(-size // num_saved)} elements,"
+                    " and start and stop count from the beginning of its shard"
                 )
             seen.append([int(saved), int(start), int(stop)])
             return shards[saved][start:stop].clone()

@@ -27,6 +27,9 @@ WRONG_NEWESTS = (
     Mutant("step not compared", "not seen", "copied over", 1).edit(
         'manifest["step"] != int(name[1])', 'manifest["step"] is None'
     ),
+    Mutant("eight digits", "not seen", "two are damaged", 1).edit(
+        "hexdigest() != digest", "hexdigest()[:8] != digest[:8]"
+    ),
     Mutant("newest or none", "gave up", "is whole", 1).edit("damaged += wrong", "return None, wrong"),
     Mutant("first one named", "names", "Name each damaged file", 1).edit("damaged += wrong", "damaged += wrong[:1]"),
     Mutant("half a name", "names", "Name each damaged file", 1).edit(

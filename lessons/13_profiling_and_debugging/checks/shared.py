@@ -41,8 +41,10 @@ def judge_cases(function: str, cases: Cases, wrong: Sequence[Mutant], imports: t
         for mutant, results in others:
             if agree(got, results):
                 yield Fault(mutant.fault, f"{text}: {mutant.says}")
-        for mutant, results in others:  # more than one mistake: that of the first wrong case
-            if agree(got[first], results[first]):
+        wrong_at = [at for at, pair in enumerate(zip(got, want, strict=True)) if not agree(*pair)]
+        for mutant, results in others:  # more than one mistake: the one that most of the wrong cases show
+            alike = [at for at in wrong_at if agree(got[at], results[at])]
+            if first in alike and 2 * len(alike) > len(wrong_at):
                 yield Fault(mutant.fault, f"{text}: {mutant.says}")
         yield Fault("values", text)
 

@@ -11,7 +11,7 @@ EXPOSED: Cases = {
     "two calls at once, after computing": ([(0, 30)], [(30, 80), (40, 60)]),
     "a short span of computing inside a long one": ([(0, 100), (20, 30)], [(10, 120)]),
     "spans in any order": ([(60, 70), (0, 20)], [(50, 65), (10, 30)]),
-    "nothing computed": ([], [(5, 25)]),
+    "nothing computed": ([], [(5, 20), (5, 25)]),
     "nothing sent": ([(5, 25)], []),
     "a gap between two calls": ([(0, 10)], [(10, 20), (50, 70)]),
 }
@@ -75,11 +75,17 @@ WRONG_EXPOSED = (
     Mutant("nothing computed", "computing exposed", "that is time that computes while nothing is sent", 1).edit(
         "moving > 0 and working == 0", "moving == 0 and working > 0"
     ),
-    Mutant("not sorted", "not in order", "spans come in any order: sort them by time first", 1).edit(
-        "sorted(cuts)", "cuts"
-    ),
+    Mutant(
+        "not sorted",
+        "nothing hidden",
+        "that is the sum of the calls' times; computing hides what runs at the same time: go through all in order",
+        1,
+    ).edit("sorted(cuts)", "cuts"),
     Mutant("idle time", "idle", "a rank that neither computes nor sends is idle, not exposed", 1).edit(
         "moving > 0 and", "moving == 0 and"
+    ),
+    Mutant("equal cuts once", "begun together", "two calls that begin at one time are two: both must end", 1).edit(
+        "sorted(cuts)", "sorted(set(cuts))"
     ),
 )
 

@@ -15,8 +15,9 @@ TAKES_NO_GROUP = "takes no group"
 
 
 def _spans(draw: Draw) -> list[tuple[int, int]]:
-    starts = [draw.integer(0, 500) for _ in range(draw.one_of(0, 1, 2, draw.integer(3, 9)))]
-    return [(start, start + draw.integer(0, 200)) for start in starts]
+    apart = draw.one_of(1, 50)  # some begin, or end, together
+    starts = [apart * draw.integer(0, 500 // apart) for _ in range(draw.one_of(0, 1, 2, draw.integer(3, 9)))]
+    return [(start, start + apart * draw.integer(0, 200 // apart)) for start in starts]
 
 
 def _draw_exposed(draw: Draw) -> tuple[Any, ...]:

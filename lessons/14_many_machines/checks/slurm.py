@@ -146,7 +146,7 @@ def judge_variables(evidence: Evidence) -> Iterator[Fault]:
                     yield Fault("not text", f"{text}: variables of the environment are text")
                 if got[name] != value:
                     text = f"{what}: {name} is {got[name]!r}, expected {value!r}"
-                    yield Fault(name, f"{text}{_meaning(name, got[name], said, job)}")
+                    yield Fault(name, f"{text}{_meaning(name, got[name], said, job) or _same(name, evidence)}")
 
 
 def _meaning(name: str, got: str, said: dict[str, str], job: Job) -> str:
@@ -158,7 +158,16 @@ def _meaning(name: str, got: str, said: dict[str, str], job: Job) -> str:
         return f". SLURM_TASKS_PER_NODE={counts} lists the nodes; this is node {node}"
     if name == "MASTER_ADDR" and got in job[0]:
         return f", which is host {job[0].index(got)} of the job: each task must name the same one, the first"
-    same = [key for key, value in said.items() if value == got]
+    return ""
+
+
+def _same(name: str, evidence: Evidence) -> str:
+    """Say which of Slurm's variables a wrong one is, where it is that one in every task of every job."""
+    rows = zip(JOBS, evidence.results[0], strict=True)
+    pairs = [
+        (task(*job, rank), got) for job, answers in rows for rank, got in enumerate(answers) if isinstance(got, dict)
+    ]
+    same = [key for key in pairs[0][0] if all(got.get(name) == said[key] for said, got in pairs)]
     return f". That is {' or '.join(same)}" if same else ""
 
 

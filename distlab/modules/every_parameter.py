@@ -1,0 +1,37 @@
+"""All parameters of a model, also those that the model does not show.
+
+A model may override `parameters()`, `named_parameters()` or `named_modules()`, so that an optimizer gets some of them
+only (adapters, say). The others take part in forward all the same. So ranks must begin with the same values of them,
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def every_parameter(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name all parameters that a module shows, then those that it leaves out; a tied one comes once."""
+    named = {parameter: name for name, parameter in module.named_parameters()}
+    for path, layer in _layers("", module, set()):
+        for attribute, parameter in layer._parameters.items():
+            if parameter is not None:
+                named.setdefault(parameter, f"{path}.{attribute}".removeprefix("."))
+    return [(name, parameter) for parameter, name in named.items()]
+
+
+def hidden_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name the parameters that `parameters()` or `named_parameters()` leaves out."""
+    shown = {*module.parameters()} & {parameter for _, parameter in module.named_parameters()}
+    return [(name, parameter) for name, parameter in every_parameter(module) if parameter not in shown]
+
+
+def _layers(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _layers(f"{path}.{name}".removeprefix("."), child, seen)
