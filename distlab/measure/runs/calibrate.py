@@ -45,9 +45,10 @@ class CalibrationOfRun:
         self.plan, self.groups, self.device = plan, groups, device
         self.kind = program_kind(plan, num_experts)
         self._works: dict[str, Work] = {}
+        shares = plan.sharding.stage > 0 or plan.compression is not None or plan.world_size == 1
         self._overhead: ReplicaOverhead | StepOverhead = (
             ReplicaOverhead(plan, device)
-            if self.kind == "replicas"
+            if self.kind == "replicas" and shares
             else StepOverhead(plan, order, device, num_layers=num_layers, num_experts=num_experts, top_k=top_k)
         )
 

@@ -33,10 +33,10 @@ from distlab.measure.runs.predict import (
     ByteCost,
     CalibrationRound,
     Overhead,
+    bytes_of,
     num_blocks,
     predict_step,
     predicted_step_s,
-    row_bytes,
 )
 from distlab.measure.runs.programs import (
     Program,
@@ -157,7 +157,7 @@ def phases_of(step: Step) -> Phases:
 
 
 class StepOverhead:
-    """Of a pipeline or any other mesh: what an action costs, or a block's pass.
+    """Of a pipeline, replicas or any other mesh: what an action costs, or a block's pass.
 
     Two reference models are trained by the same plan. Every rank makes this once, and calls its methods in each round
     at the same time as the others.
@@ -206,7 +206,7 @@ class StepOverhead:
             found = []
             for counted, load, second in zip(self._workloads, loads, seconds, strict=True):
                 workload = with_expert_loads(counted, load, self.plan, alone_speedup=measured.alone_speedup)
-                found.append(ByteCost(_row_bytes(workload), self._cost_s(workload, second, measured)))
+                found.append(ByteCost(self._bytes(workload), self._cost_s(workload, second, measured)))
             return self._overhead(found)
 
         return on_first_rank(solve)
@@ -215,6 +215,9 @@ class StepOverhead:
         """Stop the threads that train the reference models."""
         for program in self._programs:
             program.close()
+
+    def _bytes(self, workload: Workload) -> float:
+        return next(filter(None, (bytes_of(layer, self.plan) for layer in workload.layers)))
 
     def _overhead(self, costs: Sequence[ByteCost]) -> Overhead:
         if is_pipeline_alone(self.plan):
@@ -229,10 +232,11 @@ class StepOverhead:
         if is_pipeline_alone(self.plan):
             in_a_row = 2 * int(max(np.diff(schedule_of(self.plan).offsets)))  # at most so many follow one another
         else:
-            in_a_row = 2 * self.plan.num_microbatches * sum(map(num_blocks, workload.layers)) // self.plan.pipeline
+            in_a_row = self.plan.num_microbatches * sum(map(num_blocks, workload.layers)) // self.plan.pipeline
+            in_a_row *= 1 if program_kind(self.plan) == "replicas" else 2
         cost_s = 0.0
         for _ in range(GUESSES):
-            overhead = self._overhead([ByteCost(_row_bytes(workload), max(0.0, cost_s))])
+            overhead = self._overhead([ByteCost(self._bytes(workload), max(0.0, cost_s))])
             step = predict_step(workload, replace(measured, overhead=overhead), self.plan, order=self.order)
             left_s = seconds - predicted_step_s(step, shared_cores(self.device))
             cost_s += left_s / in_a_row
@@ -265,10 +269,6 @@ def reference_samples(reference: Reference, plan: Plan) -> int:
 def _multiple(least: int, divisor: int) -> int:
     """Return the smallest multiple of divisor that is at least so large."""
     return -(-least // divisor) * divisor
-
-
-def _row_bytes(workload: Workload) -> float:
-    return next(row_bytes(layer) for layer in workload.layers if row_bytes(layer))
 
 
 def _tokens_of(reference: Reference, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from distlab.measure.machine.fit import fit_nonnegative, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
 from distlab.measure.runs.calls import Calls, links_of
 from distlab.measure.runs.codec import median_codec
-from distlab.measure.runs.programs import is_pipeline_alone
+from distlab.measure.runs.programs import is_pipeline_alone, program_kind
 from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
 
@@ -29,8 +29,9 @@ class ByteCost(NamedTuple):
     """What a pass of a block, or a call of sharding, costs in a reference model beyond what was timed alone.
 
     Attributes:
-        num_bytes: what a block hands on, all positions of a micro-batch; or what a call gathers or scatters.
-        seconds: of a forward or a backward; or of a call.
+        num_bytes: what a block hands on, all positions of a micro-batch, or in replicas its gradients; or what a call
+            gathers or scatters.
+        seconds: of a forward or a backward, in replicas of a backward; or of a call.
     """
 
     num_bytes: float
@@ -48,7 +49,8 @@ class Overhead:
         action_s: what an action of a pipeline costs: choosing it, posting and receiving messages, entering autograd
             for each stage and micro-batch.
         passes: what a block's forward, or its backward, costs on a mesh: entering autograd functions, copies on the way
-            to a call, waiting for the slower rank. One for each reference model.
+            to a call, waiting for the slower rank; in replicas its backward alone, which their all-reduces slow down.
+            One for each reference model.
     """
 
     gathers: tuple[ByteCost, ...] = ()
@@ -146,8 +148,10 @@ def num_blocks(layer: Layer) -> int:
     return sum(region.attention is not None for region in layer.regions)
 
 
-def row_bytes(layer: Layer) -> float:
-    """Return the bytes that a layer's blocks hand on, all together."""
+def bytes_of(layer: Layer, plan: Plan) -> float:
+    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or in replicas their gradients."""
+    if program_kind(plan) == "replicas":
+        return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
 
@@ -175,12 +179,12 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
     action = Work(rate * overhead.action_s)
 
     def costed(layer: Layer) -> Layer:
-        seconds = num_blocks(layer) * fixed_s + row_bytes(layer) * s_per_byte
+        seconds = num_blocks(layer) * fixed_s + bytes_of(layer, plan) * s_per_byte
         more = action + Work(rate * seconds * parts)
         own = action if SCHEDULES[plan.schedule].splits_backward else Work()
         return replace(
             layer,
-            forward=layer.forward + more,
+            forward=layer.forward if program_kind(plan) == "replicas" else layer.forward + more,
             input_gradient=layer.input_gradient + more,
             weight_gradient=layer.weight_gradient + own,
         )
