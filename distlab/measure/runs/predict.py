@@ -149,7 +149,7 @@ def num_blocks(layer: Layer) -> int:
 
 
 def bytes_of(layer: Layer, plan: Plan) -> float:
-    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or in replicas their gradients."""
+    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or their gradients."""
     if program_kind(plan) == "replicas":
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
