@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,13 @@ from distlab.measure.count.expert_load import expert_loads, measure_alone_speedu
 from distlab.measure.count.gpt import make_gpt, merge_stages
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
-from distlab.measure.runs.overhead import MESH_REFERENCES, PIPELINE_REFERENCES, reference_samples, reference_sizes
+from distlab.measure.runs.overhead import (
+    MESH_REFERENCES,
+    PIPELINE_REFERENCES,
+    phases_of,
+    reference_samples,
+    reference_sizes,
+)
 from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks, predicted_step_s
 from distlab.measure.runs.programs import program_kind, schedule_of
 from distlab.models import GPTConfig
@@ -151,6 +158,20 @@ def test_a_pass_costs_what_was_measured_beside_its_work():
         ):
             more = predict_step(counted, replace(measured, overhead=Overhead(passes=passes)), plan)
             assert more.duration_s - plain.duration_s == pytest.approx(2 * L * cost, rel=1e-6), plan
+
+
+def test_what_all_reduces_cost_a_backward_of_replicas_grows_with_its_gradients():
+    plan = Plan(data=2)
+    counted, measured = count_gpt(SMALL, B), made_up_round(plan)
+    plain = predict_step(counted, measured, plan)
+    block = 4 * sum(next(layer for layer in counted.layers if layer.name.startswith("blocks.")).parameter_sizes)
+    for passes, cost in (
+        ((ByteCost(block, 0.01), ByteCost(3 * block, 0.01)), 0.01),
+        ((ByteCost(2 * block, 0.03), ByteCost(4 * block, 0.05)), 0.02),
+    ):
+        costly = predict_step(counted, replace(measured, overhead=Overhead(passes=passes)), plan)
+        more = np.subtract(phases_of(costly), phases_of(plain))
+        assert more.tolist() == pytest.approx([0, L * cost, 0], abs=1e-6), "a forward waits for nobody"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +353,11 @@ def test_reference_models_can_be_split_by_any_plan(plan):
         assert sizes.context >= reference.context
         parts = plan.num_microbatches * plan.num_replicas
         assert reference.samples <= parts * reference_samples(reference, plan) < reference.samples + parts
+
+
+def test_reference_models_of_a_mesh_have_as_many_blocks_per_stage_as_the_model_and_two_at_most():
+    plan = Plan(tensor=2, pipeline=2, num_microbatches=2)
+    assert [reference_sizes(MESH_REFERENCES[0], plan, layers).num_layers for layers in (2, 3, 4, 80)] == [2, 4, 4, 4]
 
 
 def test_reference_models_of_a_pipeline_have_as_many_layers_as_stages_and_one():

@@ -35,7 +35,7 @@ from simulator import fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
-ENOUGH_BYTES = {"sharding": 8_000_000, "mesh": 2_000_000}  # a call is repeated until it sent so much, within limits
+ENOUGH_BYTES = 8_000_000  # a call is repeated until it sent so much, within limits
 FEW, MANY = 3, 24
 ROUND_TRIPS = 11
 LEAST_S = 1e-9  # a part that takes no time needs a line too
@@ -88,7 +88,7 @@ def measure_sharding_calls(device: torch.device, *, stage: int) -> Calls:
         else:
             full = torch.zeros(each * num_ranks, device=device)
             own = full.chunk(num_ranks)[rank]
-        repeats = _repeats(size, "sharding")
+        repeats = _repeats(size)
         gather = _mean_of_parts([_gather(full, own) for _ in range(repeats + 1)])
         scatter = _mean_of_parts([_scatter(full) for _ in range(repeats + 1)])
         rows += [gather[1], scatter[1], gather[0], scatter[0], scatter[2]]
@@ -233,7 +233,7 @@ def _call(kind: str, num_bytes: int, group: ProcessGroup, device: torch.device) 
 @torch.no_grad()
 def _time(call: Callable[[], object], num_bytes: int, device: torch.device) -> float:
     """Return the seconds of one call of several that follow one another; the first warms up."""
-    repeats = _repeats(num_bytes, "mesh")
+    repeats = _repeats(num_bytes)
     call()
     dist.barrier()
     begin = now(device)
@@ -242,5 +242,5 @@ def _time(call: Callable[[], object], num_bytes: int, device: torch.device) -> f
     return (now(device) - begin) / repeats
 
 
-def _repeats(num_bytes: int, calls: str) -> int:
-    return max(FEW, min(MANY, ENOUGH_BYTES[calls] // num_bytes))
+def _repeats(num_bytes: int) -> int:
+    return max(FEW, min(MANY, ENOUGH_BYTES // num_bytes))

@@ -54,6 +54,7 @@ from simulator import MeasuredCodec, Step
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 REPLICA_REFERENCES = REFERENCES[1:3]
+UNIT_REFERENCES = (REFERENCES[1], Reference(160, 2, 48, 4))  # units of 0.2 and 1.2 MB: most models' are between them
 # Layers of a pipeline's references: as many as stages, and one; of a mesh's: two per stage, or one where the model to
 # be predicted has no more: what a stage costs, however many blocks it has, is counted with its blocks.
 # Samples of a pipeline's references are those of a micro-batch; of a mesh's, those of all micro-batches and replicas.
@@ -83,7 +84,7 @@ class ReplicaOverhead:
             first_bucket_bytes=FIRST_BUCKET_BYTES,
         )
         self.device = device
-        sharded = REPLICA_REFERENCES if plan.sharding.stage else ()
+        sharded = (UNIT_REFERENCES if plan.sharding.stage == 3 else REPLICA_REFERENCES) if plan.sharding.stage else ()
         self.pairs = [[_phases_of(each, other, device) for other in (None, self.plan)] for each in sharded]
         self.workloads = on_first_rank(lambda: [_count_replica(each, device) for each in sharded])
         coded = REPLICA_REFERENCES if plan.compression is not None and not sharded else ()
