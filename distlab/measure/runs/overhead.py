@@ -7,8 +7,6 @@ divided among the steps' calls (sharding), encoded buckets (compression), action
 other mesh). The references of a mesh differ in the rows that a block hands on, since a part of its cost grows with
 them: they are cut, copied and put together again on the way to a call. Those of sharding in stage 3 differ in the bytes
 of their units: in shared memory the computing rank copies them, which takes longer while others use the memory too.
-
-The time of a reference step is that of its slowest rank, as everywhere (`windows.time_window`).
 """
 
 from __future__ import annotations
@@ -207,7 +205,8 @@ class StepOverhead:
             found = []
             for counted, load, second in zip(self._workloads, loads, seconds, strict=True):
                 workload = with_expert_loads(counted, load, self.plan, alone_speedup=measured.alone_speedup)
-                found.append(ByteCost(self._bytes(workload), self._cost_s(workload, second, measured)))
+                num_bytes = next(filter(None, (bytes_of(layer, self.plan) for layer in workload.layers)))
+                found.append(ByteCost(num_bytes, self._cost_s(workload, num_bytes, second, measured)))
             return self._overhead(found)
 
         return on_first_rank(solve)
@@ -217,15 +216,12 @@ class StepOverhead:
         for program in self._programs:
             program.close()
 
-    def _bytes(self, workload: Workload) -> float:
-        return next(filter(None, (bytes_of(layer, self.plan) for layer in workload.layers)))
-
     def _overhead(self, costs: Sequence[ByteCost]) -> Overhead:
         if is_pipeline_alone(self.plan):
             return Overhead(action_s=mean(max(0.0, cost.seconds) for cost in costs))
         return Overhead(passes=tuple(costs))
 
-    def _cost_s(self, workload: Workload, seconds: float, measured: CalibrationRound) -> float:
+    def _cost_s(self, workload: Workload, num_bytes: float, seconds: float, measured: CalibrationRound) -> float:
         """Find the cost of an action or a pass with which the simulated step takes as long as the measured one.
 
         It is below zero where the step took less than its work: noise, of which the median over rounds is taken.
@@ -237,7 +233,7 @@ class StepOverhead:
             in_a_row *= 1 if program_kind(self.plan) == "replicas" else 2
         cost_s = 0.0
         for _ in range(GUESSES):
-            overhead = self._overhead([ByteCost(self._bytes(workload), max(0.0, cost_s))])
+            overhead = self._overhead([ByteCost(num_bytes, max(0.0, cost_s))])
             step = predict_step(workload, replace(measured, overhead=overhead), self.plan, order=self.order)
             left_s = seconds - predicted_step_s(step, shared_cores(self.device))
             cost_s += left_s / in_a_row
