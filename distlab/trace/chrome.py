@@ -137,7 +137,10 @@ def load_events(path: str | Path) -> tuple[Any, list[Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no trace at {path}; write one with write_chrome(path, measured=trace)")
+        raise FileNotFoundError(
+            f"there is no trace at {path}; write one with write_chrome(path, measured=trace), or in a shell by "
+            "`distlab lab NN --trace DIR`"
+        )
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
