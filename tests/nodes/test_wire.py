@@ -94,6 +94,7 @@ def test_of_two_that_wait_for_a_message_one_drives_it():
     driven = []
     messages, work = object.__new__(CrossingMessages), SlowToSay([])
     messages._lock, messages._drivers = threading.Lock(), 0
+    messages._sending, messages._taking, messages._receives = set(), set(), []  # nothing else is open
     notice = SimpleNamespace(work=SharedWork([], is_over=True))
     work.under_way = SimpleNamespace(wait=driven.append, notice=notice)
     other = threading.Thread(target=messages.drive, args=(work, 0.0))
