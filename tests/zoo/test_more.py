@@ -1,13 +1,9 @@
 """More kinds of models than the table has: each technique trains them as one process does, or refuses them in words."""
 
-import re
-
 import pytest
 import zoo_more as more
 from zoo_kinds import EACH_FORWARD, Kind, cut_before, of_logits
-from zoo_techniques import OURS, one_process, outcomes
-
-from distlab.comm import run
+from zoo_techniques import OURS, wrong_outcomes
 
 OWN_LOSS = "its loss reads the model"
 
@@ -66,17 +62,8 @@ TECHNIQUES = [name for name in OURS if name != "tensor parallel"]
 
 
 def check(technique, num_ranks):
-    expected = {name: one_process(kind) for name, kind in KINDS.items()}
-    said = run(outcomes, num_ranks, args=(technique, KINDS, expected), timeout_s=170)
-    wrong = []
-    for name in KINDS:
-        wanted = REFUSED.get((technique.removesuffix(", offload"), name), "equal|not tried")
-        wrong += [
-            f"{name} on rank {rank}: {each[name]}"
-            for rank, each in enumerate(said)
-            if not re.search(wanted, each[name]) or "misses" in each[name]
-        ]
-    assert not wrong, "\n".join(wrong)
+    wrong = wrong_outcomes(technique, KINDS, REFUSED, num_ranks)
+    assert not wrong, wrong
 
 
 @pytest.mark.timeout(180)

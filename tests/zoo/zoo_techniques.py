@@ -1,5 +1,6 @@
 """Train a model of the zoo by a technique, or by torch's own, and say what became of it."""
 
+import re
 import warnings
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from zoo_kinds import Kind
 
+from distlab.comm import run
 from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import make_schedule
@@ -208,3 +210,18 @@ def outcome(kind: Kind, name: str, expected) -> str:
 def outcomes(technique: str, kinds, states_of) -> dict[str, str]:
     """Run on every rank: what becomes of each kind of model, by name."""
     return {name: outcome(kind, technique, states_of[name]) for name, kind in kinds.items()}
+
+
+def wrong_outcomes(technique: str, kinds: dict[str, Kind], refused: dict[tuple[str, str], str], num_ranks: int) -> str:
+    """Run all kinds on new ranks; say which are neither equal to one process nor refused in the words of `refused`."""
+    expected = {name: one_process(kind) for name, kind in kinds.items()}
+    said = run(outcomes, num_ranks, args=(technique, kinds, expected), timeout_s=170)
+    wrong = []
+    for name in kinds:
+        wanted = refused.get((technique.removesuffix(", offload"), name), "equal|not tried")
+        wrong += [
+            f"{name} on rank {rank}: {each[name]}"
+            for rank, each in enumerate(said)
+            if not re.search(wanted, each[name]) or "misses" in each[name]
+        ]
+    return "\n".join(wrong)
