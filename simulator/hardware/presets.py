@@ -12,7 +12,7 @@ reach is a matter of device and software together. A `Stack` holds the parts of 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -101,23 +101,13 @@ class Stack:
         protocols = tuple(
             replace(each, bytes_per_s=each.bytes_per_s * self.network_fraction) for each in wire.protocols
         )
+        alike = {field.name for field in fields(Stack)} & {field.name for field in fields(Cluster)} - {"name"}
         return replace(
             cluster,
             device=self.on_device(cluster.device),
             inter_node=replace(wire, protocols=protocols),
-            send_s=self.send_s,
-            send_fraction=self.send_fraction,
-            splits_messages=self.splits_messages,
-            tensor_overlap=self.tensor_overlap,
-            gathers_ahead=self.gathers_ahead,
-            flat_buffers=self.flat_buffers,
-            fused_sums=self.fused_sums,
-            slice_s=self.slice_s,
-            live_elements=self.live_elements,
-            stops_early=self.stops_early,
-            casts_twice=self.casts_twice,
-            scatters_each=self.scatters_each,
             contention=replace(cluster.contention, compute_slowdown=self.compute_slowdown),
+            **{name: getattr(self, name) for name in alike},
         )
 
 
