@@ -66,5 +66,5 @@ class LinearHook:
         self._function = function
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        """Return what takes the gradient's place; of none, none."""
+        """Return the gradient that takes this one's place; None for None."""
         return None if gradient is None else self._function(gradient)

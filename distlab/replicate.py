@@ -34,7 +34,7 @@ def agree_on_parameters(named: Iterable[tuple[str, nn.Parameter]], group: Proces
 
 
 class Registered:
-    """What a module held when a technique was built, which sees only that: what came later would not be averaged.
+    """The parameters of a module when a technique was built: those added later would not be averaged.
 
     Args:
         module: the model.

@@ -74,7 +74,9 @@ def read_manifest(path: Path) -> Manifest:
     except ValueError as error:
         raise ValueError(f"{path.name}/{MANIFEST} {error}") from None
     if not path.name.startswith(f"step-{manifest.step:010d}"):
-        raise ValueError(f"{path.name} holds the checkpoint of step {manifest.step}: the directory was renamed")
+        raise ValueError(
+            f"{path.name} holds the checkpoint of step {manifest.step}: the directory was renamed; give it its old name"
+        )
     return manifest
 
 

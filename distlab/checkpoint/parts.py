@@ -249,7 +249,7 @@ def _shape(value: Any) -> str:
 def take_up(
     parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any]], *, own: dict[str, Any] | None = None
 ) -> None:
-    """Give every part its state; without `own`, which is this rank's of `owns`, all but what is a rank's own."""
+    """Load every part's state. `own`: this rank's entry of `owns`; None: generators and hooks stay as they are."""
     for name, part in parts.items():
         if isinstance(part, Sharded):
             part.load_shards([one["shards"][name] for one in owns])

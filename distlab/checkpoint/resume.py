@@ -153,7 +153,7 @@ def load(
 
 
 def _fits(parts: Parts, states: list[dict[str, Any]]) -> bool:
-    """Return whether what this rank saved is what it needs; another plan needs what others saved."""
+    """Return whether this rank's own file is all that it needs; under another plan it needs other ranks' files."""
     try:
         check_fit(parts, states[0], states[1:])
     except ValueError:

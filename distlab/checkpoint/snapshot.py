@@ -104,7 +104,7 @@ class Snapshot:
 
 
 def _rebuilt(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """Return a state with lists and dictionaries of its own: a part may go on to change those that it gave."""
+    """Copy a state's lists and dictionaries: the part that gave them may change its own later."""
     kind = type(state)
     if kind in (dict, OrderedDict):
         return kind((key, one if type(one) in _LEAVES else _rebuilt(one, copy)) for key, one in state.items())
@@ -114,7 +114,7 @@ def _rebuilt(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 def compact(state: Any) -> Any:
-    """Return a state whose tensors have memory of no more than their own: torch.save writes all of a view's memory."""
+    """Copy each view of a larger storage: torch.save would write the whole storage."""
     known: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(value: Any) -> Any:

@@ -117,7 +117,7 @@ class _Plan(NamedTuple):
         return rank if self.partner is None else rank + 1
 
     def owned_by(self, first: int, last: int) -> torch.Tensor:
-        """Return what places first to last - 1 own together: neighbours own neighbouring chunks, so it is one block."""
+        """Return the chunks of places first to last - 1: neighbours own neighbouring chunks, so they are one block."""
         return self.values[self.bounds[first] : self.bounds[last]]
 
 

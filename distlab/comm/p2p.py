@@ -183,7 +183,7 @@ def require_sendable(tensor: torch.Tensor, who: str) -> None:
 
 
 def _check(operation: Send | Receive, rank: int, size: int) -> None:
-    """Refuse what cannot be sent. This runs for every message, so what is right passes quickly."""
+    """Refuse a message that cannot be sent. This runs for every message, so a right one passes quickly."""
     tensor, peer = operation
     receives = isinstance(operation, Receive)
     if not 0 <= peer < size or peer == rank:
@@ -200,7 +200,7 @@ def _check(operation: Send | Receive, rank: int, size: int) -> None:
 
 
 def _start_each(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> Pending:
-    """Start requests that complete on their own; what does not lie on the CPU goes through it."""
+    """Start requests that complete on their own; tensors of a GPU travel by way of host memory."""
     landings: list[tuple[torch.Tensor, torch.Tensor]] = []
     receives: list[dist.Work] = []
     sends: list[dist.Work] = []

@@ -110,7 +110,7 @@ def is_finite(opened: Sparse | Quantized) -> bool:
 
 
 def average_(vector: Tensor, opened: Sequence[Sparse | Quantized], rank: int, memory: Tensor | None) -> None:
-    """Put what `rank` did not send of a vector into the memory, and the mean of what all sent into the vector.
+    """Write the mean of all ranks' parts into the vector, and into the memory the part that `rank` did not send.
 
     Parts are added in the order of ranks, the same on all ranks: a sum of floats depends on it.
 

@@ -80,7 +80,7 @@ class FeedbackHook:
         return self._memories.get(bucket.index) if self.error_feedback else None
 
     def end_last(self, bucket: GradientBucket) -> None:
-        """Wait for a call whose step failed in another bucket before its own wait: it writes into the same memory."""
+        """Wait for this bucket's call of a step that failed in another bucket: it writes into the same memory."""
         work = self._works.pop(bucket.index, None)
         if work is not None and not work.is_completed():
             work.wait()
@@ -150,7 +150,7 @@ def members_where(flag: Tensor, group: ProcessGroup | None) -> list[int]:
 
 
 def refuse_not_finite(bucket: GradientBucket, group: ProcessGroup | None, members: list[int]) -> None:
-    """Tell whose gradients hold NaN or inf; every rank of the group comes here with the same members, or none does.
+    """Name the ranks whose gradients hold NaN or inf. Either all ranks of the group call this, or none.
 
     Raises:
         NotFiniteError: always; members may be empty where finite gradients overflowed while they were added.

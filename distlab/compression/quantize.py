@@ -153,7 +153,7 @@ def sign(vector: Tensor) -> Quantized:
 
 
 def from_signs(scales: Tensor, packed: Tensor, size: int) -> Quantized:
-    """Return what `sign` returned, given what is sent of it: bit 0 is -scale, bit 1 is +scale."""
+    """Rebuild the result of `sign` from the scales and bits that were sent: bit 0 is -scale, bit 1 is +scale."""
     return Quantized(-scales, 2 * scales, packed, 1, size)
 
 

@@ -93,7 +93,7 @@ class _Trade(torch.autograd.Function):
 
 
 def to_heads(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
-    """Trade most heads of the own positions for all positions of the own heads; all tensors go in one exchange.
+    """Give up this rank's positions of other ranks' heads; get all positions of its own heads. One exchange for all.
 
     It copies twice: into what is sent, and out of what arrived, into the order of the sequence. In both the heads of a
     position lie together, as they do in what a projection makes, so runs that are copied are long.
@@ -122,7 +122,7 @@ def to_positions(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -
 
 
 def trade(parts: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Give part r to rank r and return what the ranks gave this one, in their order: its own inverse.
+    """Send part r to rank r; return the parts received, in the order of ranks. Done twice it changes nothing.
 
     Shapes: parts [n, ...] -> [n, ...]
     """

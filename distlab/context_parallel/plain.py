@@ -35,7 +35,7 @@ class PassOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Give the gradient of what came from before, return that of what was passed on."""
+        """Send the gradient of the received tensor back to its rank; return that of the tensor that was sent."""
         return _around(gradient, -1, ctx.group), None
 
 

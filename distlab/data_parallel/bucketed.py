@@ -237,7 +237,7 @@ class DataParallel:
                 self._flag.add_(bucket.nan_flag().to(self._flag))
 
     def _hear(self, complaints: list[str]) -> RuntimeError | None:
-        """Learn what all ranks have to tell; return the error that all must raise, or None."""
+        """Exchange all ranks' reports on gradients; return the error that every rank must raise, or None."""
         for bucket in self._buckets:
             bucket.note_not_finite()
         statuses = [status for bucket in self._buckets for status in bucket.statuses]

@@ -52,7 +52,7 @@ class FusionBuffer(GradientSlots):
         self.bucket = FlatBucket(parameters)
 
     def pack(self, slot: int) -> None:
-        """Copy nothing yet: `FlatBucket.start` copies all gradients together; what has none counts as zeros."""
+        """Copy nothing yet: `FlatBucket.start` copies all gradients together; a missing one counts as zeros."""
 
 
 class HorovodOptimizer:

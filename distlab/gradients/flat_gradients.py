@@ -64,7 +64,7 @@ class GradientSlots:
         self.num_packed += 1
 
     def take_rest(self) -> None:
-        """Pack what this backward did not bring: gradients accumulated earlier, or none."""
+        """Pack the slots that this backward did not reach: gradients accumulated earlier, or zeros."""
         if not self.full:
             for slot, packed in enumerate(self.packed):
                 if not packed:

@@ -82,7 +82,7 @@ class Reports(NamedTuple):
         return found
 
     def sentences(self, wrong: Iterable[GradientStatus], names: Sequence[str]) -> list[str]:
-        """Return for each of these faults that some rank reported: what it is, where, and what to do."""
+        """Return a sentence for each fault that some rank reported: the fault, its parameters, and what to do."""
         texts = []
         for status in wrong:
             # The rank that owns a shard finds what is not finite in it, whichever rank it came from: name no rank.

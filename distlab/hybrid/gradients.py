@@ -190,7 +190,7 @@ def _replicas(
     layout: Layout,
     spans: SpanWriter | None,
 ) -> Iterator[tuple[DataParallel, int]]:
-    """Yield what averages over a group of copies, and by what its means are divided once more."""
+    """Yield an averager for each group of copies, and a further divisor of its means."""
     for named, group, divisor in ((dense, layout.copies, 1), (experts, layout.expert_copies, layout.plan.expert)):
         if named:
             yield (

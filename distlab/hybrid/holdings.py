@@ -31,7 +31,7 @@ def named_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]
 def split_experts(
     named: Mapping[str, nn.Parameter], built: Built, layout: Layout
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Return what all copies hold, and this rank's experts where ranks hold different ones; none that is frozen."""
+    """Divide the trained parameters: those that all copies hold, and this rank's experts (none if all are the same)."""
     spread = layout.plan.expert > 1
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     experts = {name: p for name, p in trained.items() if spread and built.holdings[name].is_expert}

@@ -135,7 +135,7 @@ class ShardedParameters(GradientAveraging):
 def _parts(
     named: Mapping[str, nn.Parameter], built: Built, layout: Layout, pipeline: Pipeline | None
 ) -> Iterator[tuple[dict[str, nn.Parameter], int | None]]:
-    """Yield the parameters that are sharded together, with their stage, or None for what keeps whole gradients."""
+    """Yield parameters that are sharded together, with their stage; None: their gradients stay whole."""
     if pipeline is None or layout.plan.sharding.stage == 1:
         yield dict(named), None if layout.plan.sharding.stage == 1 else 0
         return

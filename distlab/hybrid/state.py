@@ -131,7 +131,7 @@ class HybridState:
     _averaging: GradientAveraging
 
     def shard_state(self) -> dict[str, Any]:
-        """Return what this rank holds, and what its optimizers and compression remember of it."""
+        """Return this rank's parameters with the states of its optimizers and of its compression."""
         shards = [self._for_all(one).to_dict() for one in self._own_shards()]
         return {"place": self._place(), "shards": shards, "hooks": [hook.state_dict() for hook in self._hooks()]}
 
@@ -184,7 +184,7 @@ class HybridState:
         return self._taking(self._cut_anew([SavedShard.from_dict(one) for state in states for one in state["shards"]]))
 
     def _own_shards(self) -> list[SavedShard]:
-        """Return what is here, by this rank's own names: one shard for each optimizer, the model in the first."""
+        """Return one shard per optimizer, by this rank's own names of parameters; the model is in the first."""
         averaging = self._averaging
         if isinstance(averaging, ShardedParameters):
             pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
@@ -197,7 +197,7 @@ class HybridState:
         return [model, *(SavedShard.from_dict(each.shard_state()) for each in optimizers)]
 
     def _taking(self, own: Sequence[SavedShard]) -> list[Callable[[], object]]:
-        """Check shards like those of `_own_shards`, and return what takes them up."""
+        """Check shards like those of `_own_shards`; return functions that load them."""
         averaging = self._averaging
         if isinstance(averaging, ShardedParameters):
             three = zip(averaging.models.values(), averaging.optimizers, own, strict=True)

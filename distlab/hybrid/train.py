@@ -272,7 +272,7 @@ def _said(error: BaseException | None) -> str:
 
 
 def _agree(model: GPT, plan: Plan, order: Sequence[str], *, balance: float) -> None:
-    """Refuse, on every rank, what ranks do not all want, or what cannot be.
+    """Refuse, on every rank, a plan that cannot be, or on which the ranks differ.
 
     Raises:
         ValueError: the same on every rank.

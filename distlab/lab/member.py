@@ -39,7 +39,7 @@ Function = Callable[..., Any]
 
 @dataclass
 class Watched:
-    """What a watched block leaves: on rank 0 every call of the ranks of this machine, on the others their own."""
+    """The records of a watched block: on rank 0 of all ranks of this machine, on the others their own."""
 
     records: Records | None = None
 
@@ -282,7 +282,7 @@ def _tell(lab: Lab[Any]) -> bool:
 
 
 def _refuse(number: str, error: ValueError) -> int:
-    """Say in one line what cannot be: to the launcher, or to the user where there is none."""
+    """Report a refusal in one line: to the launcher, or, without one, to the user."""
     if not record_failure(error):
         print(f"lab {number}: {error}", file=sys.stderr)
     return REFUSED

@@ -56,7 +56,7 @@ def write_pictures(folder: Path, num_ranks: int, window: StepWindow | None) -> I
 
 
 def cut(trace: Trace, ranks_ns: Sequence[tuple[int, int]]) -> Trace:
-    """Keep what each rank did between its start and its end; without the lane "wait", which repeats what is drawn."""
+    """Keep each rank's spans between its start and its end, except the lane "wait": calls show it already."""
     parts = []
     for rank, (start_ns, end_ns) in enumerate(ranks_ns):
         inside = (trace.rank == rank) & (trace.start_ns >= start_ns) & (trace.end_ns <= end_ns)

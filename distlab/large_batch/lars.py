@@ -67,7 +67,7 @@ class LARS(LayerwiseOptimizer):
                 self._move(some, group, trust, adapted=adapted)
 
     def _move(self, parameters: list[Tensor], group: Group, trust: Trust, *, adapted: bool) -> None:
-        """Move tensors of which all are adapted, or none; decay then applies to all of them or to none, too."""
+        """Update tensors. All of them are adapted, or none; so weight decay applies to all or none, too."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         decay = float(group["weight_decay"]) if trust.decays(parameters[0]) else 0.0
         lr, momentum = float(group["lr"]), float(group["momentum"])

@@ -91,9 +91,10 @@ class SavedPart:
         return cls(tuple(state["shape"]), state["start"], state["stop"], state["values"], state["numbers"], slab)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], dict[str, Tensor]]]:
-        """Cut the part into boxes: for each, where it begins in the whole tensor, and the values in it.
+        """Cut the part into boxes. Yield for each its first index in the whole tensor, and the values inside it.
 
-        Shapes: values [stop - start] -> [box] each, views; a row that begins and ends anywhere is few boxes
+        Shapes: values [stop - start] -> [box] each, views of them. A flat range of a matrix is at most 3 boxes: the
+            end of its first row, whole rows, the beginning of its last row. Of d dimensions: at most 2d - 1.
         """
         at = 0
         for corner, sizes in _boxes_of_row(self.row_shape, self.start, self.stop):

@@ -55,7 +55,7 @@ def find(value: object, kinds: tuple[type, ...] = (Tensor,)) -> tuple[list[Any],
 
 
 def _parts_of(one: Any) -> list[Any] | None:
-    """Return what an object holds; None where that cannot be seen."""
+    """Return the objects inside an object; None where they cannot be seen."""
     parts: list[Any] = []
     is_known = True
     if isinstance(one, Mapping):

@@ -165,7 +165,7 @@ class CrossingCollectives(Collectives):
                 self.sockets.exchange({}, {root: (output, num_bytes)})
 
     def all_to_all(self, outputs: Sequence[Block], inputs: Sequence[Block]) -> None:
-        """Send each rank what is for it; only what goes to other nodes takes time on the wire.
+        """Send each rank its block; only blocks for other nodes take time on the wire.
 
         Raises:
             ValueError: two ranks do not agree on how much one sends to the other.

@@ -243,7 +243,7 @@ class Pipeline:
         return execution
 
     def _require_idle(self, what: str) -> None:
-        """Refuse what would mix its messages with those of a step that runs, or what comes after the end.
+        """Refuse a call during a step (its messages would mix with the step's) or after close().
 
         Raises:
             ValueError: a module, the loss or a callback called this; where one rank's did, all hear of it.
@@ -255,7 +255,7 @@ class Pipeline:
             )
 
     def _cut(self, inputs: Any, targets: Any, *, wants_loss: bool) -> tuple[Batch, str]:
-        """Cut what this rank needs into micro-batches, or say what is wrong with it."""
+        """Cut this rank's inputs and targets into micro-batches; the second value says what is wrong, or is ""."""
         last = self.schedule.num_stages - 1
         wants_loss = wants_loss and last in self._stages
         for name, value, stage, wanted in (

@@ -56,7 +56,7 @@ class Stage:
         *,
         finish: Callable[[Any], Tensor] | None = None,
     ) -> Any:
-        """Run F and keep what backward needs; return what the module makes, or what `finish` makes of it (the loss).
+        """Run F and keep the tensors that backward needs; return the module's outputs, or `finish` of them (the loss).
 
         Nothing is kept where gradients are off.
 
@@ -75,7 +75,7 @@ class Stage:
         return made
 
     def given(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what the module gets: the inputs, or copies where it would change in place what nobody may.
+        """Return the module's inputs; copies, where the module changes them in place and autograd forbids that.
 
         Shapes: any; the same
         """

@@ -34,10 +34,10 @@ def mesh_of(plan: Plan, *, order: Sequence[str] = AXES, world_size: int | None =
 
 
 def check_order(order: Sequence[str]) -> tuple[str, ...]:
-    """Return the order as a tuple, once it is known to name each axis once.
+    """Check that the order names each axis exactly once; return it as a tuple.
 
     Raises:
-        ValueError: it does not.
+        ValueError: an axis is missing, unknown or named twice.
     """
     if isinstance(order, str) or sorted(order) != sorted(AXES):
         given = order if isinstance(order, str) else ", ".join(map(str, order))

@@ -148,7 +148,11 @@ def _refuse_empty_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def remove_hook(hook: RemovableHandle) -> None:
-    """Take a hook out of torch's list, unless the model dies in a step, which walks the list; the hook does no harm."""
+    """Take a hook out of torch's list of hooks around a step.
+
+    Inside a step torch goes through that list, so it must not change: a hook of a model that is freed there stays, and
+    does no harm.
+    """
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -204,7 +204,7 @@ def absent(parameter: Tensor, memory: Tensor) -> Tensor:
 
 
 def _refused_for(types: Sequence[type]) -> dict[Any, str]:
-    """Return what a call with a shard among its arguments may not be; a gradient among them refuses its own too."""
+    """Return the functions that refuse a shard; where an argument is a shard's gradient, those for gradients, too."""
     has_gradient = any(issubclass(one, ShardGradient) for one in types)
     return REFUSED_FOR_SHARDS | REFUSED_FOR_GRADIENTS if has_gradient else REFUSED_FOR_SHARDS
 

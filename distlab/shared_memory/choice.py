@@ -31,12 +31,12 @@ def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, r
 
 
 def make(options: Any, met: Meeting | None) -> Any:
-    """Make a group, as torch asks for one; the ranks have met already where nobody named the backend.
+    """Make a group; torch calls this. `met` is given where the ranks have met already: nobody named the backend.
 
-    In such a job a group that cannot have memory of its own (a limit of addresses) is one of gloo.
+    In such a job a group that cannot have memory of its own (the process is out of addresses) uses gloo.
 
     Raises:
-        CannotShare: on every rank, where somebody named the backend.
+        CannotShare: on every rank, where the user named this backend.
     """
     if met is not None:
         return shared_group(met)

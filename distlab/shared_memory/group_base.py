@@ -227,7 +227,7 @@ def is_shared(group: dist.ProcessGroup | None) -> bool:
 def buffer_of(
     numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
 ) -> torch.Tensor | None:
-    """Return zeros in a buffer, in one dimension, or None where the group has no such; all ranks call this alike."""
+    """Return a 1-d tensor of zeros in the group's shared buffer, or None if it has none. All ranks call this alike."""
     place = dist.group.WORLD if group is None else group
     if device.type != "cpu" or not isinstance(place, GroupBase) or not numel:
         return None

@@ -84,7 +84,7 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Ten
 
 
 def split_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Keep the own positions of what every rank holds whole.
+    """Keep this rank's part of the sequence; every rank has passed the whole sequence.
 
     Shapes: x [..., S, H] -> [..., S/t, H]
     Cost: nothing forward; an all-gather backward, (t-1)/t of the whole's bytes.

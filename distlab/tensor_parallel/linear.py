@@ -43,7 +43,7 @@ from distlab.tensor_parallel.overlap import Region, column_linear, row_linear
 
 
 class _ParallelLinear(nn.Module):
-    """What both have: a part of a full layer's parameters, cut as `splits` say."""
+    """The base of both layers: it holds this rank's part of a full layer's parameters, cut as `splits` say."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

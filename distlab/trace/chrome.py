@@ -103,7 +103,7 @@ def _rows(trace: Trace) -> list[int]:
 
 
 def _fits(stack: list[int] | None, start_ns: int, end_ns: int) -> bool:
-    """Close what has ended, and tell whether a span lies within what is still open; None is a row yet to be made."""
+    """Close the spans that have ended; return whether this span lies inside the open ones. None: a new row."""
     while stack and stack[-1] <= start_ns:
         stack.pop()
     return not stack or stack[-1] >= end_ns

@@ -179,7 +179,7 @@ class _Contended:
         return _times(start, end)
 
     def _change(self, operation: int, now: int, *, starts: bool) -> None:
-        """Let an operation begin or finish, and predict again the ends of those whose rate changes."""
+        """Start or finish an operation; predict anew the end of every operation whose rate this changes."""
         kind = self.is_communication[operation]
         touched = {operation} if starts else set()
         for rank in self.members[operation]:

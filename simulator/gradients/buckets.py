@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 class Later(NamedTuple):
-    """The second call of a bucket: what is computed before it, what it carries, what is computed meanwhile."""
+    """The second call of a bucket: time computed before it, its kind, bytes and duration, time computed meanwhile."""
 
     between_ns: int
     kind: str

@@ -15,7 +15,7 @@ def given(record: Any) -> dict[str, Any]:
 
 
 class _Figures:
-    """Figures whose times and sizes are not below zero, and whose rates are above it."""
+    """Figures of hardware: times and sizes are >= 0, rates are > 0."""
 
     def __post_init__(self) -> None:
         for name, value in given(self).items():

@@ -10,7 +10,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def with_operators(region: Region, products: Shapes, tokens: int, *, first: int = 0, is_last: bool = False) -> Region:
-    """Return the region with what per-operator recompute keeps of it, and what runs again.
+    """Return the region under per-operator recompute: the bytes that it keeps, and the work that runs again.
 
     Products are counted through a block from 0. Outputs of those with an even number are kept, in 16 bits. The last one
     of a block does not run again either, since backward does not need its output.

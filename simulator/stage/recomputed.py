@@ -53,7 +53,7 @@ def recomputed(workload: Workload, plan: Plan, cut: tuple[int, int]) -> Bools:
 
 
 def chosen(again: Bools, full: Sequence[T], kept: Sequence[T]) -> list[T]:
-    """Return of each layer what it has where it runs again in full, or what it has where it does not."""
+    """Choose for each layer from two lists: `full` if it runs again in full, else `kept`."""
     return [one if runs else other for one, other, runs in zip(full, kept, again.tolist(), strict=True)]
 
 

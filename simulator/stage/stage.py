@@ -143,7 +143,7 @@ def _buckets(
     *,
     codec: MeasuredCodec | None,
 ) -> tuple[BucketCost, ...]:
-    """Return what ranks with equal copies exchange; experts have fewer copies, and buckets of their own."""
+    """Return the gradient buckets of ranks with equal copies; experts have fewer copies, so buckets of their own."""
     (layers, kinds), plan = own, layout.plan
     found: list[BucketCost] = []
     sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]

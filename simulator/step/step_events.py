@@ -170,7 +170,7 @@ class _StepGraph:
         self.buckets[number].append((pack, wire))
 
     def _exchange(self, rank: int, numbers: Sequence[int]) -> None:
-        """Exchange the complete gradients of stages of a rank: what has not been sent yet, then what arrives."""
+        """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive."""
         buckets = [(number, index) for number in numbers for index in range(len(self.stages[number].buckets))]
         if self.sync != "overlapped":
             for bucket in buckets:

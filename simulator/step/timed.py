@@ -46,7 +46,7 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: b
 
 
 def notes_on(plan: Plan, mfu: float = 0.0) -> tuple[str, ...]:
-    """Return what to know of a plan's figures, each in a sentence: what others refuse, and what is not modelled."""
+    """Return notes on a plan's figures, a sentence each: what other libraries refuse, and what is not modelled."""
     notes, rest = [], plan.num_microbatches % plan.pipeline
     if plan.schedule == "interleaved" and plan.pipeline > 1 and rest:
         notes.append(

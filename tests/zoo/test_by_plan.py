@@ -318,7 +318,7 @@ EXPECTED = {
     "no heads": "no attribute with their number or size",
     "odd heads": "up has 16 output features, which are not [2, 2, 2] heads of 2",
     "fused and heads": "layers.0.q has style 'heads', and 'layers.*.q' gives it 'fused'",
-    "two fused": "a fused one is alone",
+    "two fused": "has other layers of heads, too (",
     "grouped": "layers.0.k makes 1 heads of 2 features, which 2 ranks do not divide",
     "narrow": "a has style 'narrow', but no layer in it has style 'heads'",
     "inside": "a has no parameters",

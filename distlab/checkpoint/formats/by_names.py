@@ -69,9 +69,9 @@ class Held(NamedTuple):
 
 
 def held_by(parts: Parts, roots: Roots, rank: int) -> Held:
-    """Return what this rank holds of parts; generators and hooks, which are each rank's own, are left out.
+    """Return the tensors and numbers of `parts` that this rank holds. Generators and hooks differ per rank: left out.
 
-    Of buffers, which may differ too, rank 0's count.
+    Buffers may differ per rank, too: rank 0's are saved.
 
     Raises:
         ValueError: a sharded part saves in another format, or an optimizer updates what no module of `parts` has.
@@ -191,7 +191,7 @@ def _optimizer_as_shard(
 
 
 def is_per_element(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Tell what an optimizer keeps for each element of a tensor from what it keeps once."""
+    """Return whether an optimizer's value has one number per element of its parameter (else it is kept once)."""
     return isinstance(value, Tensor) and tuple(value.shape) == shape and (bool(shape) or key != "step")
 
 

@@ -183,7 +183,7 @@ def load_dcp(
 
 
 def _prepare(name: str, part: Any, tree: Mapping[str, Any], parts: Parts, roots: Roots) -> Callable[[], object]:
-    """Check what is saved against a part; return what takes it up."""
+    """Check the saved state of one part; return a function that loads it into the part."""
     if isinstance(part, Sharded):
         saved = as_saved(part, name, tree, roots)
         part.check_shards(saved)

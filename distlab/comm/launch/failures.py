@@ -69,7 +69,7 @@ class RankTimeout(RankError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text; where its own __str__ fails, say so."""
+    """Return str(error), or, where the exception's own __str__ raises, a text that says so."""
     try:
         return well_formed(str(error))
     except BaseException as other:  # whatever it raises, the report must go on

@@ -121,7 +121,7 @@ def _started(command: Sequence[str], more: dict[str, str]) -> Iterator[subproces
 
 
 def own_environment() -> dict[str, str]:
-    """Return what a job inherits that this process starts: nothing of the job whose rank it may be."""
+    """Return the environment for a new job: this process may be a rank itself, so without its own job's variables."""
     foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PORT_FILE)
     prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
@@ -144,7 +144,7 @@ def kill_agent(process: subprocess.Popen[Any]) -> None:
 
 
 def _kill_children(pid: int | None = None) -> None:
-    """Kill what an agent has started, with what that has started: orphans become the agent's, so look again."""
+    """Kill an agent's children and their children. Orphans become the agent's children, so look four times."""
     for _ in range(4):
         for child in children(pid):
             kill_group(child)

@@ -109,7 +109,7 @@ def blocks_rank() -> bool:
 
 
 class GroupWatch:
-    """Tell where a group is made and destroyed: ranks wait in both, and no call of a group shows that.
+    """Tell at which line a group is made or destroyed: ranks wait for each other there, too.
 
     Args:
         finder: finds the line.

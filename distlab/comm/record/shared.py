@@ -66,7 +66,7 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
 def tap(front: Front) -> Callable[[], None]:
-    """Hand the calls of such groups to a front end; return what puts back what was there."""
+    """Report every call of a shared-memory group to `front`; return a function that undoes this."""
     methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
     real_wait = SharedWork.wait
     for operation in METHODS:

@@ -184,7 +184,7 @@ def status(pid: int) -> tuple[str, int, int]:
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return what a process comes from, the nearest first, without the first process of all."""
+    """Return the process numbers of parent, grandparent and so on; process 1 (init) is left out."""
     line: list[int] = []
     while pid > 1:
         try:

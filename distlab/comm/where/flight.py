@@ -99,7 +99,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def ask(processes: Sequence[RankProcess]) -> Records:
-    """Return what the flight recorders of these ranks tell now; none of a rank where it is off or says nothing.
+    """Return the records of these ranks' flight recorders; a rank whose recorder is off or silent is left out.
 
     A rank is asked over the socket or the pipe that its environment names; else a dump that it wrote since its start
     is read.

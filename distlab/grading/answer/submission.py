@@ -77,7 +77,7 @@ class Submitted:
         return next((name for name, text in reversed(self.source.pieces) if defines.search(text)), self.source.name)
 
     def load(self) -> None:
-        """Load the source once in this process; what it switches there is none of the function's doing."""
+        """Load the source once in this process. What it changes while it loads does not count against the function."""
         if self._fn is None:
             self._fn = execute(self.source, [self.name])[0][self.name]
 

@@ -173,7 +173,7 @@ def _stuck(error: RankError) -> Fault:
 
 
 def messages_that_do_not_fit(text: str) -> str | None:
-    """Say which send and receive differ, with their lines, from what the launcher says of them; None where none do."""
+    """Find in the launcher's text a send and a receive that differ; name both with their lines. None: no such pair."""
     start = text.find(f"{_MISFIT}:\n")
     if start < 0:
         return None

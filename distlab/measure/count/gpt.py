@@ -181,7 +181,7 @@ def _axis_of(name: str) -> str:
 
 
 def _declared(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], axes: tuple[str, ...]) -> Layer:
-    """Add to a counted layer what ranks divide of it and what they send for that."""
+    """Add to a counted layer the parts that tensor ranks divide, and the calls that this needs."""
     divided = sum(size for size, axis in zip(layer.parameter_sizes, axes, strict=True) if axis == "tensor")
     layer = replace(layer, splits_positions=True, parameter_axes=axes, tensor_parameters=divided)
     features = sizes.config.hidden_size

@@ -169,7 +169,7 @@ def fit_bytes(costs: Sequence[ByteCost]) -> tuple[float, float]:
 
 
 def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:
-    """Add what passes and actions cost to the work of each layer; W gets an action's cost where it is one of its own.
+    """Add the overhead of passes and actions to each layer's work; where W is its own action, W gets one, too.
 
     The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
     """

@@ -30,7 +30,7 @@ MIN_WINDOWS = 10
 class Window:
     """One window of equal steps and what the calibrations around it predict for a step, in seconds.
 
-    `taken_cores` are those that other processes took from the ranks meanwhile.
+    `taken_cores` is how many cores other programs used while the ranks wanted them.
     """
 
     measured_s: float

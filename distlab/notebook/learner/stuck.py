@@ -109,7 +109,7 @@ def _missing(exercise: Exercise, entry: Entry) -> str:
 
 
 def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:
-    """Change what is known about the exercise; return what must be told about that, in lines."""
+    """Change the record of an exercise; return the lines that the learner must read about it."""
     told = change_entry(exercise.name, alter)
     return [told] if told not in ("", OUTSIDE) else []
 

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 def cut_batch(inputs: Any, targets: Any, num_microbatches: int) -> Batch:
-    """Cut what a rank was given; None is what it does not need.
+    """Cut a rank's inputs and targets into micro-batches; None: this rank does not need them.
 
     Raises:
         ValueError: it cannot be cut into equal micro-batches.
@@ -70,7 +70,7 @@ def cut(value: Any, num_parts: int) -> list[Any]:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Undo `cut`: put the values of all micro-batches end to end; tensors without dimensions are stacked.
+    """Undo `cut`: concatenate the values of all micro-batches; stack those without dimensions.
 
     Shapes: m values of [B, ...] -> [m B, ...]; m values of [] -> [m]
     """

@@ -144,7 +144,7 @@ class LinearRule:
         return (gradient @ weight.conj()).to(x.dtype)
 
     def weight_gradients(self, notes: Notes, sums: Sums) -> None:
-        """Multiply what went in with what came back."""
+        """Multiply the layer's input with the gradient of its output: W of a linear layer."""
         layer, gradient = notes.layer, _rows(notes.gradient)  # [N, O]; of this rank: a parallel layer has more in all
         if layer.weight.requires_grad:
             x = _rows(notes.x).to(gradient.dtype)  # [N, I]

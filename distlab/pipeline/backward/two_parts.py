@@ -170,7 +170,7 @@ class SplitBackward:
         self._pass = torch._C._current_graph_task_id()
 
     def defers(self, notes: Notes) -> bool:
-        """Keep what a layer's backward knows for W; outside of I, and in a hook's own backward, return False."""
+        """Keep a layer's notes for W. Return False outside of I and in a backward that a hook runs itself."""
         if self._work is None or self._pass != torch._C._current_graph_task_id():
             return False
         self._work.add(notes)

@@ -63,7 +63,7 @@ def check_options(named: list[tuple[str, nn.Parameter]], prefetch: int, precisio
 
 
 def check_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name all parameters; refuse what a flat shard cannot hold, or what would not train as torch does not see it.
+    """Name all parameters; refuse those that a flat shard cannot hold, or that torch cannot see (in plain lists).
 
     Raises:
         ValueError: a parameter without a shape, of complex numbers or integers, or kept in a plain list; the text

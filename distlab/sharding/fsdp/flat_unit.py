@@ -261,7 +261,7 @@ class Unit:
             self.shard.grad.add_(total)
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
-        """Drop what was accumulated, also what is on its way; or keep zeros, where there was a gradient."""
+        """Drop accumulated gradients, also those on their way; or, without set_to_none, make them zeros."""
         self.finish_scatter()
         self.finish_replica_sum()
         self._host_gradient.finish()

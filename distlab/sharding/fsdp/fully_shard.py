@@ -217,7 +217,7 @@ class FullyShard(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules; to a module around this one, those whose parameters are its own: the shards."""
+        """Yield all modules; when a module around this one asks, yield only this one and its shards."""
         if memo is None:
             yield from super().named_modules(None, prefix, remove_duplicate)
         elif self not in memo:
@@ -237,7 +237,7 @@ class FullyShard(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those that no_sync keeps whole; or make those that there are zeros."""
+        """Drop the gradients, also those that no_sync keeps whole; or, without set_to_none, make them zeros."""
         for unit in self.units:
             unit.forget_gradients(set_to_none=set_to_none)
 

@@ -58,7 +58,7 @@ class Pieces:
 
 
 def put_end_to_end(flat: Tensor, gradients: Sequence[Tensor | None], layout: FlatLayout) -> None:
-    """Copy gradients, zeros for those that are None, into a flat one, of which no number is -0.0 then.
+    """Copy gradients into a flat one: zeros for None, and 0.0 for -0.0.
 
     Shapes: flat [n L]
     """

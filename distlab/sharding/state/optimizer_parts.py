@@ -76,7 +76,7 @@ def kept_by(optimizer: Optimizer, rows: Iterable[HeldRow]) -> dict[int, Kept]:
 
 
 def _split(row: HeldRow, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tell what an optimizer keeps per element (cut like the row) from what it keeps once."""
+    """Divide an optimizer's state: tensors with one number per element (cut like the row), and values kept once."""
     values, numbers = {}, {}
     is_whole = row.shapes == (tuple(row.parameter.shape),)
     for key, value in state.items():
@@ -154,7 +154,7 @@ def prepare_optimizer(
     saved: Sequence[SavedShard],
     assembled: Mapping[int, Assembled],
 ) -> Callable[[], None]:
-    """Check what `assemble_rows` returned against an optimizer; return what takes it up. Nothing has changed yet.
+    """Check the result of `assemble_rows` against an optimizer; return a function that loads it. Nothing changes yet.
 
     Raises:
         ValueError: no optimizer was saved, or its groups were of other tensors.

@@ -178,7 +178,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         return [*(bucket.shard for bucket in self.buckets), *lent.gradients.made, *lent.landings.made]
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank owns: a parameter's name, and a piece of it whose gradient is the mean."""
+        """Yield name and piece of each parameter of which this rank owns a piece; the piece's gradient is the mean."""
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 yield piece.name, piece.parameter

@@ -93,7 +93,7 @@ class SavesShards:
         self._prepare([SavedShard.from_dict(state) for state in states])
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up this rank's parts of what all ranks saved, or its own state as it saved it."""
+        """Load this rank's parts out of all ranks' states, or its own state as it saved it."""
         self._prepare([SavedShard.from_dict(state) for state in states])()
 
     def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:

@@ -255,7 +255,7 @@ class Collectives:
                 copy(address + start, meeting.read(rank) + me * share, max(0, min(share, length - start)))
 
     def agree_on_sizes(self, outputs: Sequence[tuple[int, int]], inputs: Sequence[tuple[int, int]]) -> int:
-        """Compare what ranks send to one another with what each expects; return the most that one sends to one.
+        """Check that each rank sends as many bytes as its peer expects; return the largest number.
 
         Raises:
             ValueError: two ranks do not agree.

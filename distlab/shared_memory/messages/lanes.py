@@ -34,7 +34,7 @@ copy = ctypes.memmove
 
 
 class _Lane:
-    """What both ends know of a lane.
+    """The part of a lane that sender and receiver have in common.
 
     Attributes:
         ring: lets the other end look.

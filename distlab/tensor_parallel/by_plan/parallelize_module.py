@@ -147,9 +147,10 @@ def _find_heads(
         if style in ("fused", "interleaved"):
             fused[parent] = name
     for parent, name in fused.items():
-        if len(layers[parent]) > 1:
+        if others := ", ".join(own for own in layers[parent] if own != name.rpartition(".")[2]):
             raise ValueError(
-                f"{name} has style {styles[name]!r}, and {parent} has other layers of heads; a fused one is alone"
+                f"{name} has style {styles[name]!r}: it holds queries, keys and values. {parent} has other layers of "
+                f"heads, too ({others}); leave them out of the plan"
             )
     for name, style in styles.items():
         if style == "narrow" and name not in layers:

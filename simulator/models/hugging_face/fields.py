@@ -39,7 +39,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 
 
 class Fields:
-    """The fields of a configuration, taken one by one; `rest` are those that nobody took."""
+    """The fields of a config.json. A reader takes one after another; `rest` holds the names that nobody has taken."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values, self.where, self.rest = values, where, set(values) - HARMLESS
@@ -50,7 +50,7 @@ class Fields:
         self.names |= names
 
     def assume(self, **defaults: int) -> None:
-        """Say what fields are that the file leaves out, or null."""
+        """Give values to fields that the file leaves out or sets to null."""
         for name, value in defaults.items():
             if self.values.get(own := self.names.get(name, name)) is None:
                 self.values = {**self.values, own: value}

@@ -66,7 +66,7 @@ def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
 
 
 def pack(scene: Scene, view: View, columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
-    """Pack what a view needs and some room on both sides: boxes where there are few, else pixel columns."""
+    """Pack the boxes of a view with some room on both sides; where they are too many, pixel columns."""
     room = MARGIN * (view[1] - view[0])
     span = max(0.0, view[0] - room), min(scene.limit_s, view[1] + room)
     total = sum(len(side.trace) for side in scene.sides)

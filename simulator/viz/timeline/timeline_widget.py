@@ -148,7 +148,7 @@ class Timeline(anywidget.AnyWidget):
         self._pack()
 
     def _pack(self, force: bool = False) -> None:
-        """Send what the view needs, unless what was sent before holds it all."""
+        """Send the boxes of this view, unless all boxes were sent before."""
         scene = self._scene
         if scene is None or (self.packed.get("everything") and not force):
             return

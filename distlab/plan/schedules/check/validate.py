@@ -142,7 +142,7 @@ def _in_order_of_pairs(schedule: Schedule, *, sending: bool) -> Rows:
 
 
 def _longest_chain(schedule: Schedule, need: Rows) -> int:
-    """Let every rank whose next action has what it needs run it, slot by slot; count the slots.
+    """Slot by slot, let every rank run its next action if its inputs are there; return the number of slots.
 
     Raises:
         ScheduleError: deadlock, with who waits for whom.
