@@ -53,6 +53,19 @@ class Settings(CommonSettings):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; pass a number above 0")
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse batches of which some rank gets no sample: also the last batch of an epoch, which may be smaller."""
+
+        def smallest(batch: int) -> int:
+            return 1437 % batch or batch
+
+        if smallest(self.batch) < num_ranks:
+            fits = (batch for batch in range(num_ranks, 1438) if smallest(batch) >= num_ranks)
+            raise ValueError(
+                f"--batch {self.batch} leaves a batch of {smallest(self.batch)} of the 1,437 digits, less than "
+                f"{num_ranks} ranks; pass --batch {min(fits, key=lambda batch: abs(batch - self.batch))}"
+            )
+
 
 def network(layers: int) -> nn.Module:
     """Return a network without normalisation, the same on every rank, in float64."""

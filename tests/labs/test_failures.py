@@ -161,6 +161,8 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
         (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb"),
         (["03", "--hidden", "30"], "4 heads do not divide hidden_size 30"),
         (["02", "--ranks", "4", "--ranks-per-machine", "3"], "--ranks-per-machine 3 does not divide 4 ranks"),
+        (["04", "--ranks", "3", "--batch", "1"], "a batch of 1 of the 1,437 digits, less than 3 ranks; pass --batch 3"),
+        (["04", "--ranks", "2", "--batch", "718"], "less than 2 ranks; pass --batch 717"),
         (["08", "--ranks", "5"], "heads is 24, which 5 ranks do not divide"),
         (["09", "--ranks", "3", "--layers", "5"], "layers is 5; 6 stages need one each"),
         (["10", "--ranks", "8", "--tensor", "3"], "does not fill 8 ranks"),
