@@ -105,9 +105,9 @@ show_bars(
 # ## Each rank owns some tensors
 #
 # A small GPT reads Python's own documentation. `Ranks(4)` starts four processes that stay until the end of the
-# lesson. `bench(prepare)` trains for three steps on each of them; `prepare(model)` returns what to call for the
-# forward pass, what to call after backward, and the optimizer. It notes the losses, the bytes that a rank sends in
-# the last step, and the bytes of its optimizer state.
+# lesson. `bench(name, prepare)` trains for three steps on each of them; `prepare(model)` returns three things: what to
+# call for the forward pass, what to call after backward, and the optimizer. `bench` notes the losses, the bytes that a
+# rank sends in the last step, and the bytes of its optimizer state.
 
 # %%
 from distlab.data import ByteCorpus, python_documentation
