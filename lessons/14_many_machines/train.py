@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import entry, process_group
@@ -27,14 +28,16 @@ CONFIG = GPTConfig(context=32, num_layers=2, num_heads=4, hidden_size=32)
 BATCH = 16
 
 
-def train(folder: Path, num_updates: int, rank: int, pause_s: float = 0.0) -> dict[str, Tensor]:
+def train(
+    folder: Path, num_updates: int, rank: int, pause_s: float = 0.0, group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
     """Train from where the newest checkpoint ends, and return the final weights."""
     inputs, targets = ByteCorpus(python_documentation(), CONFIG.context).batch(0, BATCH * num_updates)
     model = GPT(CONFIG, torch.Generator().manual_seed(0))
-    replicas, optimizer = DataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replicas, optimizer = DataParallel(model, group), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     work = Work(BatchRule(BATCH), num_samples=len(inputs))
     parts = {"model": model, "optimizer": optimizer}
-    with ElasticRun(folder / "saved", parts, work=work, saves=Saves(every=2)) as run:
+    with ElasticRun(folder / "saved", parts, work=work, saves=Saves(every=2), group=group) as run:
         for step in run:
             loss = GPT.loss(model(inputs[step.samples]), targets[step.samples])
             (loss * step.weight).backward()
