@@ -69,9 +69,9 @@ print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
 show(draw_timeline(naive_step.trace), describe_timeline(naive_step.trace))
 
 # %% [markdown]
-# Each rank is a GPU, and time runs to the right. Look at the four rows named *compute*: coloured boxes are work, and the
-# empty part is waiting. (The thin lines in the other rows are messages.) While one GPU works, three wait. In what order
-# must the GPUs work so that the empty part gets small? This lesson answers it.
+# Each rank is a GPU, and time runs to the right. Look at the four rows named *compute*: coloured boxes are work, and
+# the empty part is waiting. (The thin lines in the other rows are messages.) While one GPU works, three wait. In what
+# order must the GPUs work so that the empty part gets small? This lesson answers it.
 
 # %% tags=["nbval-check-output"]
 MODEL = gpt_workload(**SIZES)
