@@ -385,9 +385,8 @@ from simulator.viz import describe_timeline, draw_timeline
 SHALLOW = gpt_workload(hidden_size=4096, num_layers=3, num_heads=32, sequence_length=2048, vocab_size=51200)
 for units_ahead in (0, 1):
     plan = Plan(64, sharding=Sharding(stage=3, prefetch=units_ahead))
-    rank_0 = (trace := simulate(SHALLOW, cluster("dgx-h100", 64, stack="best-case"), plan).trace).select(
-        trace.rank == 0
-    )
+    trace = simulate(SHALLOW, cluster("dgx-h100", 64, stack="best-case"), plan).layer_trace
+    rank_0 = trace.select(trace.rank == 0)
     words = "Each unit waits for its gather" if units_ahead == 0 else "Gathers run while units compute"
     show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 
