@@ -25,6 +25,7 @@ def complaints(notebook: NotebookNode) -> Iterator[str]:
         wrong = _code(cell) if cell.cell_type == "code" else _markdown(cell)
         yield from (f"cell {number} ({first_line(cell)}): {text}" for text in wrong)
     yield from _widgets_move(notebook)
+    yield from _imports_first(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if not code or code[0].source.strip() != "%load_ext distlab.notebook":
         yield "the first code cell must be  %load_ext distlab.notebook"
@@ -88,6 +89,32 @@ def _widgets_move(notebook: NotebookNode) -> Iterator[str]:
         waiting = (number, cell) if _makes_widget(cell.source) else None
     if waiting is not None:
         yield f"cell {waiting[0]} ({first_line(waiting[1])}): a code cell after it must set its .value or .view"
+
+
+def _imports_first(notebook: NotebookNode) -> Iterator[str]:
+    """A cell needs no import of a later one. What an exercise's cell imports is the learner's, who may take it out."""
+    bound: set[str] = set()
+    early: list[tuple[int, NotebookNode, set[str]]] = []
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type != "code" or "exercise" in cell.metadata.get("distlab", {}):
+            continue
+        nodes = list(ast.walk(_tree(cell.source)))
+        imported = {
+            (name.asname or name.name).partition(".")[0]
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in node.names
+        }
+        for before, user, used in early:
+            yield from (
+                f"cell {before} ({first_line(user)}): uses {name}, which cell {number} imports: import it first"
+                for name in sorted(used & imported)
+            )
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        own = imported | {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        early.append((number, cell, {node.id for node in names} - own - bound))
+        bound |= own
 
 
 def _tree(source: str) -> ast.Module:

@@ -14,9 +14,10 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 RECORDS = ("distlab", "simulator")  # packages whose own records come back as what they are
+ITERABLES = ("dict_keys", "dict_values", "dict_items", "map", "filter", "zip", "generator", "list_reverseiterator")
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -25,8 +26,9 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 )
 
 
-class Foreign(NamedTuple):
-    """Stands for an object that is no plain data.
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """Stands for an object that is no plain data. It is no container, so nobody takes it for what it was.
 
     Attributes:
         kind: the name of its class.
@@ -35,6 +37,8 @@ class Foreign(NamedTuple):
     kind: str
 
     def __repr__(self) -> str:
+        if self.kind in ITERABLES:
+            return f"<{self.kind}: write list(...) around it>"
         return f"an object of class {self.kind}, which is no plain value or tensor"
 
 

@@ -28,7 +28,7 @@ FILE = "progress.json"
 MINE = "mine"  # --impl mine: the learner's working copy of the lesson
 SCHEMA = 1
 FAILED_CHECKS = 3  # wrong answers before the solution is shown
-OUTSIDE = "Your progress is not kept: this is not a folder that `distlab lesson start` made."
+OUTSIDE = "Your progress is not kept: that is done for answers in the folder that `distlab lesson start` makes."
 
 
 @dataclass(frozen=True)

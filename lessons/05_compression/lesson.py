@@ -245,7 +245,8 @@ words = {"unit": "x less", "title": "What top-1 % saves falls with the number of
 show(draw_bars(saved, **words), describe_bars(saved, **words))
 
 # %% [markdown]
-# **99x holds nowhere.** It is 50x on 2 ranks, 25x on 4, and from 100 ranks on top-1 % sends *more* than no compression.
+# To save 99 % is to send 100x less, and **100x holds nowhere.** It is 50x on 2 ranks, 25x on 4, 1x on 100, and on more
+# ranks top-1 % sends *more* than no compression.
 # A guide whose [top-k](../GLOSSARY.md#top-k) returns a whole tensor with zeros in it, and all-reduces that, saves
 # nothing at all: zeros cost as many bytes as numbers.
 
@@ -603,7 +604,8 @@ show(draw_bytes(title), f"Loss against bytes sent, the four methods with memory.
 #
 # The gradient of a linear layer is a matrix $M$ of $R$ rows and $C$ columns: a sum of outer products, one for each
 # token. Often a few directions hold most of it. Then $M \approx p\,q^\top$, with $p$ of size $R \times r$ and $q$ of
-# size $C \times r$: $(R + C)\,r$ numbers instead of $R\,C$.
+# size $C \times r$: $(R + C)\,r$ numbers instead of $R\,C$. This $r$ is called the *rank* of the factors. It is a word
+# of linear algebra and has nothing to do with the ranks that run: rank 4 means factors of four columns.
 
 # %% tags=["nbval-check-output"]
 print("one layer of the 1.3B model, 2048 x 8192: ", end="")
@@ -1029,7 +1031,8 @@ show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))
 # %% [markdown]
 # ## Popular claims, tested
 #
-# - **"Top-1 % saves 99x."** Refuted: 25x on 4 ranks and less on more, by the bench above; $1/(nr)$ by the formula.
+# - **"Top-1 % saves 99 %."** Refuted: it sends 25x less on 4 ranks, which saves 96 %, and on more ranks it saves less;
+#   $1/(nr)$ by the formula.
 # - **"One bit saves 32x."** Against float32, $64/n$: 16x on 4 ranks, and 8x on 4 if your gradients are 16-bit anyway.
 #   What keeps the 32 on any number of ranks is a scheme that reduces, such as 1-bit Adam's two phases:
 #   [all-to-all](../GLOSSARY.md#all-to-all), then all-gather, of packed signs, $2\frac{n-1}{n}$ times a 32nd.

@@ -105,9 +105,9 @@ show_bars(
 # ## Each rank owns some tensors
 #
 # A small GPT reads Python's own documentation. `Ranks(4)` starts four processes that stay until the end of the
-# lesson. `bench(prepare)` trains for three steps on each of them; `prepare(model)` returns what to call for the
-# forward pass, what to call after backward, and the optimizer. It notes the losses, the bytes that a rank sends in
-# the last step, and the bytes of its optimizer state.
+# lesson. `bench(name, prepare)` trains for three steps on each of them; `prepare(model)` returns three things: what to
+# call for the forward pass, what to call after backward, and the optimizer. `bench` notes the losses, the bytes that a
+# rank sends in the last step, and the bytes of its optimizer state.
 
 # %%
 from distlab.data import ByteCorpus, python_documentation
@@ -385,9 +385,8 @@ from simulator.viz import describe_timeline, draw_timeline
 SHALLOW = gpt_workload(hidden_size=4096, num_layers=3, num_heads=32, sequence_length=2048, vocab_size=51200)
 for units_ahead in (0, 1):
     plan = Plan(64, sharding=Sharding(stage=3, prefetch=units_ahead))
-    rank_0 = (trace := simulate(SHALLOW, cluster("dgx-h100", 64, stack="best-case"), plan).trace).select(
-        trace.rank == 0
-    )
+    trace = simulate(SHALLOW, cluster("dgx-h100", 64, stack="best-case"), plan).layer_trace
+    rank_0 = trace.select(trace.rank == 0)
     words = "Each unit waits for its gather" if units_ahead == 0 else "Gathers run while units compute"
     show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
 

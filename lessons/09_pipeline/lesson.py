@@ -69,8 +69,9 @@ print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
 show(draw_timeline(naive_step.trace), describe_timeline(naive_step.trace))
 
 # %% [markdown]
-# Each row is a GPU, and time runs to the right. Coloured boxes are work, and the empty part is waiting. While one GPU
-# works, three wait. In what order must the GPUs work so that the empty part gets small? This lesson answers it.
+# Each rank is a GPU, and time runs to the right. Look at the four rows named *compute*: coloured boxes are work, and
+# the empty part is waiting. (The thin lines in the other rows are messages.) While one GPU works, three wait. In what
+# order must the GPUs work so that the empty part gets small? This lesson answers it.
 
 # %% tags=["nbval-check-output"]
 MODEL = gpt_workload(**SIZES)
@@ -567,8 +568,9 @@ print(overlay)
 # %% [markdown]
 # The timeline of the 1F1B step of median length. The upper row of each pair is what was measured, the pale one under it
 # what the simulator said. Half of the measured steps end in the grey band; the prediction lets them end between the
-# dotted lines. If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the
-# cell above again: it calibrates again, too.
+# dotted lines. The solid line is where the last box ends; the clock of a step starts a little before the first box and
+# stops a little after the last one. If the picture says that the machine was not calm, its boxes are pale. Close other
+# programs and run the cell above again: it calibrates again, too.
 
 # %%
 from simulator.viz import Timeline
@@ -580,9 +582,11 @@ timeline
 timeline.view = (0.0, overlay.predicted.duration_s / 2)  # the first half, larger
 
 # %% [markdown]
-# The order is the predicted one, action for action. Where a box is longer than predicted, the difference goes along the
-# chain on which everything waits: from `0F0` down to rank 3 and back. A pipeline passes on every delay. That is why a
-# slow rank hurts more here than its own share: one that takes 1.3 times as long makes all others wait.
+# The order is the predicted one, action for action. The largest difference is mostly called communication: a measured
+# receive begins when its rank begins to wait, so the bubble lies in it, and this prediction has no messages at all.
+# Where a box is longer than predicted, the difference goes along the chain on which everything waits: from `0F0` down
+# to rank 3 and back. A pipeline passes on every delay. That is why a slow rank hurts more here than its own share: one
+# that takes 1.3 times as long makes all others wait.
 
 # %% tags=["nbval-check-output"]
 plain = simulate_schedule(one_f_one_b(4, 32), THREE)
@@ -707,8 +711,8 @@ def shortest_step(ranks, plan):
 
 
 # %%
-on_nodes = {}
-for speed in ("40MB/s", "1MB/s"):
+SPEEDS, on_nodes = ("40MB/s", "1MB/s"), {}
+for speed in SPEEDS:
     nodes = Nodes(2, between=f"{speed},200us")
     with Ranks(4, timeout_s=120, nodes=nodes) as four:
         for name, plan in PLANS.items():
@@ -719,13 +723,15 @@ for words, row in on_nodes.items():
 
 # %%
 guess_4.default(1.0)  # assumed if you gave no number above
-print(guess_4.compare(on_nodes["interleaved, 1MB/s"]["measured"] / on_nodes["1F1B, 1MB/s"]["measured"]))
+late, early = (on_nodes[f"{name}, {SPEEDS[-1]}"]["measured"] for name in ("interleaved", "1F1B"))
+print(guess_4.compare(late / early))
 show_bars(on_nodes, "ms", "A fast wire pays for the smaller bubble, a slow one does not", "a step of 8 micro-batches")
 
 # %% [markdown]
 # Interleaving pays for a smaller bubble with messages. On 40 MB/s that is a good trade. On 1 MB/s it is not: ranks wait
-# for the wire longer than they save. Where is the border? Change 1 to 4 and run the cells again. Measured steps are
-# longer than those on paper in all rows: a sleep lasts longer than asked, and a message wakes a process.
+# for the wire longer than they save. Where is the border? Change "1MB/s" in `SPEEDS` to "4MB/s", and run the two cells
+# again. Measured steps are longer than those on paper in all rows: a sleep lasts longer than asked, and a message wakes
+# a process.
 
 # %% [markdown]
 # ## Zero-bubble: split the backward pass
@@ -840,8 +846,8 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
     print(f"{SCHEDULES[name].title:24}{words}, {held:3.0f} GB{', does not fit' if held > 80 else ''}")
 
 # %% [markdown]
-# From a quarter to nineteen twentieths. Most of the way was to cut the batch; 1F1B made that fit; the rest is the last
-# few per cent, for more messages or more memory.
+# From 25 % to 95 % busy. Most of the way was to cut the batch; 1F1B made that fit; the rest is the last few per cent,
+# for more messages or more memory.
 
 # %% [markdown]
 # ### Your own schedule
@@ -1037,6 +1043,13 @@ show_bars(slower, "x", "Time of our step over the time of torch's")
 # ```
 # distlab lab 09 --ranks 4 --impl reference
 # distlab lab 09 --ranks 4 --impl mine --trace traces
+# ```
+#
+# The lab also trains by an order of your own, such as the one in the editor above. Write it into a file, one line per
+# rank:
+#
+# ```
+# printf '0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1F1 1I1 1W0 1W1\n' > my_order.txt
 # distlab lab 09 --ranks 2 --schedule my_order.txt
 # ```
 #

@@ -29,7 +29,7 @@
 # %% [markdown]
 # ## The question
 #
-# You rent 64 H100s, eight machines of eight, for some 3 dollars a GPU and hour, to train a GPT of 66 billion
+# You rent 64 H100s, eight machines of eight, at 3 dollars an hour for each GPU, to train a GPT of 65 billion
 # parameters. Its states are a terabyte (16 bytes per parameter, lesson 6), so no GPU holds them. You have three ways to
 # split: *tensor* cuts each layer (lesson 8), *pipeline* cuts between layers (lesson 9), *data* cuts the batch (lesson
 # 3). They can be combined, as long as
@@ -489,10 +489,12 @@ timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's leng
 # The upper row of each pair is measured, the pale one under it predicted: the order of boxes is the same, and tensor
 # pairs (ranks 0 and 1, 2 and 3) move in step. Speeds were measured while all four ranks computed. Where they share
 # fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the prediction does so too.
-# So on few cores all that ranks do adds up, and a bubble costs little. Half of the measured steps end in the grey band;
-# the prediction lets them end between the dotted lines. If the picture says that the machine was not calm, its boxes
-# are pale. Close other programs and run the cell above again: it calibrates again, too. `benchmarks/` takes more
-# windows, and holds the error against a bar.
+# So on few cores all that ranks do adds up, and a bubble costs little. The simulator draws tensor's sums as blue boxes
+# of their own; in the measured step they lie inside the forward and backward boxes. Half of the measured steps end in
+# the grey band; the prediction lets them end between the dotted lines. The solid line is where the last box ends; the
+# clock of a step starts a little before the first box and stops a little after the last one. If the picture says that
+# the machine was not calm, its boxes are pale. Close other programs and run the cell above again: it calibrates again,
+# too. `benchmarks/` takes more windows, and holds the error against a bar.
 
 # %% [markdown]
 # ## Which axis on which wire
@@ -948,15 +950,15 @@ def train_stages():
 
 
 # %% tags=["nbval-check-output"]
-alone, whole = train_llama("one process")
+llama_alone, total = train_llama("one process")
 results = {way: ranks.run(train_llama, way) for way in ("DataParallel", "FullyShard", "tensor parallel")}
 results["pipeline"] = ranks.run(train_stages)
-held = {"one process": whole}
+held = {"one process": total}
 for way, said in results.items():
     held[way] = max(numbers for _, numbers in said)
     means = [sum(each) / len(each) for each in zip(*(losses for losses, _ in said if losses), strict=True)]
-    gap = max(abs(mean - expected) for mean, expected in zip(means, alone, strict=True))
-    print(f"{way:16} losses as one process: {gap < 1e-9}; a rank updates at most {held[way]:6,} of {whole:,} numbers")
+    gap = max(abs(mean - expected) for mean, expected in zip(means, llama_alone, strict=True))
+    print(f"{way:16} losses as one process: {gap < 1e-9}; a rank updates at most {held[way]:6,} of {total:,} numbers")
 
 # %%
 show_bars(held, "numbers", "A small Llama: the most that one rank keeps and updates")
@@ -1097,8 +1099,8 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 #
 # Answer each on paper before you run the cell below, which has the answers.
 #
-# 1. 512 ranks: pipeline 8, tensor 8, and each expert's rank axis is 4. How many data ranks are there? How many ranks
-#    average a norm's gradient (no sequence parallelism), and how many an expert's?
+# 1. 512 ranks: pipeline 8, tensor 8, expert 4, context 1. How many data ranks are there? Over how many ranks is the
+#    gradient of a norm averaged (no sequence parallelism), and over how many that of an expert?
 # 2. On the mesh pipeline 8 x data 2 x expert 4 x tensor 8, which rank is stage 3, data 1, expert 2, tensor 5? Which
 #    ranks are in its tensor group?
 # 3. The norm of all gradients is 5; a tenth of its square is in parameters that are whole on 8 tensor ranks. What does

@@ -237,7 +237,7 @@ def gathered_gap(got, want):
 
 # %%
 def spread(attention):
-    """Attend forward and backward; return the bytes sent, seconds, and the gap to one process."""
+    """Attend forward and backward; return the bytes sent and the gap to one process."""
     *inputs, weight = inputs_of()
     mine = [scatter_sequence(tensor, dim=2).requires_grad_() for tensor in inputs]
     probe = scatter_sequence(weight, dim=2)

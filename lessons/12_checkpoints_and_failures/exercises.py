@@ -16,7 +16,8 @@ AIMS = (
     "Choose how often to save from the time of a save and the time between failures, and check it by trial.",
 )
 
-_SAVED = ("from pathlib import Path", "import torch", "from torch import Tensor")
+_SAVE = ("import os", "from pathlib import Path", "from typing import Any", "import torch")
+_SHARDS = ("import shutil", "from pathlib import Path", "import torch", "import torch.distributed as dist")
 
 EXERCISES = (
     Exercise(
@@ -27,7 +28,7 @@ EXERCISES = (
         source="solutions:save",
         drive=disk.drive_save,
         judge=disk.judge_save,
-        imports=("import os", *_SAVED, "from distlab.checkpoint.files import flush_directory"),
+        imports=(*_SAVE, "from distlab.checkpoint.files import flush_directory"),
         hints=(
             "Nothing may ever lie under the name `step-40.pt` but the whole checkpoint. So write under another name.",
             "`os.replace(partial, path)` gives a file another name, all at once. Before that its bytes must be on the "
@@ -77,7 +78,7 @@ EXERCISES = (
         source="solutions:save_shards",
         drive=shards.drive_shards,
         judge=shards.judge_shards,
-        imports=("import shutil", *_SAVED, "import torch.distributed as dist"),
+        imports=(*_SHARDS, "from torch import Tensor"),
         hints=(
             "It is right on one rank. When does rank 0 give the folder its name, and what do the others do then?",
             "Rank 0 knows that its own file is written. How can it know that of the others?",

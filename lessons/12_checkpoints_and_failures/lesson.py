@@ -460,6 +460,7 @@ show_bars(seen, "of 60", "torch.load takes a flipped bit for a number; a checksu
 
 # %%
 import json
+import os
 
 
 def write_checkpoint(folder, step, num_ranks=2):
@@ -473,8 +474,6 @@ def write_checkpoint(folder, step, num_ranks=2):
 
 
 # %% tags=["nbval-check-output"]
-import os
-
 with tempfile.TemporaryDirectory() as name:
     for step in (80, 90, 100):
         write_checkpoint(Path(name), step)

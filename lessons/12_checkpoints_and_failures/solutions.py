@@ -24,8 +24,8 @@ from distlab.checkpoint.files import flush_directory
 from distlab.elastic import BatchRule
 
 
-def save(folder: Path, step: int, state: dict[str, Tensor]) -> None:
-    """Save a state as the checkpoint of a step, so that a kill or a power cut at any moment does no harm.
+def save(folder: Path, step: int, state: dict[str, Any]) -> None:
+    """Save a state, tensors and numbers, as the checkpoint of a step: a kill or a power cut at any moment does no harm.
 
     Whoever loads takes the file `step-N.pt` with the highest N, and looks at no file of another name. This file must be
     whole at every moment; the checkpoints that are there stay. What a killed save left behind is in nobody's way. When

@@ -139,7 +139,8 @@ def lose_an_agent(lab: Lab[Settings]) -> None:
     folder = Path(names[0])
     try:
         (folder / "whole").mkdir(exist_ok=True)
-        whole = train(folder / "whole", settings.updates, lab.member.rank, group=dist.new_group(backend="gloo"))
+        group = dist.new_group(backend="gloo")  # the agents' ranks have one: it adds up in the same order
+        whole = train(folder / "whole", settings.updates, lab.member.rank, group=group)
         found = [watched(folder, settings, n) if lab.member.rank == 0 else None]
         dist.broadcast_object_list(found)
         assert found[0] is not None, "rank 0 has watched the agents"

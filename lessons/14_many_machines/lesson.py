@@ -318,10 +318,11 @@ words = {"unit": "ms", "title": "Two levels send a third of the bytes over the s
 show(draw_bars(bars, **words), describe_bars(bars, **words))
 
 # %% [markdown]
-# A rank of the flat ring sends 1.5 times the tensor (lesson 2). Where its neighbour is on the other node, all of that
-# goes over the slow wire. With two levels each rank first gets half of its node's sum, through memory. Only this half
-# goes between nodes. An all-reduce of two ranks sends what it is given once: so it is half a tensor, a third of 1.5.
-# On a quiet machine the time is a little more than a third, because the steps in memory take their part.
+# A rank of the flat ring sends 1.5 times the tensor: $2(n-1)/n$ with $n = 4$ (lesson 2). Where its neighbour is on the
+# other node, all of that goes over the slow wire. With two levels each rank first gets half of its node's sum, through
+# memory. Only this half goes between nodes. An all-reduce of two ranks sends what it is given once: so it is half a
+# tensor, a third of 1.5. On a quiet machine the time is a little more than a third, because the steps in memory take
+# their part.
 #
 # ## How agents meet
 #
@@ -340,7 +341,8 @@ show(draw_bars(bars, **words), describe_bars(bars, **words))
 # %% exercise="14.rendezvous"
 
 # %% [markdown]
-# Four processes as four agents, which start 3, 1, 4 and 1 ranks. Then agent 0 is gone, and the others meet again.
+# Four processes as four agents, which start 3, 1, 4 and 1 ranks. Then host0 is gone, and the others meet again. Their
+# store is the one in which the four processes met themselves (`_get_default_store`).
 
 
 # %%
@@ -401,6 +403,7 @@ for name, (status, _) in ended.items():
 # %% [markdown]
 # Two errors, two meanings. A **RendezvousTimeoutError** says: I reached the store, and too few came. A
 # **RendezvousConnectionError** says: I did not reach the store at all. Neither says *who* is missing, or where it went.
+# And neither comes at once: torch tries a port on which nobody listens again and again, until its limit.
 
 # %%
 took = {}
@@ -417,8 +420,8 @@ show(draw_bars(took, subtitle="the start of Python included", **words), describe
 # | what one sees | what it often is | how to find out |
 # |---|---|---|
 # | RendezvousTimeoutError on all | one never started; `--nnodes` too large; ids differ | count them; compare ids |
-# | RendezvousConnectionError, at once | wrong port; the store's agent has not begun | is the port open *from here*? |
-# | the same after a minute | a firewall drops packets; wrong address | `nc -vz HEAD 29500` from each node |
+# | RendezvousConnectionError, a minute or two later | wrong port; no store there yet | `nc -vz HEAD 29500`: "refused" |
+# | the same | a firewall drops packets; wrong address | `nc -vz HEAD 29500` from each node: silence |
 # | ranks start, `init_process_group` hangs | ranks use other ports than agents: closed | interfaces, below |
 # | job starts with too few ranks | `--nnodes 1:4` lets it begin with one | print the world size |
 # | `address already in use` | the job before still runs, or shares the node | a port made from the job's number |
@@ -539,9 +542,9 @@ show(draw_bars(tried, subtitle="limit 1.5 s", **words), describe_bars(tried, **w
 # %% [markdown]
 # Four ways to fail, and only their *time* tells them apart. **Refused at once**: the machine is there, and nothing
 # listens on this port (or on *this* machine's localhost: the classic of `MASTER_ADDR=localhost`). **No route, at
-# once**: this machine knows no way. **Silence until the limit**: packets vanish, by a firewall or a cable. torch's
-# limit is a minute for the store. For a collective it is ten minutes (nccl) or thirty (gloo). So "it hangs" and "a
-# firewall drops it" look alike.
+# once**: this machine knows no way. **Silence until the limit**: packets vanish, by a firewall or a cable. torch tries
+# again in all of these cases, until its limit: a minute or two for the store. For a collective it is ten minutes (nccl)
+# or thirty (gloo). So in torch's messages they look alike, and `nc -vz HEAD 29500` tells them apart in a second.
 #
 # ### The wrong interface
 #

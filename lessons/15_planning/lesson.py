@@ -198,12 +198,13 @@ print(", ".join(f"{error:+.0%}" for error in errors.values()))
 #
 # ### Exercise: where the seconds go
 #
-# Write `step_parts(parameters, layers, hidden, sequence, plan, cluster)`.
+# Write `step_parts(parameters, layers, hidden, sequence, plan, cluster)`. It has no term for the gathers of FSDP, so it
+# is compared on the four other plans.
 
 # %% exercise="15.step"
 
 # %%
-guess_2 = predict("How far is your formula from the simulated step, at most, on five plans?", unit="%")
+guess_2 = predict("How far is your formula from the simulated step, at most, on four plans?", unit="%")
 guess_2
 
 # %%

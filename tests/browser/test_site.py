@@ -165,6 +165,13 @@ def test_landmarks_names_and_the_skip_link(open_page):
     assert page.evaluate(nameless) == []
 
 
+def test_a_lesson_says_how_to_run_it_and_the_search_box_shows_that_it_has_the_focus(open_page):
+    page = open_page(LESSON)
+    assert page.get_by_text("open it on your machine: make lessons, then lesson 09").count() == 1
+    page.get_by_role("textbox", name="Search").first.focus()
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
 def test_search_finds_a_word_without_a_server(open_page):
     page = open_page(FRONT)
     page.get_by_role("textbox", name="Search").first.fill("halving")

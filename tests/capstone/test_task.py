@@ -30,7 +30,9 @@ def test_the_first_plan_is_written_once_and_can_be_read(tmp_path, capsys):
     assert main(["capstone", "--new", str(path)]) == 0
     assert read_entry(path, 4).text == "data 8, 1 micro-batches, save every 4"
     assert main(["capstone", "--new", str(path)]) == 2, "it would write over a learner's plan"
-    assert str(path) in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"wrote {path}" in said.out
+    assert str(path) in said.err
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def test_objects_of_other_classes_leave_their_name_only():
     assert type(again(Loud(3))) is int
     assert again({"a": collections.OrderedDict(b=1)}) == {"a": {"b": 1}}
     assert again(collections.deque([1])) == Foreign("deque")
+    assert not isinstance(again({"a": 1}.values()), tuple), "its class's name is not its contents"
+    assert repr(again([zip([1], [2], strict=False)])) == "[<zip: write list(...) around it>]"
     got = again(X.as_subclass(Liar))
     assert type(got) is torch.Tensor
     assert torch.equal(got, X)

@@ -2,13 +2,18 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
+from distlab.comm import run
 from distlab.elastic import Agents
+from distlab.grading import load_lesson
 
 TOLD = """
 import json, os, time
@@ -70,10 +75,23 @@ def test_agents_with_unequal_ranks_meet_on_loopback_alone_and_end_with_their_blo
     assert both[0].process.returncode is not None
 
 
+def weights_of_lab_14(folder, own_group):
+    """Train as the lab's own ranks do (in a group of gloo's), or as its agents' ranks do (in the default group)."""
+    train = runpy.run_path(str(load_lesson("14").folder / "train.py"))["train"]
+    return train(folder, 3, dist.get_rank(), group=dist.new_group(backend="gloo") if own_group else None)
+
+
+def test_the_labs_own_ranks_add_up_in_the_order_of_the_agents_ranks(tmp_path):
+    over_gloo = run(weights_of_lab_14, 4, args=(tmp_path / "agents", False), backend="gloo")[0]
+    in_memory = run(weights_of_lab_14, 4, args=(tmp_path / "lab", True), backend="shared")[0]
+    assert all(torch.equal(in_memory[name], tensor) for name, tensor in over_gloo.items())
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_one_of_two_machines_is_lost_and_comes_back_and_the_weights_are_those_of_no_loss():
-    command = [sys.executable, "-m", "distlab", "lab", "14", "--ranks", "4", "--json"]
+@pytest.mark.parametrize("nodes", [[], ["--nodes", "2", "--between", "40MB/s,200us"]], ids=["one machine", "two nodes"])
+def test_one_of_two_machines_is_lost_and_comes_back_and_the_weights_are_those_of_no_loss(nodes):
+    command = [sys.executable, "-m", "distlab", "lab", "14", "--ranks", "4", "--json", *nodes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {row["what"]: row["value"] for row in json.loads(done.stdout)["rows"]}

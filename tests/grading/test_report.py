@@ -122,7 +122,8 @@ def test_check_finds_the_lesson_from_a_folder_below(
     monkeypatch.chdir(below)
     report = check("91.mean", mine, worlds=(1,))
     assert report.passed
-    assert report.progress == "Your progress is not kept: this is not a folder that `distlab lesson start` made."
+    kept = "that is done for answers in the folder that `distlab lesson start` makes."
+    assert report.progress == f"Your progress is not kept: {kept}"
     with pytest.raises(
         ValueError, match="lesson 91 has no exercise '91.nothing'; it has 91.mean, 91.double, 91.repair"
     ):

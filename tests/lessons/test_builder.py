@@ -201,6 +201,7 @@ BAD_CELLS = {
     "downloads (urlopen)": "from urllib.request import urlopen",
     "does not parse": "if x",
     "the code cell after it must set its .value or .view": "panel = ring_panel(records)",
+    "uses shutil, which cell 6 imports": "def size():\n    return shutil.disk_usage('.')\n\n\n# %%\nimport shutil",
 }
 
 

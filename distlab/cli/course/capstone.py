@@ -12,6 +12,7 @@ import secrets
 from pathlib import Path
 
 from distlab.cli.arguments import check_output
+from distlab.comm.command import runnable
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -39,6 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.new is not None:
         with arguments.new.open("x", encoding="utf-8") as file:
             file.write(FIRST_PLAN)
+        runs = runnable(f"distlab capstone {arguments.new}")
+        print(f"wrote {arguments.new}: change its [plan], then {runs} trains by it")
         return 0
     if arguments.file is None:
         if arguments.board is None:

@@ -203,6 +203,10 @@ def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]
     return [f"{flag} {new}" for flag, new, old in flags if new != old]
 
 
+def _count(number: float) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
 def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
     """Lay a step out for a terminal."""
     from simulator import why_not_timed
@@ -215,7 +219,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
     rows += [("note", note) for note in notes_on(plan, step.mfu if step else 0.0)]
     rows += [
-        ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
+        ("model", f"{workload.name}, {_count(workload.num_parameters)} parameters"),
         ("ranks", f"{shown} on {cluster.name}"),
     ]
     if step and not counted["fits"]:

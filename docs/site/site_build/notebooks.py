@@ -13,6 +13,12 @@ LINK = re.compile(r'href="([^":]*)\.ipynb"')
 TITLE = re.compile(r"^# ", re.MULTILINE)
 
 
+HOW_TO_RUN = """
+This page shows the notebook as it ran once. To predict, write and check, open it on your machine: `make lessons`,
+then lesson {number}.
+"""
+
+
 def shown(output: dict[str, Any], cell: dict[str, Any], player: str) -> list[dict[str, Any]]:
     """Return what a page shows of one output of a cell; `player` is the widget's HTML, or ""."""
     data = output.get("data", {})
@@ -36,6 +42,8 @@ def prepared(source: str, players: dict[int, str]) -> str:
     for place, cell in enumerate(notebook["cells"]):
         if place and cell["cell_type"] == "markdown":  # a page has one title
             cell["source"] = TITLE.sub("## ", "".join(cell["source"]))
+        if cell["metadata"].get("distlab") == {"links": "top"}:
+            cell["source"] += "\n" + HOW_TO_RUN.format(number=notebook["metadata"]["distlab"]["lesson"])
         if cell["cell_type"] == "code":
             player = players.get(place, "")
             cell["outputs"] = [part for output in cell["outputs"] for part in shown(output, cell, player)]

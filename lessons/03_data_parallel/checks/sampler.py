@@ -100,10 +100,7 @@ def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
         twice = sorted({index for index in together if together.count(index) > 1})
         if twice:
             owners = [rank for rank, samples in enumerate(batch) if twice[0] in samples]
-            text = f"{name} gives sample {twice[0]} to ranks {owners}"
-            yield Fault(
-                "ranks overlap", f"{text}: all ranks must cut one and the same order; leave rank out of the seed"
-            )
+            yield _overlap(case, result, f"{name} gives sample {twice[0]} to ranks {owners}")
         if len(together) < wanted:
             yield _too_few(case, position, batch, wanted)
         shares = [len(samples) for samples in batch]
@@ -111,6 +108,13 @@ def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
             yield Fault(
                 "uneven shares", f"{name} is dealt in shares of {shares} samples; they may differ by one at most"
             )
+
+
+def _overlap(case: Case, result: dict[str, Any], text: str) -> Fault:
+    """Say why ranks get the same sample: one share for all of them, or an order for each."""
+    if all(samples == batch[0] for _, _, _, batch in _rows(case, result) for samples in batch):
+        return Fault("the same for all", f"{text}: every rank got the same share: let `rank` choose each one's part")
+    return Fault("ranks overlap", f"{text}: all ranks must cut one and the same order; leave rank out of the seed")
 
 
 def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:

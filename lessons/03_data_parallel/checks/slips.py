@@ -23,7 +23,7 @@ WRONG_OVERLAP = (
     ),
 )
 WRONG_SAMPLER = (
-    Mutant("same share", "ranks overlap", "to ranks [0, 1]", 1).edit("[rank::world_size]", "[::world_size]"),
+    Mutant("same share", "the same for all", "got the same share", 1).edit("[rank::world_size]", "[::world_size]"),
     Mutant("hash of a text", "not repeatable", "when asked for again", 1, races=True).edit(
         'derive_seed(seed, 0, f"epoch {epoch}")', 'hash(f"{seed}, epoch {epoch}") % 2**31'
     ),

@@ -172,7 +172,7 @@ def _judge_weights(got: Any, wanted: list[Tensor], sizes: tuple[int, int, int], 
         yield Fault("returned", f"{what}: expected a list of {len(wanted)} gradients, got {describe(got)}")
     if len(wanted) > 1 and all(map(_same, got, reversed(wanted))):
         yield Fault("reversed", f"{what}: the weights' gradients are those of backward's order; return layer 0's first")
-    _, activations, grad = split_stage(*sizes)
+    weights, activations, grad = split_stage(*sizes)
     for layer, (one, want) in enumerate(zip(got, wanted, strict=True)):
         if any(_same(one, other) for other in got[:layer]):
             text = f"{what}: layers share one gradient; keep a pair (input, gradient) for each"
@@ -183,6 +183,9 @@ def _judge_weights(got: Any, wanted: list[Tensor], sizes: tuple[int, int, int], 
         if _same(got[-1], activations[-2].T @ grad):
             text = f"{fault.message}: it was kept before the gradient went through tanh; keep it after"
             yield Fault("before tanh", text)
+        if _same(got[-1], activations[-2].T @ (grad * (1 - activations[-1].square()) @ weights[-1].T)):
+            text = f"{fault.message}: it was kept after the gradient went on through weights[k]; keep it before"
+            yield Fault("behind the weight", text)
         if _same(got[-1], activations[-1].T @ (grad * (1 - activations[-1].square()))):
             text = f"{fault.message}: it is made from the layer's output; what a weight needs is activations[k]"
             yield Fault("output for input", text)
@@ -229,6 +232,9 @@ WRONG_SPLITS = (
     Mutant("loop variable", "same for all", "the loop's last values", 1)
     .edit(_KEEP, "x, inner = activations[k], grad\nlater.append(lambda: x.T @ inner)")
     .edit(_PRODUCTS, "[multiply() for multiply in reversed(later)]"),
+    Mutant("behind the weight", "behind the weight", "keep it before", 1)
+    .without("later.append((activations[k], grad))")
+    .edit("grad = grad @ weights[k].T", "grad = grad @ weights[k].T\nlater.append((activations[k], grad))"),
     Mutant("before tanh", "before tanh", "went through tanh; keep it after", 1).edit(
         f"{_THROUGH_TANH}\n{_KEEP}", f"{_KEEP}\n{_THROUGH_TANH}"
     ),

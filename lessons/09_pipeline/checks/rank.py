@@ -93,7 +93,7 @@ def _judge_pairs(pairs: list[tuple[Tensor, Tensor]], outputs: list[Tensor], name
             for j, other in enumerate(targets):
                 if i != j and equal(output, mine) and equal(target, other):
                     text = f"{name}: micro-batch {i}'s output met micro-batch {j}'s target"
-                    yield Fault("wrong target", f"{text}: targets go by action.microbatch")
+                    yield Fault("wrong target", f"{text}: inputs and targets both go by action.microbatch")
 
 
 def _judge_inputs(passes: list[Any], rank: int, given: list[list[Tensor]], name: str) -> Iterator[Fault]:

@@ -136,7 +136,7 @@ def judge_preflight(evidence: Evidence) -> Iterator[Fault]:
             say = "every rank needs the answer" if got is None and rank else "a dict of facts, of values, of hosts"
             yield Fault("returned", f"{what}: expected {say}, got {describe(got)}")
         if "host" in got and "host" not in want:
-            yield Fault("host", f"{what}: hosts differ, and are to: do not compare them")
+            yield Fault("host", f"{what}: hosts differ, as they should: do not compare them")
         for name in want:
             if name not in got:
                 lacks = [] if name in FACTS[rank] else [f"; rank {rank} has no {name!r} of its own"]
@@ -148,7 +148,7 @@ def judge_preflight(evidence: Evidence) -> Iterator[Fault]:
                 yield from _judge_hosts(f"{what}: hosts with {name} {value}", got[name][value], hosts)
         for name in got:
             if name not in want:
-                yield Fault("same everywhere", f"{what}: {name} is the same on all ranks: tell what differs alone")
+                yield Fault("same everywhere", f"{what}: {name} is the same on all ranks: tell only what differs")
 
 
 def _judge_hosts(what: str, got: Any, want: list[str]) -> Iterator[Fault]:
@@ -211,7 +211,7 @@ WRONG_PREFLIGHTS = (
         "dist.all_gather_object(everyone, facts)", "dist.all_gather_object(everyone, facts)\neveryone = everyone[:2]"
     ),
     Mutant("hosts too", "host", "do not compare them", 3).without(' if name != "host"'),
-    Mutant("all facts", "same everywhere", "what differs alone", 3).edit("> 1", "> 0"),
+    Mutant("all facts", "same everywhere", "only what differs", 3).edit("> 1", "> 0"),
     Mutant("ranks", "not hosts", "name hosts", 3).edit(_HOSTS, "{rank for rank, one in enumerate(everyone)"),
     Mutant("a host per rank", "hosts repeated", "each once", 3)
     .edit("sorted({", "sorted([")

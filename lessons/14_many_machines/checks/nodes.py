@@ -105,6 +105,9 @@ WRONG_PLACES = (
     Mutant("turned", "turned round", "first the groups inside", 1).edit(
         f"return inside, {_BETWEEN}", f"return {_BETWEEN}, inside"
     ),
+    Mutant("a view of the dict", "returned", "write list(...) around it", 1).edit(
+        "list(nodes.values())", "nodes.values()"
+    ),
     Mutant("last of each", "rank missing", "rank 0 is in 0 of the groups inside", 1).edit(
         "nodes.setdefault(host, []).append(rank)", "nodes[host] = [rank]"
     ),
