@@ -62,6 +62,15 @@ def test_micro_batches_that_megatron_refuses_are_named(capsys):
     assert json.loads(said(capsys, *flags, "10", "--json"))["notes"]
 
 
+def test_memory_is_that_of_the_stack_that_drives_the_cluster(capsys):
+    """Megatron-LM keeps gradients once, FSDP's software of a plan without shards twice: 4 bytes a parameter."""
+    flags = ("--data", "2", "--microbatches", "2", "--sharding", "1", "--json", "--stack")
+    found = [json.loads(said(capsys, *flags, name)) for name in ("megatron", "fsdp")]
+    once, twice = (facts["memory_bytes_by_kind"]["gradients"] for facts in found)
+    assert twice == 2 * once
+    assert found[0]["max_memory_bytes"] < found[1]["max_memory_bytes"]
+
+
 def test_an_mfu_above_1_says_why(capsys):
     """Long sequences on a device at its best: papers count pairs that a causal mask hides."""
     flags = ["--hidden", "256", "--layers", "2", "--heads", "8", "--vocabulary", "100", "--stack", "best-case"]

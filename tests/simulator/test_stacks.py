@@ -7,7 +7,9 @@ import pytest
 from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Work
 from distlab.plan.partition import CUTS
 from simulator import (
+    DoesNotFitError,
     Stack,
+    check_fit,
     cluster,
     compute_s,
     device,
@@ -95,6 +97,45 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
     behind, ahead = (simulate(WORKLOAD, replace(MACHINE, gathers_ahead=on), plan) for on in (False, True))
     gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "bytes_each"),
+    [
+        (Plan(num_microbatches=4), 18),
+        (Plan(data=4, num_microbatches=4), 18),
+        (Plan(data=4, num_microbatches=4, gradient_sync="flat"), 18),
+        (Plan(data=4, num_microbatches=4, sharding=Sharding(1)), 6 + 12 / 4),
+        (Plan(data=4, num_microbatches=1, sharding=Sharding(1)), 6 + 12 / 4),
+        (Plan(data=4, num_microbatches=4, sharding=Sharding(3)), 18 / 4),
+    ],
+)
+def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
+    """Bytes per parameter with sums in 32 bits, as Megatron-LM's documentation prints them for one rank and for d."""
+    plan = replace(plan, precision=Precision("bfloat16", gradients="float32"))
+    step = simulate(WORKLOAD, replace(MACHINE, flat_buffers=True), plan)
+    own, copied = step.memory, simulate(WORKLOAD, MACHINE, plan).memory
+    states = sum(own.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
+    assert states == pytest.approx(bytes_each * WORKLOAD.num_parameters, rel=1e-4)
+    assert memory_of(WORKLOAD, plan, flat_buffers=True).of("gradients") == own.of("gradients")
+    if plan.sharding.stage < 3:
+        assert own.of("buffers") == 0
+        assert own.max_bytes <= copied.max_bytes
+    if plan.data > 1 and plan.num_microbatches > 1 and plan.sharding.stage < 3:
+        assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
+
+
+def test_a_plan_that_fits_only_with_gradients_held_once_is_told_apart():
+    plan = Plan(data=4, num_microbatches=4, precision=Precision("bfloat16", gradients="float32"))
+    most = memory_of(WORKLOAD, plan, flat_buffers=True).max_bytes
+    card = Device("card", 1e14, 1e12, most)
+    check_fit(WORKLOAD, plan, card, flat_buffers=True)
+    with pytest.raises(DoesNotFitError, match="too much"):
+        check_fit(WORKLOAD, plan, card)
+    with pytest.raises(DoesNotFitError) as told:
+        check_fit(WORKLOAD, plan, replace(card, memory_bytes=most - 1), flat_buffers=True)
+    change = told.value.change
+    assert memory_of(WORKLOAD, change.plan, flat_buffers=True).max_bytes == change.max_bytes < most
 
 
 def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batch():
