@@ -99,6 +99,23 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
 
 
+def test_gathers_of_later_stages_hide_under_what_the_earlier_ones_run():
+    """A rank's second stage begins after both micro-batches' forwards of its first one, by which it may be gathered."""
+    plan = Plan(4, 2, 2, schedule="interleaved", stages_per_rank=2, sharding=Sharding(1), cut="blocks")
+    slow = replace(MACHINE, intra_node=Link("slow", (Protocol(1e-6, 2e10),)), gathers_ahead=True)
+    step = simulate(WORKLOAD, slow, plan)
+    order, starts = step.timing.order, step.timing.start_ns
+    for rank in range(2):
+        first, second = step.stages[rank], step.stages[rank + 2]
+        gathers = [sum(bucket.gather.duration_ns for bucket in stage.buckets) for stage in (first, second)]
+        begins = [starts[(order.stage == stage) & (order.kind == 0)].min() for stage in (rank, rank + 2)]
+        waits = gathers[0] - sum(first.forward_ns), sum(gathers) - (begins[1] - begins[0]) - sum(second.forward_ns)
+        assert begins[1] - begins[0] > sum(first.forward_ns)
+        shown = max(call.end_ns for call in step.timing.calls[rank]) - step.timing.optimizer[rank][1]
+        assert shown == pytest.approx(max(0, *waits), rel=1e-6, abs=10)
+        assert 0 < shown < sum(gathers) - sum(first.forward_ns) - sum(second.forward_ns)
+
+
 @pytest.mark.parametrize(
     ("plan", "bytes_each"),
     [
