@@ -62,6 +62,19 @@ def test_micro_batches_that_megatron_refuses_are_named(capsys):
     assert json.loads(said(capsys, *flags, "10", "--json"))["notes"]
 
 
+def test_expert_ranks_without_experts_are_named(capsys):
+    """A dense model's are replicas; of a mixture, more ranks than experts."""
+    flags = ("--cluster", "dgx-h100", "--sharding", "1", "--json")
+    mixed = ("--experts", "4", "--top-k", "2")
+    told = [
+        json.loads(said(capsys, *flags, *more, "--expert", str(ranks)))["notes"]
+        for more, ranks in (((), 2), (mixed, 8), (mixed, 4), ((), 1))
+    ]
+    assert told[0] == ["the model has no experts, so that 2 expert ranks are replicas: use data"]
+    assert told[1] == ["8 expert ranks share 4 experts, so that most have none: use 4"]
+    assert told[2:] == [[], []]
+
+
 def test_memory_is_that_of_the_stack_that_drives_the_cluster(capsys):
     """Megatron-LM keeps gradients once, FSDP's software of a plan without shards twice: 4 bytes a parameter."""
     flags = ("--data", "2", "--microbatches", "2", "--sharding", "1", "--json", "--stack")

@@ -52,7 +52,7 @@ def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, t
         check_alone(arguments)
         said = read_plan_file(arguments.file)
         check_size(said.plan)
-        return said.workload.workload(), said.cluster.cluster(said.plan.world_size), said.plan, said.order
+        return *said.made(), said.plan, said.order
     plan = plan_of(arguments)
     check_size(plan)
     machine = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
@@ -102,7 +102,8 @@ def main(arguments: argparse.Namespace) -> int:
     counted = memory_facts(workload, plan, cluster, memory)
     if arguments.json:
         about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
-        about |= {"parameters": workload.num_parameters, "notes": list(notes_on(plan, step.mfu if step else 0.0))}
+        notes = list(notes_on(plan, step.mfu if step else 0.0, workload))
+        about |= {"parameters": workload.num_parameters, "notes": notes}
         print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
     else:
         print(table(workload, plan, cluster, step=step, counted=counted))
@@ -213,7 +214,7 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     degrees = {name: getattr(plan, name) for name in ("data", "pipeline", "tensor", "context", "expert")}
     shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
     rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
-    rows += [("note", note) for note in notes_on(plan, step.mfu if step else 0.0)]
+    rows += [("note", note) for note in notes_on(plan, step.mfu if step else 0.0, workload)]
     rows += [
         ("model", f"{workload.name}, {workload.num_parameters / 1e9:.3g} billion parameters"),
         ("ranks", f"{shown} on {cluster.name}"),
