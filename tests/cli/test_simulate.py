@@ -85,6 +85,16 @@ def test_memory_is_that_of_the_stack_that_drives_the_cluster(capsys):
     assert found[0]["max_memory_bytes"] < found[1]["max_memory_bytes"]
 
 
+def test_a_plan_that_nearly_fills_its_device_is_told_so(capsys):
+    """Of 80 GB: what is counted leaves out what the allocator keeps besides, up to 13 %."""
+    flags = ("--model", "llama-3-8b", "--cluster", "dgx-h100", "--sharding", "3", "--json", "--recompute")
+    full, free = (json.loads(said(capsys, *flags, kind)) for kind in ("none", "full"))
+    assert 80e9 / 1.13 < full["max_memory_bytes"] <= 80e9
+    assert full["notes"][0].startswith("near the device's memory: published runs")
+    assert free["max_memory_bytes"] < 80e9 / 1.13
+    assert free["notes"] == []
+
+
 def test_an_mfu_above_1_says_why(capsys):
     """Long sequences on a device at its best: papers count pairs that a causal mask hides."""
     flags = ["--hidden", "256", "--layers", "2", "--heads", "8", "--vocabulary", "100", "--stack", "best-case"]
