@@ -168,7 +168,7 @@ def test_the_stack_is_chosen_by_name(capsys):
     )
     assert slow > 1.1 * best
     assert "no preset 'abacus' among the stacks" in said(capsys, "--stack", "abacus", status=2)
-    assert re.search(r"  megatron +\d+% of the best product", said(capsys, "--list"))
+    assert re.search(r"  megatron +Megatron-LM of 2021 .*; \d+%, \d+%\n", said(capsys, "--list"))
 
 
 def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):

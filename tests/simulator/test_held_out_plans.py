@@ -1,7 +1,7 @@
 """Published steps that no constant was fitted to, as their plan files say them: other software, other wires, B200.
 
-What a source does not say is left at its default. How far off each family is stands in its bar: software that no stack
-describes (InternLM) is 9 % too short, whatever the number of GPUs.
+What a source does not say is left at its default. InternLM is eager PyTorch, and so its stack; with the fused kernels
+of transformer-engine, tried first, its steps are 9 % too short, whatever the number of GPUs.
 """
 
 import pytest
@@ -80,7 +80,7 @@ BRIDGE = [
 def internlm():
     sizes = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "feed_forward_size": 11008, "vocab_size": 103168}
     wire = OwnLink(latency_s=5e-6, bytes_per_s=6.25e9)
-    machine = ClusterDescription("dgx-a100", stack="transformer-engine", inter_node=wire)
+    machine = ClusterDescription("dgx-a100", stack="eager-fsdp", inter_node=wire)
     for gpus, samples, count, tensor, shards, recompute, measured in INTERNLM:
         model = ModelDescription(**sizes, sequence_length=2048, microbatch_size=samples, attention="flash")
         data = gpus // tensor
@@ -128,7 +128,7 @@ def bridge():
 
 @pytest.mark.parametrize(
     ("rows", "error", "bias"),
-    [(internlm, 0.10, 0.10), (fms_fsdp, 0.06, 0.06), (b200, 0.05, 0.03), (bridge, 0.08, 0.03)],
+    [(internlm, 0.04, 0.02), (fms_fsdp, 0.06, 0.06), (b200, 0.05, 0.03), (bridge, 0.08, 0.03)],
 )
 def test_steps_of_plans_that_nobody_fitted_are_near(rows, error, bias):
     errors = [measured / predicted - 1 for predicted, measured in rows()]  # of the time of a step

@@ -36,6 +36,7 @@ def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from
     assert own.device.memory_bytes_per_s <= bare.device.memory_bytes_per_s
     assert own.inter_node.protocols[0].bytes_per_s <= bare.inter_node.protocols[0].bytes_per_s
     assert "20" in stack(name).source
+    assert len(stack(name).software) > 10
     assert own.device.peak_flops_per_s == 312e12
 
 
