@@ -38,7 +38,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from distlab.plan import AXES, Plan
+from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.axes import check_order
 from simulator.hardware.description import ClusterDescription, given
 from simulator.models.description import ModelDescription
@@ -101,12 +101,20 @@ class PlanFile:
         Raises:
             ValueError: the model or the cluster makes no sense, or the plan does not divide the model: which table.
         """
+        workload, machine = self.made()
+        with _told("plan"):
+            return simulate(workload, machine, self.plan, order=self.order)
+
+    def made(self) -> tuple[Workload, Cluster]:
+        """Return the model and the cluster.
+
+        Raises:
+            ValueError: one of them makes no sense: which table.
+        """
         with _told("cluster"):
             machine = self.cluster.cluster(self.plan.world_size)
         with _told("workload"):
-            workload = self.workload.workload()
-        with _told("plan"):
-            return simulate(workload, machine, self.plan, order=self.order)
+            return self.workload.workload(), machine
 
     def text(self) -> str:
         """Return the file: what differs from defaults, and reads back as this."""
@@ -127,7 +135,9 @@ def read_plan_file(path: Path | str) -> PlanFile:
         OSError: it cannot be read.
     """
     try:
-        return plan_of_text(Path(path).read_text(encoding="utf-8"))
+        return plan_of_text(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is no text in UTF-8; save it as UTF-8") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -135,6 +145,8 @@ def read_plan_file(path: Path | str) -> PlanFile:
 def plan_of_text(text: str) -> PlanFile:
     """Return what the text of a plan file says; see `read_plan_file`."""
     tables = tomllib.loads(text)
+    if not tables:
+        raise ValueError("the file is empty; write [workload], [cluster] and [plan], each with its keys below it")
     for name, table in tables.items():
         if name not in TABLES or not isinstance(table, dict):
             raise ValueError(f"{name} is no table of a plan file; write [workload], [cluster], [plan] and [run]")

@@ -273,6 +273,9 @@ for words, slow in (("by your formula", seconds), ("by simulation", simulated_se
     print(f"{step.memory.max_bytes / 1e9:.0f} GB, MFU {step.mfu:.0%}")
 
 # %% [markdown]
+# The second plan holds 52 GB here, where `memory_of` counted 60. The software of these machines makes gradients in the
+# buffers that travel, and adds up micro-batches there. This library's own runs keep that sum beside the buffers.
+#
 # And the advisor, which also tries recompute, sharding, interleaved stages and larger micro-batches? It bounds every
 # plan from below and simulates in the order of the bounds, until nothing can be better.
 

@@ -100,7 +100,11 @@ def near_fit(search: Search) -> str:
     """Return which faster plan lacks least memory, in words; "": all that could be faster fit."""
     found = search.found
     free = found.question.device.memory_bytes
-    needs = {row: memory_of(found.workload(row), found.plan(row)).max_bytes for row in search.too_large()[:COUNTED]}
+    flat = found.question.cluster.flat_buffers
+    needs = {
+        row: memory_of(found.workload(row), found.plan(row), flat_buffers=flat).max_bytes
+        for row in search.too_large()[:COUNTED]
+    }
     row = min((row for row, size in needs.items() if size > free), key=lambda row: needs[row], default=None)
     if row is None:
         return ""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Contention
-from simulator.engine.task_graph import COMPUTE, Graph
+from simulator.engine.task_graph import COMPUTE, NONE, SEVERAL, Graph
 
 Ints = NDArray[np.int64]
 
@@ -68,8 +68,9 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
         ValueError: an operation needs one that was never added; or operations wait for one another in a circle, and the
             text names them (a deadlock).
     """
-    flat = list(chain.from_iterable(graph.needs))
-    missing = [need for need in (min(flat, default=0), max(flat, default=0)) if not 0 <= need < max(len(graph), 1)]
+    several = list(chain.from_iterable(graph.several.values()))
+    least, most = min(several, default=0), max(max(graph.need, default=0), max(several, default=0))
+    missing = [need for need in (least, most) if not 0 <= need < max(len(graph), 1)]
     if missing:
         raise ValueError(f"an operation needs operation {missing[0]}; the graph has {len(graph)}")
     slow = contention or Contention()
@@ -89,14 +90,16 @@ def _run_in_order(graph: Graph) -> Times | None:
     free = [0] * (lanes * (1 + max(graph.rank, default=0)))  # when each lane is free
     start: list[int] = []
     end: list[int] = []
-    columns = zip(graph.rank, graph.lane, graph.duration_ns, graph.needs, strict=True)
+    columns = zip(graph.rank, graph.lane, graph.duration_ns, graph.need, strict=True)
     try:
-        for rank, lane, duration, needs in columns:
+        for rank, lane, duration, need in columns:
             place = rank * lanes + lane
             now = free[place]
-            for need in needs:
+            if need >= 0:
                 if (after := end[need]) > now:
                     now = after
+            elif need == SEVERAL:
+                now = max(now, *[end[each] for each in graph.several[len(end)]])
             start.append(now)
             free[place] = now = now + duration
             end.append(now)
@@ -113,11 +116,13 @@ def _times(start: list[int], end: list[int]) -> Times:
 
 def _followers(graph: Graph) -> tuple[list[int], list[list[int]]]:
     """Return how many operations each one waits for, and which wait for it (lane order included)."""
-    waiting = [len(needs) for needs in graph.needs]
+    waiting = [1 - (need == NONE) for need in graph.need]
+    for operation, needs in graph.several.items():
+        waiting[operation] = len(needs)
     followers: list[list[int]] = [[] for _ in range(len(graph))]
     last: dict[tuple[int, int], int] = {}
     for operation, lane in enumerate(zip(graph.rank, graph.lane, strict=True)):
-        for need in graph.needs[operation]:
+        for need in graph.needs(operation):
             followers[need].append(operation)
         if lane in last:
             followers[last[lane]].append(operation)
@@ -223,7 +228,7 @@ def _deadlock(graph: Graph, waiting: list[int]) -> str:
     blocked = set(stuck)
     texts = []
     for (rank, lane), operation in sorted(lanes.items())[:SHOWN]:
-        needs = [need for need in graph.needs[operation] if need in blocked]
+        needs = [need for need in graph.needs(operation) if need in blocked]
         what = ", ".join(f"{need} of rank {graph.rank[need]}" for need in needs)
         texts.append(f"rank {rank} lane {lane}: operation {operation} waits for {what or 'the one before it'}")
     more = f"; and {len(lanes) - SHOWN} more lanes" if len(lanes) > SHOWN else ""

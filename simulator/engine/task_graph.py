@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 COMPUTE = 0
 COMMUNICATION = 1
+NONE, SEVERAL = -1, -2  # in place of the one operation that another needs
 
 
 class Graph:
@@ -20,7 +21,8 @@ class Graph:
         lane: COMPUTE, or a lane of the rank that communicates.
         peer: the other rank that takes part (a send's receiver), or -1.
         duration_ns: how long it takes when it is alone.
-        needs: operations that must have ended, in addition to its lane's previous one.
+        need: the operation that must have ended, in addition to its lane's previous one; NONE, or SEVERAL.
+        several: of each operation that needs SEVERAL, which.
     """
 
     def __init__(self) -> None:
@@ -28,10 +30,16 @@ class Graph:
         self.lane: list[int] = []
         self.peer: list[int] = []
         self.duration_ns: list[int] = []
-        self.needs: list[tuple[int, ...]] = []
+        self.need: list[int] = []
+        self.several: dict[int, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(self.rank)
+
+    def needs(self, operation: int) -> tuple[int, ...]:
+        """Return the operations that must have ended before one starts, in addition to its lane's previous one."""
+        need = self.need[operation]
+        return self.several[operation] if need == SEVERAL else () if need == NONE else (need,)
 
     def add(self, rank: int, lane: int, duration_ns: int, *, needs: Iterable[int] = (), peer: int = -1) -> int:
         """Add an operation at the end of its lane and return its number.
@@ -47,7 +55,12 @@ class Graph:
         self.lane.append(lane)
         self.peer.append(peer)
         self.duration_ns.append(duration_ns)
-        self.needs.append(tuple(needs))
+        found = tuple(needs)
+        if len(found) > 1 or min(found, default=0) < 0:
+            self.several[len(self.need)] = found
+            self.need.append(SEVERAL)
+        else:
+            self.need.append(found[0] if found else NONE)
         return len(self.rank) - 1
 
     def extend(
@@ -55,10 +68,10 @@ class Graph:
         rank: Sequence[int],
         lane: Sequence[int],
         duration_ns: Sequence[int],
-        needs: Sequence[tuple[int, ...]],
+        need: Sequence[int],
         peer: Sequence[int],
     ) -> None:
-        """Add many operations, a column of each field, as `add` would one after the other.
+        """Add many operations that need one other or NONE, a column of each field, as `add` would one after the other.
 
         Raises:
             ValueError: a duration is negative.
@@ -68,5 +81,5 @@ class Graph:
         self.rank += rank
         self.lane += lane
         self.duration_ns += duration_ns
-        self.needs += needs
+        self.need += need
         self.peer += peer

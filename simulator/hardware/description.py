@@ -68,6 +68,12 @@ class ClusterDescription:
     intra_node: str | OwnLink | None = None
     inter_node: str | OwnLink | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "devices_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; write a whole number of at least 1")
+
     def cluster(self, num_ranks: int) -> Cluster:
         """Return the cluster, with whole nodes for so many ranks.
 

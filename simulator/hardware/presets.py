@@ -30,6 +30,7 @@ class Stack:
     """What a stack of software reaches of its devices and wires in steps of real models.
 
     Attributes:
+        software: whose steps it describes, in a few words.
         matmul_fraction: of the best measured rate of products, what products of real shapes reach.
         memory_fraction: of the data sheet's memory rate, what the other kernels reach.
         kernel_s: fixed time of each kernel: its start, its last wave, what no part of the model counts.
@@ -76,6 +77,7 @@ class Stack:
     warp_attention: bool = False
     compute_slowdown: float = 1.0
     source: str = ""
+    software: str = ""
 
     def on_device(self, device: Device) -> Device:
         """Return the device as this stack drives it: products of real shapes, where the preset says on what."""

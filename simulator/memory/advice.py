@@ -104,13 +104,15 @@ class Found(NamedTuple):
     advice: str
 
 
-def check_fit(workload: Workload, plan: Plan, device: Device) -> None:
+def check_fit(workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False) -> None:
     """Check that every rank's peak fits in the device's memory, and what is offloaded in the host's.
+
+    `flat_buffers` as in `memory_of`.
 
     Raises:
         DoesNotFitError: it does not: by how much, on which ranks, what fills it, and the smallest change that fits.
     """
-    memory = memory_of(workload, plan)
+    memory = memory_of(workload, plan, flat_buffers=flat_buffers)
     if memory.fits(device):
         return
     stage = memory.fullest_stage
@@ -130,12 +132,12 @@ def check_fit(workload: Workload, plan: Plan, device: Device) -> None:
             f"host's memory and {device.name} may use {format_bytes(host or 0.0)} of it: {format_bytes(missing)} too "
             "much"
         )
-    found = _advise(workload, plan, device)
+    found = _advise(workload, plan, device, flat_buffers)
     raise DoesNotFitError(fault, memory, stage=stage, missing_bytes=int(missing), found=found)
 
 
-def _advise(workload: Workload, plan: Plan, device: Device) -> Found:
-    change = find_change(workload, plan, device)
+def _advise(workload: Workload, plan: Plan, device: Device, flat_buffers: bool) -> Found:
+    change = find_change(workload, plan, device, flat_buffers=flat_buffers)
     if change is None:
         advice = f"no change of recompute, sharding, offload or micro-batch fits; {_more_ranks(workload, plan, device)}"
     else:
@@ -154,7 +156,9 @@ def smallest_change(workload: Workload, plan: Plan, device: Device) -> Plan | No
     return change.plan if change else None
 
 
-def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: int | None = None) -> Change | None:
+def find_change(
+    workload: Workload, plan: Plan, device: Device, *, most_split: int | None = None, flat_buffers: bool = False
+) -> Change | None:
     """Return the cheapest change that fits, or None. It may cut micro-batches, down to one sample each.
 
     What the plan has already is never taken back. Offload is tried only where the host's memory is known.
@@ -165,7 +169,7 @@ def find_change(workload: Workload, plan: Plan, device: Device, *, most_split: i
     for price, changed, split in candidates:
         if split not in parts:
             parts[split] = split_samples(workload, split)
-        memory = memory_of(parts[split], changed)
+        memory = memory_of(parts[split], changed, flat_buffers=flat_buffers)
         if memory.fits(device):
             return Change(changed, split, price, memory.max_bytes)
     return None

@@ -49,7 +49,13 @@ class States(NamedTuple):
 
 
 def count_states(
-    layers: Sequence[Layer], elements: tuple[Floats, Floats], plan: Plan, widths: Widths, units: UnitBytes | None
+    layers: Sequence[Layer],
+    elements: tuple[Floats, Floats],
+    plan: Plan,
+    widths: Widths,
+    units: UnitBytes | None,
+    *,
+    flat_buffers: bool = False,
 ) -> States:
     """Count the states of some layers.
 
@@ -60,17 +66,11 @@ def count_states(
         plan: how they are held.
         widths: bytes of an element.
         units: under stage 3, what units hold.
+        flat_buffers: every gradient is made, added up and scattered in the buffer that travels (see `Cluster`).
     """
     sharding, (parameters, experts) = plan.sharding, elements
     ranks = sharding.num_shards(plan.copies)
-    whole = float(parameters.sum())
-    if units:
-        shard = units.shard
-    elif plan.expert > 1 and experts.any():
-        few = sharding.num_shards(plan.data * plan.context)
-        shard = float(np.ceil((whole - experts.sum()) / ranks) + np.ceil(experts.sum() / few))
-    else:
-        shard = float(np.ceil(whole / ranks))
+    whole, shard = float(parameters.sum()), units.shard if units else _shard(parameters, experts, plan)
     always = np.zeros(len(KINDS))
     always[PARAMETERS] = (shard if sharding.stage == 3 else whole) * widths.parameter
     always[OPTIMIZER] = (shard if sharding.stage else whole) * widths.optimizer
@@ -82,23 +82,24 @@ def count_states(
         sizes = _bucket_bytes(tuple(layer.parameter_sizes for layer in layers), plan.bucket_bytes, widths.gradient)
         two = sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)  # one is filled while another travels
         two /= plan.tensor
-        if sharding.stage:
+        if sharding.stage and not flat_buffers:
             ends = _passed(np.array([layer.num_parameters for layer in layers], np.float64)) * widths.gradient
             arriving = _under_way(np.array(sizes), ends) / plan.tensor * (ranks - 1) / ranks
         if sharding.stage == 2:  # used again and again, also by the next step
             always[BUFFERS] = two
-        elif plan.gradient_sync in ("flat", "bucketed"):
+        elif plan.gradient_sync in ("flat", "bucketed") and not flat_buffers:
             always[BUFFERS] = whole * widths.gradient
         elif widths.reduce != widths.gradient:
             arriving = arriving + two * widths.reduce / widths.gradient
         if plan.compression and plan.compression.error_feedback:
             always[ERRORS] = whole * widths.gradient
-    in_buckets = _in_buckets(plan)
+    in_buckets = _in_buckets(plan, flat_buffers)
     grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
     # into the buckets and sent once. Stage 2 does not keep them: it sends after each micro-batch.
-    unsent = passed * widths.gradient * (in_buckets and sharding.stage < 2 and plan.num_microbatches > 1)
+    waits = in_buckets and not flat_buffers and sharding.stage < 2 and plan.num_microbatches > 1
+    unsent = passed * widths.gradient * waits
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
@@ -106,6 +107,15 @@ def count_states(
         host += gradients
         always[GRADIENTS], grown = 0.0, np.zeros(len(passed))
     return States(always, grown, unsent, arriving, int(np.ceil(host)))
+
+
+def _shard(parameters: Floats, experts: Floats, plan: Plan) -> float:
+    """Return the elements of a rank's shard; experts have fewer copies, and larger shards."""
+    whole, ranks = float(parameters.sum()), plan.sharding.num_shards(plan.copies)
+    if plan.expert == 1 or not experts.any():
+        return float(np.ceil(whole / ranks))
+    few = plan.sharding.num_shards(plan.data * plan.context)
+    return float(np.ceil((whole - experts.sum()) / ranks) + np.ceil(experts.sum() / few))
 
 
 def _passed(sizes: Floats) -> Floats:
@@ -132,8 +142,7 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
     return tuple(float(bucket.num_bytes) for bucket in buckets)
 
 
-def _in_buckets(plan: Plan) -> bool:
+def _in_buckets(plan: Plan, flat_buffers: bool) -> bool:
     """Whether gradients, or under stage 2 their shard, live in flat buffers all the time."""
-    return (
-        plan.copies > 1 and plan.sharding.stage < 3 and (plan.sharding.stage > 0 or plan.gradient_sync == "overlapped")
-    )
+    travels = plan.copies > 1 and (plan.sharding.stage > 0 or plan.gradient_sync == "overlapped")
+    return plan.sharding.stage < 3 and (flat_buffers or travels)

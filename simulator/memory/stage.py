@@ -107,13 +107,14 @@ class StageBytes:
         return np.asarray(rows, np.int64)
 
 
-def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int]) -> StageBytes:
+def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_buffers: bool = False) -> StageBytes:
     """Count what a rank of the stage with layers cut[0] to cut[1] - 1 holds.
 
     Args:
         workload: the model.
         plan: how it is laid out.
         cut: first layer of the stage and one past its last.
+        flat_buffers: gradients are kept once, in the buffers that travel.
     """
     table = dict(zip(COLUMNS, workload.columns[:, cut[0] : cut[1]], strict=True))
     widths = widths_of(workload, plan)
@@ -142,7 +143,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int]) -> StageBy
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(table, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
-    states = count_states(own, (parameters, experts), plan, widths, units)
+    states = count_states(own, (parameters, experts), plan, widths, units, flat_buffers=flat_buffers)
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
     return StageBytes(

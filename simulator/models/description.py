@@ -64,6 +64,9 @@ class ModelDescription:
     attention: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("model", "config"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty; name one, or leave {name} out and give sizes")
         source = "model" if self.model else "config"
         if self.model and self.config:
             raise ValueError(f"model {self.model} and config {self.config} are two models; leave one out")

@@ -18,7 +18,7 @@ import numpy as np
 
 from distlab.plan import Contention
 from simulator.engine import event_engine as engine
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
 from simulator.pipeline.schedule_arrays import B, F, Floats, I, Ints, last_actions
@@ -27,6 +27,7 @@ from simulator.stage.step_times import BucketTimes, ShardCall, Timing, call_of, 
 from simulator.step.trace import exchanges
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
+SHORT = 3  # operations of a bucket that sends once: pack, all-reduce, unpack
 FEW = 16  # passes that are added one by one: columns of arrays do not pay for fewer
 
 
@@ -107,23 +108,23 @@ class _StepGraph:
         by_message = self.compiled.remote[actions] & (self.sent[needed] >= 0)
         arrival = np.where(by_message, self.sent[needed], self.done[needed])
         needs[place], needs[message] = np.where(needed < 0, -1, arrival), so_far + place[sends]
-        waits = [(need,) if need >= 0 else () for need in needs.tolist()]
-        self.graph.extend(rank.tolist(), lane.tolist(), duration.tolist(), waits, peer.tolist())
+        self.graph.extend(rank.tolist(), lane.tolist(), duration.tolist(), needs.tolist(), peer.tolist())
 
     def _action(self, action: int) -> None:
         number, kind, rank, needed = (
             int(column[action])
             for column in (self.order.stage, self.order.kind, self.compiled.rank, self.compiled.needed)
         )
-        needs = [] if needed < 0 else [int(self.done[needed])]
+        need = NONE if needed < 0 else int(self.done[needed])
         if self.compiled.remote[action] and self.sent[needed] >= 0:
-            needs = [int(self.sent[needed])]
+            need = int(self.sent[needed])
         completes = action == self.last[number] or (self.each_pass and kind != F)
         first = len(self.graph)
         if self.in_layers or (completes and self.sync == "overlapped" and self.stages[number].buckets):
-            last = self._layers(action, number, needs, completes=completes)
+            last = self._layers(action, number, need, completes=completes)
         else:
-            last = self.graph.add(rank, COMPUTE, int(self.pass_ns[action]), needs=needs)
+            last = len(self.graph)
+            self.graph.extend([rank], [COMPUTE], [int(self.pass_ns[action])], [need], [-1])
         self.first[action], self.done[action] = first, last
         if action == self.last[number]:
             self.finished[rank].append(number)
@@ -136,7 +137,7 @@ class _StepGraph:
             peer = int(self.rank_of_stage[there])
             self.sent[action] = self.graph.add(rank, lane, duration, needs=[last], peer=peer)
 
-    def _layers(self, action: int, number: int, needs: Sequence[int], *, completes: bool) -> int:
+    def _layers(self, action: int, number: int, need: int, *, completes: bool) -> int:
         """Add a pass layer by layer, with the buckets that leave during it; return its last operation."""
         stage, kind = self.stages[number], int(self.order.kind[action])
         durations = layer_times(stage.passes_ns[kind], None if self.factors is None else self.factors[action])
@@ -144,19 +145,19 @@ class _StepGraph:
         so_far, sent = len(self.graph), 0
         lane: list[int] = []
         duration: list[int] = []
-        waits: list[tuple[int, ...]] = []
+        waits: list[int] = []
         for layer in range(len(stage.layers)) if kind == F else range(len(stage.layers) - 1, -1, -1):
             last = so_far + len(lane)
             lane.append(COMPUTE)
             duration.append(durations[layer])
-            waits.append(() if waits else tuple(needs))
+            waits.append(NONE if waits else need)
             if self.in_layers:
                 self.layers.append((action, layer, last))
             while sent < len(waiting) and waiting[sent].layer >= layer:
                 last = so_far + len(lane)
                 lane += (COMPUTE, COMMUNICATION)
                 duration += (waiting[sent].pack_ns, waiting[sent].duration_ns)
-                waits += ((), (last,))
+                waits += (NONE, last)
                 self.buckets[number].append((last, last + 1))
                 sent += 1
         self.graph.extend([stage.rank] * len(lane), lane, duration, waits, [-1] * len(lane))
@@ -195,7 +196,7 @@ class _StepGraph:
                 again[number, index] = (between, wire, add(rank, COMPUTE, later.after_ns))
         so_far, count = len(self.graph), len(buckets)
         unpacks = [self.stages[number].buckets[index].unpack_ns for number, index in buckets]
-        waits = [(again[key][1] if key in again else wire,) for key, wire in zip(buckets, wires, strict=True)]
+        waits = [again[key][1] if key in again else wire for key, wire in zip(buckets, wires, strict=True)]
         self.graph.extend([rank] * count, [COMPUTE] * count, unpacks, waits, [-1] * count)
         for place, (number, index) in enumerate(buckets):
             own = self.buckets[number]
@@ -235,6 +236,8 @@ def time_step(
     def times_of(buckets: Sequence[tuple[int, ...]]) -> tuple[BucketTimes, ...]:
         parts = list(chain.from_iterable(buckets))
         pairs = zip(start[parts].tolist(), end[parts].tolist(), strict=True)
+        if len(parts) == SHORT * len(buckets):
+            return tuple(map(BucketTimes, pairs, pairs, pairs))
         return tuple([BucketTimes(*islice(pairs, len(own))) for own in buckets])
 
     earlier = [(stages[number], microbatch, times_of(buckets)) for number, microbatch, buckets in step.earlier]

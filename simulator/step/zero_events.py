@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from simulator.gradients.buckets import BucketCost
+import numpy as np
+
+from simulator.pipeline.schedule_arrays import F
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing, call_of
 
@@ -17,10 +19,11 @@ from simulator.stage.step_times import Timing, call_of
 def add_zero_calls(timing: Timing, stages: Sequence[Stage], *, gathers_ahead: bool = False) -> Timing:
     """Add what follows the backward under stages 1 and 2: copies to the host, the update, gathers of parameters.
 
-    With `gathers_ahead` gathers run under the first forward of the next step; what is longer than that forward is
-    shown behind the update, in place of the whole.
+    With `gathers_ahead` gathers run under the first forwards of the next step; what those do not hide is shown behind
+    the update, in place of the whole.
     """
     updates, calls = [], []
+    first_ns = _first_forwards(timing, len(stages)) if gathers_ahead else []
     for rank, own in enumerate(timing.finishing):
         begin, free, added = timing.optimizer[rank][0], 0, []
         for faults in (stages[stage].faults for stage in own):
@@ -35,7 +38,7 @@ def add_zero_calls(timing: Timing, stages: Sequence[Stage], *, gathers_ahead: bo
                 added.append(call_of("host", name, bucket.save, (free - bucket.save.duration_ns, free)))
         update = (max(begin, free), max(begin, free) + sum(stages[stage].optimizer_ns for stage in own))
         wire = up = started = update[1]
-        shown = _shown(stages, own, buckets) if gathers_ahead else 1.0
+        shown = _shown(stages, own, first_ns) if gathers_ahead else 1.0
         for bucket in buckets:
             started += bucket.start_ns  # all are started before the first is waited for
             what = bucket.name.removeprefix(f"{bucket.kind} ")
@@ -51,8 +54,24 @@ def add_zero_calls(timing: Timing, stages: Sequence[Stage], *, gathers_ahead: bo
     return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
 
 
-def _shown(stages: Sequence[Stage], own: Sequence[int], buckets: Sequence[BucketCost]) -> float:
-    """Return the part of a rank's gathers that its first forward does not hide."""
-    gathered = sum(bucket.gather.duration_ns for bucket in buckets if bucket.gather is not None)
-    forward = sum(sum(stages[stage].forward_ns) for stage in own)
-    return max(0.0, 1 - forward / gathered) if gathered else 0.0
+def _first_forwards(timing: Timing, num_stages: int) -> list[int]:
+    """Return when each stage begins its first forward."""
+    first = np.full(num_stages, np.iinfo(np.int64).max)
+    forward = timing.order.kind == F
+    np.minimum.at(first, timing.order.stage[forward], timing.start_ns[forward])
+    return first.tolist()
+
+
+def _shown(stages: Sequence[Stage], own: Sequence[int], first_ns: Sequence[int]) -> float:
+    """Return the part of a rank's gathers that forwards do not hide.
+
+    Stages are gathered in the order in which they begin. A stage's gathers may take until its own first forward, and
+    run under it, layer by layer; so what ranks with several stages run before the later ones hides their gathers.
+    """
+    order = sorted(own, key=lambda stage: first_ns[stage])
+    gathered = late = 0
+    for stage in order:
+        gathered += sum(bucket.gather.duration_ns for bucket in stages[stage].buckets if bucket.gather is not None)
+        hidden = first_ns[stage] - first_ns[order[0]] + sum(stages[stage].forward_ns)
+        late = max(late, gathered - hidden)
+    return late / gathered if gathered else 0.0

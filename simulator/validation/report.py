@@ -27,6 +27,7 @@ FITTED = {
     "compiled-fsdp": ("matmul_fraction", "attention_fraction"),
     "eager-fsdp": ("memory_fraction",),
     "transformer-engine": ("matmul_fraction",),
+    "nemo": ("matmul_fraction",),
     "nanotron": ("matmul_fraction", "kernel_s", "network_fraction"),
 }
 BARS = {

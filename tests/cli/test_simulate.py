@@ -62,6 +62,39 @@ def test_micro_batches_that_megatron_refuses_are_named(capsys):
     assert json.loads(said(capsys, *flags, "10", "--json"))["notes"]
 
 
+def test_expert_ranks_without_experts_are_named(capsys):
+    """A dense model's are replicas; of a mixture, more ranks than experts."""
+    flags = ("--cluster", "dgx-h100", "--sharding", "1", "--json")
+    mixed = ("--experts", "4", "--top-k", "2")
+    told = [
+        json.loads(said(capsys, *flags, *more, "--expert", str(ranks)))["notes"]
+        for more, ranks in (((), 2), (mixed, 8), (mixed, 4), ((), 1))
+    ]
+    assert told[0] == ["the model has no experts, so that 2 expert ranks are replicas: use data"]
+    assert told[1][1:] == ["8 expert ranks share 4 experts, so that most have none: use 4"]
+    assert told[1][0].startswith("mixtures of experts: not modelled is what hosts wait for")
+    assert told[2:] == [told[1][:1], []]
+
+
+def test_memory_is_that_of_the_stack_that_drives_the_cluster(capsys):
+    """Megatron-LM keeps gradients once, FSDP's software of a plan without shards twice: 4 bytes a parameter."""
+    flags = ("--data", "2", "--microbatches", "2", "--sharding", "1", "--json", "--stack")
+    found = [json.loads(said(capsys, *flags, name)) for name in ("megatron", "fsdp")]
+    once, twice = (facts["memory_bytes_by_kind"]["gradients"] for facts in found)
+    assert twice == 2 * once
+    assert found[0]["max_memory_bytes"] < found[1]["max_memory_bytes"]
+
+
+def test_a_plan_that_nearly_fills_its_device_is_told_so(capsys):
+    """Of 80 GB: what is counted leaves out what the allocator keeps besides, up to 13 %."""
+    flags = ("--model", "llama-3-8b", "--cluster", "dgx-h100", "--sharding", "3", "--json", "--recompute")
+    full, free = (json.loads(said(capsys, *flags, kind)) for kind in ("none", "full"))
+    assert 80e9 / 1.13 < full["max_memory_bytes"] <= 80e9
+    assert full["notes"][0].startswith("near the device's memory: published runs")
+    assert free["max_memory_bytes"] < 80e9 / 1.13
+    assert free["notes"] == []
+
+
 def test_an_mfu_above_1_says_why(capsys):
     """Long sequences on a device at its best: papers count pairs that a causal mask hides."""
     flags = ["--hidden", "256", "--layers", "2", "--heads", "8", "--vocabulary", "100", "--stack", "best-case"]
@@ -135,7 +168,7 @@ def test_the_stack_is_chosen_by_name(capsys):
     )
     assert slow > 1.1 * best
     assert "no preset 'abacus' among the stacks" in said(capsys, "--stack", "abacus", status=2)
-    assert re.search(r"  megatron +\d+% of the best product", said(capsys, "--list"))
+    assert re.search(r"  megatron +Megatron-LM of 2021 .*; \d+%, \d+%\n", said(capsys, "--list"))
 
 
 def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from distlab.plan import Contention
 from simulator.engine import event_engine as engine
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
 
 SLOW = Contention(compute_slowdown=1.25, communication_slowdown=1.5)
 
@@ -43,7 +43,7 @@ def plain_event_loop(graph):
         for queue in lanes.values():
             while queue:
                 operation = queue[0]
-                needs = graph.needs[operation]
+                needs = graph.needs(operation)
                 if any(need not in end or end[need] > now for need in needs):
                     break
                 ready = max((end[n] for n in needs), default=0)
@@ -87,7 +87,7 @@ def test_lanes_needs_and_bounds_hold_under_contention(seed, num_operations, num_
         assert start[operation] >= last.get(lane, 0)  # no overlap, first in first out
         last[lane] = end[operation]
         busiest[lane] += graph.duration_ns[operation]
-        for need in graph.needs[operation]:
+        for need in graph.needs(operation):
             assert start[operation] >= end[need]
         taken, alone = end[operation] - start[operation], graph.duration_ns[operation]
         slowest = compute if graph.lane[operation] == COMPUTE else communication
@@ -144,7 +144,7 @@ def test_negative_times_are_refused():
     with pytest.raises(ValueError, match="pass times >= 0"):
         Graph().add(0, COMPUTE, -1)
     with pytest.raises(ValueError, match="a duration is -1 ns; pass times >= 0"):
-        Graph().extend([0, 0], [COMPUTE] * 2, [3, -1], [(), ()], [-1, -1])
+        Graph().extend([0, 0], [COMPUTE] * 2, [3, -1], [NONE, NONE], [-1, -1])
 
 
 def test_an_empty_graph_takes_no_time():

@@ -117,7 +117,11 @@ def test_a_device_with_faster_products_has_no_slower_data_sheet():
     ("before", "after", "text"),
     [
         ("num_devices = 16", "num_devices = 32", r"= 16 ranks and \[cluster\] num_devices = 32: .* data = 4"),
-        ("num_devices = 16", "num_devices = -16", r"num_devices = -16: make them equal, or use a multiple of 8"),
+        (
+            "num_devices = 16",
+            "num_devices = -16",
+            r"\[cluster\] num_devices is -16; write a whole number of at least 1",
+        ),
         (
             "num_devices = 16",
             "num_devices = 1e308",
@@ -176,6 +180,9 @@ def test_a_device_with_faster_products_has_no_slower_data_sheet():
         ),
         ("pipeline = 4", "pipeline = 100", r"^\[plan\] .*has 100 pipeline stages"),
         ("tensor = 2", "tensor = 100", r"^\[plan\] 100 \(tensor\) ranks cannot divide 96 heads evenly"),
+        ('name = "dgx-h100"', "devices_per_node = 0", r"devices_per_node is 0; write a whole number of at least 1"),
+        ('model = "gpt-3-175b"', 'model = ""', r"\[workload\] model is empty; name one, or leave model out"),
+        ('model = "gpt-3-175b"', 'config = ""', r"\[workload\] config is empty; name one, or leave config out"),
         ('name = "dgx-h100"', f"devices_per_node = {10**30}", r"devices_per_node has 31 digits; pass at most"),
         ("[plan]", "[plans]", r"plans is no table of a plan file"),
         ("[plan]", "[plan", r"plan.toml: "),
@@ -189,6 +196,19 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path, before, after, text):
     with pytest.raises(ValueError, match=text) as caught:
         read_plan_file(path).simulate()
     assert "\n" not in str(caught.value)
+
+
+def test_files_that_editors_save_otherwise(tmp_path):
+    """A mark at the start, as Windows' editors write it, is no fault; other alphabets and empty files are."""
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    assert read_plan_file(path) == plan_of_text(TEXT)
+    path.write_bytes(TEXT.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"plan.toml: this is no text in UTF-8; save it as UTF-8$"):
+        read_plan_file(path)
+    path.write_text("# nothing yet\n")
+    with pytest.raises(ValueError, match=r"plan.toml: the file is empty; write \[workload\], \[cluster\] and \[plan\]"):
+        read_plan_file(path)
 
 
 POWERS = st.sampled_from([1, 2, 4, 8])

@@ -7,7 +7,9 @@ import pytest
 from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Work
 from distlab.plan.partition import CUTS
 from simulator import (
+    DoesNotFitError,
     Stack,
+    check_fit,
     cluster,
     compute_s,
     device,
@@ -34,6 +36,7 @@ def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from
     assert own.device.memory_bytes_per_s <= bare.device.memory_bytes_per_s
     assert own.inter_node.protocols[0].bytes_per_s <= bare.inter_node.protocols[0].bytes_per_s
     assert "20" in stack(name).source
+    assert len(stack(name).software) > 10
     assert own.device.peak_flops_per_s == 312e12
 
 
@@ -95,6 +98,62 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
     behind, ahead = (simulate(WORKLOAD, replace(MACHINE, gathers_ahead=on), plan) for on in (False, True))
     gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
+
+
+def test_gathers_of_later_stages_hide_under_what_the_earlier_ones_run():
+    """A rank's second stage begins after both micro-batches' forwards of its first one, by which it may be gathered."""
+    plan = Plan(4, 2, 2, schedule="interleaved", stages_per_rank=2, sharding=Sharding(1), cut="blocks")
+    slow = replace(MACHINE, intra_node=Link("slow", (Protocol(1e-6, 2e10),)), gathers_ahead=True)
+    step = simulate(WORKLOAD, slow, plan)
+    order, starts = step.timing.order, step.timing.start_ns
+    for rank in range(2):
+        first, second = step.stages[rank], step.stages[rank + 2]
+        gathers = [sum(bucket.gather.duration_ns for bucket in stage.buckets) for stage in (first, second)]
+        begins = [starts[(order.stage == stage) & (order.kind == 0)].min() for stage in (rank, rank + 2)]
+        waits = gathers[0] - sum(first.forward_ns), sum(gathers) - (begins[1] - begins[0]) - sum(second.forward_ns)
+        assert begins[1] - begins[0] > sum(first.forward_ns)
+        shown = max(call.end_ns for call in step.timing.calls[rank]) - step.timing.optimizer[rank][1]
+        assert shown == pytest.approx(max(0, *waits), rel=1e-6, abs=10)
+        assert 0 < shown < sum(gathers) - sum(first.forward_ns) - sum(second.forward_ns)
+
+
+@pytest.mark.parametrize(
+    ("plan", "bytes_each"),
+    [
+        (Plan(num_microbatches=4), 18),
+        (Plan(data=4, num_microbatches=4), 18),
+        (Plan(data=4, num_microbatches=4, gradient_sync="flat"), 18),
+        (Plan(data=4, num_microbatches=4, sharding=Sharding(1)), 6 + 12 / 4),
+        (Plan(data=4, num_microbatches=1, sharding=Sharding(1)), 6 + 12 / 4),
+        (Plan(data=4, num_microbatches=4, sharding=Sharding(3)), 18 / 4),
+    ],
+)
+def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
+    """Bytes per parameter with sums in 32 bits, as Megatron-LM's documentation prints them for one rank and for d."""
+    plan = replace(plan, precision=Precision("bfloat16", gradients="float32"))
+    step = simulate(WORKLOAD, replace(MACHINE, flat_buffers=True), plan)
+    own, copied = step.memory, simulate(WORKLOAD, MACHINE, plan).memory
+    states = sum(own.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
+    assert states == pytest.approx(bytes_each * WORKLOAD.num_parameters, rel=1e-4)
+    assert memory_of(WORKLOAD, plan, flat_buffers=True).of("gradients") == own.of("gradients")
+    if plan.sharding.stage < 3:
+        assert own.of("buffers") == 0
+        assert own.max_bytes <= copied.max_bytes
+    if plan.data > 1 and plan.num_microbatches > 1 and plan.sharding.stage < 3:
+        assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
+
+
+def test_a_plan_that_fits_only_with_gradients_held_once_is_told_apart():
+    plan = Plan(data=4, num_microbatches=4, precision=Precision("bfloat16", gradients="float32"))
+    most = memory_of(WORKLOAD, plan, flat_buffers=True).max_bytes
+    card = Device("card", 1e14, 1e12, most)
+    check_fit(WORKLOAD, plan, card, flat_buffers=True)
+    with pytest.raises(DoesNotFitError, match="too much"):
+        check_fit(WORKLOAD, plan, card)
+    with pytest.raises(DoesNotFitError) as told:
+        check_fit(WORKLOAD, plan, replace(card, memory_bytes=most - 1), flat_buffers=True)
+    change = told.value.change
+    assert memory_of(WORKLOAD, change.plan, flat_buffers=True).max_bytes == change.max_bytes < most
 
 
 def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batch():

@@ -20,11 +20,10 @@ def presets() -> str:
         memory = format_bytes(known.device.memory_bytes)
         wires = f"{_wire(known.intra_node)} inside, {_wire(known.inter_node)} between nodes"
         rows.append((f"  {name}", f"{known.devices_per_node} x {known.device.name} of {memory}; {wires}"))
-    rows.append(("stacks (--stack)", "products and memory reached, fixed time of a kernel"))
+    rows.append(("stacks (--stack)", "software; of the best product and of the memory's rate what it reaches"))
     for name in hardware.names("stacks"):
         own = hardware.stack(name)
-        parts = f"{own.matmul_fraction:.0%} of the best product, {own.memory_fraction:.0%} of the memory's rate"
-        rows.append((f"  {name}", f"{parts}, {own.kernel_s * 1e6:.0f} us"))
+        rows.append((f"  {name}", f"{own.software}; {own.matmul_fraction:.0%}, {own.memory_fraction:.0%}"))
     rows.append(("models (--model)", "parameters"))
     rows += [(f"  {name}", f"{model_by_name(name).num_parameters / 1e9:,.4g} billion") for name in MODELS]
     return "\n".join(f"{name:<22} {value}" for name, value in rows)

@@ -110,7 +110,7 @@ def workload_from_config(
 
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:  # not UTF-8, or not JSON
         raise ValueError(f"{path}: not JSON ({error}); pass the config.json of a model") from None
     if not isinstance(values, dict):
