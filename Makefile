@@ -9,11 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 
-# Two files of tests at a time for each core: most tests wait for processes. The browser's run alone, since they print
-# times. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run
-# would never end.
+# Two files of tests at a time for each core: most tests wait for processes. Browsers and notebooks wait most: they run
+# beside the others, one file for each core, and are shown when they are done. A worker that dies (a test over its time
+# limit ends it) is not replaced: with --dist loadfile the run would never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) --maxprocesses 8 --dist loadfile --max-worker-restart 0
+BY_FILE := --maxprocesses 8 --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) $(BY_FILE)
+BESIDE := build/beside.txt
 # Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder
 SLOWEST := --durations 10 --durations-min 1
@@ -30,7 +32,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test gloo browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
+.PHONY: setup gates quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -49,10 +51,18 @@ quick: setup
 	$(BIN)/python tools/quick.py $(BASE)
 
 test: gates
-	$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak"
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-files test-screens
+
+test-files: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
 		--ignore tests/architecture --ignore tests/browser
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS)
+
+test-screens: setup
+	@mkdir -p $(dir $(BESIDE))
+	@echo "Browsers and notebooks run beside the tests; what they say stands in $(BESIDE), and here at their end."
+	@failed=0; { $(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak" || failed=1; \
+		$(BIN)/python -m pytest --numprocesses $(CORES) $(BY_FILE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS) || failed=1; \
+	} >$(BESIDE) 2>&1; cat $(BESIDE); exit $$failed
 
 # The tests of what is built on groups, over gloo's sockets: also those of scripts in other processes.
 GROUPS := collectives comm data_parallel sharding tensor_parallel context_parallel expert_parallel pipeline hybrid checkpoint

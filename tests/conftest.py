@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -77,6 +78,17 @@ def no_process_left() -> Iterator[None]:
     assert not left, f"processes left after the tests: {[(p.pid, p.cmdline()) for p in left]}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Load all test files without looking for garbage: what they make stays, and is left out of later looks too."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 LONGEST = ("test_mutants.py", "test_zoo.py")  # a worker has one file at a time: begun last, these would run on alone
 
 
@@ -94,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def _loaded_once(no_process_left: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_client, "PRELOAD", (*fork_client.PRELOAD, *TECHNIQUES))
+        patch.setattr(fork_client, "PRELOAD", (*TECHNIQUES, *fork_client.PRELOAD))
         yield
 
 

@@ -14,6 +14,7 @@ from distlab.grading.check import examine
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FOUND = [load_lesson(number, LESSONS) for number in lessons(LESSONS)]
 EXERCISES = [(lesson.folder, exercise) for lesson in FOUND for exercise in lesson.exercises]
+WORLDS = {(mutant.exercise, mutant.name): mutant.world for lesson in FOUND for mutant in lesson.mutants}
 
 
 @pytest.mark.parametrize(("folder", "exercise"), EXERCISES, ids=[exercise.name for _, exercise in EXERCISES])
@@ -56,6 +57,7 @@ def test_the_lessons_cell_can_be_run_and_is_not_right(build, folder, exercise):
         assert isinstance(function, ast.FunctionDef)
         assert len(function.body) == 2, "a docstring and raise NotYet"
     exec(compile(text, f"<{exercise.name}>", "exec"), alone)
-    report = examine(exercise, alone[exercise.function])
+    world = WORLDS.get((exercise.name, exercise.broken), exercise.worlds[0])  # that reveals a version to repair
+    report = examine(exercise, alone[exercise.function], worlds=(world,))
     assert report.verdict == ("not attempted" if exercise.broken is None else "wrong"), str(report)
     assert len(exercise.hints) == 3

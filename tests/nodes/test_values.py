@@ -22,13 +22,13 @@ def test_every_reduction_of_every_type_is_gloos(node_ranks, world_size, nodes):
     assert node_ranks(world_size, nodes).run(reduced_differently) == [[]] * world_size
 
 
-# What is large goes in pieces inside a node; two nodes of two ranks and four of one show it.
-SIZES = [(*layout, numel) for numel in (0, 1, 13) for layout in LAYOUTS] + [(4, 2, 2_300_001), (4, 4, 2_300_001)]
+# What is large goes in pieces of 4 MiB inside a node, here three; two nodes of two ranks and four of one show it.
+SIZES = [(*layout, numel) for numel in (0, 1, 13) for layout in LAYOUTS] + [(4, 2, 1_100_001), (4, 4, 1_100_001)]
 
 
 @pytest.mark.soak_where(numel=(0, 1), nodes=(3, 4))
 @pytest.mark.soak_where(numel=(0, 1), world_size=(2,))
-@pytest.mark.soak_where(numel=(2_300_001,), nodes=(4,))
+@pytest.mark.soak_where(numel=(1_100_001,), nodes=(4,))
 @pytest.mark.parametrize(("world_size", "nodes", "numel"), SIZES)
 def test_data_goes_where_it_should(node_ranks, world_size, nodes, numel):
     assert node_ranks(world_size, nodes).run(moved_wrongly, numel) == [[]] * world_size

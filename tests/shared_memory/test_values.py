@@ -9,7 +9,7 @@ from odd_tensors import expanded, refused_before, results_of_functional_collecti
 from distlab.comm import Ranks, run
 
 WORLD_SIZES = (1, 2, 3, 4)
-BEYOND_A_SLOT = 2_300_001  # of float32; a slot holds 1,048,576
+BEYOND_A_SLOT = 1_100_001  # of int64, in three pieces: a slot holds 524,288
 
 
 @pytest.mark.soak_where(world_size=(2, 4))

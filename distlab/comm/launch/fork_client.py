@@ -22,6 +22,7 @@ from distlab.comm.launch.forkserver import send_request
 SERVE_RANK = ("distlab.comm.launch.worker", "serve_rank")  # what runs inside a rank
 # torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once per rank.
 PRELOAD = ("torch._dynamo", "cloudpickle", "distlab.comm.launch.worker")
+PREPARE = ("distlab.comm.launch.worker:before_forks",)
 
 
 class ForkServer:
@@ -35,7 +36,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
-            f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD!r}, {SERVE_RANK!r})"
+            f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD + PREPARE!r}, {SERVE_RANK!r})"
         )
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

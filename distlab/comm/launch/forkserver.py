@@ -142,8 +142,7 @@ class Server:
         if kind == "fork":
             self.fork(pool, int(str(request["rank"])), fds)
         elif kind == "signal":
-            chosen = request["ranks"]
-            number = int(str(request["signal"]))
+            chosen, number = request["ranks"], int(str(request["signal"]))
             for pid, child in self.ranks.items():
                 if child.pool == pool and (chosen is None or child.rank in chosen):  # type: ignore[operator]
                     if number == signal.SIGKILL:
@@ -255,11 +254,15 @@ class Server:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Load modules that ranks will need, unless they are there."""
+    """Load modules that ranks will need, unless they are there; of "module:function", call the function too."""
     missing = [name for name in modules if name not in sys.modules]
-    for name in missing:
+    gc.disable()  # a module's objects stay: to look for garbage among them takes a fifth of the time
+    for module, _, function in (name.partition(":") for name in missing):
         with contextlib.suppress(ImportError):  # the rank that needs it says what is missing
-            importlib.import_module(name)
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+    gc.enable()
     if missing:
         gc.collect()
         gc.freeze()  # the collector then leaves the loaded modules' pages shared

@@ -28,6 +28,7 @@ from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, t
 from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
 from distlab.comm.plain import pack
+from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import loopback_interface
 from distlab.comm.where.answer import answer
@@ -38,6 +39,18 @@ MAX_TEXT = 20_000
 def stack_path(folder: str | Path, rank: int) -> Path:
     """File into which a rank writes its stack when asked, or when it crashes."""
     return Path(folder) / f"rank{rank}.stack"
+
+
+def before_forks() -> None:
+    """Do once, in the fork server, what every rank would do alike.
+
+    A rank copies each page of memory that it writes first. So the recorder's tap is in place before, and the rules of
+    torch._dynamo that joining a group throws away are thrown away here.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.clear_lru_cache()
+    FrontEnd.install()
 
 
 def serve_rank(job_fd: int, alive_fd: int) -> int:
@@ -91,8 +104,12 @@ def watch_lifelines(*fds: int) -> None:
 
 def prepare_process(settings: Settings) -> TextIO:
     """Take over the launcher's environment, path and directory; make stacks available; one torch thread."""
-    os.environ.clear()
-    os.environ.update(rank_environment(settings))
+    wanted = rank_environment(settings)
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     sys.path[:] = settings.import_path
     sys.argv = ["distlab-rank"]
     with contextlib.suppress(OSError):
@@ -114,9 +131,9 @@ def own_job() -> str:
     return os.environ.get(JOB_VARIABLE, "")
 
 
-def environment() -> frozenset[tuple[str, str]]:
+def environment() -> frozenset[tuple[bytes, bytes]]:
     """Return this process's environment variables as they are now."""
-    return frozenset(os.environ.items())
+    return frozenset(os.environb.items())
 
 
 def keep_freed_memory() -> None:
@@ -177,6 +194,8 @@ class _Rank:
         if settings.record:
             self.recorder = Recorder(settings.folder, settings.rank)
             self.recorder.start()
+        else:
+            FrontEnd.restore()
         self.namespace |= {"rank": settings.rank, "world_size": settings.world_size, "torch": torch, "dist": dist}
 
     def do(self, job: Job) -> Reply:

@@ -64,7 +64,6 @@ _PACK = struct.Struct(f"<QqqqqQ{KNOWN.size}sQ")
 _TIMES = struct.Struct("<qq")
 _COUNT = struct.Struct("<q")
 _GROUPS = struct.Struct("<qqq")
-_KNOWN_AT: int = ROW.fields["bytes"][1]  # type: ignore[index]
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
 
 GROUP = "new_group"  # begins the text of a group: number of the job, and of the group in it

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ClassVar, Protocol
 
@@ -41,6 +41,14 @@ MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are drop
 Token = tuple[RecordWriter, int]
 
 
+def operators() -> Iterator[tuple[Operation, Any]]:
+    """Yield each operation with torch's object for its operator, which torch builds at the first use."""
+    for operation in OPERATIONS:
+        packet = getattr(torch.ops.c10d, operation.operator, None)
+        if packet is not None:
+            yield operation, packet.default
+
+
 class Sink(Protocol):
     """What records calls: a recorder, or a throttled link."""
 
@@ -68,20 +76,28 @@ class FrontEnd:
         self._head: Any = None
         self._looked_ns = 0
         self._real_wait = vars(dist.Work)["wait"]
-        self._has_gpu = device.is_available()
+        self._has_gpu = False
         self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
         self._groups = GroupWatch(self.finder, self._tell_group)
         self._libraries: list[Any] = []
         self._release_shared: Callable[[], None] = lambda: None
 
     @classmethod
-    def add(cls, sink: Sink) -> None:
-        """Hand calls to this recorder from now on."""
+    def install(cls) -> FrontEnd:
+        """Put the tap in place, with no recorder on it: in a fork server, so that its ranks inherit it."""
         with cls._guard:
             if cls._active is None:
                 cls._active = FrontEnd()
                 cls._active._install()
-            cls._active.sinks += (sink,)
+            return cls._active
+
+    @classmethod
+    def add(cls, sink: Sink) -> None:
+        """Hand calls to this recorder from now on."""
+        with cls._guard:
+            front = cls.install()
+            front._has_gpu = device.is_available()  # not in a fork server: a fork breaks what it would start
+            front.sinks += (sink,)
 
     @classmethod
     def remove(cls, sink: Sink) -> None:
@@ -92,8 +108,14 @@ class FrontEnd:
                 return
             front._look()
             front.sinks = tuple(other for other in front.sinks if other is not sink)
-            if not front.sinks:
-                front._restore()
+            cls.restore()
+
+    @classmethod
+    def restore(cls) -> None:
+        """Put back what was there, unless a recorder is on."""
+        with cls._guard:
+            if cls._active is not None and not cls._active.sinks:
+                cls._active._restore()
                 cls._active = None
 
     @classmethod
@@ -106,11 +128,8 @@ class FrontEnd:
         dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
         self._groups.install()
         library = torch.library.Library("c10d", "IMPL")
-        for operation in OPERATIONS:
-            packet = getattr(torch.ops.c10d, operation.operator, None)
-            if packet is not None:
-                kernel = self._operator(packet.default, operation)
-                library.impl(operation.operator, kernel, "BackendSelect", with_keyset=True)
+        for operation, op in operators():
+            library.impl(operation.operator, self._operator(op, operation), "BackendSelect", with_keyset=True)
         functional = torch.library.Library("_c10d_functional", "IMPL")
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)

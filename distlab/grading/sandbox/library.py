@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distlab.grading.exercise import Exercise, Refused
 from distlab.grading.sandbox.wires import calls_library
+
+if TYPE_CHECKING:
+    from distlab.grading.sandbox.loaded import Found
 
 
 def _parts(package: str, names: str) -> tuple[str, ...]:
@@ -154,15 +157,15 @@ class Twins(NamedTuple):
 
     def has(self, module: str, name: str) -> bool:
         """Return whether a function or class of this module and name is one of them."""
-        if not f"{module}.".startswith(_whole_modules(self.places)) and f"{module}:{name}" not in self.places:
+        if not _is_whole(self.places, module) and f"{module}:{name}" not in self.places:
             return False
         return not any(name == given and _is_below(module, where) for where, given in self.allowed)
 
     def is_one(self, value: Any) -> bool:
         """Return whether a value is one of them."""
-        if not isinstance(value, FunctionType | type):
+        if not isinstance(value, (FunctionType, type)):
             return False
-        return self.has(str(value.__module__), value.__qualname__.partition(".")[0])
+        return self.has(value.__module__, value.__qualname__.partition(".")[0])
 
     def words(self, value: Any) -> str:
         """Say that an answer calls one of them."""
@@ -186,7 +189,15 @@ def twins_of(exercise: Exercise) -> Twins:
     return Twins(exercise.name, (*TWINS.get(exercise.name, ()), *_CHECK), tuple(allowed))
 
 
-@functools.cache  # asked for each of some thousand functions, in every rank of every check
+def _holds_some(places: tuple[str, ...], module: str) -> bool:
+    return _is_whole(places, module) or any(place.startswith(f"{module}:") for place in places)
+
+
+def _is_whole(places: tuple[str, ...], module: str) -> bool:
+    return f"{module}.".startswith(_whole_modules(places))
+
+
+@functools.cache
 def _whole_modules(places: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{place}." for place in places if ":" not in place)
 
@@ -197,9 +208,12 @@ def _is_below(module: str, place: str) -> bool:
 
 def refuse_twins(twins: Twins, is_up: Callable[[], bool]) -> None:
     """Refuse, from now on in this process, that the answer's own lines lead to one of these functions."""
+    from distlab.grading.sandbox.loaded import FOUND, library, library_since, look
+
     wrapped: dict[int, Callable[..., Any]] = {}
-    _wrap_loaded(twins, is_up, wrapped)
-    sys.meta_path.insert(0, _Loading(twins, lambda: _wrap_loaded(twins, is_up, wrapped)))
+    _wrap(FOUND, twins, is_up, wrapped)
+    _wrap(look(library_since()), twins, is_up, wrapped)
+    sys.meta_path.insert(0, _Loading(twins, lambda: _wrap(look(library(list(sys.modules))), twins, is_up, wrapped)))
 
 
 class _Loading:
@@ -225,20 +239,17 @@ class _Loading:
         return spec
 
 
-def _wrap_loaded(twins: Twins, is_up: Callable[[], bool], wrapped: dict[int, Callable[..., Any]]) -> None:
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or not module.__name__.startswith(("distlab.", "simulator")):
+def _wrap(found: Found, twins: Twins, is_up: Callable[[], bool], wrapped: dict[int, Callable[..., Any]]) -> None:
+    for module, name, value in (one for owner in found if _holds_some(twins.places, owner) for one in found[owner]):
+        if not twins.is_one(value):
             continue
-        for name, value in list(vars(module).items()):
-            if not twins.is_one(value):
-                continue
-            if isinstance(value, type):
-                _wrap_class(value, twins, is_up, wrapped)
-            elif id(value) in wrapped:
-                setattr(module, name, wrapped[id(value)])
-            elif not is_twin(value):
-                wrapped[id(value)] = _refusing(value, value, twins, is_up)
-                setattr(module, name, wrapped[id(value)])
+        if isinstance(value, type):
+            _wrap_class(value, twins, is_up, wrapped)
+        elif id(value) in wrapped:
+            setattr(module, name, wrapped[id(value)])
+        elif not is_twin(value):
+            wrapped[id(value)] = _refusing(value, value, twins, is_up)
+            setattr(module, name, wrapped[id(value)])
 
 
 def _wrap_class(kind: type, twins: Twins, is_up: Callable[[], bool], wrapped: dict[int, Callable[..., Any]]) -> None:

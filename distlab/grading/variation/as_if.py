@@ -195,7 +195,8 @@ def _tried(
     for change in changes:
         alike: dict[str, list[bool]] = {}
         with reductions(change) as made, contextlib.suppress(Exception):  # the reference may take no such argument
-            calls = call_varied(changed(reference, change, made), vary, seed, reference)["calls"]
+            other = changed(reference, change, made)
+            calls = call_varied(other, vary, seed, reference, results_only=True)["calls"]
             for mine, call in zip(got, calls, strict=True):
                 theirs = dict(_parts(_outcome(call)))
                 for part, value in _parts(mine):

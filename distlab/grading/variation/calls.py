@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.comm import device
 from distlab.grading.sandbox.guard import in_python_numbers
 from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
 from distlab.grading.variation.left import from_to, left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state
 
 
-def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callable[..., Any]) -> dict[str, Any]:
+def call_varied(
+    fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callable[..., Any], *, results_only: bool = False
+) -> dict[str, Any]:
     """Make the calls of one seed and return plain data: a dict per call, and how many collectives torch counted.
 
     After the last call, the dict of each says what its result is by then, and which arguments have moved since.
@@ -28,14 +31,15 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         vary: how the calls vary.
         seed: of all draws.
         names_of: the reference; its parameters name the arguments.
+        results_only: whether what the calls do to the state of the process does not matter; to look takes longest.
     """
+    look: Callable[[], dict[str, Any]] = dict if results_only else state
     groups: dict[str, Any] = {}
     left: list[list[str]] = []
     fn = watched(fn, names_of, vary.scratch, left)
     takes = names_of if vary.use is None else functools.partial(vary.use, fn)
     calls: list[dict[str, Any]] = []
-    results: list[Any] = []
-    held: list[tuple[dict[str, Any], list[list[Any]]]] = []
+    held: list[tuple[Any, dict[str, Any], list[list[Any]]]] = []
     num_collectives = 0
     first: Sequence[Any] = ()
     for number in range(vary.num_calls):
@@ -43,8 +47,7 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         drawn = vary.arguments(draw)
         if drawn is None:
             calls.append({"words": "", "result": None, "before": [], "after": [], "state": [], "left": []})
-            results.append(None)
-            held.append(({}, []))
+            held.append((None, {}, []))
             continue
         first = first or drawn
         is_last = number == vary.num_calls - 1 and not calls[0]["left"]
@@ -56,23 +59,22 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         _seed_all(seed + number)
         left.clear()
-        old, counted = state(), _num_collectives()
+        old, counted = look(), _num_collectives()
         try:
             result = fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
         except Exception as error:
             error.add_note(f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
             raise
         num_collectives += _num_collectives() - counted
-        new = state()
-        results.append(result)
+        new = look()
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
-        held.append((owned, after))
+        held.append((result, owned, after))
         others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
         changed = [[name, from_to(old[name], new.get(name))] for name in others]
         call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
         calls.append({**call, "left": [*left]})
         torch.set_grad_enabled(True)
-    for call, result, (owned, after) in zip(calls, results, held, strict=True):
+    for call, (result, owned, after) in zip(calls, held, strict=True):
         call["later"] = copied(result)
         now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         call["moved"] = [name for (name, old), (_, new) in zip(after, now, strict=False) if not _same(old, new)]
@@ -138,8 +140,14 @@ def copied(value: Any) -> Any:
 
 
 def _seed_all(seed: int) -> None:
-    """Begin each call with the same random states, for the learner's function and for the reference."""
-    torch.manual_seed(seed)
+    """Begin each call with the same random states, for the learner's function and for the reference.
+
+    For each kind of device that may be there later, `torch.manual_seed` writes down the whole stack: milliseconds.
+    """
+    if device.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

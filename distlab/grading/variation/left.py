@@ -100,6 +100,7 @@ class Switch(NamedTuple):
     put: Callable[[Any], Any]
 
 
+@functools.cache  # read before and after each call
 def _switches() -> dict[str, Switch]:
     found = {
         "the number of threads of torch": Switch(torch.get_num_threads, torch.set_num_threads),
@@ -226,9 +227,9 @@ def _is_file(number: str) -> bool:
         path = os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         return False
-    if path.startswith(_OPENED_BY_LIBRARIES) or os.path.isdir(path):  # a folder is opened to be flushed
+    if not path.startswith("/") or path.startswith(_OPENED_BY_LIBRARIES):
         return False
-    return path.startswith("/")
+    return not os.path.isdir(path)  # a folder is opened to be flushed
 
 
 def _digest(data: bytes) -> str:
