@@ -24,15 +24,14 @@ import torch.distributed as dist
 
 from distlab.comm import device
 from distlab.comm.groups import choose_backend, init_group
+from distlab.comm.launch import failures
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
-from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
+from distlab.comm.launch.processes import JOB_VARIABLE, kill_group
 from distlab.comm.plain import pack
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import loopback_interface
 from distlab.comm.where.answer import answer
-
-MAX_TEXT = 20_000
 
 
 def stack_path(folder: str | Path, rank: int) -> Path:
@@ -49,7 +48,7 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
     connection: Connection = Connection(job_fd)
     settings: Settings = pickle.loads(connection.recv_bytes())
     stack_file = prepare_process(settings)
-    rank = _Rank(settings)
+    rank, own = _Rank(settings), os.getpid()
     try:
         rank.join()
     except BaseException as error:
@@ -63,6 +62,8 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
             break
         reply = rank.do(pickle.loads(message))
         flush_output()
+        if os.getpid() != own:
+            return end_copy(settings.rank, reply)
         try:
             connection.send_bytes(reply.to_bytes())
         except OSError:  # had the launcher gone, the lifeline would have ended this process
@@ -71,6 +72,17 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
     flush_output()
     stack_file.close()
     return 0
+
+
+def end_copy(rank: int, reply: Reply) -> int:
+    """Say why a copy of this rank that the job made (os.fork) ends here, and return its exit status.
+
+    Having come out of the job, it would answer in the rank's place, and take its next job away.
+    """
+    if reply.failure is not None:
+        print(reply.failure.traceback, file=sys.stderr)
+    print(f"a copy of rank {rank}, made by os.fork, ends here: let it leave by os._exit(0)", file=sys.stderr)
+    return int(reply.failure is not None)
 
 
 def watch_lifelines(*fds: int) -> None:
@@ -252,13 +264,11 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
         summary = f"{what}was interrupted (SIGINT)"
     else:
         verb = "" if what else "raised "
-        summary = f"{what}{verb}{type(error).__name__}: {text_of(error)}"[:MAX_TEXT]
+        summary = failures.shortened(f"{what}{verb}{type(error).__name__}: {text_of(error)}", failures.MAX_SUMMARY)
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next
-    text = well_formed("".join(traceback.format_exception(type(error), error, start)))
-    if len(text) > MAX_TEXT:
-        text = text[: MAX_TEXT // 2] + "\n[...]\n" + text[-MAX_TEXT // 2 :]
+    text = failures.shortened(well_formed("".join(traceback.format_exception(type(error), error, start))))
     return Failure(rank, summary, text, is_noise, now)
 
 
