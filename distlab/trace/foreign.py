@@ -16,7 +16,7 @@ class _Mark(NamedTuple):
     """Where something begins or ends: when, in which event."""
 
     time_ns: int
-    index: int
+    number: int
     event: dict[str, Any]
 
 
@@ -84,8 +84,8 @@ def _pairs(marks: list[_Mark]) -> Iterator[tuple[dict[str, Any], int, int]]:
         else:
             alone.append(mark)
     for end in alone:
-        if start := next((start for start in begun if start.index < end.index), None):
-            raise ValueError(f"event {end.index} ends event {start.index} before it starts; write the trace again")
+        if before := [mark.number for mark in begun if mark.number < end.number]:
+            raise ValueError(f"event {end.number} ends event {before[0]} before it starts; write the trace again")
 
 
 def _nanoseconds(value: object, index: int, field: str) -> int:
