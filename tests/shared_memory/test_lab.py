@@ -18,7 +18,6 @@ def require_words(said):
     assert "on 2 ranks, cpu, shared; functions: reference" in said
 
 
-
 def test_a_lab_runs_on_this_backend(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torchrun, "run_script", functools.partial(on_forked_ranks, tmp_path))
     status, said = main([*LAB, "--blocks", "1"]), capsys.readouterr()

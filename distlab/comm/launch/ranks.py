@@ -14,9 +14,9 @@ from distlab.comm.launch import failures
 from distlab.comm.launch.failures import Failure, RankError, error_of, noting_interrupt, standing, timeout_of
 from distlab.comm.launch.messages import pack_call
 from distlab.comm.launch.pool import Pool
-from distlab.comm.launch.settled import is_settled
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
+from distlab.comm.watch.settled import is_settled
 from distlab.comm.watch.standing import describe
 from distlab.comm.watch.watchdog import Watchdog
 from distlab.nodes import Nodes
