@@ -21,7 +21,7 @@ from distlab.comm import RankError, Ranks, RankTimeout, run
 from distlab.comm.launch import fork_client, torchrun
 from distlab.comm.launch import ranks as rounds
 from distlab.comm.launch.failures import describe_exit
-from distlab.comm.launch.fork_client import fork_server
+from distlab.comm.launch.fork_client import ForkServer, fork_server
 from distlab.comm.launch.output import Output
 from distlab.comm.launch.pool import Pool
 
@@ -159,6 +159,22 @@ def test_a_program_without_standard_files_has_ranks(tmp_path):
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, tmp_path / "script.py", tmp_path / "said"]
     subprocess.run(command, timeout=100)
     assert (tmp_path / "said").read_text() == "(None, None, None, [7, 7])"
+
+
+def test_a_rank_that_cannot_open_its_files_names_them_and_what_to_do(monkeypatch):
+    """As where a disk has room, and no inodes."""
+    make = ForkServer.make_folder
+
+    def with_something_in_the_way(self):
+        folder = make(self)
+        (folder / "rank1.stack").mkdir()
+        return folder
+
+    monkeypatch.setattr(ForkServer, "make_folder", with_something_in_the_way)
+    says = r"rank 1 of 2 could not join the group in /.* \(make room there, or set TMPDIR to another folder\): IsADir"
+    with pytest.raises(RankError, match=says) as caught:
+        run(dist.barrier, 2)
+    assert "rank1.stack" in str(caught.value)
 
 
 def test_ranks_whose_folder_was_removed_are_refused_once_and_made_anew():

@@ -17,7 +17,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,14 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
     watch_lifelines(job_fd, alive_fd)
     connection: Connection = Connection(job_fd)
     settings: Settings = pickle.loads(connection.recv_bytes())
-    stack_file = prepare_process(settings)
     rank, own = _Rank(settings), os.getpid()
     try:
+        prepare_process(settings)
         rank.join()
     except BaseException as error:
-        connection.send_bytes(Reply(failure=failure_of(error, settings.rank, "could not join the group: ")).to_bytes())
+        room = f" in {settings.folder} (make room there, or set TMPDIR to another folder)"
+        what = f"could not join the group{room if isinstance(error, OSError) else ''}: "
+        connection.send_bytes(Reply(failure=failure_of(error, settings.rank, what)).to_bytes())
     while True:
         try:
             message = connection.recv_bytes()
@@ -70,7 +72,6 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
             return LOST_CONNECTION
     rank.leave()
     flush_output()
-    stack_file.close()
     return 0
 
 
@@ -101,7 +102,7 @@ def watch_lifelines(*fds: int) -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def prepare_process(settings: Settings) -> TextIO:
+def prepare_process(settings: Settings) -> None:
     """Take over the launcher's environment, path and directory; make stacks available; one torch thread."""
     os.environ.clear()
     os.environ.update(rank_environment(settings))
@@ -118,7 +119,6 @@ def prepare_process(settings: Settings) -> TextIO:
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     answer(settings.rank)
-    return stack_file
 
 
 def own_job() -> str:
