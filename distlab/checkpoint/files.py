@@ -14,6 +14,7 @@ Nothing is ever overwritten: a step that is saved again gets a directory of its 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -119,10 +120,13 @@ def write_bytes(directory: Path, name: str, data: bytes) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Flush a directory: which names are in it is data too."""
+    """Flush a directory: which names are in it is data too. Some file systems cannot, and say so."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
 

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import resource
+import socket
 import stat
 from io import BufferedReader
 from pathlib import Path
@@ -34,14 +35,15 @@ def check_world_size(world_size: object) -> int:
         raise ValueError(f"world_size is {number}; pass at least 1 rank")
     limit = max_ranks()
     if number > limit:
-        raise ValueError(f"world_size is {number}; this process can start at most {limit} ranks (real processes each)")
+        why = "" if limit == MAX_RANKS else f" with {FDS_PER_RANK} open files each; raise their limit: ulimit -n"
+        raise ValueError(f"world_size is {number}; this process can start at most {limit} (real processes{why})")
     return number
 
 
 def max_ranks() -> int:
     """Return how many ranks fit this process's limit of open files, at most 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = min(hard if hard != resource.RLIM_INFINITY else 1 << 20, max(soft, 1 << 16))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = limit if limit != resource.RLIM_INFINITY else 1 << 20
     return max(1, min(MAX_RANKS, (files - 64) // FDS_PER_RANK))
 
 
@@ -109,6 +111,22 @@ def working_directory() -> str:
             f"the working directory of this program is gone ({error.strerror}); change to a folder that exists "
             "(cd, or os.chdir in a notebook) and run again"
         ) from None
+
+
+def require_loopback() -> None:
+    """Refuse to start what meets at 127.0.0.1 where this machine has no such address.
+
+    Raises:
+        RuntimeError: saying so.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        raise RuntimeError(
+            f"no process can be reached at 127.0.0.1 here ({error.strerror}); bring the loopback interface up: "
+            "ip link set lo up"
+        ) from error
 
 
 def open_file(path: str | Path) -> BufferedReader:

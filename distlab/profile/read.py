@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from distlab.trace import Trace, load_folder, load_trace, read_chrome
 from distlab.trace.chrome import load_events
 
 PREDICTED = "predicted"
+MOST_NAMED = 8  # of ranks without a trace: of more their number is told
 _STEP = re.compile(r"(?:ProfilerStep|step)\W*(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"rank[\W_]*(\d+)", re.IGNORECASE)
 
@@ -64,7 +66,10 @@ def read_files(paths: Sequence[str | Path]) -> Files:
         trace = next(iter(traces.values()), Trace.from_spans([]))
         for rank in trace.ranks:
             if rank in parts:
-                raise ValueError(f"{parts[rank][1]} and {path} are both of rank {rank}; give one trace per rank")
+                raise ValueError(
+                    f"{parts[rank][1]} and {path} are both of rank {rank}; give one trace per rank, or name "
+                    "the files rank0.json and rank1.json where two ranks have one process number"
+                )
             parts[rank] = trace.select(trace.rank == rank), path
     if not parts:
         raise ValueError(f"{_named(files)} holds no spans of any rank; profile at least one step")
@@ -139,14 +144,17 @@ def _understood(trace: Trace, path: Path) -> Trace:
             f"{path} names no section of a step; name spans forward, backward, sync, optimizer and data, or use "
             "torch.profiler"
         )
+    if len(trace.ranks) == 1 and (named := _RANK.search(path.name)):  # in containers all may have one process number
+        spans = [span._replace(rank=int(named[1])) for span in spans]
     return Trace.from_spans(spans)
 
 
 def _notes(ranks: tuple[int, ...], world_size: int, offsets: dict[int, Offset]) -> Iterator[str]:
-    missing = [rank for rank in range(world_size) if rank not in ranks]
-    if missing:
-        verb = "has" if len(missing) == 1 else "have"
-        yield f"{name_ranks(missing)} of {world_size} {verb} no trace here and {verb} not been looked at"
+    if (num_missing := world_size - sum(rank < world_size for rank in ranks)) > 0:
+        missing = itertools.islice((rank for rank in range(world_size) if rank not in ranks), MOST_NAMED)
+        who = name_ranks([*missing]) if num_missing <= MOST_NAMED else f"{num_missing:,} ranks"
+        verb = "has" if num_missing == 1 else "have"
+        yield f"{who} of {world_size:,} {verb} no trace here and {verb} not been looked at"
     if len(ranks) == 1:
         yield f"this is rank {ranks[0]} alone: whether it waits for bytes or for other ranks cannot be told"
     for rank, offset in offsets.items():

@@ -27,7 +27,7 @@ from distlab.shared_memory.join import join
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16
 _MAX_KNOWN = 4096
-_MANY = 8  # ranks, from which on the order counts in which they are waited for
+MANY = 8  # ranks; of more one may wait for all and speak for them, and the order counts in which they are waited for
 RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
 
 
@@ -83,7 +83,7 @@ class Meeting:
         self.rank, self.size = arena.rank, arena.size
         self.me = members[arena.rank]
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        if self.size > _MANY:
+        if self.size > MANY:
             # Where each waits for the ranks in the order in which they come, it sleeps and wakes once for each of them.
             # In an order of chance it sleeps for the latest so far alone: ln n times of n.
             random.Random(self.rank).shuffle(self.others)
@@ -149,11 +149,31 @@ class Meeting:
         """
         word = self._words[rank]
         if (word.value - self.step) & 0x80000000:
-            self._await(rank, word)
+            self._await(rank, word, self.step)
         futex.fence()
-        if self._marks[rank][self.parity].value != self._posted.mark:
+        if self._differs(rank):
             self._refuse()
         return self._data[rank][self.parity]
+
+    def hear(self, leader: int) -> int:
+        """Wait for the next step of a rank that waits for all in this one; return where its data stand.
+
+        This rank posts that step too, with nothing to show. After it, it need not wait for the others: what it has
+        shown, the leader alone was to read.
+
+        Raises:
+            ValueError: the ranks do not make the same call.
+            RuntimeError: the leader has ended, left or failed, or a rank does not come in time.
+        """
+        try:
+            self._await(leader, self._words[leader], self.step + 1)
+        except RuntimeError:
+            if any(not self._is_behind(r) and self._differs(r) for r in self.others):
+                self._refuse()
+            raise
+        self.post()
+        self._all_came = True
+        return self.read(leader)
 
     def read_all(self) -> list[int]:
         """Wait for all; return where each rank's data stand, one's own too."""
@@ -161,15 +181,15 @@ class Meeting:
         for rank in self.others:  # as `read`, which takes twice as long for one of many
             word = words[rank]
             if (word.value - step) & 0x80000000:
-                self._await(rank, word)
+                self._await(rank, word, step)
             futex.fence()
             if marks[rank][parity].value != mark:
                 self._refuse()
         self._all_came = True
         return [places[parity] for places in self._data]
 
-    def _await(self, rank: int, word: ctypes.c_int32) -> None:
-        address, step, deadline = self._steps[rank], self.step, 0.0
+    def _await(self, rank: int, word: ctypes.c_int32, step: int) -> None:
+        address, deadline = self._steps[rank], 0.0
         while True:
             seen = word.value
             if not (seen - step) & 0x80000000:
@@ -181,7 +201,8 @@ class Meeting:
             deadline = deadline or now + self.timeout_s
             reason = self.failure or why_gone(self.arena, rank, self.members)
             if now > deadline:
-                late, call = self.members[rank], self._posted.text
+                late = next(filter(self._is_behind, (rank, *self.others)), rank)  # for whom the leader waits
+                late, call = self.members[late], self._posted.text
                 reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {late} to make its call of {call}"
             if reason and (word.value - step) & 0x80000000:
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
@@ -204,6 +225,9 @@ class Meeting:
                 lines.append(f"  rank {self.members[rank]}: {text}")
         head = f"the ranks of group {self.members} do not make the same call:"
         raise ValueError("\n".join([head, *lines, RULE]))
+
+    def _differs(self, rank: int) -> bool:
+        return bool(self._marks[rank][self.parity].value != self._posted.mark)
 
     def _is_behind(self, rank: int) -> bool:
         return bool((self._words[rank].value - self.step) & 0x80000000)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from distlab.trace.span import Span, Trace
 
 _LIMIT = 2**31
+
+
+class _Mark(NamedTuple):
+    """Where something begins or ends: when, in which event."""
+
+    time_ns: int
+    number: int
+    event: dict[str, Any]
 
 
 def read_foreign(events: list[Any]) -> dict[str, Trace]:
@@ -40,24 +48,44 @@ def durations(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], in
     Raises:
         ValueError: as `read_foreign`.
     """
-    begun: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
+    marks: dict[tuple[str, str], list[_Mark]] = {}
     for index, event in enumerate(events):
-        thread = _thread(event)
         if event.get("ph") == "X":
             start_ns = _nanoseconds(event.get("ts"), index, "ts")
             duration_ns = _nanoseconds(event.get("dur", 0), index, "dur")
             if duration_ns < 0:
                 raise ValueError(f"event {index} lasts {event['dur']} us; expected a duration of at least 0")
             yield event, start_ns, start_ns + duration_ns
-        elif event.get("ph") == "B":
-            begun.setdefault(thread, []).append((index, event))
-        elif event.get("ph") == "E" and begun.get(thread):
-            start_index, start = begun[thread].pop()
-            start_ns = _nanoseconds(start.get("ts"), start_index, "ts")
-            end_ns = _nanoseconds(event.get("ts"), index, "ts")
-            if end_ns < start_ns:
-                raise ValueError(f"event {index} ends event {start_index} before it starts; the trace is out of order")
-            yield start, start_ns, end_ns
+        elif event.get("ph") in ("B", "E"):
+            time_ns = _nanoseconds(event.get("ts"), index, "ts")
+            marks.setdefault(_thread(event), []).append(_Mark(time_ns, index, event))
+    for of_thread in marks.values():
+        yield from _pairs(of_thread)
+
+
+def _pairs(marks: list[_Mark]) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Pair the beginnings and ends of a thread; what began before the recording, or ends after it, is passed over.
+
+    A file need not be in order of time. Where it is not, an end comes before a beginning at the same moment.
+
+    Raises:
+        ValueError: an end stands behind a beginning in the file, and before it in time.
+    """
+    if any(later.time_ns < mark.time_ns for mark, later in itertools.pairwise(marks)):
+        marks = sorted(marks, key=lambda mark: (mark.time_ns, mark.event["ph"] == "B"))
+    begun: list[_Mark] = []
+    alone: list[_Mark] = []
+    for mark in marks:
+        if mark.event["ph"] == "B":
+            begun.append(mark)
+        elif begun:
+            start = begun.pop()
+            yield start.event, start.time_ns, mark.time_ns
+        else:
+            alone.append(mark)
+    for end in alone:
+        if before := [mark.number for mark in begun if mark.number < end.number]:
+            raise ValueError(f"event {end.number} ends event {before[0]} before it starts; write the trace again")
 
 
 def _nanoseconds(value: object, index: int, field: str) -> int:

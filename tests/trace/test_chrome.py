@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from itertools import combinations
 
 import pytest
@@ -123,6 +124,23 @@ def test_a_foreign_trace(tmp_path, wrap):
         Span(0, "s0", "inner", "", 2000, 3000),
         Span(0, "s0", "outer", "", 1000, 4000),
     ]
+
+
+def test_marks_need_no_order_and_what_the_recording_cut_is_passed_over(tmp_path):
+    """Sections that touch, one inside another, one that ended while recording began, one that was open at its end."""
+    times = {"outer": (1, 9), "a": (2, 5), "b": (5, 8), "next": (9, 12)}
+    marks = [
+        {"ph": phase, "name": name, "ts": at}
+        for name, pair in times.items()
+        for phase, at in zip("BE", pair, strict=True)
+    ]
+    marks += [{"ph": "E", "ts": 0.5}, {"ph": "B", "name": "open", "ts": 20}]
+    for seed in range(50):
+        random.Random(seed).shuffle(marks)
+        marks.sort(key=lambda mark: mark["name"] == "open" if "name" in mark else -1)  # what was cut stands at the ends
+        (tmp_path / "foreign.json").write_text(json.dumps(marks))
+        trace = read_chrome(tmp_path / "foreign.json")["trace"]
+        assert {span.name: (span.start_ns / 1000, span.end_ns / 1000) for span in trace} == times, marks
 
 
 def test_torch_profiler(tmp_path):

@@ -72,7 +72,9 @@ def test_what_is_missing_is_named(folder, tmp_path):
         load_folder(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "[1.5, 2]", '["0", "1"]', "[true, 1]", "3"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]", "[0, 1000000000000000000000]", "[1.5, 2]", '["0", "1"]', "[true, 1]", "3"]
+)
 def test_damaged_clocks(folder, text):
     (folder / "clocks.json").write_text(text)
     with pytest.raises(ValueError, match=r"clocks.json (is no JSON|holds)"):

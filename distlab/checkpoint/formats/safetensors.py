@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -173,7 +174,7 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         return _read_file(path)
     try:
         with open_file(path) as file:
-            places = json.loads(file.read())["weight_map"]
+            places = _json(file.read())["weight_map"]
         names = sorted(set(places.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError(f"it names files outside of its directory: {names}")
@@ -199,12 +200,28 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is no intact safetensors file ({type(error).__name__}: {error})") from None
 
 
+def _json(data: bytes) -> Any:
+    """Read JSON in which no name stands twice: of two tensors of one name a reader would take either.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = Counter(name for name, _ in pairs)
+        if twice := [name for name, number in names.items() if number > 1]:
+            raise ValueError(f"{twice[0]!r} stands in it {names[twice[0]]} times")
+        return dict(pairs)
+
+    return json.loads(data, object_pairs_hook=once)
+
+
 def _tensors_in(file: BinaryIO) -> dict[str, Tensor]:
     num_bytes = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(_LARGEST_HEADER, num_bytes - 8):
         raise ValueError(f"its header would have {length} bytes, and the file has {num_bytes}")
-    header = json.loads(file.read(length))
+    header = _json(file.read(length))
     metadata = header.pop("__metadata__", {})
     data = bytearray(num_bytes - 8 - length)
     view = memoryview(data)

@@ -24,6 +24,8 @@ _IDLE = {
     "_serve": ("distlab/shared_memory/messages/messages.py", "distlab/shared_memory/work.py"),
     "_listen": ("distlab/elastic/leave.py",),
 }
+MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
+LONGEST_LINE = 500  # of what an error repeats of a line
 LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
 
 LEFT = (
@@ -76,6 +78,14 @@ def text_of(error: BaseException) -> str:
         return f"(no text: its __str__ raised {type(other).__name__})"
 
 
+def shortened(text: str, limit: int = MAX_TEXT) -> str:
+    """Return text without the middle of it where it is long, and without the ends of its long lines."""
+    num_left = len(text) - limit
+    if num_left > 0:
+        text = f"{text[: limit // 2]}\n[... {num_left:,} characters ...]\n{text[-limit // 2 :]}"
+    return "\n".join(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..." for line in text.split("\n"))
+
+
 def well_formed(text: str) -> str:
     """Return text that can be printed: half of a surrogate pair becomes its number."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -122,6 +132,10 @@ def describe_exit(exit_code: int, last_output: Sequence[str] = ()) -> str:
         "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
         "SIGTERM": " (another process asked it to end)",
         "SIGINT": " (interrupt: Ctrl-C, or kill -INT)",
+        "SIGHUP": " (its terminal was closed, or kill -HUP was run)",
+        "SIGALRM": " (a timer that it set itself: signal.alarm)",
+        "SIGXCPU": " (it used all processor time that it may: ulimit -t)",
+        "SIGILL": " (an instruction that this processor has not: a package built for another one)",
     }.get(name, "")
     return f"was killed by {name}{reason}"
 

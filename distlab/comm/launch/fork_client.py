@@ -25,6 +25,13 @@ PRELOAD = ("torch._dynamo", "cloudpickle", "distlab.comm.launch.worker")
 PREPARE = ("distlab.comm.launch.worker:before_forks",)
 
 
+def take_standard_files() -> None:
+    """Open nothing at all as input, output and errors where these are closed: else sockets would get their numbers."""
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(file, True)
+    os.close(file)
+
+
 class ForkServer:
     """A fork server that belongs to this process and ends with it."""
 
@@ -33,6 +40,7 @@ class ForkServer:
             if importlib.util.find_spec(name) is None:
                 raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
         self._lock = threading.Lock()
+        take_standard_files()
         self._control, theirs = socket.socketpair()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
@@ -40,15 +48,23 @@ class ForkServer:
         )
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        self._process = subprocess.Popen(
-            [sys.executable, *flags, "-c", program],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | one_thread,
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | one_thread,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._control.close()
+            raise RuntimeError(
+                f"no process that starts ranks can be made ({sys.executable}: {error.strerror}); is this Python still "
+                "installed there, and may this user have more processes (ulimit -u)?"
+            ) from error
+        finally:
+            theirs.close()
         self.pid = self._process.pid
         self._owner = os.getpid()
 

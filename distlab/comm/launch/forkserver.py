@@ -16,7 +16,6 @@ and names the function that runs inside a rank (`worker.serve_rank`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -30,12 +29,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from distlab.comm.launch.processes import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    children,
+    close_all,
+    job_of,
+    kill_group,
+    prctl,
+)
 
 LENGTH = struct.Struct("I")
 STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds
-JOB_VARIABLE = "DISTLAB_JOB"  # in each rank's environment: the name of its set's folder
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+NOT_STARTED = 0  # in place of a process number; then the status is the error's number
 
 
 def send_request(control: socket.socket, request: dict[str, object], fds: Sequence[int] = ()) -> None:
@@ -56,40 +63,6 @@ def receive_request(control: socket.socket) -> tuple[dict[str, object], list[int
             return None
         body += more
     return json.loads(body[LENGTH.size :]), fds
-
-
-def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl; elsewhere do nothing."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def kill_group(pid: int) -> None:
-    """Send SIGKILL to a process and to everything in its process group."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def children(pid: int | None = None) -> list[int]:
-    """Process numbers of a process's children, this one's by default, adopted ones included (Linux; elsewhere none)."""
-    found: list[int] = []
-    tasks = Path(f"/proc/{pid or 'self'}/task")
-    for path in tasks.glob("*/children") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):
-            found += [int(word) for word in path.read_text().split()]
-    return found
-
-
-def job_of(pid: int) -> str | None:
-    """Return the set of ranks that a process comes from, read from its environment; None where it is not named."""
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = entry.partition(b"=")
-            if name.decode(errors="replace") == JOB_VARIABLE:
-                return value.decode(errors="replace")
-    return None
 
 
 @dataclass
@@ -160,7 +133,13 @@ class Server:
         """Fork one rank; fds are its socket to the launcher, its output pipe and its status pipe."""
         job_fd, output_fd, status_fd = fds
         server_pid = os.getpid()
-        pid = os.fork()
+        child = Child(pool, rank, status_fd)
+        try:
+            pid = os.fork()
+        except OSError as error:  # a limit of processes
+            child.report(NOT_STARTED, error.errno or 0)
+            close_all(fds)
+            return
         if pid == 0:
             code = 1
             try:
@@ -177,10 +156,9 @@ class Server:
                 with contextlib.suppress(Exception):
                     sys.stderr.flush()
                 os._exit(code)
-        os.close(job_fd)
-        os.close(output_fd)
-        self.ranks[pid] = Child(pool, rank, status_fd)
-        self.ranks[pid].report(pid, -1)
+        close_all((job_fd, output_fd))
+        self.ranks[pid] = child
+        child.report(pid, -1)
 
     def become_rank(self, output_fd: int, status_fd: int) -> None:
         """In the child: drop what is the server's, take a session of its own, and write to the launcher's pipe."""
@@ -189,8 +167,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in (self.alive_w, status_fd, *(child.status_fd for child in self.ranks.values())):
-            os.close(fd)
+        close_all((self.alive_w, status_fd, *(child.status_fd for child in self.ranks.values())))
         for end in (self.control, self.wake, self.waker):
             end.close()
         for fd in (1, 2):

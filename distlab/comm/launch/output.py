@@ -10,7 +10,6 @@ from collections import deque
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
-LONGEST_LINE = 500  # of what an error repeats of it
 MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
 
 
@@ -52,5 +51,9 @@ class Output:
 
     def _pass_on(self, line: str) -> None:
         self.last.append(line)
-        if self.echo:
-            sys.stdout.write(f"[rank {self.rank}] {line}\n")
+        if self.echo and sys.stdout is not None:  # a program whose output is closed has none
+            text = f"[rank {self.rank}] {line}\n"
+            try:
+                sys.stdout.write(text)
+            except UnicodeEncodeError as error:  # this program's output takes fewer characters than a rank's
+                sys.stdout.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.comm.checks import working_directory
-from distlab.comm.launch.failures import Failure, describe_exit, format_stack
+from distlab.comm.checks import FDS_PER_RANK, working_directory
+from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack
 from distlab.comm.launch.fork_client import fork_server
-from distlab.comm.launch.forkserver import STATUS
+from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.output import LONGEST_LINE, Output
+from distlab.comm.launch.output import Output
 from distlab.comm.launch.worker import stack_path
 from distlab.nodes import Nodes
 
@@ -48,6 +48,7 @@ class RankProcess:
     wait_status: int | None = None
     ended_ns: int = 0
     is_gone: bool = False
+    why_not: str = ""  # it could not be started
 
     def read_status(self) -> None:
         """Read what the fork server reports: the process's number, later how it ended."""
@@ -57,6 +58,9 @@ class RankProcess:
             self.ended_ns = self.ended_ns or time.monotonic_ns()
             return
         pid, status, now = STATUS.unpack(data)
+        if pid == NOT_STARTED:
+            self.why_not, self.ended_ns, self.is_gone = os.strerror(status), now, True
+            return
         self.pid = pid
         if status >= 0:
             self.wait_status, self.ended_ns, self.is_gone = status, now, True
@@ -86,9 +90,14 @@ class Pool:
                 self._start(rank)
             for process in self.ranks:
                 process.connection.send_bytes(pickle.dumps(self._settings(process.rank)))
-        except BaseException:
+        except BaseException as error:
             self.kill()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise RuntimeError(
+                f"rank {len(self.ranks)} of {self.world_size} cannot be started ({error.strerror}): each takes "
+                f"{FDS_PER_RANK} open files here; close some, raise their limit (ulimit -n), or start fewer ranks"
+            ) from error
 
     def _settings(self, rank: int) -> Settings:
         return Settings(
@@ -126,8 +135,13 @@ class Pool:
         """Hand a job to some ranks; one that has died is noticed by `poll`.
 
         Raises:
-            RuntimeError: the job is large, and its file cannot be written.
+            RuntimeError: the ranks' folder is gone; or the job is large, and its file cannot be written.
         """
+        if not self.folder.is_dir():  # results, records and stacks go through it
+            raise RuntimeError(
+                f"the folder of these ranks, {self.folder}, was removed meanwhile (by a program that cleans up?); they "
+                "have ended: run again, which starts others"
+            )
         try:
             message = pickle.dumps(Job(kind, Body.of(data, self.folder / "job")))
         except OSError as error:
@@ -156,7 +170,7 @@ class Pool:
                 event = self._read_reply(rank)  # its last word, which may have arrived after the select
                 self._read_output(rank)
                 events.append(event or Event(rank, None))
-        if names["output"] and self.echo:
+        if names["output"] and self.echo and sys.stdout is not None:
             sys.stdout.flush()
         return events
 
@@ -179,6 +193,12 @@ class Pool:
         self._read_output(rank)  # what it printed before it replied
         return Event(rank, reply)
 
+    def _has_replied(self, rank: int) -> bool:
+        """Return whether a rank has said what `poll` has not read yet, or has gone."""
+        with contextlib.suppress(OSError):
+            return self.ranks[rank].connection.poll(0)
+        return True
+
     def _is_listening(self, fileobj: int | Connection) -> bool:
         return fileobj in self._selector.get_map()
 
@@ -192,6 +212,11 @@ class Pool:
         summary = "ended with its fork server, which was killed"
         if process.wait_status is not None:
             summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status), process.output.last)
+        if process.why_not:
+            summary = (
+                f"could not be started ({process.why_not}): this user or container may have no more processes, or the "
+                "machine no more memory; end some, raise the limit (ulimit -u), or start fewer ranks"
+            )
         text = self._stack_text(rank)
         if not text and process.output.last:
             text = "its last output:\n" + "\n".join(f"    {line[:LONGEST_LINE]}" for line in process.output.last)
@@ -203,14 +228,17 @@ class Pool:
         self._server.request(request)
 
     def stacks(self, ranks: Sequence[int], *, wait_s: float = 0.5) -> dict[int, str]:
-        """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
+        """Ask ranks where they stand; works while they wait in C, and says when one does not answer.
+
+        Those that have replied meanwhile are left out: they wait for their next job.
+        """
         asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
         with contextlib.suppress(RuntimeError):
             self.signal(signal.SIGUSR1, asked)
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not all(self._is_complete(rank) for rank in asked):
             time.sleep(0.01)
-        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
+        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked if not self._has_replied(rank)}
 
     def _is_complete(self, rank: int) -> bool:
         """Return whether the rank's stack is written to its end: the main thread comes last, its outermost call too."""
@@ -228,7 +256,7 @@ class Pool:
     def _silence(self, rank: int) -> str:
         if self._is_stopped(rank):
             return "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
-        return "it does not answer: it is still starting, or something holds Python's interpreter lock"
+        return "it does not answer: it is starting, something holds Python's interpreter lock, or it ignores SIGUSR1"
 
     def _stack_text(self, rank: int) -> str:
         try:

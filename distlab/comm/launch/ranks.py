@@ -14,9 +14,9 @@ from distlab.comm.launch import failures
 from distlab.comm.launch.failures import Failure, RankError, error_of, noting_interrupt, standing, timeout_of
 from distlab.comm.launch.messages import pack_call
 from distlab.comm.launch.pool import Pool
-from distlab.comm.launch.settled import is_settled
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
+from distlab.comm.watch.settled import is_settled
 from distlab.comm.watch.standing import describe
 from distlab.comm.watch.watchdog import Watchdog
 from distlab.nodes import Nodes
@@ -81,12 +81,11 @@ class Ranks:
 
     def _read(self, rank: int, result: bytes) -> Any:
         """Return a result of a rank."""
-        if not self.plain:
-            return pickle.loads(result)
         try:
-            return unpack(result)
-        except ValueError as error:
-            raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {error}", rank) from None
+            return unpack(result) if self.plain else pickle.loads(result)
+        except Exception as error:  # whatever unpickling an object of the rank's raises
+            what = f"{type(error).__name__}: {failures.text_of(error)}; return plain values or tensors"
+            raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {what}", rank) from error
 
     def execute(self, source: str, ranks: Sequence[int] | None = None, *, name: str | None = None) -> list[str | None]:
         """Execute source text in each rank's namespace, which keeps its variables from call to call.
@@ -206,14 +205,20 @@ class _Round:
             if time.monotonic() >= next_check:
                 next_check += POLL_S
                 self._check()
+        stacks = self._stacks()
+        if self.waiting:
+            self._take(0.0)  # what came meanwhile
+            stacks = {rank: stack for rank, stack in stacks.items() if rank in self.waiting}
         if self.failures:
             self._blame_who_left()
             explanation = self._explanation()
-            raise error_of(self.failures, self._stacks(), sorted(self.replies), self.pool.world_size, explanation)
+            raise error_of(self.failures, stacks, sorted(self.replies), self.pool.world_size, explanation)
         if self.waiting:
-            raise timeout_of(self._stacks(), self.owner.timeout_s, self.pool.world_size, self._words())
-        if (dog := self.watchdog) is not None and self.has_calls and (wrong := dog.mismatch() or self._groups(dog)):
-            raise RankError(wrong)  # every rank returned, with numbers that are wrong
+            raise timeout_of(stacks, self.owner.timeout_s, self.pool.world_size, self._words())
+        if (dog := self.watchdog) is not None and self.has_calls:
+            is_over = len(self.ranks) == self.pool.world_size  # after a job of some ranks others may yet make a group
+            if wrong := dog.mismatch() or dog.groups(is_over=is_over):
+                raise RankError(wrong)  # every rank returned, with numbers that are wrong
         return [self.replies[rank] for rank in self.ranks]
 
     def _blame_who_left(self) -> None:
@@ -221,10 +226,6 @@ class _Round:
         if all(failure.is_noise for failure in self.failures):
             destroyed = {} if self.watchdog is None else self.watchdog.left()
             self.failures += failures.who_left(self.left, destroyed, min(failure.time_ns for failure in self.failures))
-
-    def _groups(self, watchdog: Watchdog) -> str:
-        """Return which ranks made groups that others did not; a job of some ranks may."""
-        return watchdog.groups(is_over=len(self.ranks) == self.pool.world_size)
 
     def can_go_on(self, records: Records | None) -> bool:
         """Tell whether every rank is back, by its own doing, and nothing between them is half said."""

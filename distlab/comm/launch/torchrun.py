@@ -29,10 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distlab.comm.checks import check_timeout, check_world_size
+from distlab.comm.checks import check_timeout, check_world_size, require_loopback
 from distlab.comm.command import runnable
+from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
-from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
+from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
 from distlab.comm.rendezvous import PORT_FILE
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
@@ -71,6 +72,7 @@ def run_script(
     num_ranks, limit_s = check_world_size(num_ranks), check_timeout(limit_s)
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script}; pass the path of a Python file")
+    require_loopback()
     with tempfile.TemporaryDirectory(prefix="distlab-torchrun-") as folder, _terminable():
         flags = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--rdzv-backend", "c10d"]
         flags += ["--rdzv-endpoint", f"{folder}/rendezvous", "--rdzv-conf", "store_type=file"]
@@ -256,7 +258,8 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
     folder = launcher_folder()
     if folder is None:
         return False
-    text = f"{type(error).__name__}: {error}"
+    text = failures.shortened(f"{type(error).__name__}: {failures.text_of(error)}", failures.MAX_SUMMARY)
+    stack = failures.shortened(stack)
     whole = stack if text in stack else f"{text}\n{stack}"
     more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}
     more["monotonic_ns"] = str(time.monotonic_ns())  # which rank was first, also where the clock is set meanwhile

@@ -17,23 +17,22 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm import device
 from distlab.comm.groups import choose_backend, init_group
+from distlab.comm.launch import failures
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
-from distlab.comm.launch.forkserver import JOB_VARIABLE, kill_group
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
+from distlab.comm.launch.processes import JOB_VARIABLE, kill_group
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import loopback_interface
 from distlab.comm.where.answer import answer
-
-MAX_TEXT = 20_000
 
 
 def stack_path(folder: str | Path, rank: int) -> Path:
@@ -61,12 +60,14 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
     watch_lifelines(job_fd, alive_fd)
     connection: Connection = Connection(job_fd)
     settings: Settings = pickle.loads(connection.recv_bytes())
-    stack_file = prepare_process(settings)
-    rank = _Rank(settings)
+    rank, own = _Rank(settings), os.getpid()
     try:
+        prepare_process(settings)
         rank.join()
     except BaseException as error:
-        connection.send_bytes(Reply(failure=failure_of(error, settings.rank, "could not join the group: ")).to_bytes())
+        room = f" in {settings.folder} (make room there, or set TMPDIR to another folder)"
+        what = f"could not join the group{room if isinstance(error, OSError) else ''}: "
+        connection.send_bytes(Reply(failure=failure_of(error, settings.rank, what)).to_bytes())
     while True:
         try:
             message = connection.recv_bytes()
@@ -76,14 +77,26 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
             break
         reply = rank.do(pickle.loads(message))
         flush_output()
+        if os.getpid() != own:
+            return end_copy(settings.rank, reply)
         try:
             connection.send_bytes(reply.to_bytes())
         except OSError:  # had the launcher gone, the lifeline would have ended this process
             return LOST_CONNECTION
     rank.leave()
     flush_output()
-    stack_file.close()
     return 0
+
+
+def end_copy(rank: int, reply: Reply) -> int:
+    """Say why a copy of this rank that the job made (os.fork) ends here, and return its exit status.
+
+    Having come out of the job, it would answer in the rank's place, and take its next job away.
+    """
+    if reply.failure is not None:
+        print(reply.failure.traceback, file=sys.stderr)
+    print(f"a copy of rank {rank}, made by os.fork, ends here: let it leave by os._exit(0)", file=sys.stderr)
+    return int(reply.failure is not None)
 
 
 def watch_lifelines(*fds: int) -> None:
@@ -102,7 +115,7 @@ def watch_lifelines(*fds: int) -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def prepare_process(settings: Settings) -> TextIO:
+def prepare_process(settings: Settings) -> None:
     """Take over the launcher's environment, path and directory; make stacks available; one torch thread."""
     wanted = rank_environment(settings)
     for name in os.environ.keys() - wanted.keys():
@@ -123,7 +136,6 @@ def prepare_process(settings: Settings) -> TextIO:
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     answer(settings.rank)
-    return stack_file
 
 
 def own_job() -> str:
@@ -271,13 +283,11 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
         summary = f"{what}was interrupted (SIGINT)"
     else:
         verb = "" if what else "raised "
-        summary = f"{what}{verb}{type(error).__name__}: {text_of(error)}"[:MAX_TEXT]
+        summary = failures.shortened(f"{what}{verb}{type(error).__name__}: {text_of(error)}", failures.MAX_SUMMARY)
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next
-    text = well_formed("".join(traceback.format_exception(type(error), error, start)))
-    if len(text) > MAX_TEXT:
-        text = text[: MAX_TEXT // 2] + "\n[...]\n" + text[-MAX_TEXT // 2 :]
+    text = failures.shortened(well_formed("".join(traceback.format_exception(type(error), error, start))))
     return Failure(rank, summary, text, is_noise, now)
 
 

@@ -22,14 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distlab.comm.launch.fork_client import PRELOAD
-from distlab.comm.launch.forkserver import (
-    PR_SET_PDEATHSIG,
-    become_parent,
-    children,
-    kill_group,
-    prctl,
-    receive_request,
-)
+from distlab.comm.launch.forkserver import become_parent, receive_request
+from distlab.comm.launch.processes import PR_SET_PDEATHSIG, children, kill_group, prctl
 
 ENDED = struct.Struct("q")  # a rank's wait status
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

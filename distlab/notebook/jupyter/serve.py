@@ -12,7 +12,7 @@ import threading
 import time
 
 from distlab.comm.command import put_on_path
-from distlab.comm.launch.forkserver import children, kill_group
+from distlab.comm.launch.processes import children, kill_group
 
 GRACE_S = 3.0
 

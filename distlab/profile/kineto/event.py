@@ -66,6 +66,8 @@ def events_of(document: Any, events: Sequence[Any]) -> list[Event]:
         raise ValueError(f"an event is {str(odd)[:40]}; expected an object")
     found = []
     for event, start_ns, end_ns in durations(list(events)):
+        if abs(end_ns + base_ns) >= 2**63 or abs(start_ns + base_ns) >= 2**63:
+            raise ValueError(f"baseTimeNanoseconds is {str(base_ns)[:40]}; expected nanoseconds since 1970")
         args = event.get("args")
         words = str(event.get("name", "")), str(event.get("cat", "")), f"{event.get('pid')} {event.get('tid')}"
         found.append(Event(start_ns + base_ns, end_ns + base_ns, *words, args if isinstance(args, dict) else {}))

@@ -15,9 +15,10 @@ from distlab.shared_memory.arena import SLOT_BYTES
 from distlab.shared_memory.collectives.buffers import Buffers, combine
 from distlab.shared_memory.collectives.dense import bytes_of
 from distlab.shared_memory.collectives.reductions import Reduction
-from distlab.shared_memory.meeting import Meeting
+from distlab.shared_memory.meeting import MANY, Meeting
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
+LED_BYTES = 64 << 10  # of each of many ranks: one combines them for all
 ALIGN = 64
 copy = ctypes.memmove
 
@@ -49,8 +50,9 @@ class Collectives:
         """
         meeting, me, itemsize = self.meeting, self.rank, flat.element_size()
         num_bytes, base = bytes_of(flat), flat.data_ptr()
-        if num_bytes * self.size <= SMALL_BYTES:
-            self._small(flat, reduction, root)
+        is_led = root == -1 and self.size > MANY and num_bytes <= LED_BYTES
+        if is_led or num_bytes * self.size <= SMALL_BYTES:
+            self._small(flat, reduction, root, is_led=is_led)
             return
         if root == -1 and self.buffers.count and (flats := self.buffers.of_all(base, num_bytes, flat.dtype)):
             self._in_place(flats, reduction)
@@ -118,22 +120,29 @@ class Collectives:
             source = self.meeting.read(rank) + rank * (self._share_bytes // itemsize) * itemsize
             copy(base + start * itemsize, source, length * itemsize)
 
-    def _small(self, flat: torch.Tensor, reduction: Reduction, root: int) -> None:
-        """Show all to all; everyone who needs the result combines it, in the order of ranks."""
+    def _small(self, flat: torch.Tensor, reduction: Reduction, root: int, *, is_led: bool) -> None:
+        """Show all to all; everyone who needs the result combines it, in the order of ranks.
+
+        Many ranks are led: the first combines for all, n reads in place of n * n.
+        """
         meeting, num_bytes = self.meeting, bytes_of(flat)
         copy(meeting.open(), flat.data_ptr(), num_bytes)
         meeting.post()
+        if is_led and self.rank:
+            copy(flat.data_ptr(), meeting.hear(0), num_bytes)
+            return
         if root not in (-1, self.rank):
             return
         meeting.read_all()
-        if not num_bytes:
-            return
-        length, parity, dtype = flat.numel(), meeting.parity, flat.dtype
-        view = meeting.arena.view
-        values = [view(dtype, rank, parity)[:length] for rank in range(self.size)]
-        target = view(dtype, self.rank, 1 - parity)[:length]
-        reduction.of(values, target)
-        copy(flat.data_ptr(), target.data_ptr(), num_bytes)
+        if num_bytes:
+            length, parity, dtype = flat.numel(), meeting.parity, flat.dtype
+            view = meeting.arena.view
+            values = [view(dtype, rank, parity)[:length] for rank in range(self.size)]
+            target = view(dtype, self.rank, 1 - parity)[:length]
+            reduction.of(values, target)
+            copy(flat.data_ptr(), target.data_ptr(), num_bytes)
+        if is_led:
+            meeting.post()
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> None:
         """Sum sparse tensors, such as DDP makes of an embedding's gradients; ranks may have different counts of values.

@@ -1,0 +1,282 @@
+"""Endings that nobody plans: copies of ranks, results that cannot be read, limits, replies at the last moment."""
+
+import errno
+import io
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankError, Ranks, RankTimeout, run
+from distlab.comm.launch import fork_client, torchrun
+from distlab.comm.launch import ranks as rounds
+from distlab.comm.launch.failures import describe_exit
+from distlab.comm.launch.fork_client import ForkServer, fork_server
+from distlab.comm.launch.output import Output
+from distlab.comm.launch.pool import Pool
+
+
+def until_all_have_replied(pool):
+    limit = time.monotonic() + 60
+    while not all(pool._has_replied(process.rank) for process in pool.ranks):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def disagree():
+    dist.all_reduce(torch.ones(3 + dist.get_rank()))
+
+
+def test_a_rank_that_has_raised_is_not_shown_where_it_waits_for_its_next_job(monkeypatch):
+    """The watchdog finds the mismatch while the ranks' own errors lie in their sockets."""
+    check = rounds._Round._check
+
+    def late(self):
+        until_all_have_replied(self.pool)
+        check(self)
+
+    monkeypatch.setattr(rounds, "POLL_S", 0.0)
+    monkeypatch.setattr(rounds._Round, "_take", lambda self, timeout_s: None)
+    monkeypatch.setattr(rounds._Round, "_check", late)
+    with pytest.raises(RankError, match=r"(?s)rank 0: all_reduce .*rank 1: all_reduce ") as caught:
+        run(disagree, 2, backend="shared")
+    assert "recv_bytes" not in str(caught.value)
+    assert "stands here" not in str(caught.value)
+
+
+def nap(outcome):
+    time.sleep(1.0)
+    if outcome == "raise" and dist.get_rank() == 1:
+        raise ValueError("at the last moment")
+    return 7
+
+
+@pytest.mark.parametrize("outcome", ["return", "raise"])
+def test_what_comes_while_stacks_are_asked_for_counts(monkeypatch, outcome):
+    """Had it come a moment later, the call would have taken too long."""
+    stacks = Pool.stacks
+
+    def late(self, asked, **how):
+        until_all_have_replied(self)
+        return stacks(self, asked, **how)
+
+    with Ranks(2, timeout_s=60) as pool:
+        pool.run(int)
+        pool.timeout_s = 0.3
+        monkeypatch.setattr(Pool, "stacks", late)
+        if outcome == "return":
+            assert pool.run(nap, outcome) == [7, 7]
+            return
+        with pytest.raises(RankError, match=r"rank 1 of 2 raised ValueError: at the last moment") as caught:
+            pool.run(nap, outcome)
+    assert not isinstance(caught.value, RankTimeout)
+    assert "rank 0 had returned" in str(caught.value)
+    assert "still running" not in str(caught.value)
+
+
+class Bomb:
+    def __reduce__(self):
+        return eval, ("1 / 0",)
+
+
+def test_a_result_that_cannot_be_read_names_its_rank():
+    with Ranks(2) as pool:
+        with pytest.raises(RankError, match=r"rank 1 of 2 returned what cannot be read: ZeroDivision.*; return plain"):
+            pool.run(lambda: Bomb() if dist.get_rank() == 1 else None)
+        assert pool.run(dist.get_rank) == [0, 1], "the ranks go on"
+
+
+def copy_itself(outcome):
+    """A copy of rank 1 comes out of the function as the rank does, and sooner."""
+    if dist.get_rank() == 1:
+        copy = os.fork()
+        if not copy:
+            if outcome == "raise":
+                raise ValueError("in the copy")
+            return "copy"
+        os.waitpid(copy, 0)
+    return "rank"
+
+
+@pytest.mark.parametrize("outcome", ["return", "raise"])
+def test_a_copy_of_a_rank_does_not_answer_for_it(outcome, capfd):
+    with Ranks(2) as pool:
+        for _ in range(2):
+            assert pool.run(copy_itself, outcome) == ["rank", "rank"]
+    said = capfd.readouterr().out
+    assert said.count("[rank 1] a copy of rank 1, made by os.fork, ends here: let it leave by os._exit(0)") == 2
+    assert said.count("[rank 1] ValueError: in the copy") == (2 if outcome == "raise" else 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGILL, "an instruction that this processor has not"),
+        (signal.SIGXCPU, "it used all processor time that it may: ulimit -t"),
+        (signal.SIGALRM, "a timer that it set itself"),
+        (signal.SIGHUP, "its terminal was closed"),
+    ],
+)
+def test_a_signal_is_told_with_what_it_often_means(number, says):
+    assert f"was killed by {number.name} ({says}" in describe_exit(-number)
+
+
+def test_a_program_whose_output_takes_few_letters_or_is_closed_goes_on(monkeypatch):
+    read, write = os.pipe()
+    os.write(write, "5 µs ✓\n".encode())
+    os.close(write)
+    narrow = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    assert not Output(0, read, echo=True).read()
+    narrow.flush()
+    assert narrow.buffer.getvalue() == b"[rank 0] 5 \xb5s \\u2713\n"
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(lambda: print("nobody hears it") or 7, 2) == [7, 7]
+
+
+CLOSED = """
+import os, sys
+from distlab.comm import run
+with open(sys.argv[1], "w") as file:
+    file.write(repr((sys.stdin, sys.stdout, sys.stderr, run(lambda: print("nobody hears it") or 7, 2))))
+"""
+
+
+def test_a_program_without_standard_files_has_ranks(tmp_path):
+    """As a daemon may be: sockets of its own must not get the numbers 0 to 2."""
+    (tmp_path / "script.py").write_text(CLOSED)
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, tmp_path / "script.py", tmp_path / "said"]
+    subprocess.run(command, timeout=100)
+    assert (tmp_path / "said").read_text() == "(None, None, None, [7, 7])"
+
+
+def test_a_rank_that_cannot_open_its_files_names_them_and_what_to_do(monkeypatch):
+    """As where a disk has room, and no inodes."""
+    make = ForkServer.make_folder
+
+    def with_something_in_the_way(self):
+        folder = make(self)
+        (folder / "rank1.stack").mkdir()
+        return folder
+
+    monkeypatch.setattr(ForkServer, "make_folder", with_something_in_the_way)
+    says = r"rank 1 of 2 could not join the group in /.* \(make room there, or set TMPDIR to another folder\): IsADir"
+    with pytest.raises(RankError, match=says) as caught:
+        run(dist.barrier, 2)
+    assert "rank1.stack" in str(caught.value)
+
+
+def test_ranks_whose_folder_was_removed_are_refused_once_and_made_anew():
+    """As programs that clean up /tmp do; results, records and stacks go through the folder."""
+    with Ranks(2) as pool:
+        pool.run(int)
+        folder = pool._pool.folder
+        shutil.rmtree(folder)
+        with pytest.raises(RuntimeError, match=f"the folder of these ranks, {folder}, was removed meanwhile"):
+            pool.run(int)
+        assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_a_limit_of_open_files_is_named():
+    fork_server()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(120 - psutil.Process().num_fds())]
+    used = psutil.Process().num_fds()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+        with pytest.raises(ValueError, match=r"can start at most 1 \(real processes with 3 open files each; raise"):
+            run(int, 16)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+        with pytest.raises(RuntimeError, match=r"rank \d+ of 16 cannot be started \(Too many open files\): each"):
+            run(int, 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in kept:
+            os.close(file)
+    assert run(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_limit_of_processes_is_named_by_the_server(tmp_path, monkeypatch):
+    """The third rank cannot be forked; the two before it end with the job."""
+    (tmp_path / "few_forks.py").write_text(FEW_FORKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fork_client, "PRELOAD", (*fork_client.PRELOAD, "few_forks"))
+    monkeypatch.setattr(fork_client._Current, "server", None)  # the other tests' ranks stay with theirs
+    try:
+        for _ in range(2):
+            with pytest.raises(RankError, match=r"rank 2 of 3 could not be started \(Resource temporarily unavailable"):
+                run(dist.barrier, 3)
+        assert run(dist.get_rank, 1) == [0]
+    finally:
+        fork_client.shut_down()
+
+
+FEW_FORKS = """
+import errno, itertools, os
+
+fork, turns = os.fork, itertools.count(1)
+
+def few():
+    if next(turns) % 3:
+        return fork()
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = few
+"""
+
+
+def test_a_server_that_cannot_be_started_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(fork_client._Current, "server", None)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RuntimeError, match=r"no process that starts ranks can be made \(.*python.*: Resource"):
+        run(int, 2)
+
+
+@pytest.mark.parametrize("text", ["x" * 3_000_000, "line\n" * 600_000], ids=["one line", "many lines"])
+def test_of_a_huge_error_a_page_is_told(text):
+    def fail():
+        raise ValueError(text)
+
+    with pytest.raises(RankError, match="rank 0 of 1 raised ValueError: (x|line)") as caught:
+        run(fail, 1, timeout_s=60)
+    said = str(caught.value)
+    assert re.search(r"\[\.\.\. 2,99\d,\d\d\d characters \.\.\.\]", said)
+    assert "raise ValueError(text)" in said
+    assert len(said) < 30_000
+    assert max(map(len, said.splitlines())) < 600
+
+
+def test_a_huge_error_under_torchrun_is_a_page_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from distlab.comm import entry\n@entry\ndef main():\n    raise ValueError('x' * 3_000_000)\nmain()\n"
+    )
+    with pytest.raises(RankError, match=r"rank 0 of 1 raised ValueError: x+") as caught:
+        torchrun.run_script(script, 1, echo=lambda *_: None, limit_s=90)
+    assert "raise ValueError('x' * 3_000_000)" in str(caught.value)
+    assert len(str(caught.value)) < 30_000
+
+
+def test_a_machine_without_a_loopback_address_is_told_at_once(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(RuntimeError, match=r"no process can be reached at 127.0.0.1 here .* ip link set lo up"):
+        torchrun.run_script(script, 2, echo=lambda *_: None)
