@@ -120,8 +120,8 @@ def require_loopback() -> None:
         RuntimeError: saying so.
     """
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 10):
+            pass  # an address may be bound and yet not be reached
     except OSError as error:
         raise RuntimeError(
             f"no process can be reached at 127.0.0.1 here ({error.strerror}); bring the loopback interface up: "

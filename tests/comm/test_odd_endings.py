@@ -273,10 +273,10 @@ def test_a_huge_error_under_torchrun_is_a_page_too(tmp_path):
 
 def test_a_machine_without_a_loopback_address_is_told_at_once(tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     script = tmp_path / "script.py"
     script.touch()
-    monkeypatch.setattr(socket.socket, "bind", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
     with pytest.raises(RuntimeError, match=r"no process can be reached at 127.0.0.1 here .* ip link set lo up"):
         torchrun.run_script(script, 2, echo=lambda *_: None)
