@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grading.diagnosis.moved import items_moved
+from distlab.grading.diagnosis.moved import items_moved, which
 from distlab.grading.exercise import Fault
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -144,7 +144,9 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
     if not isinstance(got, Tensor):
         return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
     if got.shape != want.shape:
-        return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}")
+        alike = got.dtype == want.dtype and got.numel() == want.numel() and equal(got.flatten(), want.flatten())
+        also = ": these are the right values, in another shape" if alike and got.numel() else ""
+        return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}{also}")
     if got.dtype != want.dtype:
         return Fault("dtype", f"{what}: expected dtype {_dtype(want)}, got {_dtype(got)}")
     if got.device != want.device:
@@ -163,7 +165,7 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
     """Compare values of two tensors of one shape and dtype."""
     if equal(got, want):
         return None
-    ratio = _constant_ratio(got, want)
+    ratio = constant_ratio(got, want)
     if ratio is not None:
         code, advice = "scale", ""
         if world_size > 1 and abs(ratio - world_size) < 1e-5:
@@ -202,7 +204,8 @@ def same(got: Any, want: Tensor) -> bool:
     return equal(got.detach(), want.to(got.dtype))
 
 
-def _constant_ratio(got: Tensor, want: Tensor) -> float | None:
+def constant_ratio(got: Tensor, want: Tensor) -> float | None:
+    """Return the factor, other than 1, between two tensors of one shape; None where it is not the same everywhere."""
     if got.numel() == 0 or not bool(want.any()) or not bool(got.any()) or got.dtype == torch.bool:
         return None
     one, other = got.to(torch.float64).flatten(), want.to(torch.float64).flatten()
@@ -256,7 +259,14 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
     place = f"[{', '.join(map(str, index))}]" if index else ""
     expected_text, found_text = apart(expected, found)
     text = f"{what}{place}: expected {expected_text}, got {found_text}; {count}, by up to {float(gap.max()):.3g}"
-    return text + _lost_precision(got, want, float(gap.max()))
+    return text + (_lost_precision(got, want, float(gap.max())) or _cut_off(got, want) or which(wrong.flatten()))
+
+
+def _cut_off(got: Tensor, want: Tensor) -> str:
+    """Say so where what is beyond a limit was brought to it."""
+    limit = float(got.abs().max()) if got.is_floating_point() and got.numel() > 1 else 0.0
+    is_cut = limit > 0 and not equal(got, want) and equal(got, want.clamp(-limit, limit))
+    return f": all beyond {limit:.4g} are cut off there, and the others are right" if is_cut else ""
 
 
 def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:

@@ -18,7 +18,14 @@ from distlab.grading.variation.left import from_to, left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state
 
 
-def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callable[..., Any]) -> dict[str, Any]:
+def call_varied(
+    fn: Callable[..., Any],
+    vary: Vary,
+    seed: int,
+    names_of: Callable[..., Any],
+    *,
+    goes_on: Callable[[int, dict[str, Any]], bool] | None = None,
+) -> dict[str, Any]:
     """Make the calls of one seed and return plain data: a dict per call, and how many collectives torch counted.
 
     After the last call, the dict of each says what its result is by then, and which arguments have moved since.
@@ -28,10 +35,13 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         vary: how the calls vary.
         seed: of all draws.
         names_of: the reference; its parameters name the arguments.
+        goes_on: asked after each call, with its number and what it left, whether to make the next one. Where it is
+            given, results alone count: nothing is looked at that a call may leave behind.
     """
     groups: dict[str, Any] = {}
     left: list[list[str]] = []
-    fn = watched(fn, names_of, vary.scratch, left)
+    looks = goes_on is None
+    fn = watched(fn, names_of, vary.scratch, left) if looks else fn
     takes = names_of if vary.use is None else functools.partial(vary.use, fn)
     calls: list[dict[str, Any]] = []
     results: list[Any] = []
@@ -45,6 +55,8 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
             calls.append({"words": "", "result": None, "before": [], "after": [], "state": [], "left": []})
             results.append(None)
             held.append(({}, []))
+            if goes_on is not None and not goes_on(number, calls[-1]):
+                break
             continue
         first = first or drawn
         is_last = number == vary.num_calls - 1 and not calls[0]["left"]
@@ -56,14 +68,14 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         _seed_all(seed + number)
         left.clear()
-        old, counted = state(), _num_collectives()
+        old, counted = state() if looks else {}, _num_collectives()
         try:
             result = fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
         except Exception as error:
             error.add_note(f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
             raise
         num_collectives += _num_collectives() - counted
-        new = state()
+        new = state() if looks else {}
         results.append(result)
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         held.append((owned, after))
@@ -72,6 +84,8 @@ def call_varied(fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callabl
         call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
         calls.append({**call, "left": [*left]})
         torch.set_grad_enabled(True)
+        if goes_on is not None and not goes_on(number, calls[-1]):
+            break
     for call, result, (owned, after) in zip(calls, results, held, strict=True):
         call["later"] = copied(result)
         now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]

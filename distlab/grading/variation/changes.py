@@ -1,6 +1,7 @@
 """What may be other than in a reference, an argument, a field of one or a reduction, and the reference with it."""
 
 from __future__ import annotations
+import __future__
 
 import contextlib
 import functools
@@ -10,10 +11,11 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from distlab.grading.exercise import Exercise
-from distlab.grading.mutant import build
+from distlab.grading.mutant import Mutant, build, wrong_text
 from distlab.grading.variation.calls import split
 from distlab.grading.variation.draw import Members
 from distlab.grading.variation.owned import named
+from distlab.grading.variation.slips import slips
 
 REDUCTIONS, ALL = "all_reduce", "all"
 _REDUCED = {"MAX": "the largest", "MIN": "the smallest", "PRODUCT": "the product"}
@@ -24,7 +26,8 @@ class Change(NamedTuple):
 
     Attributes:
         what: a parameter's name, with the field after a dot; or REDUCTIONS; or ALL of the function.
-        how: "is", "plus", "swapped with", "from the end", "list", "tensor", "op", "left out"; or "does".
+        how: "is", "plus", "swapped with", "from the end", "list", "tensor", "op", "left out"; "does" where the value is
+            the whole function, "text" where it is its text.
         value: what it is changed to, or by.
         words: what to say.
     """
@@ -39,6 +42,8 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
     """Return the reference as it is with a changed argument; what belongs to the caller is not touched."""
     if change.how == "does":
         return change.value  # type: ignore[no-any-return]
+    if change.how == "text":
+        return _compiled(reference, change.value)
     name, _, field = change.what.partition(".")
 
     @functools.wraps(reference)
@@ -58,6 +63,23 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
         return reference(*bound.args, **bound.kwargs)
 
     return other
+
+
+def _compiled(reference: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """Return the function of a text, with the names that the reference knows."""
+    namespace = dict(inspect.unwrap(reference).__globals__)
+    flags = __future__.annotations.compiler_flag  # a rank may not know the names of types
+    exec(compile(text, "<slip>", "exec", flags=flags, dont_inherit=True), namespace)
+    return functools.wraps(reference)(namespace[reference.__name__])
+
+
+def slips_of(reference: Callable[..., Any], world_size: int) -> Iterator[Change]:
+    """Yield the reference with one place of its text changed; those last that may keep ranks from meeting."""
+    found = sorted(slips(reference, more=True), key=lambda slip: slip.risk)
+    for slip in found:
+        if world_size == 1 or slip.risk < 2:
+            text = wrong_text(Mutant(slip.name, "", "", 1).body(f"\n{slip.body}"), reference)
+            yield Change(ALL, "text", text, f"the reference {slip.words}")
 
 
 def _with_field(value: Any, field: str, change: Change) -> Any:
