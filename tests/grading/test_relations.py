@@ -47,11 +47,15 @@ def runs(result: Callable[[dict[str, Any], float], Any], cases: list[tuple[dict[
         (lambda given, right: right**2, "is the square of what is right."),
         (
             lambda given, right: right if given["mode"] == "sum" else 0.123,
-            "is wrong in all 3 drawn calls in which mode is 'mean', and right in all others.",
+            "in all 6 drawn calls what it returns is wrong where mode is 'mean', and right elsewhere.",
+        ),
+        (
+            lambda given, right: right if given["mode"] == "sum" else right / 2,
+            "where it is wrong, in 3 of 6 drawn results, what it returns is 0.5 times what is right.",
         ),
         (
             lambda given, right: right if not given["is_last"] else 0.123,
-            "is wrong in all 3 drawn calls in which is_last is True, and right in all others.",
+            "in all 6 drawn calls what it returns is wrong where is_last is True, and right elsewhere.",
         ),
         (lambda given, right: right + 0.01 * given["num_ranks"] ** 3, ""),
         (lambda given, right: right * (1 + 1e-7), ""),
@@ -61,6 +65,15 @@ def test_what_holds_in_all_calls_is_told(result: Callable[[dict[str, Any], float
     found = relation(*runs(result), 1.0)
     assert found.endswith(words)
     assert bool(found) == bool(words)
+
+
+def test_a_comparison_of_two_arguments_holds_wrong_calls_apart() -> None:
+    steps = [({"step": step, "num_warmup": 5 + step % 2}, 0.1 + step) for step in range(1, 10)]
+    found = relation(*runs(lambda given, right: right if given["step"] < given["num_warmup"] else 7.7, steps), 1.0)
+    assert (
+        found
+        == "in all 9 drawn calls what it returns is wrong where num_warmup is below step, and right elsewhere."
+    )
 
 
 def test_the_first_wrong_part_is_told() -> None:

@@ -57,8 +57,9 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
             return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {found}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
-        moved = items_moved(got, want, _alike) if isinstance(got, list | tuple) else ""
-        if not isinstance(got, list | tuple) or len(got) != len(want):
+        is_list = isinstance(got, list | tuple)
+        moved = items_moved(got, want, lambda *pair: compare(*pair) is None) if is_list else ""
+        if not is_list or len(got) != len(want):
             return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}{moved}")
         if moved:
             return Fault("order", f"{what} has the right items in the wrong order: {moved}")
@@ -80,10 +81,6 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         if fault is not None:
             return fault
     return None
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return compare(one, other) is None
 
 
 def describe(value: Any) -> str:
@@ -145,7 +142,7 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
         return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
     if got.shape != want.shape:
         alike = got.dtype == want.dtype and got.numel() == want.numel() and equal(got.flatten(), want.flatten())
-        also = ": these are the right values, in another shape" if alike and got.numel() else ""
+        also = ": these are the right values, in another shape" * (alike and got.numel() > 0)
         return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}{also}")
     if got.dtype != want.dtype:
         return Fault("dtype", f"{what}: expected dtype {_dtype(want)}, got {_dtype(got)}")
@@ -243,6 +240,9 @@ def _order(got: Tensor, want: Tensor) -> str | None:
                 return f"it is rolled by {ahead} along dimension {dim}"
         if size > 1 and equal(got, want.flip(dim)):
             return f"it is reversed along dimension {dim}"
+    for step, words in ((1, "behind"), (-1, "before")):
+        if got.dim() > 1 and equal(got.flatten(), want.flatten().roll(step)):
+            return f"each is {words} its place by one, row after row"
     if got.dtype != torch.bool and equal(got.flatten().sort().values, want.flatten().sort().values):
         return "sorted, they agree"
     return None
@@ -265,8 +265,7 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
 def _cut_off(got: Tensor, want: Tensor) -> str:
     """Say so where what is beyond a limit was brought to it."""
     limit = float(got.abs().max()) if got.is_floating_point() and got.numel() > 1 else 0.0
-    is_cut = limit > 0 and not equal(got, want) and equal(got, want.clamp(-limit, limit))
-    return f": all beyond {limit:.4g} are cut off there, and the others are right" if is_cut else ""
+    return f": all beyond {limit:.4g} are cut off there" if limit and equal(got, want.clamp(-limit, limit)) else ""
 
 
 def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:

@@ -112,6 +112,7 @@ def _of_expression(node: ast.expr, scope: Scope) -> Iterator[ast.expr]:
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name | ast.BinOp):
         for op in (ast.Add(), ast.Sub()):
             yield ast.Subscript(node.value, ast.BinOp(node.slice, op, ast.Constant(1)), node.ctx)
+        yield from (ast.Subscript(node.value, ast.Constant(place), node.ctx) for place in (0, -1))
     elif isinstance(node, ast.IfExp):
         yield ast.IfExp(node.test, node.orelse, node.body)
     elif isinstance(node, ast.Call):

@@ -72,11 +72,16 @@ def relation(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], sc
     seen, name = _seen(got, wanted, scale)
     wrong = [one for one in seen if not near(one.mine, one.right, scale)]
     whole = f"the result{name}" if name else "what it returns"
+    if len({f"{one.mine} {one.right}" for one in wrong}) < FEWEST:  # all ranks may return the same
+        return ""
     found = _factor(wrong, len(got)) or _summand(wrong) or _function(wrong, scale)
+    calls = f"in all {len(got[0]['calls'])} drawn calls"
+    if found and len(wrong) == len(seen):
+        return f"{calls} {whole} is {found}."
     if found:
-        return f"in all {len(got[0]['calls'])} drawn calls {whole} is {found}."
+        return f"where it is wrong, in {len(wrong)} of {len(seen)} drawn results, {whole} is {found}."
     if where := _condition(seen, wrong):
-        return f"{whole} is wrong in all {len(wrong)} drawn calls {where}, and right in all others."
+        return f"{calls} {whole} is wrong where {where}, and right elsewhere."
     return ""
 
 
@@ -132,7 +137,7 @@ def _summand(wrong: Sequence[Seen]) -> str:
     gaps = [one.mine - one.right for one in wrong]
     if all(abs(gap) < ROUNDED * abs(one.right) for gap, one in zip(gaps, wrong, strict=True)):
         return ""
-    if all(map(_close, gaps, gaps[:1] * len(gaps))):
+    if len({one.right for one in wrong}) > FEWEST and all(map(_close, gaps, gaps[:1] * len(gaps))):
         return f"{abs(gaps[0]):.6g} {'more' if gaps[0] > 0 else 'less'} than what is right"
     for text, values in _made(wrong):
         if all(map(_close, gaps, values)):
@@ -209,12 +214,18 @@ def _condition(seen: Sequence[Seen], wrong: Sequence[Seen]) -> str:
                 continue  # one number of many may be a chance
             found = [[repr(one.get(name, _NOT_GIVEN)) == repr(value) for one in calls] for calls in (inside, outside)]
             if all(found[0]) and not any(found[1]):
-                return f"in which {name} {verb} {value!r}"
+                return f"{name} {verb} {value!r}"
     whole = [name for name in names if all(type(at := one.given.get(name)) is int and at > 0 for one in seen)]
     cuts = [name for name in whole if name.startswith("len(") or not name.endswith((")", "]"))]
     if min(len(bad), len(good)) == FEWEST:
         return ""
     for one, other in ((one, other) for one in whole for other in cuts if one != other):
         if all(each[one] % each[other] for each in bad) and not any(each[one] % each[other] for each in good):
-            return f"in which {other} does not divide {one}"
+            return f"{other} does not divide {one}"
+    plain = [name for name in names if name.isidentifier() and all(_is_number(one.given.get(name)) for one in seen)]
+    for one, other in permutations(plain, 2):
+        if all(each[one] < each[other] for each in bad) and all(each[one] >= each[other] for each in good):
+            return f"{one} is below {other}"
+        if all(each[one] <= each[other] for each in bad) and all(each[one] > each[other] for each in good):
+            return f"{one} is not above {other}"
     return ""

@@ -179,7 +179,7 @@ WRONG_RATES = (
     Mutant("divides by zero", "divides by zero", "num_warmup 0 means no warmup", 1, "common").edit(
         "if step", "if num_warmup == 0 or step"
     ),
-    Mutant("no warmup", "no warmup", "the full rate in update 0", 1, "common").without(" * (step + 1) / num_warmup"),
+    Mutant("no warmup", "no warmup", "the full rate in update 4", 1, "common").without(" * (step + 1) / num_warmup"),
     Mutant("from the base rate", "warms up from the base rate", "a share of the peak", 1, "Goyal et al.").edit(
         "peak * (step + 1)", "base_lr + (peak - base_lr) * (step + 1)"
     ),
