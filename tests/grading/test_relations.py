@@ -70,10 +70,7 @@ def test_what_holds_in_all_calls_is_told(result: Callable[[dict[str, Any], float
 def test_a_comparison_of_two_arguments_holds_wrong_calls_apart() -> None:
     steps = [({"step": step, "num_warmup": 5 + step % 2}, 0.1 + step) for step in range(1, 10)]
     found = relation(*runs(lambda given, right: right if given["step"] < given["num_warmup"] else 7.7, steps), 1.0)
-    assert (
-        found
-        == "in all 9 drawn calls what it returns is wrong where num_warmup is below step, and right elsewhere."
-    )
+    assert found == "in all 9 drawn calls what it returns is wrong where num_warmup is below step, and right elsewhere."
 
 
 def test_the_first_wrong_part_is_told() -> None:

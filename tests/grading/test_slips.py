@@ -15,8 +15,8 @@ import torch
 from distlab.grading import load_lesson, reference_of
 from distlab.grading.check import examine
 from distlab.grading.sealed import seal, unseal
+from distlab.grading.slips.generate import Slip, slips
 from distlab.grading.variation.changes import changed, slips_of
-from distlab.grading.variation.slips import Slip, slips
 
 ROOT = Path(__file__).resolve().parents[2]
 

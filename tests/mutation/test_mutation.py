@@ -8,7 +8,7 @@ import pytest
 from mutation_run import SUMMARY, equivalents, exercises, run, said, sample_of, survivors
 
 from distlab.grading import Exercise, reference_of
-from distlab.grading.variation.slips import slips
+from distlab.grading.slips.generate import slips
 
 EXERCISES = [pytest.param(exercise, id=exercise.name) for exercise in exercises()]
 

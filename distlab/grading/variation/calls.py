@@ -35,17 +35,14 @@ def call_varied(
         vary: how the calls vary.
         seed: of all draws.
         names_of: the reference; its parameters name the arguments.
-        goes_on: asked after each call, with its number and what it left, whether to make the next one. Where it is
-            given, results alone count: nothing is looked at that a call may leave behind.
+        goes_on: asked after each call, with its number and what it left, whether to make the next; results alone count.
     """
-    groups: dict[str, Any] = {}
-    left: list[list[str]] = []
+    groups, left = dict[str, Any](), list[list[str]]()
     looks = goes_on is None
     fn = watched(fn, names_of, vary.scratch, left) if looks else fn
     takes = names_of if vary.use is None else functools.partial(vary.use, fn)
     calls: list[dict[str, Any]] = []
-    results: list[Any] = []
-    held: list[tuple[dict[str, Any], list[list[Any]]]] = []
+    held: list[tuple[Any, dict[str, Any], list[list[Any]]]] = []  # result, arguments, what was in them
     num_collectives = 0
     first: Sequence[Any] = ()
     for number in range(vary.num_calls):
@@ -53,8 +50,7 @@ def call_varied(
         drawn = vary.arguments(draw)
         if drawn is None:
             calls.append({"words": "", "result": None, "before": [], "after": [], "state": [], "left": []})
-            results.append(None)
-            held.append(({}, []))
+            held.append((None, {}, []))
             if goes_on is not None and not goes_on(number, calls[-1]):
                 break
             continue
@@ -69,28 +65,40 @@ def call_varied(
         _seed_all(seed + number)
         left.clear()
         old, counted = state() if looks else {}, _num_collectives()
-        try:
-            result = fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
-        except Exception as error:
-            error.add_note(f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
-            raise
+        result = _made(fn, vary, positional, keywords, f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
         num_collectives += _num_collectives() - counted
-        new = state() if looks else {}
-        results.append(result)
+        changed = _changed(old, state(), vary) if looks else []
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
-        held.append((owned, after))
-        others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
-        changed = [[name, from_to(old[name], new.get(name))] for name in others]
-        call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
-        calls.append({**call, "left": [*left]})
+        held.append((result, owned, after))
+        seen = {"before": before, "after": after, "state": changed, "left": [*left]}
+        calls.append({"words": words, "result": copied(result), **seen})
         torch.set_grad_enabled(True)
         if goes_on is not None and not goes_on(number, calls[-1]):
             break
-    for call, result, (owned, after) in zip(calls, results, held, strict=True):
-        call["later"] = copied(result)
-        now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
-        call["moved"] = [name for (name, old), (_, new) in zip(after, now, strict=False) if not _same(old, new)]
+    for call, (result, owned, after) in zip(calls, held, strict=True):
+        call["later"], call["moved"] = copied(result), _moved_since(owned, after)
     return {"calls": calls, "num_collectives": num_collectives}
+
+
+def _made(fn: Callable[..., Any], vary: Vary, positional: tuple[Any, ...], keywords: dict[str, Any], note: str) -> Any:
+    """Make one call, and add a note on it to what it raises."""
+    try:
+        return fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any], vary: Vary) -> list[list[str]]:
+    """Return the states that a call changed, each with words."""
+    others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
+    return [[name, from_to(old[name], new.get(name))] for name in others]
+
+
+def _moved_since(owned: dict[str, Any], after: list[list[Any]]) -> list[str]:
+    """Return the places in a call's arguments that are no longer what they were after the call."""
+    now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
+    return [name for (name, old), (_, new) in zip(after, now, strict=False) if not _same(old, new)]
 
 
 def _as_before(first: Sequence[Any], drawn: Sequence[Any]) -> tuple[list[Any], str]:

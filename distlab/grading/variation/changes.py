@@ -1,7 +1,6 @@
 """What may be other than in a reference, an argument, a field of one or a reduction, and the reference with it."""
 
 from __future__ import annotations
-import __future__
 
 import contextlib
 import functools
@@ -11,11 +10,11 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from distlab.grading.exercise import Exercise
-from distlab.grading.mutant import Mutant, build, wrong_text
+from distlab.grading.mutant import Mutant, build, compiled, wrong_text
+from distlab.grading.slips.generate import slips
 from distlab.grading.variation.calls import split
 from distlab.grading.variation.draw import Members
 from distlab.grading.variation.owned import named
-from distlab.grading.variation.slips import slips
 
 REDUCTIONS, ALL = "all_reduce", "all"
 _REDUCED = {"MAX": "the largest", "MIN": "the smallest", "PRODUCT": "the product"}
@@ -43,7 +42,7 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
     if change.how == "does":
         return change.value  # type: ignore[no-any-return]
     if change.how == "text":
-        return _compiled(reference, change.value)
+        return compiled(reference, change.value)
     name, _, field = change.what.partition(".")
 
     @functools.wraps(reference)
@@ -63,14 +62,6 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
         return reference(*bound.args, **bound.kwargs)
 
     return other
-
-
-def _compiled(reference: Callable[..., Any], text: str) -> Callable[..., Any]:
-    """Return the function of a text, with the names that the reference knows."""
-    namespace = dict(inspect.unwrap(reference).__globals__)
-    flags = __future__.annotations.compiler_flag  # a rank may not know the names of types
-    exec(compile(text, "<slip>", "exec", flags=flags, dont_inherit=True), namespace)
-    return functools.wraps(reference)(namespace[reference.__name__])
 
 
 def slips_of(reference: Callable[..., Any], world_size: int) -> Iterator[Change]:

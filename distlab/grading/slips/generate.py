@@ -1,7 +1,7 @@
 """Generated slips: a reference with one place of its text changed, by name, text and words.
 
-`slips` goes through the syntax tree; at each node `usual_slips` gives the changes that mutation testing knows. With
-`more`, `other_slips` adds what people mistake for one another.
+`slips` goes through the syntax tree; at each node `usual` gives the changes that mutation testing knows. With `more`,
+`other` adds what people mistake for one another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from distlab.grading.mutant import signature_and_body
 from distlab.grading.sealed import is_sealed, text_of
-from distlab.grading.variation.other_slips import Scope, of_other_node
-from distlab.grading.variation.usual_slips import SHORT, New, apart, of_node
+from distlab.grading.slips.other import Scope, of_other_node
+from distlab.grading.slips.usual import SHORT, New, apart, of_node
 
 _MESSAGES = re.compile(r"\b(i?send|i?recv|exchange\w*|Send|Receive|all_to_all\w*|barrier)\b")
 _CALLS = re.compile(r"\bdist\.(?!get_|ReduceOp)|\b(gather_into|scatter_sum|\w+_(to|from)_ranks|collectives|work)\b")

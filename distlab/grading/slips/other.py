@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from distlab.grading.variation.usual_slips import COMMUTES, New, short
+from distlab.grading.slips.usual import COMMUTES, New, short
 
 FEW = 4  # other arguments, texts or fields that are tried in one's place
 MIRRORED: dict[type, type] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
