@@ -9,6 +9,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import linecache
 import re
@@ -125,6 +126,14 @@ def build(mutant: Mutant, exercise: str, reference: Callable[..., Any], imports:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
     exec(code, namespace)
     return replace(mutant, exercise=exercise, fn=namespace[reference.__name__])
+
+
+def compiled(reference: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """Return the function of a text in the reference's place, with the names that the reference knows."""
+    namespace = dict(inspect.unwrap(reference).__globals__)
+    flags = __future__.annotations.compiler_flag  # a rank may not know the names of types
+    exec(compile(text, "<slip>", "exec", flags=flags, dont_inherit=True), namespace)
+    return functools.wraps(reference)(namespace[reference.__name__])
 
 
 def wrong_text(mutant: Mutant, reference: Callable[..., Any], who: str = "") -> str:

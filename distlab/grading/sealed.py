@@ -43,6 +43,11 @@ def unseal(namespace: dict[str, Any], what: str, packed: str) -> None:
     exec(compile(text, file, "exec", dont_inherit=True), namespace)
 
 
+def is_sealed(fn: Callable[..., Any]) -> bool:
+    """Return whether a function is one of a sealed module."""
+    return inspect.unwrap(fn).__code__.co_filename in _texts
+
+
 def text_of(fn: Callable[..., Any]) -> str:
     """Return the text of a function, of a sealed module too: wrong versions are built from it, and nothing shows it.
 
@@ -50,6 +55,6 @@ def text_of(fn: Callable[..., Any]) -> str:
         OSError: there is none to read.
     """
     code = fn.__code__
-    if code.co_filename not in _texts:
+    if not is_sealed(fn):
         return inspect.getsource(fn)
     return "".join(inspect.getblock(_texts[code.co_filename].splitlines(keepends=True)[code.co_firstlineno - 1 :]))

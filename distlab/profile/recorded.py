@@ -25,12 +25,12 @@ def trace_of(records: Records, rank: int, world_size: int, sections: Trace) -> T
         if call.op in ("send", "recv"):
             ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
             lane = f"{ends[0]} to {ends[1]}"
-        end_ns = max(call.start_ns, call.wait_ns, call.end_ns)
+        end_ns = max(call.start_ns, call.end_ns or call.wait_ns)
         name = f"{call.op} #{call.number}"
         spans.append(Span(rank, lane, name, call.op, call.start_ns, end_ns, call.num_bytes))
-        if call.wait_ns and call.end_ns:
+        if 0 < call.wait_ns < call.end_ns:
             spans.append(Span(rank, "wait", name, "wait", call.wait_ns, call.end_ns))
-        elif call.op not in ("send", "recv") and not call.via and _is_backward(call.site, call.op):
+        elif not call.wait_ns and call.op not in ("send", "recv") and not call.via and _is_backward(call.site, call.op):
             unwaited.append(spans[-1])
     spans += _waits_in_reducer(sections, unwaited)
     return Trace.from_spans(spans)

@@ -221,6 +221,23 @@ def test_works_that_nobody_waits_for_end_when_they_are_seen_to_be_over():
     assert call.wait_ns == 0
 
 
+def test_a_wait_for_what_is_over_already_is_seen():
+    with recorded() as seen:
+        works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(3)]
+        while not all(work.is_completed() for work in works):
+            pass
+        dist.barrier()  # before a call, those that are over are noted
+        for work in works[:2]:
+            work.wait()
+    first, second, third, _ = seen.records
+    assert first.wait_ns > first.end_ns > 0
+    assert second.wait_ns > second.end_ns > 0
+    assert third.wait_ns == 0 < third.end_ns
+    lanes = [span.lane for span in seen.records.to_trace()]
+    assert lanes.count("wait") == 1  # the barrier's: no rank stands still for what is over
+    assert not FrontEnd._active or not FrontEnd._active._live
+
+
 def test_torch_is_not_kept_alive_by_finished_calls(tmp_path):
     recorder = Recorder(tmp_path, 0).start()
     front = FrontEnd._active

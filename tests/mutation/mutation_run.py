@@ -20,11 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ast_mutations import Mutation, mutations
-
 from distlab.grading import Exercise, Mutant, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
 from distlab.grading.mutant import build
+from distlab.grading.slips.generate import Slip, slips
 
 FOLDER = Path(__file__).resolve().parent
 LESSONS = FOLDER.parents[1] / "lessons"
@@ -39,7 +38,7 @@ def exercises() -> list[Exercise]:
     return [exercise for number in lessons(LESSONS) for exercise in load_lesson(number, LESSONS).exercises]
 
 
-def function_of(exercise: Exercise, mutation: Mutation) -> Callable[..., Any]:
+def function_of(exercise: Exercise, mutation: Slip) -> Callable[..., Any]:
     """Return the wrong answer as a function."""
     mutant = Mutant(mutation.name, "", "", 1).body("\n" + mutation.body)
     fn = build(mutant, exercise.name, reference_of(exercise), exercise.imports).fn
@@ -47,7 +46,7 @@ def function_of(exercise: Exercise, mutation: Mutation) -> Callable[..., Any]:
     return fn
 
 
-def said(exercise: Exercise, mutation: Mutation) -> str:
+def said(exercise: Exercise, mutation: Slip) -> str:
     """Check one wrong answer; return "survived", or the fault's code and the first line of the check's words."""
     limited = replace(exercise, timeout_s=min(exercise.timeout_s, TIMEOUT_S))
     report = examine(limited, function_of(exercise, mutation))
@@ -58,9 +57,9 @@ def said(exercise: Exercise, mutation: Mutation) -> str:
     return f"{report.fault}: {report.message.splitlines()[0][:200]}"
 
 
-def sample_of(exercise: Exercise, sample: int | None) -> list[Mutation]:
+def sample_of(exercise: Exercise, sample: int | None) -> list[Slip]:
     """Return an exercise's mutations, or at most `sample` of them, always the same ones."""
-    made = mutations(reference_of(exercise))
+    made = list(slips(reference_of(exercise)))
     if sample is None or sample >= len(made):
         return made
     chosen = set(random.Random(exercise.name).sample(range(len(made)), sample))
@@ -111,7 +110,7 @@ def survivors(results: dict[str, dict[str, str]]) -> dict[str, list[str]]:
 def summary(results: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     """Count by exercise the changes, those checked and those that leave the answer right; name others that passed."""
     same, left = equivalents(), survivors(results)
-    made = {exercise.name: len(mutations(reference_of(exercise))) for exercise in exercises()}
+    made = {exercise.name: len(list(slips(reference_of(exercise)))) for exercise in exercises()}
     return {
         name: {
             "generated": made[name],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from ast_mutations import mutations
 from mutation_run import SUMMARY, equivalents, exercises, run, said, sample_of, survivors
 
 from distlab.grading import Exercise, reference_of
+from distlab.grading.slips.generate import slips
 
 EXERCISES = [pytest.param(exercise, id=exercise.name) for exercise in exercises()]
 
@@ -23,7 +23,7 @@ def reference(rank: int, n: int) -> list[int]:
 
 
 def test_each_mutation_changes_one_place() -> None:
-    made = {one.name: one.body for one in mutations(reference)}
+    made = {one.name: one.body for one in slips(reference)}
     assert "2: range(n - 1) -> range(n - 1 - 1)" in made
     assert "3: step != rank -> step == rank" in made
     assert "4: without kept.append(min(step, 2))" in made
@@ -38,7 +38,7 @@ def test_each_mutation_changes_one_place() -> None:
 
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_what_is_said_of_a_mutation_is_said_of_one_that_is_made(exercise: Exercise) -> None:
-    made = {one.name for one in mutations(reference_of(exercise))}
+    made = {one.name for one in slips(reference_of(exercise))}
     assert set(equivalents().get(exercise.name, {})) <= made
     row = json.loads(SUMMARY.read_text(encoding="utf-8"))[exercise.name]
     assert row["generated"] == len(made), "run: python -m mutation_run, and python tools/fault_table.py"

@@ -238,6 +238,11 @@ class RecordWriter:
             _COUNT.pack_into(self._map, at + _WAIT_AT, time.monotonic_ns())
             self._map[at + _STATE_AT] = state
 
+    def waited(self, n: int) -> None:
+        """Note that the rank waits for call n, which was seen to be over before."""
+        if self._first <= n and self._newest - n < self.slots:
+            _COUNT.pack_into(self._map, ROWS_AT + n % self.slots * ROW_BYTES + _WAIT_AT, time.monotonic_ns())
+
     def go_on(self, n: int) -> None:
         """Note that the rank goes on while call n still runs: only a stream of its GPU waits."""
         if self._first <= n and self._newest - n < self.slots:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -71,6 +72,7 @@ class FrontEnd:
         self._main = threading.main_thread().ident
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
         self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first
+        self._over: Any = weakref.WeakKeyDictionary()  # those that were seen to be over before a wait
         self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
         self._addresses: dict[Any, int] = {}
         self._head: Any = None
@@ -249,18 +251,21 @@ class FrontEnd:
                 self._unwaited.appendleft(work)
                 self._head, self._looked_ns = work, time.monotonic_ns()
                 return
-            self._close(self._forget(work), DONE, self._looked_ns if work is self._head else 0)
+            self._over[work] = tokens = self._forget(work)
+            self._close(tokens, DONE, self._looked_ns if work is self._head else 0)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
 
         On nccl only a stream of the GPU waits: the rank goes on, and the call is followed until it is seen to be over.
         """
-        live, main, thread = self._live, self._main, threading.get_ident
+        live, over, main, thread = self._live, self._over, self._main, threading.get_ident
 
         def wait(work: Any, *args: Any, **named: Any) -> Any:
             tokens = live.get(work)
             if tokens is None:
+                for writer, number in over.pop(work, ()):
+                    writer.waited(number)
                 return real(work, *args, **named)
             begun = WAITING if thread() == main or blocks_rank() else ASIDE
             for writer, number in tokens:

@@ -38,7 +38,7 @@ class Call(NamedTuple):
         site: the learner's file:line.
         via: the line of distlab that made the call for it, or "".
         start_ns: when it was made (time.monotonic_ns).
-        wait_ns: when the rank began to wait for it, or 0.
+        wait_ns: when the rank began to wait for it, which may be after its end; or 0.
         end_ns: when it was first known to be over, or 0.
         state: "issued", "waiting", "done" or "failed".
         channel: a number that calls share which can meet: those of one group, or of one pair of ranks and tag.
@@ -188,7 +188,7 @@ class Records:
             name = f"{call.op} #{call.number}"
             end = call.end_ns or max(call.start_ns, int(row["open"]), call.wait_ns)
             spans.append(Span(call.rank, "communication", name, call.op, call.start_ns, end, call.num_bytes))
-            if call.wait_ns and call.end_ns:
+            if 0 < call.wait_ns < call.end_ns:
                 spans.append(Span(call.rank, "wait", name, "wait", call.wait_ns, call.end_ns))
         return Trace.from_spans(spans)
 

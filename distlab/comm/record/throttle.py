@@ -83,6 +83,9 @@ class ThrottledLink:
         while (left_s := end_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
+    def waited(self, number: int) -> None:
+        """Do nothing: the call was over before the wait."""
+
     def end(self, number: int, state: int, open_ns: int = 0) -> None:
         """Forget a call that is over."""
         self._ends.pop(number, None)

@@ -1,11 +1,15 @@
-"""Say how the items of one list become those of another, where they only changed places, or one is missing."""
+"""Say how the items of one list become those of another, and in which order elements are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 LONGEST = 64  # of the lists that are looked at: each place is tried
+MANY = 6  # elements of which some may be wrong in an order that tells
 
 
 def items_moved(got: Sequence[Any], want: Sequence[Any], alike: Callable[[Any, Any], bool]) -> str:
@@ -31,3 +35,23 @@ def items_moved(got: Sequence[Any], want: Sequence[Any], alike: Callable[[Any, A
         return "it is reversed"
     step = next((step for step in range(1, size) if same(got, [*want[-step:], *want[:-step]])), 0)
     return f"it is rolled by {step if step <= size // 2 else step - size}" if step else ""
+
+
+def which(wrong: Tensor) -> str:
+    """Say so where the wrong elements are all from one on, all before one, or every so many; else "".
+
+    Args:
+        wrong: whether each element of a row is wrong.
+    """
+    places, size = wrong.nonzero()[:, 0], len(wrong)
+    if not 1 < len(places) < size - 1 or size < MANY:
+        return ""
+    first, last = int(places[0]), int(places[-1])
+    if last - first + 1 == len(places):
+        if last == size - 1:
+            return f": all from element {first} of {size} on, and none before"
+        return f": all of the first {last + 1} of {size}, and none after" if first == 0 else ""
+    step = int(places[1]) - first
+    if len(places) > 2 and torch.equal(places, torch.arange(first, last + 1, step)):
+        return f": one in every {step}, from element {first} on"
+    return ""

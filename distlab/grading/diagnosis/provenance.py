@@ -107,6 +107,14 @@ def _by_element(found: Tensor, parts: Tensor, tolerance: float, what: str) -> Fa
     return None
 
 
+def weights_of(got: Tensor, contributions: Sequence[Tensor]) -> list[float] | None:
+    """Return how often each of some tensors is in `got`, or None where it is no sum of them, or of several weights."""
+    parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
+    nothing = torch.zeros(len(parts), dtype=torch.float64)
+    found = _multiples(got.detach().to(torch.float64).flatten(), parts, nothing, 10 * tolerance_of(got.dtype))
+    return None if found is None else found.tolist()
+
+
 def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -> Tensor | None:
     """Return how often each part is in `found`, or None where no answer or more than one fits.
 

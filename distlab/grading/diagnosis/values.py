@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grading.diagnosis.moved import items_moved
+from distlab.grading.diagnosis.moved import items_moved, which
 from distlab.grading.exercise import Fault
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -57,8 +57,9 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
             return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {found}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
-        moved = items_moved(got, want, _alike) if isinstance(got, list | tuple) else ""
-        if not isinstance(got, list | tuple) or len(got) != len(want):
+        is_list = isinstance(got, list | tuple)
+        moved = items_moved(got, want, lambda *pair: compare(*pair) is None) if is_list else ""
+        if not is_list or len(got) != len(want):
             return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}{moved}")
         if moved:
             return Fault("order", f"{what} has the right items in the wrong order: {moved}")
@@ -80,10 +81,6 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         if fault is not None:
             return fault
     return None
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return compare(one, other) is None
 
 
 def describe(value: Any) -> str:
@@ -144,7 +141,9 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
     if not isinstance(got, Tensor):
         return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
     if got.shape != want.shape:
-        return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}")
+        alike = got.dtype == want.dtype and got.numel() == want.numel() and equal(got.flatten(), want.flatten())
+        also = ": these are the right values, in another shape" * (alike and got.numel() > 0)
+        return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}{also}")
     if got.dtype != want.dtype:
         return Fault("dtype", f"{what}: expected dtype {_dtype(want)}, got {_dtype(got)}")
     if got.device != want.device:
@@ -163,7 +162,7 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
     """Compare values of two tensors of one shape and dtype."""
     if equal(got, want):
         return None
-    ratio = _constant_ratio(got, want)
+    ratio = constant_ratio(got, want)
     if ratio is not None:
         code, advice = "scale", ""
         if world_size > 1 and abs(ratio - world_size) < 1e-5:
@@ -202,7 +201,8 @@ def same(got: Any, want: Tensor) -> bool:
     return equal(got.detach(), want.to(got.dtype))
 
 
-def _constant_ratio(got: Tensor, want: Tensor) -> float | None:
+def constant_ratio(got: Tensor, want: Tensor) -> float | None:
+    """Return the factor, other than 1, between two tensors of one shape; None where it is not the same everywhere."""
     if got.numel() == 0 or not bool(want.any()) or not bool(got.any()) or got.dtype == torch.bool:
         return None
     one, other = got.to(torch.float64).flatten(), want.to(torch.float64).flatten()
@@ -240,6 +240,9 @@ def _order(got: Tensor, want: Tensor) -> str | None:
                 return f"it is rolled by {ahead} along dimension {dim}"
         if size > 1 and equal(got, want.flip(dim)):
             return f"it is reversed along dimension {dim}"
+    for step, words in ((1, "behind"), (-1, "before")):
+        if got.dim() > 1 and equal(got.flatten(), want.flatten().roll(step)):
+            return f"each is {words} its place by one, row after row"
     if got.dtype != torch.bool and equal(got.flatten().sort().values, want.flatten().sort().values):
         return "sorted, they agree"
     return None
@@ -250,13 +253,20 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
     finite = want.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0)
     limit = tolerance_of(want.dtype) * (float(finite.max()) if finite.numel() else 0.0)
     wrong = gap > limit
-    index = [int(i) for i in wrong.nonzero()[0]] if bool(wrong.any()) else []
+    telling = wrong & (gap >= 1e-3 * gap.max())  # not one that is hardly off beside others that are far off
+    index = [int(i) for i in telling.nonzero()[0]] if bool(wrong.any()) else []
     expected, found = want[tuple(index)].item(), got[tuple(index)].item()
     count = f"{int(wrong.sum())} of {got.numel()} elements differ" if got.numel() > 1 else "it differs"
     place = f"[{', '.join(map(str, index))}]" if index else ""
     expected_text, found_text = apart(expected, found)
     text = f"{what}{place}: expected {expected_text}, got {found_text}; {count}, by up to {float(gap.max()):.3g}"
-    return text + _lost_precision(got, want, float(gap.max()))
+    return text + (_lost_precision(got, want, float(gap.max())) or _cut_off(got, want) or which(wrong.flatten()))
+
+
+def _cut_off(got: Tensor, want: Tensor) -> str:
+    """Say so where what is beyond a limit was brought to it."""
+    limit = float(got.abs().max()) if got.is_floating_point() and got.numel() > 1 else 0.0
+    return f": all beyond {limit:.4g} are cut off there" if limit and equal(got, want.clamp(-limit, limit)) else ""
 
 
 def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:

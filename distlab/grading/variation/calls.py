@@ -20,7 +20,12 @@ from distlab.grading.variation.owned import leaves, named, said, state
 
 
 def call_varied(
-    fn: Callable[..., Any], vary: Vary, seed: int, names_of: Callable[..., Any], *, results_only: bool = False
+    fn: Callable[..., Any],
+    vary: Vary,
+    seed: int,
+    names_of: Callable[..., Any],
+    *,
+    goes_on: Callable[[int, dict[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
     """Make the calls of one seed and return plain data: a dict per call, and how many collectives torch counted.
 
@@ -31,15 +36,14 @@ def call_varied(
         vary: how the calls vary.
         seed: of all draws.
         names_of: the reference; its parameters name the arguments.
-        results_only: whether what the calls do to the state of the process does not matter; to look takes longest.
+        goes_on: asked after each call, with its number and what it left, whether to make the next; results alone count.
     """
-    look: Callable[[], dict[str, Any]] = dict if results_only else state
-    groups: dict[str, Any] = {}
-    left: list[list[str]] = []
-    fn = watched(fn, names_of, vary.scratch, left)
+    groups, left = dict[str, Any](), list[list[str]]()
+    looks = goes_on is None
+    fn = watched(fn, names_of, vary.scratch, left) if looks else fn
     takes = names_of if vary.use is None else functools.partial(vary.use, fn)
     calls: list[dict[str, Any]] = []
-    held: list[tuple[Any, dict[str, Any], list[list[Any]]]] = []
+    held: list[tuple[Any, dict[str, Any], list[list[Any]]]] = []  # result, arguments, what was in them
     num_collectives = 0
     first: Sequence[Any] = ()
     for number in range(vary.num_calls):
@@ -48,6 +52,8 @@ def call_varied(
         if drawn is None:
             calls.append({"words": "", "result": None, "before": [], "after": [], "state": [], "left": []})
             held.append((None, {}, []))
+            if goes_on is not None and not goes_on(number, calls[-1]):
+                break
             continue
         first = first or drawn
         is_last = number == vary.num_calls - 1 and not calls[0]["left"]
@@ -59,26 +65,41 @@ def call_varied(
         before = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         _seed_all(seed + number)
         left.clear()
-        old, counted = look(), _num_collectives()
-        try:
-            result = fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
-        except Exception as error:
-            error.add_note(f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
-            raise
+        old, counted = state() if looks else {}, _num_collectives()
+        result = _made(fn, vary, positional, keywords, f"{IN_CALL} {number + 1}, {names_of.__name__}({words})")
         num_collectives += _num_collectives() - counted
-        new = look()
+        changed = _changed(old, state(), vary) if looks else []
         after = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
         held.append((result, owned, after))
-        others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
-        changed = [[name, from_to(old[name], new.get(name))] for name in others]
-        call = {"words": words, "result": copied(result), "before": before, "after": after, "state": changed}
-        calls.append({**call, "left": [*left]})
+        seen = {"before": before, "after": after, "state": changed, "left": [*left]}
+        calls.append({"words": words, "result": copied(result), **seen})
         torch.set_grad_enabled(True)
+        if goes_on is not None and not goes_on(number, calls[-1]):
+            break
     for call, (result, owned, after) in zip(calls, held, strict=True):
-        call["later"] = copied(result)
-        now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
-        call["moved"] = [name for (name, old), (_, new) in zip(after, now, strict=False) if not _same(old, new)]
+        call["later"], call["moved"] = copied(result), _moved_since(owned, after)
     return {"calls": calls, "num_collectives": num_collectives}
+
+
+def _made(fn: Callable[..., Any], vary: Vary, positional: tuple[Any, ...], keywords: dict[str, Any], note: str) -> Any:
+    """Make one call, and add a note on it to what it raises."""
+    try:
+        return fn(*positional, **keywords) if vary.use is None else vary.use(fn, *positional, **keywords)
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any], vary: Vary) -> list[list[str]]:
+    """Return the states that a call changed, each with words."""
+    others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
+    return [[name, from_to(old[name], new.get(name))] for name in others]
+
+
+def _moved_since(owned: dict[str, Any], after: list[list[Any]]) -> list[str]:
+    """Return the places in a call's arguments that are no longer what they were after the call."""
+    now = [list(leaf) for name, value in owned.items() for leaf in leaves(name, value)]
+    return [name for (name, old), (_, new) in zip(after, now, strict=False) if not _same(old, new)]
 
 
 def _as_before(first: Sequence[Any], drawn: Sequence[Any]) -> tuple[list[Any], str]:

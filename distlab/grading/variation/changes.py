@@ -10,7 +10,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from distlab.grading.exercise import Exercise
-from distlab.grading.mutant import build
+from distlab.grading.mutant import Mutant, build, compiled, wrong_text
+from distlab.grading.slips.generate import slips
 from distlab.grading.variation.calls import split
 from distlab.grading.variation.draw import Members
 from distlab.grading.variation.owned import named
@@ -24,7 +25,8 @@ class Change(NamedTuple):
 
     Attributes:
         what: a parameter's name, with the field after a dot; or REDUCTIONS; or ALL of the function.
-        how: "is", "plus", "swapped with", "from the end", "list", "tensor", "op", "left out"; or "does".
+        how: "is", "plus", "swapped with", "from the end", "list", "tensor", "op", "left out"; "does" where the value is
+            the whole function, "text" where it is its text.
         value: what it is changed to, or by.
         words: what to say.
     """
@@ -39,6 +41,8 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
     """Return the reference as it is with a changed argument; what belongs to the caller is not touched."""
     if change.how == "does":
         return change.value  # type: ignore[no-any-return]
+    if change.how == "text":
+        return compiled(reference, change.value)
     name, _, field = change.what.partition(".")
 
     @functools.wraps(reference)
@@ -58,6 +62,15 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
         return reference(*bound.args, **bound.kwargs)
 
     return other
+
+
+def slips_of(reference: Callable[..., Any], world_size: int) -> Iterator[Change]:
+    """Yield the reference with one place of its text changed; those last that may keep ranks from meeting."""
+    found = sorted(slips(reference, more=True), key=lambda slip: slip.risk)
+    for slip in found:
+        if world_size == 1 or slip.risk < 2:
+            text = wrong_text(Mutant(slip.name, "", "", 1).body(f"\n{slip.body}"), reference)
+            yield Change(ALL, "text", text, f"the reference {slip.words}")
 
 
 def _with_field(value: Any, field: str, change: Change) -> Any:

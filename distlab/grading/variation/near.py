@@ -1,7 +1,8 @@
-"""Whether two results of drawn calls are equal, and whether a result has drawn numbers in it."""
+"""Results of drawn calls: whether two are equal, whether one has drawn numbers in it, and its parts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,3 +33,17 @@ def is_telling(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(is_telling(item) for item in value)
     return isinstance(value, dict) and any(is_telling(item) for item in value.values())
+
+
+def outcome(call: dict[str, Any]) -> Any:
+    """Return a call's result, or what it left in its arguments where it returns nothing."""
+    return dict(call["after"]) if call["result"] is None else call["result"]
+
+
+def parts(result: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a result, and what is in it by place, if it is a dict or a list of a few parts."""
+    yield "", result
+    if isinstance(result, dict):
+        yield from ((f"[{key!r}]", value) for key, value in result.items())
+    elif isinstance(result, list | tuple) and 1 < len(result) <= 4:
+        yield from ((f"[{index}]", value) for index, value in enumerate(result))

@@ -43,6 +43,9 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{name}[{index}]", item)
     elif value is None or isinstance(value, bool | int | float | str):
         yield name, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(f"{name}.{field.name}", getattr(value, field.name))
 
 
 def named(fn: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:

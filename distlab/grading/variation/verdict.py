@@ -14,7 +14,15 @@ from distlab.grading.variation.near import is_telling, near
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-UNNAMED = {"values", "shape", "order", "scale", "zeros"}  # codes of faults that are seen, with no mistake to blame
+UNNAMED = {
+    "values",
+    "shape",
+    "order",
+    "scale",
+    "zeros",
+    "nan",
+    "returned",
+}  # codes of faults that are seen, with no mistake to blame
 CAUSE_ENDS = " Seen: "
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,14 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import compare, seeded
+from distlab.grading.diagnosis.traffic import calls, sent_bytes
+from distlab.grading.diagnosis.values import compare, same, seeded
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
 
 SHAPES = ((3, 5), (1 << 14,))
+SHIFTED_BYTES = 8 * sum(map(math.prod, SHAPES))
 # The recorder refuses a rank that the group does not have; gloo would crash or wait.
 OUTSIDE = re.compile(r"there is no such rank")
 
@@ -50,13 +52,13 @@ def judge_shift(evidence: Evidence) -> Iterator[Fault]:
         yield from _judge_shifted(evidence, number, shape)
     yield from from_scratch(evidence)
     for rank in range(evidence.world_size):
-        per_call = len(calls(evidence, rank, "send")) / len(SHAPES)
-        if not per_call and evidence.world_size > 1:
+        per_call, is_alone = len(calls(evidence, rank, "send")) / len(SHAPES), evidence.world_size == 1
+        if not per_call and not is_alone:
             text = f"right result, but rank {rank} calls neither dist.send nor dist.isend"
             yield Fault("unseen", f"{text}: send the tensor with one of them, not with what is below them")
-        if per_call != (evidence.world_size > 1):
+        if sent_bytes(evidence, rank) > (0 if is_alone else SHIFTED_BYTES):
             text = f"right result, but rank {rank} sends {per_call:g} messages per call where one is enough"
-            yield Fault("too many messages", f"{text}: only to the next rank")
+            yield Fault("too many messages", f"{text}: each number once, only to the next rank")
     yield from _one_after_another(evidence)
 
 
@@ -65,6 +67,9 @@ def _judge_shifted(evidence: Evidence, number: int, shape: Sequence[int]) -> Ite
     own = [seeded(rank, *shape, purpose=f"shift {number}") for rank in range(n)]
     for rank in range(n):
         got, unchanged = evidence.results[rank][number]
+        if n > 1 and all(same(evidence.results[each][number][0], own[each]) for each in range(n)):
+            text = "every rank returns its own tensor, not the one that came: return the tensor that was received into"
+            yield Fault("own tensor", text)
         before, after = (rank - 1) % n, (rank + 1) % n
         if not isinstance(got, Tensor):
             yield Fault("not a tensor", f"rank {rank} returns {got!r}; return the tensor that came from rank {before}")
@@ -141,7 +146,7 @@ def judge_gather(evidence: Evidence) -> Iterator[Fault]:
     yield from from_scratch(evidence)
     for rank in range(n):
         want, sends = (rank != 0) + (rank != n - 1), len(calls(evidence, rank, "send"))
-        if sends != want:
+        if sends < want or sent_bytes(evidence, rank) > want * gathered(rank).nbytes:
             text = f"right lists, but rank {rank} sends {sends} messages in two gathers (to root 0 and root {n - 1})"
             yield Fault("too many messages", f"{text}; expected {want}: its tensor once to each root that it is not")
 

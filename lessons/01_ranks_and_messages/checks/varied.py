@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distlab.grading import Mutant
+from distlab.grading.exercise import Refused
 from distlab.grading.variation.draw import Draw, Vary
 
 CONTIGUOUS = "torch.distributed sends contiguous tensors only"
@@ -33,8 +35,17 @@ def _draw_ping_pong(draw: Draw) -> tuple[Any, ...] | None:
 
 
 def _use_ping_pong(fn: Callable[[Tensor, int, int], Any], tensor: Tensor, partner: int, rounds: int) -> bool:
-    """The seconds differ from run to run: look at whether they are a positive number."""
-    return float(fn(tensor, partner, rounds)) > 0
+    """The seconds differ from run to run: look at whether they are positive, and no more than the call took."""
+    start = time.perf_counter()
+    seconds = float(fn(tensor, partner, rounds))
+    took_s = time.perf_counter() - start
+    if seconds * 2 * rounds > 1.02 * took_s + 2e-6:  # another clock may tick otherwise
+        text = (
+            f"it returns {seconds * 1e6:.0f} us; {rounds} rounds took {took_s * 1e6:.0f} us together, so a message took"
+        )
+        each = f"{took_s / (2 * rounds) * 1e6:.0f} us at most"
+        raise Refused("too long", f"{text} {each}: divide by 2 * rounds, the number of messages")
+    return seconds > 0
 
 
 def _draw_fit(draw: Draw) -> tuple[Any, ...]:
@@ -121,6 +132,9 @@ WRONG_SHIFTS = (
     """),
 )
 WRONG_PING_PONGS = (
+    Mutant("a round less", "too long", "divide by 2 * rounds", 2, "one set of arguments").edit(
+        "(2 * rounds)", "(2 * max(rounds - 1, 1))"
+    ),
     Mutant("twelve rounds", "wrong number of messages", "use every argument", 2, "one set of arguments").edit(
         "in range(rounds)", "in range(12)"
     ),

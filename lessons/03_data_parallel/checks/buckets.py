@@ -54,6 +54,10 @@ def _wrong_members(buckets: list[list[int]], sizes: list[int], asked: str) -> Fa
     walked = [index for bucket in buckets for index in bucket]
     text = f"{asked} returned {buckets}"
     lost = [index for index in range(len(sizes)) if index not in walked]
+    if lost and sorted(walked) == sorted(sizes):
+        return Fault(
+            "sizes", f"{text}: these are the sizes of parameters; a bucket is a list of their numbers, from 0 on"
+        )
     if lost:
         return Fault("parameter lost", f"{text}: parameter {lost[0]} is in no bucket, no rank would average it")
     if len(walked) != len(sizes):

@@ -125,6 +125,9 @@ def _judge_times(rank: int, made: list[Call], run: dict[str, Any], when: str) ->
         )
         yield Fault("starts late", f"{text} {_ms(made[0].start_ns - start_ns)}: start it as soon as none is missing")
     for index, call in enumerate(made):
+        if call.start_ns >= end_ns:
+            text = f"{when}rank {rank} sends bucket {index} after backward has ended: start it in a hook, as bucket 0"
+            yield Fault("starts after backward", f"{text}. {Hooks(*run['hooks'][index]).why_not_started()}")
         if 0 < call.wait_ns < end_ns:
             text = f"{when}rank {rank} waits for bucket {index}'s all-reduce inside backward"
             yield Fault(

@@ -21,6 +21,9 @@ WRONG_OVERLAP = (
     Mutant("forgets to finish", "not communicated", "nothing of the others reached it", 2).edit(
         "for bucket in buckets:\n    bucket.finish()", "pass"
     ),
+    Mutant("last bucket in the end", "starts after backward", "sends bucket 1 after backward", 2).edit(
+        "in enumerate(buckets):", "in enumerate(buckets[:-1]):"
+    ),
 )
 WRONG_SAMPLER = (
     Mutant("same share", "the same for all", "got the same share", 1).edit("[rank::world_size]", "[::world_size]"),

@@ -187,9 +187,9 @@ TOKENS = Vary(
 )
 
 WRONG_BROADCAST = (
-    Mutant("saved buffers only", "values", "unsaved", 2, "non-persistent buffers").edit(
-        "[*module.parameters(), *module.buffers()]", "module.state_dict().values()"
-    ),
+    Mutant("saved buffers only", "values", "unsaved", 2, "non-persistent buffers")
+    .edit("[*module.parameters(), *module.buffers()]", "module.state_dict().values()")
+    .known("sends what state_dict has; buffers with persistent=False are not in it"),
 )
 WRONG_FLAT = (
     Mutant("seeds the world", "state left behind", "torch's random state", 2, "state").edit(

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.diagnosis.provenance import weights_of
 from distlab.grading.diagnosis.traffic import num_calls, over_budget, sent_line
-from distlab.grading.diagnosis.values import equal, seeded, times_of
+from distlab.grading.diagnosis.values import equal, joined, seeded, times_of
 
 SIZES = (3, 3, 1)
 SHARES = [size / sum(SIZES) for size in SIZES]
@@ -118,6 +119,8 @@ def _wrong_sum(evidence: Evidence, wanted: dict[str, Tensor]) -> Fault:
     if n > 1 and num_calls(evidence, rank=0) > NUM_GRADIENTS:
         text = f"rank 0 made {num_calls(evidence, rank=0)} calls for {NUM_GRADIENTS} gradients: what was summed after"
         return Fault("sums again", f"{text} one micro-batch is summed again after the next; exchange once, at last")
+    if (weighted := _other_weights(evidence)) is not None:
+        return weighted
     for rank, result in enumerate(evidence.results):
         for name, want in wanted.items():
             got = result["gradients"][name]
@@ -126,6 +129,19 @@ def _wrong_sum(evidence: Evidence, wanted: dict[str, Tensor]) -> Fault:
                 factor = f", {times_of(ratio)}" if equal(got, ratio * want) else ""
                 return Fault("values", f"rank {rank}'s gradient of {name} is not that of all samples{factor}")
     return Fault("only some ranks", "some ranks hold the right gradients, others do not; all need them")
+
+
+def _other_weights(evidence: Evidence) -> Fault | None:
+    """Say how often each micro-batch counts on rank 0, where its gradients are a sum of theirs."""
+    parts = [joined(part.values()) for result in evidence.results for part in result["parts"]]
+    weights = weights_of(joined(evidence.results[0]["gradients"].values()), parts)
+    if weights is None:
+        return None
+    want = [share / evidence.world_size for share in SHARES] * evidence.world_size
+    listed = [", ".join(f"{one:.3g}" for one in each) for each in (weights, want)]
+    sizes = ", ".join(map(str, SIZES * evidence.world_size))
+    text = f"in rank 0's gradients the micro-batches of {sizes} samples count {listed[0]} times; expected {listed[1]}"
+    return Fault("weights", f"{text}: each its samples over all samples of all ranks")
 
 
 def _sent_once(evidence: Evidence) -> Iterator[Fault]:

@@ -98,7 +98,7 @@ def _wrong_rate(got: float, want: float, case: tuple[int, float, int, int, int],
         what = "its first update is at zero, and wasted" if step == 0 else "it is one update late"
         return Fault("warmup starts at zero", f"{text}: {what}; update `step` has (step + 1) / num_warmup of the peak")
     if step < num_warmup and _near(got, peak):
-        return Fault("no warmup", f"{text}: the full rate from the start")
+        return Fault("no warmup", f"{text}: the full rate in update {step}, though the warmup has {num_warmup}")
     if step < num_warmup and _near(got, base_lr * (step + 1) / num_warmup):
         return Fault("warms up to the base rate", f"{text}: the warmup ends at the base rate and then jumps")
     if step < num_warmup and any(_near(got, base_lr + (peak - base_lr) * (step + k) / num_warmup) for k in (0, 1)):
@@ -179,7 +179,7 @@ WRONG_RATES = (
     Mutant("divides by zero", "divides by zero", "num_warmup 0 means no warmup", 1, "common").edit(
         "if step", "if num_warmup == 0 or step"
     ),
-    Mutant("no warmup", "no warmup", "the full rate from the start", 1, "common").without(" * (step + 1) / num_warmup"),
+    Mutant("no warmup", "no warmup", "the full rate in update 4", 1, "common").without(" * (step + 1) / num_warmup"),
     Mutant("from the base rate", "warms up from the base rate", "a share of the peak", 1, "Goyal et al.").edit(
         "peak * (step + 1)", "base_lr + (peak - base_lr) * (step + 1)"
     ),

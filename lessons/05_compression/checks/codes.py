@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.traffic import in_megabytes, most_sent, num_calls, over_budget, sent_line
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, most_sent, over_budget, sent_line
 from distlab.grading.diagnosis.values import compare, first_difference_between_ranks, seeded
 
 QUANTIZE_LENGTH = 1001
@@ -128,7 +128,7 @@ def judge_quantize(evidence: Evidence) -> Iterator[Fault]:
         coded = [_Coded(quantize_input(rank, kind), bits) for rank in range(n)]
         for rank, result in enumerate(evidence.results):
             fault = _judge_rounded(result["means"][index], coded, kind, bits, rank)
-            if num_calls(evidence, "all_reduce"):
+            if fault is not None and any(call.num_bytes > 8 for call in calls(evidence, rank, "all_reduce")):
                 yield _summed(fault)
             yield from found(fault)
     yield from found(first_difference_between_ranks([result["means"] for result in evidence.results], "mean"))
@@ -141,11 +141,9 @@ def judge_quantize(evidence: Evidence) -> Iterator[Fault]:
     yield from found(over_budget(evidence, wanted, "two numbers and packed codes"))
 
 
-def _summed(fault: Fault | None) -> Fault:
+def _summed(fault: Fault) -> Fault:
     text = "each rank's codes count in its own steps from its own smallest value, so a sum of codes (all_reduce) means"
-    return Fault(
-        "codes summed", f"{text} nothing: all_gather them, decode each, then add. {fault.message if fault else ''}"
-    )
+    return Fault("codes summed", f"{text} nothing: all_gather them, decode each, then add. {fault.message}")
 
 
 def _judge_rounded(got: Any, coded: Sequence[_Coded], kind: str, bits: int, rank: int) -> Fault | None:

@@ -58,6 +58,9 @@ def found_in(files: Files) -> str:
     step = newest_step(files, r"step-(\d+)\.pt")
     if step is None:
         return "no checkpoint at all"
+    if f"step-{step}.pt" not in files:
+        odd = next(path for path in files if (name := re.fullmatch(r"step-(\d+)\.pt", path)) and int(name[1]) == step)
+        return f"no step-{step}.pt, which is the highest number, but {odd}: write the number as it is"
     state = loaded(files[f"step-{step}.pt"])
     size = len(files[f"step-{step}.pt"] or b"")
     if state is None:
@@ -108,6 +111,8 @@ def judge_save(evidence: Evidence) -> Iterator[Fault]:
                 continue
             when = "while step 40 is saved" if number == 0 else "while step 40 is saved once more"
             text = f"killed after `{after}` {when}: whoever loads finds {what}"
+            if what.startswith("no step-"):
+                yield Fault("name", text)
             if what == str(OLD):
                 yield Fault("gone", f"{text}, though 40 was complete: os.replace it, never remove it first")
             if what == "no checkpoint at all":

@@ -50,6 +50,7 @@ CASES = (
         "step-8",
         ("step-100/rank-0.pt", "step-90/rank-1.pt"),
     ),
+    Case("an older one is damaged than the newest, which is whole", (("flip", "step-8/rank-0.pt"),), "step-100", ()),
     Case(
         "all are damaged",
         tuple(("flip", f"step-{n}/rank-0.pt") for n in (100, 90, 8)),
@@ -154,7 +155,8 @@ def judge_newest(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("gave up", f"{case.words}, and it returns {good}; {case.good} is whole")
         if sorted(damaged) != sorted(case.damaged):
             text = f"{case.words}: damaged are {', '.join(case.damaged) or 'none'}; got {', '.join(damaged) or 'none'}"
-            yield Fault("names", f"{text}. Name each damaged file, and no other")
+            newer = "" if good is None else f" in checkpoints that are newer than {good}"
+            yield Fault("names", f"{text}. Name each damaged file{newer}, and no other")
         if damaged != list(case.damaged):
             yield Fault("order", f"{case.words}: the newest checkpoint's first, {list(case.damaged)}; got {damaged}")
 

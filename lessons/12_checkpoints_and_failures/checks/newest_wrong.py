@@ -32,6 +32,10 @@ WRONG_NEWESTS = (
     ),
     Mutant("newest or none", "gave up", "is whole", 1).edit("damaged += wrong", "return None, wrong"),
     Mutant("first one named", "names", "Name each damaged file", 1).edit("damaged += wrong", "damaged += wrong[:1]"),
+    Mutant("older ones too", "names", "that are newer than step-100", 1)
+    .edit("damaged = []", "damaged, best = [], None")
+    .edit("return path, damaged", "best = best or path\ncontinue")
+    .edit("return None, damaged", "return best, damaged"),
     Mutant("half a name", "names", "Name each damaged file", 1).edit(
         'wrong.append(f"{path.name}/{file}")', "wrong.append(file)"
     ),

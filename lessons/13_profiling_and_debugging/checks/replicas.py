@@ -106,9 +106,9 @@ WRONG_FLIPS = (
     Mutant("last tensor", "tensor", "the first of those that differ", 3).edit(
         "wrong.any(0).nonzero()[0]", "wrong.any(0).nonzero()[-1]"
     ),
-    Mutant("rank before tensor", "order", "in this order", 3).edit(
-        "low, tensor, int(wrong[:, tensor].nonzero()[0])", "low, int(wrong[:, tensor].nonzero()[0]), tensor"
-    ),
+    Mutant("rank before tensor", "order", "in this order", 3)
+    .edit("low, tensor, int(wrong[:, tensor].nonzero()[0])", "low, int(wrong[:, tensor].nonzero()[0]), tensor")
+    .known("returns the rank before the tensor"),
     Mutant("each for itself", "ranks differ", "from the same votes", 3).edit(
         "(totals != totals[0]).any()", "totals[dist.get_rank()] != totals.mode(0).values"
     ),

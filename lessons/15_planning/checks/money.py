@@ -104,6 +104,7 @@ def cheapest_of(case: Market, slip: str = "") -> str | None:
         "fastest": lambda offer: offer[2],
         "ties": lambda offer: offer[1] * offer[2] * offer[3],
         "ties by name": lambda offer: (offer[1] * offer[2] * offer[3], offer[0]),
+        "longer of equals": lambda offer: (offer[1] * offer[2] * offer[3], -offer[2]),
     }
     key = keys.get(slip, lambda offer: (offer[1] * offer[2] * offer[3], offer[2]))
     limit = math.inf if slip == "deadline ignored" else case.days
@@ -123,6 +124,7 @@ CHEAPEST_SLIPS = {
     "fastest": "In time is in time: of those that are, take the cheapest, not the fastest",
     "last day": "A run that is done on the last day is in time: <=",
     "ties": "Both cost the same: take the one that is done sooner",
+    "longer of equals": "Both cost the same: take the one that is done sooner, and this one takes longer",
     "ties by name": "Both cost the same: take the one that is done sooner, whatever their names",
 }
 

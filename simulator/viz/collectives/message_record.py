@@ -173,10 +173,10 @@ def _steps(
     moments = []
     for index, call in enumerate(calls):
         moments.append((call.start_ns, 0, index))
-        if call.wait_ns:
+        if call.wait_ns and not 0 < call.end_ns < call.wait_ns:  # no rank stands still for what is over
             moments.append((max(call.wait_ns, call.start_ns), 1, index))
         if call.end_ns:
-            moments.append((max(call.end_ns, call.wait_ns, call.start_ns), 2, index))
+            moments.append((max(call.end_ns, call.start_ns), 2, index))
     start: dict[int, int] = {}
     wait: dict[int, int] = {}
     end: dict[int, int] = {}
