@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar, Protocol
 
@@ -40,14 +40,6 @@ from distlab.comm.record.operations import (
 MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are dropped, so that their tensors can be freed
 
 Token = tuple[RecordWriter, int]
-
-
-def operators() -> Iterator[tuple[Operation, Any]]:
-    """Yield each operation with torch's object for its operator, which torch builds at the first use."""
-    for operation in OPERATIONS:
-        packet = getattr(torch.ops.c10d, operation.operator, None)
-        if packet is not None:
-            yield operation, packet.default
 
 
 class Sink(Protocol):
@@ -130,8 +122,11 @@ class FrontEnd:
         dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
         self._groups.install()
         library = torch.library.Library("c10d", "IMPL")
-        for operation, op in operators():
-            library.impl(operation.operator, self._operator(op, operation), "BackendSelect", with_keyset=True)
+        for operation in OPERATIONS:
+            packet = getattr(torch.ops.c10d, operation.operator, None)
+            if packet is not None:
+                kernel = self._operator(packet.default, operation)
+                library.impl(operation.operator, kernel, "BackendSelect", with_keyset=True)
         functional = torch.library.Library("_c10d_functional", "IMPL")
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
