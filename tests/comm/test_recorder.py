@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from distlab.comm import RankError, Recorder, device, read_records, recorded, run
 from distlab.comm.record.intercept import FrontEnd
@@ -236,6 +237,20 @@ def test_a_wait_for_what_is_over_already_is_seen():
     lanes = [span.lane for span in seen.records.to_trace()]
     assert lanes.count("wait") == 1  # the barrier's: no rank stands still for what is over
     assert not FrontEnd._active or not FrontEnd._active._live
+
+
+def test_a_wait_for_a_functional_collective_that_is_over_already_is_seen():
+    with recorded() as seen:
+        result = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+        work = next(iter(FrontEnd._active._live))
+        while not work.is_completed():
+            pass
+        del work
+        dist.barrier()  # before a call, those that are over are noted
+        assert not FrontEnd._active._works
+        assert (result + 1).tolist() == [2.0] * 4
+    first, _ = seen.records
+    assert first.wait_ns > first.end_ns > 0
 
 
 def test_torch_is_not_kept_alive_by_finished_calls(tmp_path):

@@ -27,6 +27,7 @@ from distlab.nodes import Nodes
 
 ONE_NODE = Nodes(1)
 MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
+NEXT_JOB = "recv_bytes"  # where a rank stands between two jobs
 
 
 class Event(NamedTuple):
@@ -232,13 +233,14 @@ class Pool:
 
         Those that have replied meanwhile are left out: they wait for their next job.
         """
-        asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
+        asked = [rank for rank in ranks if not self.ranks[rank].is_gone and not self._has_replied(rank)]
         with contextlib.suppress(RuntimeError):
             self.signal(signal.SIGUSR1, asked)
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not all(self._is_complete(rank) for rank in asked):
             time.sleep(0.01)
-        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked if not self._has_replied(rank)}
+        texts = {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
+        return {rank: text for rank, text in texts.items() if NEXT_JOB not in text or not self._has_replied(rank)}
 
     def _is_complete(self, rank: int) -> bool:
         """Return whether the rank's stack is written to its end: the main thread comes last, its outermost call too."""

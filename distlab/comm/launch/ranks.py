@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
@@ -207,7 +207,7 @@ class _Round:
                 self._check()
         stacks = self._stacks()
         if self.waiting:
-            self._take(0.0)  # what came meanwhile
+            self._take(0.0, hung=stacks.keys())  # what came meanwhile; the signal for a stack may end what hung
             stacks = {rank: stack for rank, stack in stacks.items() if rank in self.waiting}
         if self.failures:
             self._blame_who_left()
@@ -244,7 +244,7 @@ class _Round:
             return min(causes) / 1e9 + GRACE_S
         return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
 
-    def _take(self, timeout_s: float) -> None:
+    def _take(self, timeout_s: float, hung: Collection[int] = ()) -> None:
         for rank, reply in self.pool.poll(timeout_s):
             if reply is not None:
                 self.has_calls |= reply.made_calls
@@ -257,7 +257,7 @@ class _Round:
             elif reply.failure is not None:
                 self.failures.append(reply.failure)
                 self.waiting.discard(rank)
-            elif rank in self.waiting and reply.result is not None:
+            elif rank in self.waiting and rank not in hung and reply.result is not None:
                 self.replies[rank] = reply.result.read()
                 self.waiting.discard(rank)
 

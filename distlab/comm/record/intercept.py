@@ -65,6 +65,7 @@ class FrontEnd:
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
         self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first
         self._over: Any = weakref.WeakKeyDictionary()  # those that were seen to be over before a wait
+        self._over_at: dict[int, list[Token]] = {}  # the same by the address of the result
         self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
         self._addresses: dict[Any, int] = {}
         self._head: Any = None
@@ -246,7 +247,10 @@ class FrontEnd:
                 self._unwaited.appendleft(work)
                 self._head, self._looked_ns = work, time.monotonic_ns()
                 return
-            self._over[work] = tokens = self._forget(work)
+            address = self._addresses.get(work, 0)
+            self._over[work] = self._over_at[address] = tokens = self._forget(work)
+            if len(self._over_at) > MAX_UNWAITED:
+                del self._over_at[next(iter(self._over_at))]
             self._close(tokens, DONE, self._looked_ns if work is self._head else 0)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,7 +263,7 @@ class FrontEnd:
         def wait(work: Any, *args: Any, **named: Any) -> Any:
             tokens = live.get(work)
             if tokens is None:
-                for writer, number in over.pop(work, ()):
+                for writer, number in over.pop(work, ()) if work is not None else ():
                     writer.waited(number)
                 return real(work, *args, **named)
             begun = WAITING if thread() == main or blocks_rank() else ASIDE
@@ -283,14 +287,12 @@ class FrontEnd:
     def _wait_tensor(self, op: Any) -> Callable[..., Any]:
         """Make the kernel for the wait of functional collectives."""
         passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
-
-        def passed_on(work: Any, keys: Any, tensor: Tensor) -> Any:
-            return passes_on(keys, tensor)
-
-        wait = self.watch_waits(passed_on)
+        wait = self.watch_waits(lambda work, keys, tensor: passes_on(keys, tensor))
 
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
-            work = self._works.get(tensor.data_ptr()) if tensor.layout is torch.strided else None
-            return wait(work, keys.remove(key), tensor)
+            address = tensor.data_ptr() if tensor.layout is torch.strided else -1
+            for writer, number in () if address in self._works else self._over_at.pop(address, ()):
+                writer.waited(number)
+            return wait(self._works.get(address), keys.remove(key), tensor)
 
         return kernel

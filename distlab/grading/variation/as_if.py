@@ -149,11 +149,9 @@ def _of_a_change(
                     of = {"does": "that of an answer that", "text": "that of"}.get(change.how, "what is right")
                     text = f"in all {len(results[0][0])} drawn calls {whose} is {of} {change.words}"
                     text += "." * (not text.endswith("?"))
-                    if is_sure:
-                        return text
+                    if is_sure or perhaps:  # two that only may be it: nothing is known, however many a batch has
+                        return text if is_sure else ""
                     perhaps.append(text)
-            if len(perhaps) > 1:
-                return ""
             size = max(1, min(64, 4 * size, int(BATCH_S * size / max(took_s[0], 1e-3))))
     except (RankError, RuntimeError, OSError):
         return ""
