@@ -50,7 +50,7 @@ def known_sections(path: Path) -> dict[str, str]:
 
 def how_busy(load: float) -> str:
     """Say what ran beside the labs, from the load average before the first of them."""
-    if load <= CALM:
+    if round(load, 1) <= CALM:
         return f"load average {load:.1f} before the labs"
     return f"load average {load:.1f} before the labs: other programs ran, so times say little"
 
