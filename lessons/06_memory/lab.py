@@ -104,13 +104,13 @@ def run(lab: Lab[Settings]) -> None:
         lab.report.measured(f"{way.name}: peak", total / 1e6, "MB")
         lab.report.measured(f"{way.name}: loss, mean of the last {LAST}", statistics.mean(losses[way.name][-LAST:]))
         lab.report.measured(f"{way.name}: update", statistics.median(way.step_s), "s")
-    activations_count = peaks["whole"]["activations"] > 2 * peaks["whole"]["parameters"]  # else gradients are the peak
+    activations_matter = peaks["whole"]["activations"] > 2 * peaks["whole"]["parameters"]  # else gradients are the peak
     for name in ("recompute", "accumulate"):
         gap = max(abs(a - b) for a, b in zip(losses[name], losses["whole"], strict=True))
         lab.report.fact(f"{name}: losses are those of the whole batch, to 0.001", gap < 1e-3, True)
         less = sum(peaks[name].values()) < sum(peaks["whole"].values())
         number, what = (settings.layers, "layer") if name == "recompute" else (settings.parts, "part")
-        if number > 1 and activations_count:
+        if number > 1 and activations_matter:
             lab.report.fact(f"{name}: less at the peak than the whole batch", less, True)
         else:
             why = "activations are small beside the parameters" if number > 1 else f"there is one {what}"

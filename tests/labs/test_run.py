@@ -58,6 +58,14 @@ def test_a_lab_states_right_facts(lab, number, num_ranks):
         assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
 
 
+def test_lab_06_promises_no_less_at_the_peak_where_activations_are_few(lab):
+    """The peak is then in the optimizer's step, whatever the batch."""
+    done = lab("06", 2, "--hidden", "4", "--context", "1", "--json")
+    assert not [what for what in facts(done) if "less at the peak" in what]
+    notes = json.loads(done.stdout)["notes"]
+    assert sum("nothing to save at the peak, since activations are small" in note for note in notes) == 2
+
+
 @pytest.mark.soak  # tests/comm/test_groups.py has scripts that torchrun starts, and `distlab lab` starts it below
 def test_plain_torchrun_does_the_same():
     done = torchrun("01", 2, "--json")

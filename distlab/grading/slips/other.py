@@ -1,7 +1,7 @@
 """What people mistake for one another, beyond the operators and constants of mutation testing.
 
-A slip may leave a term or a step out, do a step twice or too early, take another argument, axis or neighbour, round the
-other way, go through a list from its other end, or confuse a sum with a mean.
+A slip may leave out a term or a step, or do a step twice or too early. It may take another argument, axis or neighbour.
+It may round the other way, walk a list from its other end, or confuse a sum with a mean.
 """
 
 from __future__ import annotations
