@@ -225,7 +225,7 @@ class AnomalyWatch:
         warnings.warn(text, stacklevel=3)
 
     def _everyone(self, mine: list[Any] | None) -> list[tuple[int, Any]]:
-        """Return what every rank has to say; where nobody has, that is one all-gather of 8 bytes per rank."""
+        """Return what every rank reports. If no rank has a report, the cost is one all-gather of 8 bytes per rank."""
         if not dist.is_available() or not dist.is_initialized():
             return [(0, mine)]
         data = b"" if mine is None else json.dumps(mine).encode()

@@ -103,7 +103,7 @@ def recompute_blocks(
 
     Args:
         model: changed in place; its parameters and names stay.
-        every: recompute every so many-th block, the first included: 2 gives half the saving for half the time.
+        every: recompute one block in `every`, the first included: 2 gives half the saving for half the time.
         part: name of a submodule of each block; only that is recomputed ("attention").
         blocks: which parts of the model are its blocks: a class, a pattern of names, a function (`modules.blocks`).
             None: the items of each outermost ModuleList and Sequential. Of blocks in blocks the outer ones count.
@@ -224,7 +224,7 @@ class _Run:
 
 
 def _autocast_mode(device_type: str) -> dict[str, Any]:
-    """Return the arguments of the autocast in force: backward runs outside of forward's `with` block."""
+    """Return the current autocast settings: backward runs outside of forward's `with` block and must set them again."""
     return {
         "device_type": device_type,
         "dtype": torch.get_autocast_dtype(device_type),
@@ -259,7 +259,7 @@ def _explain(function: Callable[..., Any], first: list[Any], second: list[Any]) 
     )
     was, now = (f"{list(x[place][0])} {x[place][1]}" if place < len(x) else "nothing" for x in (first, second))
     return (
-        f"{_name_of(function)} saved {len(first)} tensors and, run again in backward, {len(second)}; the first "
-        f"difference is number {place}: {was} before, {now} now. It must compute the same both times: no state that "
-        "changes between, no generator of its own"
+        f"{_name_of(function)} saved {len(first)} tensors in forward, and {len(second)} when it ran again in backward; "
+        f"the first difference is number {place}: {was} before, {now} now. It must compute the same both times: keep "
+        "no state that changes in between, and no generator of its own"
     )

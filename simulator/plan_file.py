@@ -137,7 +137,7 @@ def read_plan_file(path: Path | str) -> PlanFile:
     try:
         return plan_of_text(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is no text in UTF-8; save it as UTF-8") from None
+        raise ValueError(f"{path}: this is not text in UTF-8; save it as UTF-8") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -149,7 +149,7 @@ def plan_of_text(text: str) -> PlanFile:
         raise ValueError("the file is empty; write [workload], [cluster] and [plan], each with its keys below it")
     for name, table in tables.items():
         if name not in TABLES or not isinstance(table, dict):
-            raise ValueError(f"{name} is no table of a plan file; write [workload], [cluster], [plan] and [run]")
+            raise ValueError(f"{name} is not a table of a plan file; write [workload], [cluster], [plan] and [run]")
     order = tables.get("plan", {}).pop("order", list(AXES))
     if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
         raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")

@@ -57,7 +57,7 @@ def read_board(path: Path) -> list[Row]:
     """Return the attempts, the best one of each name: budgets kept before others, then the shortest time.
 
     Raises:
-        ValueError: it is no board.
+        ValueError: it is not a board.
         OSError: it cannot be read.
     """
     best: dict[str, Row] = {}
@@ -70,7 +70,7 @@ def read_board(path: Path) -> list[Row]:
                 row = Row(name, day, kept == "True", float(time), int(sent), int(repeated), int(seed), plan)
             except ValueError:
                 raise ValueError(
-                    f"{path}, line {number}: {','.join(line)[:60]!r} is no attempt; pass a file that --board made"
+                    f"{path}, line {number}: {','.join(line)[:60]!r} is not an attempt; pass a file that --board made"
                 ) from None
             if name not in best or _order(row) < _order(best[name]):
                 best[name] = row

@@ -1,4 +1,4 @@
-"""Run an entry: with one kill on the way, and beside it the first plan without any; then say what was kept."""
+"""Run an entry with one kill on the way, and in turns with it the first plan without a kill; then say what was kept."""
 
 from __future__ import annotations
 

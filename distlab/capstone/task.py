@@ -82,7 +82,7 @@ def read_entry(path: Path | str, save_every: int) -> Entry:
     """Read a learner's plan file.
 
     Raises:
-        ValueError: it is no plan file, or not for this task: what differs, and what to write.
+        ValueError: it is not a plan file, or not for this task: what differs, and what to write.
         OSError: it cannot be read.
     """
     entry = Entry(read_plan_file(path), save_every)

@@ -6,7 +6,7 @@ Read in this order:
 2. `manifest` and `find`: how damage is seen.
 3. `parts`: what a run must remember, and which ranks write it; `per_rank`: what each rank has for itself.
 4. `resume`: `save` and `load`.
-5. `asynchronous` and `snapshot`: the same beside training, which hardly waits.
+5. `asynchronous` and `snapshot`: the same while training goes on; it hardly waits.
 6. `formats`: what other programs read and write.
 
 `crashes` makes every state of a folder that a kill would leave, to try whether a save survives it.

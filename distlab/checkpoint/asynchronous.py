@@ -1,4 +1,4 @@
-"""Save beside training: a step waits for a copy in memory, and a thread brings the copy to the disk.
+"""Save while training goes on: a step waits for a copy in memory, and a thread writes the copy to the disk.
 
     with AsyncSaves(directory) as saves:
         for step in range(first, last):

@@ -83,7 +83,7 @@ class _Seen:
         self.crashes = [Crash("nothing", {name: data for name, (_, data) in self._files.items()}, frozenset())]
 
     def called(self, frame: FrameType, event: str, function: Any) -> None:
-        """Look, where a call into C has ended (called by Python)."""
+        """Look at the folder each time a call into C has ended. Python calls this (`sys.setprofile`)."""
         name = getattr(function, "__name__", "a call")
         if event in ("c_return", "c_exception"):
             if (

@@ -33,7 +33,7 @@ class PerRank:
     def __init__(self, parts: Mapping[str, Stateful], group: ProcessGroup | None = None) -> None:
         for name, part in parts.items():
             if is_own(part):
-                raise ValueError(f"{name} is saved per rank as it is; pass it to save beside the PerRank, not in it")
+                raise ValueError(f"{name} is saved per rank already; pass it to save() itself, not in a PerRank")
         self._parts = dict(parts)
         self._rank, self._world_size = place_in(group)
 
@@ -61,7 +61,7 @@ class PerRank:
         if len(mine) != 1:
             there = sorted({one["world_size"] for one in states})
             raise ValueError(
-                f"a PerRank was saved by {', '.join(map(str, there))} ranks and this job has {self._world_size}: it "
-                "cannot be cut anew; start as many ranks, or save a Hybrid, which can"
+                f"a PerRank was saved by {', '.join(map(str, there))} ranks and this job has {self._world_size}; it "
+                "cannot be divided among another number of ranks: start as many as saved it, or save a Hybrid"
             )
         return mine[0]

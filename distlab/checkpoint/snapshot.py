@@ -1,6 +1,6 @@
 """A snapshot: copies of all tensors of a state, in host memory that is used again for the next one.
 
-A save that runs beside training must not write what the next update changes. So somebody must copy, and the copy must
+A save that runs during training must not write what the next update changes. So the state is copied, and the copy must
 be over before the update. Two things make training wait for little of it:
 
 1. Parameters and moments stay as they are from one update to the next. So a thread copies them while the next forward

@@ -133,10 +133,10 @@ def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading; a pipe in its place would let its reader wait without end.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (returned)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "is no regular file, but a pipe or a device", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file, but a pipe or a device", str(path))
     return file

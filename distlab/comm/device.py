@@ -216,7 +216,7 @@ def peak_bytes(place: torch.device) -> int:
 
 
 def reset_peak(place: torch.device) -> None:
-    """Begin to look for the peak of memory anew."""
+    """Forget the peak of memory so far; from now on a new one is measured."""
     if is_gpu(place):
         cuda.reset_peak_memory_stats(place)
 

@@ -28,7 +28,7 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """Stands for an object that is no plain data. It is no container, so nobody takes it for what it was.
+    """Stands for an object that is not plain data. It is not a container, so nobody takes it for what it was.
 
     Attributes:
         kind: the name of its class.
@@ -39,7 +39,7 @@ class Foreign:
     def __repr__(self) -> str:
         if self.kind in ITERABLES:
             return f"<{self.kind}: write list(...) around it>"
-        return f"an object of class {self.kind}, which is no plain value or tensor"
+        return f"an object of class {self.kind}, which is not a plain value or tensor"
 
 
 def pack(value: object) -> bytes:
@@ -64,7 +64,7 @@ def unpack(data: bytes) -> Any:
     try:
         return _Unpacker(io.BytesIO(data)).load()
     except Exception as error:
-        raise ValueError(f"this is no plain data ({type(error).__name__}: {error})") from None
+        raise ValueError(f"this is not plain data ({type(error).__name__}: {error})") from None
 
 
 class _Packer(pickle.Pickler):
@@ -92,7 +92,7 @@ def _name_of(kind: type) -> str:
 
 
 def _reduced(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the builder of an object that is no exact builtin value, and the builder's arguments."""
+    """Return the builder of an object that is not exactly a builtin value, and the builder's arguments."""
     kind, torch, numpy = type(obj), sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and issubclass(kind, torch.Tensor):
         return _tensor, _tensor_parts(obj)
@@ -233,14 +233,14 @@ def _class_of(module: str, qualname: str) -> Any:
     for name in qualname.split("."):
         found = vars(found)[name]
     if not isinstance(found, type):
-        raise ValueError(f"{module}.{qualname} is no class")
+        raise ValueError(f"{module}.{qualname} is not a class")
     return found
 
 
 def _member(module: str, qualname: str, name: str) -> Any:
     kind = _class_of(module, qualname)
     if not issubclass(kind, enum.Enum):
-        raise ValueError(f"{qualname} is no enumeration")
+        raise ValueError(f"{qualname} is not an enumeration")
     return kind[name]
 
 

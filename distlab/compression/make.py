@@ -9,7 +9,7 @@ from distlab.plan.compression import Compression
 
 
 def make_hook(compression: Compression, seed: int = 0) -> GradientHook:
-    """Return the hook of a `Compression`: what `exchanges` predicts is what it sends.
+    """Return the hook of a `Compression`. It sends what `exchanges` predicts.
 
     Args:
         compression: the method and its options.

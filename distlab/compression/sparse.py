@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-SAMPLED = 64  # one element of so many is looked at to guess where the largest begin
+SAMPLED = 64  # one element in 64 is looked at, to guess the size above which an element is kept
 MIN_SAMPLED_SIZE = 1 << 15  # below, looking at all of them costs less than guessing
 
 

@@ -138,7 +138,7 @@ def require_heads(num_heads: int, num_ranks: int, who: str) -> None:
     """Refuse heads that the ranks do not divide.
 
     Raises:
-        ValueError: the number of heads is no multiple of the ranks.
+        ValueError: the number of heads is not a multiple of the ranks.
     """
     if num_heads % num_ranks:
         raise ValueError(

@@ -31,7 +31,7 @@ def zigzag_positions(length: int, num_ranks: int, rank: int) -> Tensor:
     Shapes: -> [S/n]
 
     Raises:
-        ValueError: the length is no multiple of 2n (one rank takes any), or there is no such rank.
+        ValueError: the length is not a multiple of 2n (one rank takes any), or there is no such rank.
     """
     if num_ranks < 1 or not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} of {num_ranks} ranks; pass a rank from 0 to {max(num_ranks - 1, 0)}")
@@ -63,7 +63,7 @@ def scatter_sequence(x: Tensor, group: ProcessGroup | None = None, *, dim: int =
     Cost: nothing in forward; in backward one all-gather, (n-1)/n of x's bytes sent per rank.
 
     Raises:
-        ValueError: no such dim, or its length is no multiple of 2n.
+        ValueError: no such dim, or its length is not a multiple of 2n.
     """
     length = _length(x, dim, group)
     require_divisible(length, dist.get_world_size(group), f"rank {group_rank(group)}")

@@ -155,7 +155,7 @@ class HorovodOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Say that `step()` in this block follows a `synchronize()`: it is an error when it does not.
+        """Let `step()` in this block not synchronize again: `synchronize()` must come first, else `step()` raises.
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

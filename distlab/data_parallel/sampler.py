@@ -186,7 +186,7 @@ class DistributedSampler(Sampler[int]):
         """Go on where a state was taken, with as many ranks as there are now; nothing is sent.
 
         Raises:
-            ValueError: the state is of another dataset, seed or shuffle, or is no state.
+            ValueError: the state is of another dataset, seed or shuffle, or is not a state.
         """
         missing = [name for name in (*FACTS, "epoch", "position") if name not in state_dict]
         if missing:

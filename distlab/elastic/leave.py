@@ -108,7 +108,7 @@ def kill_stopped(peers: Sequence[Peer], rank: int) -> None:
         if peer.pid != mine.pid and (peer.host, peer.parent) == (mine.host, mine.parent) and _is_stopped(peer):
             with contextlib.suppress(OSError):
                 os.kill(peer.pid, signal.SIGKILL)
-                text = f"rank {rank}: rank {other} (process {peer.pid}) is stopped and nobody continued it: killed"
+                text = f"rank {rank}: rank {other} (process {peer.pid}) is stopped and not continued: killed"
                 print(f"{text}, so that all ranks can start anew", file=sys.stderr, flush=True)
 
 

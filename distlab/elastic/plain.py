@@ -1,13 +1,13 @@
 """Elastic training at its plainest: a run that can be killed at any moment is a loop that holds nothing of its own.
 
 A rank may die between any two instructions, and takes its memory along. The others cannot go on without it: each waits
-for its gradients. So nobody tries to. All ranks end, whoever started them starts them anew, and each goes on from the
+for its gradients. So no rank tries to. All ranks end, whoever started them starts them anew, and each goes on from the
 newest checkpoint. The steps since then are made again.
 
     torchrun --nproc-per-node 4 --max-restarts 100 train.py
 
 They are the same steps where each depends on three things alone: on what the checkpoint holds, on the step's number and
-on the rank. So the run ends with the very weights of a run that nobody killed. Two ways to spoil that:
+on the rank. So the run ends with the very weights of a run without a kill. Two ways to spoil that:
 
 - Something is not in the checkpoint: the optimizer's moments, a generator, the place in the data.
 - A checkpoint can be there in part. `save` lets it come to exist with one rename, after every rank has written.

@@ -18,7 +18,7 @@ from distlab.precision import HALF, as_dtype
 
 
 def problem_of(plan: object, model: object, order: object, world_size: int) -> str:
-    """Say why this model cannot be trained by this plan on so many ranks; "" where it can."""
+    """Say why this model cannot be trained by this plan on this number of ranks; "" where it can."""
     if not isinstance(plan, Plan):
         return f"plan is a {type(plan).__name__}; pass a distlab.plan.Plan"
     try:

@@ -121,7 +121,7 @@ class HybridState:
     """A mesh as a part of a checkpoint of which each rank holds a shard: `parts = {"training": hybrid}`.
 
     Each rank writes what it holds, as named parts of the whole model's tensors (`modules.named_parts`). So any other
-    plan can take it up by `load(..., reshard=True)`, on any number of ranks. The same plan goes on bit for bit.
+    plan can load it by `load(..., reshard=True)`, on any number of ranks. The same plan goes on bit for bit.
 
     Cost: no communication; each rank writes what it holds (equal copies too).
     """
@@ -144,7 +144,7 @@ class HybridState:
         self._prepare(states)
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what this rank saved, or its part of what all ranks of any plan saved."""
+        """Load what this rank saved, or its part of what all ranks of any plan saved."""
         for take in self._prepare(states):
             take()
 
@@ -162,7 +162,7 @@ class HybridState:
         }
 
     def _prepare(self, states: Sequence[Mapping[str, Any]]) -> list[Callable[[], object]]:
-        """Check saved states and put this rank's together; return what takes them up."""
+        """Check saved states and assemble this rank's; return the functions that load it."""
         here, saved = self._place(), [state.get("place", {}) for state in states]
         if any(not isinstance(state.get("shards"), list) for state in states):
             raise ValueError("an earlier distlab saved it, or another kind of training; load its full_state_dict()")

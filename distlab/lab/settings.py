@@ -52,7 +52,7 @@ class CommonSettings:
     json: bool = False
 
     def nodes_of(self, num_ranks: int) -> Nodes:
-        """Return the nodes that so many ranks make.
+        """Return the nodes that a number of ranks makes.
 
         Raises:
             ValueError: the ranks do not fill them, or the wire is none.

@@ -93,7 +93,7 @@ class LAMB(LayerwiseOptimizer):
         add_scaled(parameters, updates, [-lr * scale for scale in scales])
 
     def _moments(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Return each tensor's running means and the number of its updates, this one counted."""
+        """Return each tensor's running means, and how many updates it has had, this update included."""
         means, squares, steps = [], [], []
         for parameter in parameters:
             state = self.state[parameter]

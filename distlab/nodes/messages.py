@@ -111,7 +111,7 @@ class CrossingMessages(Messages):
         return True
 
     def drive_alone(self, work: SharedWork) -> None:
-        """Have a message moved on though nobody waits for it, on a thread of its own: its future was asked for."""
+        """Move a message on by a thread of its own: the caller asked for its future and may never call wait()."""
         if work.under_way is not None:
             GroupThread(functools.partial(self.drive, work, 0.0), self.name).start()
 

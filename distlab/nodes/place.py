@@ -28,7 +28,7 @@ class Nodes:
 
     @classmethod
     def for_ranks(cls, nodes: Nodes | int, world_size: int) -> Nodes:
-        """Return the nodes of so many ranks.
+        """Return the nodes that a number of ranks makes.
 
         Raises:
             ValueError: the ranks do not fill them evenly.

@@ -73,7 +73,7 @@ class Work:
         return Work(max(0.0, left[0]), max(0.0, left[1]), kernels, max(0.0, left[2]))
 
     def times(self, factor: float) -> Work:
-        """Return so many times the products and bytes, in as many kernels: smaller ones, or larger."""
+        """Return `factor` times the products and bytes, in the same number of kernels."""
         return Work(
             self.matmul_flops * factor, self.memory_bytes * factor, self.num_kernels, self.attention_flops * factor
         )
@@ -138,7 +138,7 @@ class Attention:
         return self.forward.attention_flops > 0
 
     def part(self, num_parts: int) -> Attention:
-        """Return it for a micro-batch cut into so many parts."""
+        """Return the same for one of `num_parts` equal parts of the micro-batch."""
         return replace(
             self,
             query_bytes=self.query_bytes // num_parts,
@@ -184,7 +184,7 @@ class Region:
     kept_bytes: int = 0
 
     def part(self, num_parts: int) -> Region:
-        """Return it for a micro-batch cut into so many parts."""
+        """Return the same for one of `num_parts` equal parts of the micro-batch."""
         return replace(
             self,
             forward=self.forward.times(1 / num_parts),
@@ -236,7 +236,7 @@ class Experts:
         return -(-self.num_experts // num_ranks)
 
     def part(self, num_parts: int) -> Experts:
-        """Return them for a micro-batch cut into so many parts."""
+        """Return the same for one of `num_parts` equal parts of the micro-batch."""
         return replace(
             self,
             row_bytes=self.row_bytes // num_parts,

@@ -10,7 +10,7 @@ piece. The first line that holds names its section:
     the host loads, and a GPU has nothing to do         data
     none of these                                       idle
 
-So the sections of a step sum to the step. What overlaps is counted beside them: of the time in which bytes travel,
+So the sections of a step sum to the step. What overlaps is counted separately: of the time in which bytes travel,
 `hidden` is the part under computation. Bytes travel from the arrival of a call's last rank on (`calls`): that a
 call was made early hides nothing.
 """
@@ -27,7 +27,7 @@ from distlab.trace import Trace
 SECTIONS = ("data", "forward", "backward", "sync", "optimizer", "other", "idle")
 KINDS = {"data": ("data",), "forward": ("F",), "backward": ("B", "I", "W"), "optimizer": ("optimizer",)}
 KIND_OF = {"data": "data", "forward": "F", "backward": "B", "sync": "wait", "optimizer": "optimizer"}
-HOST = "host"  # the lane of what a host does beside its GPU
+HOST = "host"  # the lane of what a host does while its GPU works
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 

@@ -184,7 +184,7 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
 
 
 def kernel_and_user() -> dict[str, str | int]:
-    """Return what two processes have in common that can reach each other: kernel, process namespace, user.
+    """Return this process's kernel, process namespace and user: processes can reach each other where all three agree.
 
     Raises:
         OSError: this system does not say.

@@ -1,4 +1,4 @@
-"""What a call returns, and the thread of a group on which calls run that nobody waits for, in their order."""
+"""What a call returns; and the thread of a group that runs, in their order, the calls that no rank waits for."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class RowParallelLinear(_ParallelLinear):
     Attributes:
         splits: how its parameters are cut; the bias is not.
         sequence_parallel: give each rank a part of the sequence.
-        num_parts: without sequence_parallel, sum in so many parts, each during the product of the next.
+        num_parts: without sequence_parallel, sum in this many parts, each during the product of the next.
         overlap: off, or where `local_compute` is replaced, each exchange is a function of its own: see `functions`.
 
     Raises:

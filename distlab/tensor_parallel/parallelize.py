@@ -54,7 +54,7 @@ def parallelize(
         group: the ranks.
         sequence_parallel: split the sequence between the regions; forward then needs a length that t divides.
         regather: with sequence_parallel, gather a region's input again in backward: see `ColumnParallelLinear`.
-        num_parts: without sequence_parallel, sum in so many parts: see `RowParallelLinear`.
+        num_parts: without sequence_parallel, sum in this many parts: see `RowParallelLinear`.
 
     Shapes: tokens [B, S] -> logits [B, S, ceil(V/t)]
     Cost: a step of a micro-batch sends, in elements per rank: 8 (t-1)/t B S H per layer; 4 (t-1)/t B S H for embedding

@@ -117,7 +117,7 @@ def read_chrome(path: str | Path) -> dict[str, Trace]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no JSON, or no Chrome trace.
+        ValueError: the file is not JSON, or no Chrome trace.
     """
     document, events = load_events(path)
     try:
@@ -147,7 +147,7 @@ def load_events(path: str | Path) -> tuple[Any, list[Any]]:
             content = gzip.decompress(content)
         document = json.loads(content)
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON, or is cut off ({error}); expected a Chrome trace") from error
+        raise ValueError(f"{path} is not JSON, or is cut off ({error}); expected a Chrome trace") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise ValueError(

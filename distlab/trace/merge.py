@@ -150,7 +150,7 @@ def _load_clocks(path: Path) -> list[int]:
     try:
         offsets = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); measure and save the clock offsets again") from error
+        raise ValueError(f"{path} is not JSON ({error}); measure and save the clock offsets again") from error
     if not isinstance(offsets, list) or not all(_is_offset(one) for one in offsets) or not offsets:
         raise ValueError(f"{path} holds {str(offsets)[:80]}; expected a list of whole nanoseconds, one per rank")
     return offsets

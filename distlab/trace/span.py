@@ -108,7 +108,7 @@ class Trace:
                 array = np.asarray(values, dtype=NUMBERS.get(field, np.int32))
             except (OverflowError, TypeError) as error:
                 raise ValueError(
-                    f"trace column {field!r} holds a value that is no number, or too large for its type: {error}"
+                    f"trace column {field!r} holds a value that is not a number, or too large for its type: {error}"
                 ) from error
             if array.ndim > 0 and array.size != length:
                 raise ValueError(f"trace column {field!r} has {array.size} rows; the others have {length}")

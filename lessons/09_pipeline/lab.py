@@ -65,7 +65,7 @@ class Settings(CommonSettings):
             return
         if not Path(self.schedule).is_file():
             names = ", ".join(RUNNABLE)
-            raise ValueError(f"schedule is {self.schedule!r}, which is no file; pass one, or all, or one of {names}")
+            raise ValueError(f"schedule is {self.schedule!r}, which is not a file; pass one, or all, or one of {names}")
         validate(self.order)
         object.__setattr__(self, "microbatches", self.order.num_microbatches)
 

@@ -63,7 +63,7 @@ class Settings(CommonSettings):
         """Refuse sequences that cannot be dealt out evenly."""
         if num_ranks > 1 and self.length % (2 * num_ranks):
             fits = 2 * num_ranks * max(self.length // (2 * num_ranks), 1)
-            raise ValueError(f"length {self.length} is no multiple of twice {num_ranks} ranks; pass --length {fits}")
+            raise ValueError(f"length {self.length} is not a multiple of twice {num_ranks} ranks; pass --length {fits}")
 
     @property
     def model(self) -> GPTConfig:

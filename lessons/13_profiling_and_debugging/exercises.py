@@ -97,7 +97,7 @@ EXERCISES = (
     ),
     Exercise(
         name="13.divergence",
-        title="the call in which a rank parts from the others",
+        title="the first call that differs between ranks",
         minutes=12,
         difficulty=3,
         source="solutions:first_divergence",

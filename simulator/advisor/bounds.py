@@ -31,7 +31,7 @@ def fastest(link: Link) -> float:
 
 
 def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: Floats) -> Floats:
-    """Return a time that no reduce-scatter or all-gather of so many bytes among the copies is below.
+    """Return a lower bound of the time of a reduce-scatter or all-gather of these bytes among the copies.
 
     A ring over nodes that a group fills takes as long as the slower wire, as `Group.exchange_ns`; a ring over uneven
     nodes is not faster than its part across.
@@ -51,7 +51,7 @@ def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: F
 def update_s(
     question: Question, cost: Costs, parameters: Floats, tensors: Floats | Ints | int, shards: Floats | Ints
 ) -> Floats:
-    """Return a time that no update of so many parameters, in so many tensors, spread over shards, is below."""
+    """Return a lower bound of the time of an update: parameters in a number of tensors, spread over shards."""
     whole, device = cost.workload.optimizer, question.cluster.device
     size = whole.memory_bytes / max(cost.workload.num_parameters, 1) * parameters / shards
     kernels = np.maximum(0.0, whole.num_kernels / max(cost.workload.num_tensors, 1) * tensors / shards - 1)

@@ -21,7 +21,7 @@ Seconds = tuple[Floats, Floats]
 MOST_MICROBATCH = 64
 MOST_PER_RANK = 8
 MOST_CONTEXT = 16
-EVERY = (2, 4)  # of so many blocks one runs again, where that is searched
+EVERY = (2, 4)  # one block in 2, or in 4, is recomputed, where that is searched
 
 
 @dataclass

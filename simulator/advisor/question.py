@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     sequence_parallel: bool
     microbatch: int
     recompute: str
-    recompute_layers: int = 1  # of so many blocks one runs again in full
+    recompute_layers: int = 1  # one block in this many is recomputed in full
 
     def plan(self, **changes: Any) -> Plan:
         """Return a plan of this shape."""

@@ -33,7 +33,7 @@ class Choice:
     """A plan that was simulated and fits.
 
     Attributes:
-        question: what it is an answer to.
+        question: the question that this plan answers.
         plan: the plan.
         step: its step.
     """

@@ -17,7 +17,7 @@ MOST_SIMULATED = 24
 
 
 class MapCell(NamedTuple):
-    """The best plan for a model on so many devices; None: the batch does not divide, or nothing fits."""
+    """The best plan for a model on a number of devices; None: the batch does not divide, or nothing fits."""
 
     model: str
     num_devices: int

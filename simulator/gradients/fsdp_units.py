@@ -77,12 +77,12 @@ class UnitTimes(NamedTuple):
     Attributes:
         unit: the unit.
         gather: all-gather of its parameters.
-        start_ns: starting the gather, where it keeps the computing rank busy, and what it costs that rank besides.
-        show_ns: putting views of the gathered parameters where the layers look for them.
+        start_ns: time of the computing rank to start the gather, and what the gather costs that rank later.
+        show_ns: time to put views of the gathered parameters where the layers look for them.
         scatter: reduce-scatter of its gradients, and what follows it among replicas.
-        pack_ns: copying its gradients to where they are scattered from, and starting that.
-        sum_ns: adding up what arrived of the scatter, where the rank itself does it.
-        unpack_ns: dividing the sum of the own shard by the number of ranks.
+        pack_ns: time to copy its gradients into the send buffer and to start the scatter.
+        sum_ns: time to add up what the scatter brought, where the computing rank does that itself.
+        unpack_ns: time to divide the sum of this rank's shard by the number of ranks.
         load: copy of its shard from the host to the device, or None.
         save: copy of its gradients' shard to the host, or None.
     """

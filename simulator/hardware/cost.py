@@ -60,7 +60,7 @@ def busy_s(work: Work, device: Device) -> float:
 
 
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:
-    """Return the time of a collective of so many latencies and bytes on a link, with its start.
+    """Return the time of a collective on a link: its start, a number of latencies, and bytes over bandwidth.
 
     Raises:
         ValueError: the size is negative, infinite or not a number.

@@ -75,7 +75,7 @@ class ClusterDescription:
                 raise ValueError(f"{name} is {value}; write a whole number of at least 1")
 
     def cluster(self, num_ranks: int) -> Cluster:
-        """Return the cluster, with whole nodes for so many ranks.
+        """Return the cluster, with enough whole nodes for a number of ranks.
 
         Raises:
             ValueError: a preset does not exist, or a figure makes no sense.

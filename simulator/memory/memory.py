@@ -157,7 +157,7 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
     split backward holds a micro-batch's activations until its W, which needs them. Automatic schedules are made for
     equal times here; `simulate` knows the stages' own.
 
-    With several micro-batches, distlab's own runs and torch's DDP keep their sum beside the buckets. With
+    With several micro-batches, distlab's own runs and torch's DDP keep the sum of gradients outside the buckets. With
     `flat_buffers` gradients are kept once, in the buffers that travel, as Megatron-LM does: 6 + 12/d bytes per
     parameter with 32-bit sums and sharding's stage 1 over d ranks, in place of 10 + 12/d. `Cluster` says which it is.
 

@@ -124,7 +124,7 @@ def _passed(sizes: Floats) -> Floats:
 
 
 def _under_way(sizes: Floats, passed: Floats) -> Floats:
-    """Return the bytes of buckets that travel when so many bytes of gradients are there.
+    """Return the bytes of buckets that travel, from the bytes of gradients that exist.
 
     The last full one does; the one before it is waited for when the next bucket gets its first gradient.
     """

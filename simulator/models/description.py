@@ -90,7 +90,7 @@ class ModelDescription:
         }
 
     def with_microbatch(self, samples: int) -> ModelDescription:
-        """Return the same model with so many samples in a micro-batch."""
+        """Return the same model with another number of samples in a micro-batch."""
         return replace(self, microbatch_size=samples)
 
     def workload(self) -> Workload:

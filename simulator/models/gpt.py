@@ -36,10 +36,10 @@ def gpt_workload(
 ) -> Workload:
     """Return the workload of a GPT, forward and backward without recomputing.
 
-    Matrix products and parameters are exact by the sources' formulas. Activations are 16-bit, with dropout's masks of a
-    byte; logits are in float32, once. With 16-bit parameters Adam keeps a master copy of 4 bytes. Bytes of other
-    kernels are an estimate: every activation that is kept was written once and is read once, in forward and again in
-    backward.
+    Matrix products and parameters are exact by the sources' formulas. Activations are 16-bit; dropout masks take one
+    byte per element; one copy of the logits is in float32. With 16-bit parameters Adam keeps a master copy of 4 bytes.
+    Bytes of other kernels are an estimate: every activation that is kept was written once and is read once, in
+    forward and again in backward.
 
     Cost: forward 24 B s h^2 + 4 B s^2 h FLOPs per layer and 2 B s h V for the head; backward twice that.
     Source: Narayanan et al. 2021 (2104.04473), equations 2 and 3; Korthikanti et al. 2022 (2205.05198), equation 2 and

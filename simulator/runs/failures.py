@@ -81,7 +81,7 @@ class Failures:
         return RATES[self.rate] if isinstance(self.rate, str) else Rate(self.rate, "as given")
 
     def mtbf_s(self, num_devices: int) -> float:
-        """Return the mean time between failures of so many devices, any of which stops all; infinite without any."""
+        """Return the mean time between failures of a number of devices, any of which stops all; may be infinite."""
         hourly = self.published.per_device_hour * num_devices
         return SECONDS_AN_HOUR / hourly if hourly > RARE else math.inf
 
@@ -90,7 +90,7 @@ class Failures:
         return self.save_s if self.save_s is not None else checkpoint_bytes(workload, plan) / self.storage_bytes_per_s
 
     def goodput(self, num_devices: int, save_s: float) -> Goodput:
-        """Return where the time of so many devices goes, with checkpoints that take so long.
+        """Return where the time of a number of devices goes, with checkpoints of a given duration.
 
         Raises:
             ValueError: failures leave almost no time.

@@ -30,14 +30,14 @@ def counts_of(plan: Plan) -> list[int]:
 
 
 def plan_on(plan: Plan, num_devices: int) -> Plan:
-    """Return the plan on so many devices, with the same batch.
+    """Return the plan on another number of devices, with the same batch.
 
     Raises:
-        ValueError: the devices are no multiple of a replica's, or the batch does not divide.
+        ValueError: the devices are not a multiple of a replica's, or the batch does not divide.
     """
     alone, batch = plan.world_size // plan.data, plan.data * plan.num_microbatches
     if num_devices % alone:
-        raise ValueError(f"{num_devices} devices are no multiple of the {alone} that one replica has")
+        raise ValueError(f"{num_devices} devices are not a multiple of the {alone} that one replica has")
     data = num_devices // alone
     if batch % data:
         raise ValueError(f"{data} replicas do not divide the batch of {batch} micro-batches")

@@ -223,7 +223,7 @@ def _with_sizes(layer: Layer, sizes: Sequence[int]) -> Layer:
 
 
 def _cut(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the shape of a part with so many elements: fewer rows, else fewer columns, else a vector."""
+    """Return the shape of a part from its number of elements: fewer rows, else fewer columns, else a vector."""
     rest = 1
     for length in shape[1:]:
         rest *= length

@@ -83,7 +83,7 @@ def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool) ->
 
 
 def _quantised(shapes: Sequence[Sequence[int]], parts: int, of_states: int, of_weights: int) -> dict[str, Work]:
-    """Return the work of quantising what products of so many ranks multiply, by the pass that does it."""
+    """Return, for each pass, the work of quantising the factors of its products on a number of ranks."""
     into = sum((of_states * rows + of_weights * columns) * depth for rows, columns, depth in shapes)
     out = sum(of_states * rows * columns for rows, columns, _ in shapes)
     return {"forward": Work(memory_bytes=parts * into), "input_gradient": Work(memory_bytes=parts * out)}

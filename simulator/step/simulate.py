@@ -110,7 +110,7 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
 
 
 def _within_limit(sharding: Sharding, cluster: Cluster, stages: Sequence[Stage]) -> Sharding:
-    """Return the sharding with as many units gathered ahead as may be whole beside the one that computes."""
+    """Return the sharding with as many units gathered ahead as memory allows whole, besides the one that computes."""
     if cluster.live_elements is None:
         return sharding
     largest = max(

@@ -76,7 +76,7 @@ CHOSEN = (
     "tried), its rows without recompute were 12 and 6 % too short, and rows on H100 with small micro-batches, which "
     "no constant was fitted to, 7 to 14 %: these now have -2 to 0 %, all 40 of them 3.5 % in place of 4.6. Gathers "
     "that wait in backward for the scatter before them (BACKWARD_POST) were tried too: 9 % too long, not kept.",
-    "MosaicML: a kernel costs 10 us, and what computes beside a collective takes 1.29 times as long, since nccl holds "
+    "MosaicML: a kernel costs 10 us, and computation during a collective takes 1.29 times as long, since nccl holds "
     "24 of 108 multiprocessors. Without that the fit wants 175 us a kernel, which none takes; with 60 us and no "
     "slowdown (first tried) these rows had 1.9 % in place of 2.2, rows on H100 6.6 in place of 4.6, in 8 bits 13 in "
     "place of 6.6.",
@@ -91,7 +91,7 @@ CHOSEN = (
     "SC21 ZeRO-3: gathers tensor by tensor, nothing ahead of a billion parameters, and 8 us per slice (assumed; the "
     "row alone would take 11 us): before these choices the step was 30 % too short. Without slices: 23 %.",
     "FSDP paper: products as in megatron. With constants of MosaicML's fused kernels steps were 19 % too short.",
-    "H100 of 500 W: products of 0.816 of the 700 W part's, as the root of what power is left beside 100 W (assumed). "
+    "H100 of 500 W: products of 0.816 of the 700 W part's, as the root of the power above 100 W (assumed). "
     "The root of all power (0.845, first tried) left A100s of torchtitan 4.5 % too long, and H200s 5 %: rows that no "
     "constant was fitted to, and that have 2.8 and 3.5 % now.",
     "torchtitan: two stacks, of one constant for two rows and of two for five: these are fitted more than predicted.",

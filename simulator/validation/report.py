@@ -145,7 +145,7 @@ def text(families: Sequence[Family], tables: dict[str, list[Derived]]) -> str:
 def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
     """Return each row's error: of a table of rates, which are parts already, by how much ours is above the printed one.
 
-    A searched schedule with a smaller bubble than the published search found is no error.
+    A searched schedule with a smaller bubble than the published search found is not an error.
     """
     ours, printed = np.array([row.predicted for row in rows]), np.array([row.published for row in rows])
     if table in RATES:

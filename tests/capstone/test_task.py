@@ -92,7 +92,7 @@ def test_the_board_keeps_the_best_try_of_each_and_no_formula(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == table(rows).strip()
     board.write_text("something,else\n")
     assert main(["capstone", "--board", str(board)]) == 2
-    assert "line 1: 'something,else' is no attempt" in capsys.readouterr().err
+    assert "line 1: 'something,else' is not an attempt" in capsys.readouterr().err
 
 
 def test_each_bar_has_its_sentence():

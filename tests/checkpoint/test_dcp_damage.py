@@ -217,8 +217,8 @@ def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatc
 
 
 FORGED = {
-    "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is no file of"),
-    "an absolute file": (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "is no file of"),
+    "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is not a file of"),
+    "an absolute file": (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "is not a file of"),
     "a huge tensor": (lambda m: grow(m), "does not fit in the"),
     "more bytes than the file has": (
         lambda m: setattr(first_place(m), "length", 1 << 50),
@@ -227,7 +227,7 @@ FORGED = {
     "a huge tensor of so many bytes": (lambda m: (grow(m), setattr(first_place(m), "length", 1 << 50)), "ends before"),
     "a box outside": (lambda m: move(m), "has a box"),
     "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "damaged, or of a version"),
-    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "are no sizes"),
+    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "are not sizes"),
     "a value without a place": (lambda m: m.planner_data.update({"model.first.weight": ()}), "stands at"),
     "a place that is text": (lambda m: m.planner_data.update({"model.first.weight": "model"}), "stands at 'model'"),
     "an extension": (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "changed by an extension"),

@@ -68,7 +68,7 @@ def test_a_pipe_in_place_of_a_file_is_named(tmp_path, name):
     place = tmp_path / "step-0000000002" / name
     place.unlink()
     os.mkfifo(place)
-    with pytest.warns(UserWarning, match=f"{name} cannot be read .is no regular file, but a pipe or a device"):
+    with pytest.warns(UserWarning, match=f"{name} cannot be read .is not a regular file, but a pipe or a device"):
         assert newest(tmp_path).step == 1
 
 

@@ -154,7 +154,7 @@ FORGED = {
 @pytest.mark.parametrize("kind", FORGED)
 def test_forged_files_are_refused(tmp_path, kind):
     (tmp_path / "m.safetensors").write_bytes(FORGED[kind])
-    with pytest.raises(ValueError, match="m.safetensors is no intact safetensors file"):
+    with pytest.raises(ValueError, match="m.safetensors is not an intact safetensors file"):
         read_safetensors(tmp_path / "m.safetensors")
 
 
@@ -163,7 +163,7 @@ def test_every_truncation_is_named_and_no_flipped_bit_raises_anything_else(tmp_p
     data = path.read_bytes()
     for length in range(len(data)):
         path.write_bytes(data[:length])
-        with pytest.raises(ValueError, match="is no intact safetensors file"):
+        with pytest.raises(ValueError, match="is not an intact safetensors file"):
             read_safetensors(path)
     num_refused = 0
     for bit in random.Random(0).sample(range(8 * len(data)), 400):
@@ -194,11 +194,11 @@ def test_an_index_cannot_point_outside_and_must_be_complete(tmp_path):
     for places, words in (
         ({"a": "../outside.safetensors"}, "outside of its directory"),
         ({**index["weight_map"], "c": "model-00001-of-00002.safetensors"}, "names c, which is not in"),
-        ([], "is no index"),
+        ([], "is not an index"),
     ):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
         with pytest.raises(ValueError, match=words):
             read_safetensors(tmp_path)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors", "a": "elsewhere"}}')
-    with pytest.raises(ValueError, match="is no index .*'a' stands in it 2 times"):
+    with pytest.raises(ValueError, match="is not an index .*'a' stands in it 2 times"):
         read_safetensors(tmp_path)

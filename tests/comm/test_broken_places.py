@@ -93,7 +93,7 @@ def test_an_interrupt_between_jobs_is_an_interrupt():
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("TMPDIR", "no folder for the ranks can be made in /.* (No such file or directory); make that folder again"),
+        ("TMPDIR", "cannot make a folder for the ranks in /.* (No such file or directory); create that directory"),
         ("working directory", "the working directory of this program is gone (No such file or directory); change to"),
     ],
 )

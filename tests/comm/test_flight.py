@@ -90,7 +90,7 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     ],
 )
 def test_no_code_of_a_dump_runs_and_damage_is_told(data):
-    with pytest.raises(ValueError, match="f is no dump of torch's flight recorder"):
+    with pytest.raises(ValueError, match="f is not a dump of torch's flight recorder"):
         read_dump(data, "f")
     assert not os.path.exists("/tmp/distlab-bomb-went-off")
 

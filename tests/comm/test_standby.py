@@ -180,7 +180,7 @@ def test_whichever_process_is_killed_torchrun_starts_the_rank_again_and_nothing_
     [
         ([], "no script was named; pass the path of a Python file"),
         (["missing.py"], "there is no script missing.py; pass the path of a Python file"),
-        ([__file__], "this is no rank of torchrun; write torchrun before -m"),
+        ([__file__], "this is not a rank of torchrun; write torchrun before -m"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments, words):

@@ -242,7 +242,7 @@ def test_mistakes_are_one_line(capsys, tmp_path):
     idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert main(["where", str(idle.pid)]) == 2
-        assert f"process {idle.pid} is no rank of yours and has started none" in capsys.readouterr().err
+        assert f"process {idle.pid} is not a rank of yours and has started none" in capsys.readouterr().err
     finally:
         idle.communicate()
     assert main(["where", str(idle.pid)]) == 2

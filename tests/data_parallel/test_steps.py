@@ -20,7 +20,7 @@ from distlab.trace import SpanWriter
 
 
 def mixed_model():
-    """Two data types, a mask that is no number, a tied weight, a frozen one."""
+    """Two data types, a mask that is not a number, a tied weight, a frozen one."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     model = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(6)])
     model[1].weight = model[0].weight

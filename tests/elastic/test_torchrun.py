@@ -91,7 +91,7 @@ def test_a_rank_that_is_stopped_is_killed_by_those_who_waited_for_it(uninterrupt
     assert same_bits(final_of(folder), expected)
     text = (folder / "output.txt").read_text()
     assert "rank 0: rank 1 (process" in text
-    assert "is stopped and nobody continued it: killed" in text
+    assert "is stopped and not continued: killed" in text
 
 
 def seconds_to_leave(folder, num_ranks, num_notes, **changes):

@@ -241,7 +241,7 @@ CASES = [
     (eats_memory, 1, "memory", "more memory than a check gives .* in eats_memory: kept.append"),
     (eats_memory_in_python, 1, "memory", "more memory than a check gives .* in eats_memory_in_python"),
     (raises_on_one_rank, 3, "raised", "on rank 2 of 3: it raised KeyError: 'layer 7' .*raise KeyError"),
-    (returns_what_cannot_be_sent, 1, "returned", "got an object of class lock, which is no plain value"),
+    (returns_what_cannot_be_sent, 1, "returned", "got an object of class lock, which is not a plain value"),
     (returns_nothing, 1, "returned", "got None"),
     (leaves_the_group, 1, "left the group", "destroyed or replaced the process group"),
     (changes_default_dtype, 1, "default dtype", "default dtype to torch.bfloat16"),

@@ -1,4 +1,4 @@
-"""The library's own version of what an exercise asks for is no answer, by whatever name it is called; helpers are."""
+"""The library's own version of what an exercise asks for is not an answer, whatever it is called; helpers are."""
 
 from __future__ import annotations
 

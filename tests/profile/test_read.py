@@ -179,9 +179,9 @@ def folder_without_a_rank(folder):
 
 
 BAD = {
-    "a file that is cut off": (cut_off, "is no JSON, or is cut off"),
-    "a gzipped file that is cut off": (cut_off_gz, "is no JSON, or is cut off"),
-    "a gzipped file that is damaged": (damaged_gz, "is no JSON, or is cut off"),
+    "a file that is cut off": (cut_off, "is not JSON, or is cut off"),
+    "a gzipped file that is cut off": (cut_off_gz, "is not JSON, or is cut off"),
+    "a gzipped file that is damaged": (damaged_gz, "is not JSON, or is cut off"),
     "no file": (lambda folder: [folder / "none.json"], "there is no trace at"),
     "an empty folder": (lambda folder: [folder], "there is no trace to read"),
     "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, operator or call"),

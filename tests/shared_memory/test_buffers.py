@@ -223,7 +223,7 @@ def halves():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gathers_and_scatters_of_buffers_have_the_bits_of_any_other(shared_ranks, world_size):
-    in_turn = [0, world_size, 0, 0, world_size, world_size]  # what is no buffer, on all ranks or on one, is copied
+    in_turn = [0, world_size, 0, 0, world_size, world_size]  # what is not a buffer, on all ranks or on one, is copied
     for wrong, found in shared_ranks(world_size).run(halves):
         assert wrong == []
         assert found == ([] if world_size == 1 else in_turn * 6)

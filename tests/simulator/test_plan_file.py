@@ -184,7 +184,7 @@ def test_a_device_with_faster_products_has_no_slower_data_sheet():
         ('model = "gpt-3-175b"', 'model = ""', r"\[workload\] model is empty; name one, or leave model out"),
         ('model = "gpt-3-175b"', 'config = ""', r"\[workload\] config is empty; name one, or leave config out"),
         ('name = "dgx-h100"', f"devices_per_node = {10**30}", r"devices_per_node has 31 digits; pass at most"),
-        ("[plan]", "[plans]", r"plans is no table of a plan file"),
+        ("[plan]", "[plans]", r"plans is not a table of a plan file"),
         ("[plan]", "[plan", r"plan.toml: "),
     ],
 )
@@ -204,7 +204,7 @@ def test_files_that_editors_save_otherwise(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     assert read_plan_file(path) == plan_of_text(TEXT)
     path.write_bytes(TEXT.encode("utf-16"))
-    with pytest.raises(ValueError, match=r"plan.toml: this is no text in UTF-8; save it as UTF-8$"):
+    with pytest.raises(ValueError, match=r"plan.toml: this is not text in UTF-8; save it as UTF-8$"):
         read_plan_file(path)
     path.write_text("# nothing yet\n")
     with pytest.raises(ValueError, match=r"plan.toml: the file is empty; write \[workload\], \[cluster\] and \[plan\]"):

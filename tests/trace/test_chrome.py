@@ -156,10 +156,10 @@ def test_torch_profiler(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no JSON"),
-        (b"\x1f\x8bgarbage", "is no JSON"),
-        (b"\xff\xfe\x00", "is no JSON"),
-        (b'{"traceEvents": [', "is no JSON"),
+        (b"", "is not JSON"),
+        (b"\x1f\x8bgarbage", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b'{"traceEvents": [', "is not JSON"),
         (b"3", "is no Chrome trace: expected a list of events"),
         (b'{"traceEvents": {}}', "is no Chrome trace"),
         (b'{"events": []}', "is no Chrome trace"),

@@ -77,7 +77,7 @@ def test_what_is_missing_is_named(folder, tmp_path):
 )
 def test_damaged_clocks(folder, text):
     (folder / "clocks.json").write_text(text)
-    with pytest.raises(ValueError, match=r"clocks.json (is no JSON|holds)"):
+    with pytest.raises(ValueError, match=r"clocks.json (is not JSON|holds)"):
         load_folder(folder)
 
 

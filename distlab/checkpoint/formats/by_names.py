@@ -225,7 +225,7 @@ def unfold(tree: Mapping[Path, Any]) -> dict[str, Any]:
     """Return nested dictionaries from places; a dictionary whose keys are numbers is a list.
 
     Raises:
-        ValueError: one thing stands inside another that is no dictionary.
+        ValueError: one thing stands inside another that is not a dictionary.
     """
     nested: dict[Any, Any] = {}
     for path, value in tree.items():

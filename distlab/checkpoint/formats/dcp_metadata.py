@@ -74,7 +74,7 @@ class _RecordsOnly(pickle.Unpickler):
             return _joined  # a path is only shown, and a string is enough for that
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no record of a checkpoint")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not a record of a checkpoint")
 
 
 def _joined(*parts: object) -> str:
@@ -142,7 +142,7 @@ def _item(name: Any, kind: Any, place: Any, places: Any) -> Item:
 def _chunk(name: str, corner: tuple[int, ...] | None, sizes: tuple[int, ...], info: Any) -> Chunk:
     file, (start, num_bytes) = info.relative_path, _numbers((info.offset, info.length))
     if type(file) is not str or Path(file).name != file:
-        raise ValueError(f"{name} lies in {file!r}, which is no file of the checkpoint's directory")
+        raise ValueError(f"{name} lies in {file!r}, which is not a file of the checkpoint's directory")
     if getattr(info, "transform_descriptors", None):
         raise ValueError(f"{name} was changed by an extension ({info.transform_descriptors}); save it without")
     return Chunk(corner, sizes, file, start, num_bytes)
@@ -150,5 +150,5 @@ def _chunk(name: str, corner: tuple[int, ...] | None, sizes: tuple[int, ...], in
 
 def _numbers(values: Any) -> tuple[int, ...]:
     if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r} are no sizes")
+        raise ValueError(f"{values!r} are not sizes")
     return tuple(values)

@@ -88,7 +88,7 @@ def _check_sums(directory: Path) -> None:
     for line in lines:
         digest, _, name = line.partition("  ")
         if Path(name).name != name:
-            raise ValueError(f"{directory.name}/{SUMS} names {name!r}, which is no file of its directory")
+            raise ValueError(f"{directory.name}/{SUMS} names {name!r}, which is not a file of its directory")
         with _open(directory, name) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError(f"{directory.name}/{name} was changed after it was written (its SHA-256 differs)")
@@ -124,7 +124,7 @@ def _tensor(item: Item, opened: Mapping[str, BufferedReader], directory: Path) -
         try:
             box = _load(item, chunk, opened, directory)
         except pickle.UnpicklingError:
-            raise ValueError(f"{directory.name}/{chunk.file}: {item.name} is no tensor; not loaded") from None
+            raise ValueError(f"{directory.name}/{chunk.file}: {item.name} is not a tensor; not loaded") from None
         if not isinstance(box, Tensor) or tuple(box.shape) != chunk.sizes or box.dtype != item.dtype:
             kind = f"{box.dtype} {list(box.shape)}" if isinstance(box, Tensor) else type(box).__name__
             raise ValueError(

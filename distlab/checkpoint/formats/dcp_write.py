@@ -43,7 +43,7 @@ class Said(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where something lies: in a rank's file, from byte `start`."""
+    """Where a saved value stands: in which rank's file, and from which byte (`start`) on."""
 
     path: by_names.Path
     corner: tuple[int, ...] | None

@@ -181,7 +181,7 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no index of safetensors files ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} is not an index of safetensors files ({type(error).__name__}: {error})") from None
     state: dict[str, Tensor] = {}
     for name in names:
         state |= _read_file(path.parent / name)
@@ -197,7 +197,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no intact safetensors file ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} is not an intact safetensors file ({type(error).__name__}: {error})") from None
 
 
 def _json(data: bytes) -> Any:

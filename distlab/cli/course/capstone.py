@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Write a first plan, show the board, or run a plan; return 0 when all bars are kept.
 
     Raises:
-        ValueError: the file is no plan for this task, or flags do not go together.
+        ValueError: the file is not a plan for this task, or flags do not go together.
     """
     from distlab.capstone import FIRST_PLAN, add_row, attempt, read_board, read_entry, table
     from distlab.capstone.judge import as_json

@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Grade, write the tables, and return 0 when no submission was stopped, else 1.
 
     Raises:
-        ValueError: there is nothing to grade, or a limit is no time.
+        ValueError: there is nothing to grade, or a limit is not a time.
     """
     from distlab.classroom import Limits, find_submissions, grade_all
     from distlab.grading import load_lesson

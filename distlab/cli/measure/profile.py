@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab profile`."""
     command.add_argument("trace", nargs="+", type=Path, metavar="TRACE", help="files, or folders of them")
-    what = "lay the step that this plan file predicts beside what was measured (see distlab simulate)"
+    what = "compare with the step that this plan file predicts (see distlab simulate)"
     command.add_argument("--plan", type=Path, metavar="PLAN.toml", help=what)
     command.add_argument("--sections", type=Path, metavar="FILE", help="save the sections of each rank as PNG")
     command.add_argument("--timeline", type=Path, metavar="FILE", help="save the timeline of the middle step as PNG")

@@ -144,7 +144,7 @@ def _questions(arguments: argparse.Namespace) -> list[Any]:
             dollars = positive_number(price) if price else None
         except argparse.ArgumentTypeError:
             raise ValueError(
-                f"--cluster {said}: {price!r} is no price; pass dollars for a device and an hour"
+                f"--cluster {said}: {price!r} is not a price; pass dollars for a device and an hour"
             ) from None
         for count in arguments.gpus:
             own = {"headroom": arguments.headroom / 100, "price": dollars}

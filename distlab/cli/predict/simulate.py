@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 SHOWN = 8
 MOST_RANKS = 1_000_000
 MOST_PASSES = 2_000_000
-"""A step of so many ranks, or of so many passes, is simulated within a minute."""
+"""A step of at most this many ranks, or passes, is simulated within a minute."""
 MANY_PASSES = 200_000
-"""From so many on, one is told that it takes seconds."""
+"""From this number on, the user is told that it takes seconds."""
 MOST_RESERVED = 1.13  # over what is counted: 2410.06511, tables 1 to 3, 2024
 
 
@@ -36,7 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_description(command)
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
-    command.add_argument("--memory", type=Path, metavar="FILE", help="save what fills the memory as PNG")
+    command.add_argument("--memory", type=Path, metavar="FILE", help="save a picture (PNG) of what fills the memory")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
     command.add_argument("--json", action="store_true", help="print the step as JSON")
 

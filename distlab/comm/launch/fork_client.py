@@ -100,7 +100,7 @@ class ForkServer:
         except OSError as error:
             place = f"in {tempfile.tempdir} " if tempfile.tempdir else ""
             raise RuntimeError(
-                f"no folder for the ranks can be made {place}({error.strerror}); make that folder again or make room "
+                f"cannot make a folder for the ranks {place}({error.strerror}); create that directory or make room "
                 "in it, or set TMPDIR to another folder before you start Python"
             ) from error
         return path

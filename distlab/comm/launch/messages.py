@@ -126,7 +126,7 @@ class Reply:
         """Read what a rank wrote; `path` is the file of a large result.
 
         Raises:
-            ValueError: it is no reply.
+            ValueError: it is not a reply.
         """
         try:
             body, failure, *told = unpack(data)
@@ -137,7 +137,7 @@ class Reply:
             inline, is_in_file = body
             return cls(Body(bytes(inline), str(path) if is_in_file else None), None, left_group, made_calls)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"rank {rank} sent something that is no reply ({error})") from None
+            raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
 
 
 def result_path(folder: str | Path, rank: int) -> Path:

@@ -139,7 +139,7 @@ def prepare_process(settings: Settings) -> None:
 
 
 def own_job() -> str:
-    """Name of the private folder of this rank's set; "" in a process that is no rank."""
+    """Name of the private folder of this rank's set; "" in a process that is not a rank."""
     return os.environ.get(JOB_VARIABLE, "")
 
 

@@ -142,7 +142,7 @@ class GroupWatch:
 
     def _destroy(self, group: Any = None) -> Any:
         """Who still uses the group learns only that a connection was closed."""
-        if group is None or group in c10d._world.pg_group_ranks:  # what is no group here is torch's to refuse
+        if group is None or group in c10d._world.pg_group_ranks:  # what is not a group here is torch's to refuse
             is_all = group is None or group is dist.group.WORLD
             self._note("left", None if is_all else dist.get_process_group_ranks(group))
         return self._real_destroy(group)

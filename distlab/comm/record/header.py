@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-STOPPED, FINISHED = 2, 4  # bits beside the header's `aside`
+STOPPED, FINISHED = 2, 4  # bits of the same number as the header's `aside`
 HEADER = struct.Struct("<8sQQQQqQQQQQ")  # a magic text, then what Header holds
 MAGIC = b"distrec4"
 

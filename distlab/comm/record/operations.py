@@ -94,7 +94,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def splits_given(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what decides, beside the input, how much an all_to_all gives and takes: output's shape and the sizes."""
+    """Return what, with the input, decides how much an all_to_all sends and receives: output's shape and sizes."""
     output = args[0] if args else ()
     if not isinstance(output, torch.Tensor):
         return (tuple([tensor.numel() for tensor in output]),)

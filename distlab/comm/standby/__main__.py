@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         what = f"there is no script {arguments[0]}" if arguments else "no script was named"
         return _refuse(f"{what}; pass the path of a Python file after -m distlab.comm.standby")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return _refuse("this is no rank of torchrun; write torchrun before -m, or start the script alone")
+        return _refuse("this is not a rank of torchrun; write torchrun before -m, or start the script alone")
     try:
         control = _connect(os.getppid())
     except OSError as error:

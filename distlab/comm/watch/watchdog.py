@@ -139,7 +139,7 @@ class Watchdog:
         """Return why the job cannot end well, or None.
 
         A mismatch is told at once (once all members have arrived, or 0.3 s later); a deadlock when nothing has moved
-        for two seconds. `finished_ranks`: those whose function has returned, beside those whose records say so.
+        for two seconds. `finished_ranks`: those whose function has returned, in addition to those whose records say so.
         """
         mismatch = self.mismatch(patient=True)
         if mismatch is not None:

@@ -83,7 +83,7 @@ def find_jobs(pid: int | None = None) -> list[Job]:
     found = [job for job in jobs if pid in job.parents or any(rank.pid == pid for rank in job.ranks)]
     if not found:
         raise ValueError(
-            f"process {pid} is no rank of yours and has started none: a rank has RANK and WORLD_SIZE in its "
+            f"process {pid} is not a rank of yours and has started none: a rank has RANK and WORLD_SIZE in its "
             "environment, or comes from distlab's run; call where without a number to see all jobs"
         )
     return found
@@ -117,7 +117,7 @@ def _jobs() -> Iterator[Job]:
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
-    """Return a process's job, its number of ranks and its place in it; None where it is no rank."""
+    """Return a process's job, its number of ranks and its place in it; None where it is not a rank."""
     if path.stat().st_uid != os.geteuid():
         return None
     command = (path / "cmdline").read_bytes()
@@ -197,7 +197,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def _launcher(line: list[int], own: list[int]) -> str:
-    """Return the command of the first ancestor that is no process of the job or of `run`; "" where none is left."""
+    """Return the command of the first ancestor that is not a process of the job or of `run`; "" where none is left."""
     for pid in line:
         if pid in own:
             continue

@@ -61,14 +61,14 @@ def read_dump(data: bytes, what: str) -> dict[str, Any]:
     """Read a dump.
 
     Raises:
-        ValueError: it is no dump of the flight recorder; the text names `what` and says why.
+        ValueError: it is not a dump of the flight recorder; the text names `what` and says why.
     """
     try:
         read = json.loads(data) if data.lstrip()[:1] == b"{" else _PlainOnly(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises almost anything
-        raise ValueError(f"{what} is no dump of torch's flight recorder: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{what} is not a dump of torch's flight recorder: {type(error).__name__}: {error}") from None
     if not isinstance(read, dict) or not all(isinstance(read.get(k), of) for k, of in _PLACES.items()):
-        raise ValueError(f"{what} is no dump of torch's flight recorder: it has no pg_config and entries")
+        raise ValueError(f"{what} is not a dump of torch's flight recorder: it lacks pg_config or entries")
     return read
 
 
@@ -83,7 +83,7 @@ def read_dumps(prefix: str | Path) -> Records:
         int(path.name[len(start.name) :]): path for path in start.parent.glob(f"{start.name}*") if _is_of(path, start)
     }
     if not paths:
-        raise ValueError(f"there are no files {prefix}0, {prefix}1, ...; pass what torch got as {_PREFIXES[0]}")
+        raise ValueError(f"there are no files {prefix}0, {prefix}1, ...; pass the value of {_PREFIXES[0]}")
     return records_of({rank: read_dump(_bytes(path), str(path)) for rank, path in sorted(paths.items())})
 
 

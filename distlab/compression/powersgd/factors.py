@@ -39,7 +39,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Error: columns are orthonormal to a few units of rounding, for any matrix of finite numbers.
 
     Raises:
-        ValueError: more columns than rows: so many cannot be orthogonal.
+        ValueError: more columns than rows; at most as many columns as rows can be orthogonal.
     """
     if matrix.dim() < 2 or matrix.shape[-1] > matrix.shape[-2]:
         raise ValueError(

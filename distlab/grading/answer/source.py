@@ -84,7 +84,7 @@ def read_source(impl: str) -> Source:
 
 
 def _remember(name: str, text: str) -> None:
-    """Let tracebacks and messages show the lines of what is no file."""
+    """Let tracebacks and messages show the lines of what is not a file."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 

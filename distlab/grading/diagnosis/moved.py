@@ -38,7 +38,7 @@ def items_moved(got: Sequence[Any], want: Sequence[Any], alike: Callable[[Any, A
 
 
 def which(wrong: Tensor) -> str:
-    """Say so where the wrong elements are all from one on, all before one, or every so many; else "".
+    """Say so where the wrong elements are all from one on, all before one, or at equal distances; else "".
 
     Args:
         wrong: whether each element of a row is wrong.

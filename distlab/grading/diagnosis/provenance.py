@@ -108,7 +108,7 @@ def _by_element(found: Tensor, parts: Tensor, tolerance: float, what: str) -> Fa
 
 
 def weights_of(got: Tensor, contributions: Sequence[Tensor]) -> list[float] | None:
-    """Return how often each of some tensors is in `got`, or None where it is no sum of them, or of several weights."""
+    """Return how often each tensor is in the sum `got`; None: `got` is not a sum of them, or several weights fit."""
     parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
     nothing = torch.zeros(len(parts), dtype=torch.float64)
     found = _multiples(got.detach().to(torch.float64).flatten(), parts, nothing, 10 * tolerance_of(got.dtype))

@@ -253,7 +253,7 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
     finite = want.to(torch.float64).abs().nan_to_num(0.0, 0.0, 0.0)
     limit = tolerance_of(want.dtype) * (float(finite.max()) if finite.numel() else 0.0)
     wrong = gap > limit
-    telling = wrong & (gap >= 1e-3 * gap.max())  # not one that is hardly off beside others that are far off
+    telling = wrong & (gap >= 1e-3 * gap.max())  # not one that is hardly off where others are far off
     index = [int(i) for i in telling.nonzero()[0]] if bool(wrong.any()) else []
     expected, found = want[tuple(index)].item(), got[tuple(index)].item()
     count = f"{int(wrong.sum())} of {got.numel()} elements differ" if got.numel() > 1 else "it differs"

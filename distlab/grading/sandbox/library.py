@@ -156,7 +156,7 @@ class Twins(NamedTuple):
     allowed: tuple[tuple[str, str], ...]
 
     def has(self, module: str, name: str) -> bool:
-        """Return whether a function or class of this module and name is one of them."""
+        """Return whether the function or class `name` of this module belongs to the library's answers."""
         if not _is_whole(self.places, module) and f"{module}:{name}" not in self.places:
             return False
         return not any(name == given and _is_below(module, where) for where, given in self.allowed)

@@ -219,7 +219,7 @@ def _asks_for_caller(frame: FrameType) -> bool:
 
 
 def leads_from_answer(frame: FrameType | None) -> bool:
-    """Return whether the innermost code that is no library's is the answer's, and what it called may not do this."""
+    """Return whether the innermost code that is not a library's is the answer's, and what it called may not do this."""
     for each in _frames(frame):
         file = each.f_code.co_filename
         if not _is_library(each.f_code):

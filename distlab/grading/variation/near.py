@@ -1,4 +1,4 @@
-"""Results of drawn calls: whether two are equal, whether one has drawn numbers in it, and its parts."""
+"""Compare results of drawn calls: whether two are equal, whether one holds drawn numbers, and what its parts are."""
 
 from __future__ import annotations
 

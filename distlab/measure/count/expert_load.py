@@ -74,7 +74,7 @@ def measure_alone_speedup(device: torch.device) -> float:
 def with_expert_loads(
     workload: Workload, loads: Sequence[float], plan: Plan, *, alone_speedup: float = 1.0
 ) -> Workload:
-    """Return the workload with each layer's experts so many times as busy; () leaves it as it is.
+    """Return the workload with each layer's experts busier by a factor; () leaves it as it is.
 
     Args:
         workload: counted with even loads.

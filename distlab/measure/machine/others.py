@@ -46,7 +46,7 @@ def taken_cores(all_s: float, ranks_s: float, wall_s: float, *, cores: int, num_
 
 
 def busy_sentence(cores: float) -> str:
-    """Say that other processes took so many cores from the ranks."""
+    """Say how many cores other processes took from the ranks."""
     return f"The machine was busy: other processes took {cores:.1f} of its cores from the ranks."
 
 

@@ -222,12 +222,13 @@ class StepOverhead:
         return Overhead(passes=tuple(costs))
 
     def _cost_s(self, workload: Workload, num_bytes: float, seconds: float, measured: CalibrationRound) -> float:
-        """Find the cost of an action or a pass with which the simulated step takes as long as the measured one.
+        """Find the cost per action (or pass) that makes the simulated step as long as the measured one.
 
-        It is below zero where the step took less than its work: noise, of which the median over rounds is taken.
+        Noise can make the measured step shorter than its work alone. Then the cost is below zero; the median over
+        rounds evens that out.
         """
         if is_pipeline_alone(self.plan):
-            in_a_row = 2 * int(max(np.diff(schedule_of(self.plan).offsets)))  # at most so many follow one another
+            in_a_row = 2 * int(max(np.diff(schedule_of(self.plan).offsets)))  # the most that run one after another
         else:
             in_a_row = self.plan.num_microbatches * sum(map(num_blocks, workload.layers)) // self.plan.pipeline
             in_a_row *= 1 if program_kind(self.plan) == "replicas" else 2

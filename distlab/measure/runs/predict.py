@@ -133,7 +133,7 @@ def predict_step(
 
 
 def predicted_step_s(step: Step, num_cores: int | None) -> float:
-    """Return the seconds of a step whose ranks share so many cores; None: one core for each.
+    """Return the seconds of a step whose ranks share a number of cores; None: one core for each.
 
     With a core for each rank that is the simulated step. With fewer, waiting ranks give theirs away: the mean over
     ranks of what each does, in seconds of a rank that computes while all others do.

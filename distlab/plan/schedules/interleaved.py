@@ -68,7 +68,10 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 
 
 
 def _warm_up(num_ranks: int, rounds: tuple[tuple[int, int], ...], stages_per_rank: int, *, a_hop: int) -> np.ndarray:
-    """Count the forward passes before a rank's first backward: all but the last stage's, and some for each hop."""
+    """Count each rank's forward passes before its first backward.
+
+    Those of all its stages but the last, for the first round of micro-batches; and `a_hop` for each rank behind it.
+    """
     start, stop = rounds[0]
     hops = num_ranks - 1 - np.arange(num_ranks)
     return (stages_per_rank - 1) * (stop - start) + a_hop * hops

@@ -28,7 +28,7 @@ class GradientMemory:
         self._buffer: Tensor | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """Let there be room for so many bytes, before the first gradient comes."""
+        """Reserve room for this many bytes, before the first gradient comes."""
         self._largest_bytes = max(self._largest_bytes, num_bytes)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:

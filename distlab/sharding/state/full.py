@@ -75,7 +75,7 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
 def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: int | None = None) -> dict[str, Any]:
     """Return the optimizer's state for whole tensors, by their names, in host memory; every rank of the group calls it.
 
-    A plain optimizer of the same groups of the whole model takes it up by its own `load_state_dict`.
+    A plain optimizer of the same groups of the whole model loads it by its own `load_state_dict`.
 
     Returns:
         {"state": {name: {"exp_avg": whole tensor, "step": number}}, "param_groups": [{options, "params": [names]}]},

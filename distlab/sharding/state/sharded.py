@@ -71,7 +71,7 @@ def load_sharded_state_dict(
     *,
     convert: bool = False,
 ) -> None:
-    """Take up a state that any number of ranks saved, whatever their units were; every rank of the group calls it.
+    """Load a state that any number of ranks saved, with any units. Every rank of the group calls this.
 
     Args:
         model: of the same tensors; nothing of it has changed when an error is raised.
@@ -95,7 +95,7 @@ def load_sharded_state_dict(
 def prepare(
     model: FullyShard, states: Sequence[Mapping[str, Any]], optimizer: Optimizer | None = None, *, convert: bool = False
 ) -> Callable[[], None]:
-    """Check saved shards against a model and put this rank's together; return what takes them up.
+    """Check saved shards against a model and assemble this rank's; return a function that loads it.
 
     Raises:
         ValueError: they do not fit; nothing has changed.
@@ -148,5 +148,5 @@ class ShardedState:
         prepare(self.model, states, self.optimizer)
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up this rank's shard of what all ranks saved, or its own state as it saved it."""
+        """Load this rank's shard from the states of all ranks, or from the state that this rank saved."""
         prepare(self.model, states, self.optimizer)()

@@ -23,7 +23,7 @@ class Buffers:
         self.made: list[Tensor] = []
 
     def add(self, kind: Kind, size: int) -> None:
-        """Say that a bucket of this dtype and device will need so many elements; before anything is lent."""
+        """Announce how many elements a bucket of this dtype and device will need; call it before anything is lent."""
         self._sizes[kind] = max(self._sizes.get(kind, 0), size)
         self._spare.setdefault(kind, [])
 

@@ -114,7 +114,7 @@ class ScatterInBackward:
 
 
 class KeptAlike(Registered):
-    """What is alike on all ranks after a step, as long as nothing but `step` changes pieces: no one else sends them."""
+    """What is equal on all ranks after a step, as long as only `step` changes pieces: no other call sends them."""
 
     def __init__(self, module: nn.Module, buckets: Sequence[ShardBucket]) -> None:
         super().__init__(module, "ShardedOptimizer")

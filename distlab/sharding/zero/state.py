@@ -100,7 +100,7 @@ class SavesShards:
         """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
 
         Every rank calls this. Groups have their parameters in the order of one process. So a plain optimizer, built of
-        the same groups of the whole model, takes it up by its own `load_state_dict`.
+        the same groups of the whole model, loads it by its own `load_state_dict`.
 
         Args:
             to_rank: the only rank of the group that wants it; others get None. None: every rank does.

@@ -20,7 +20,7 @@ from distlab.shared_memory.arena import PAGE, map_file
 from distlab.shared_memory.collectives.reductions import Reduction
 from distlab.shared_memory.meeting import Meeting
 
-_OTHER = -1  # the number of what is no buffer
+_OTHER = -1  # the number of what is not a buffer
 _IN_CACHE_BYTES = 256 << 10  # of a result, before it is written to where it belongs
 
 

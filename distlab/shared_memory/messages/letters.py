@@ -1,4 +1,4 @@
-"""A message: what each side keeps of it, and the letter that announces it in a lane."""
+"""A message: the record that sender and receiver each keep, and the letter that announces it in a lane."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class MessageWork(SharedWork):
         return self._messages.drive(self, limit_s)
 
     def get_future(self) -> Future[Tensors]:
-        """A future of the tensor, which comes though nobody waits."""
+        """A future of the tensor; it becomes done even if the caller never calls wait()."""
         self._messages.drive_alone(self)
         return super().get_future()
 
@@ -118,7 +118,7 @@ class Messages:
         """Do nothing: the group's thread moves messages on that nobody waits for."""
 
     def _sleep(self, seen: int) -> None:
-        """Sleep until somebody rings; when nobody does for long, look whether the others still live."""
+        """Sleep until another rank rings; after a long silence, look whether the others still live."""
         futex.wait(self._bell, seen, self._look)
         if self._word.value == seen or self._is_anyone_gone():
             self._give_up()

@@ -1,9 +1,9 @@
-"""The cut model beside the whole one: both run once on the same input and must compute the same.
+"""Compare the cut model with the whole one: both run once on the same input and must compute the same.
 
 No plan shows how a forward uses what a layer makes. Three projections may lie one after the other, or side by side for
 each head; a softmax may need all features. Then each rank computes something, and the shapes fit. So the model is
 copied before the cut, without its weights. At the first forward the copy runs: each of its cut layers borrows the parts
-of all ranks while it computes, so that nobody holds the whole model. What each row layer reads must be the rank's part
+of all ranks while it computes, so that no rank holds the whole model. What each row layer reads must be the rank's part
 of what the whole one's reads. The first that is not says where the plan is wrong.
 """
 

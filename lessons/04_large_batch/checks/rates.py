@@ -142,7 +142,7 @@ def _wrong_warmup(cut: int, step: int, rates: list[float], want: float, all_rate
         return Fault("one group only", f"{text}: the second parameter group is left as it was; set every group")
     if not resumed:
         if step == 0 and _near(got, 0.0):
-            return Fault("starts at zero", f"{text}: the first update has 1/num_warmup of the peak, not nothing")
+            return Fault("starts at zero", f"{text}: the first update has 1/num_warmup of the peak, not 0")
         if _near(got, peak * (step + 1) / num):
             return Fault("above the peak", f"{text}: it goes on rising after the warmup; stop it at peak_lr")
         if _near(got, peak * min(1.0, (step + 2) / num)):

@@ -155,7 +155,7 @@ def judge_heads(evidence: Evidence) -> Iterator[Fault]:
 
 def _judge_error(got: Any, what: str) -> Iterator[Fault]:
     if not isinstance(got, tuple):
-        text = f"{what}: the heads do not divide, and it returns {describe(got)}; some ranks would have heads of others"
+        text = f"{what}: the heads do not divide, and it returns {describe(got)}; ranks would have parts of heads"
         yield Fault("no error", f"{text}, or none. Raise ValueError, on every rank alike")
     elif got[0] != "ValueError":
         yield Fault("no clear error", f"{what}: the heads do not divide; expected a ValueError, got {got[0]}")

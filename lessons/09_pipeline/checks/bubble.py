@@ -45,7 +45,7 @@ def _wrong_forms(p: int, m: int, v: int) -> dict[str, tuple[float, str]]:
         "busy": (1 - want, "that is the part which is busy"),
         "stages per rank": ((p - 1) / (m + p - 1), "several stages per rank divide the idle time: a stage is smaller"),
         "old total": ((p - 1) / v / (m + p - 1), "less idle time makes the total shorter too: divide by the new total"),
-        "off by one": (p / (v * m + p), "p ranks are p - 1 hand-overs away from each other"),
+        "off by one": (p / (v * m + p), "from the first of p ranks to the last there are p - 1 hand-overs"),
         "stages as ranks": ((v * p - 1) / (m + v * p - 1), grows),
         "stages as ranks too": ((v * p - 1) / (v * m + v * p - 1), grows),
         "naive": (1 - 1 / p, "that is one micro-batch; with more, ranks work at the same time"),

@@ -171,7 +171,7 @@ def run_failure(error: RankError, world_size: int) -> Fault | None:
     text = str(error)
     if "NoneType" in text or "does not require grad" in text:
         words = f"no gradient reached stage {world_size - 2}: the received activation does not require grad, so"
-        words = f"{words} backward leaves nothing in x.grad to send; call x.requires_grad_() once it is there"
+        words = f"{words} backward leaves nothing in x.grad to send; call x.requires_grad_() after x has arrived"
         return Fault("no gradient", words)
     if "deadlock" in text and "waits in send" in text:
         words = "two neighbours wait in send, each for the other to receive: one hands an activation forward, the other"

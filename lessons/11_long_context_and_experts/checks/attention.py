@@ -63,9 +63,9 @@ def judge_merge(evidence: Evidence) -> Iterator[Fault]:
         if all(isinstance(one, Tensor) for one in got) and not all(bool(one.isfinite().all()) for one in got):
             if name == "large scores":
                 text = (
-                    f"{name}: exp({float(want[1].max()):.0f}) is no number, and inf / inf is NaN; only differences may"
+                    f"{name}: exp({float(want[1].max()):.0f}) is not a number, and inf / inf is NaN; only differences"
                 )
-                text = f"{text} go through exp: subtract the larger log_sum first (torch.logaddexp does)"
+                text = f"{text} may go through exp: subtract the larger log_sum first (torch.logaddexp does)"
                 yield Fault("overflow", text)
             if name.startswith("a part"):
                 text = f"{name}: NaN where one log_sum is -inf: that part has a share of exp(-inf) = 0,"

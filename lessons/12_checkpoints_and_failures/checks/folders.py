@@ -150,7 +150,7 @@ def judge_newest(evidence: Evidence) -> Iterator[Fault]:
         if good is not None and case.good is not None and int(good[5:] or 0) > int(case.good[5:]):
             yield Fault("not seen", f"{case.words} ({', '.join(case.damaged)}), and it takes {good}; take {case.good}")
         if good is not None and case.good is None:
-            yield Fault("not seen", f"{case.words}, and it takes {good}; return None")
+            yield Fault("not seen", f"{case.words}, and it takes {good}; expected None: no checkpoint is whole")
         if good != case.good:
             yield Fault("gave up", f"{case.words}, and it returns {good}; {case.good} is whole")
         if sorted(damaged) != sorted(case.damaged):

@@ -60,9 +60,7 @@ def _samples_fault(parts: list[list[int]], wanted: range, end: int, what: str) -
         )
         yield Fault("another place", f"{text}, whatever their number was")
     if taken and taken[-1] >= end:
-        yield Fault(
-            "beyond the end", f"{what}: takes sample {taken[-1]}; the last step takes what is left before the end"
-        )
+        yield Fault("beyond the end", f"{what}: takes sample {taken[-1]}; the last step ends with the data")
     if twice:
         yield Fault("twice", f"{what}: samples {twice} are taken more than once; nothing fills up what does not divide")
     if len(taken) != len(wanted) and len(taken) in (12, 3 * len(parts)):

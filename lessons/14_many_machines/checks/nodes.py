@@ -50,7 +50,9 @@ def judge_groups(hosts: list[str], got: Any) -> Iterator[Fault]:
         for group in groups:
             found = [hosts[rank] for rank in group]
             if kind == "inside" and len(set(found)) > 1:
-                text = f"{what}: {group} is no node, its ranks run on {', '.join(found)}: ranks of a node need not be"
+                text = (
+                    f"{what}: {group} is not a node, its ranks run on {', '.join(found)}: ranks of a node need not be"
+                )
                 yield Fault("not one node", f"{text} neighbours, and nodes need not be equal")
             if kind == "between" and len(set(found)) < len(found):
                 yield Fault(

@@ -76,7 +76,7 @@ def workload_from_config(
         attention: "plain" or "flash"; None: plain for GPT-2, OPT, BLOOM and GPT-NeoX, else flash.
 
     Raises:
-        ValueError: the file is no JSON object; the family or a field is not known, or a value makes no sense.
+        ValueError: the file is not JSON object; the family or a field is not known, or a value makes no sense.
         OSError: the file cannot be read.
     """
     where = "config" if isinstance(config, Mapping) else str(config)
@@ -84,7 +84,7 @@ def workload_from_config(
     fields, family = Fields(values, where), values.get("model_type")
     if family not in FAMILIES and isinstance(values.get("text_config"), dict):
         raise ValueError(
-            f"{where}: a {family} model has its language model in text_config, beside parts that are not modelled; "
+            f"{where}: a {family} model has its language model in text_config, next to parts that are not modelled; "
             "write text_config to a file of its own, and pass that"
         )
     if family not in FAMILIES:

@@ -59,7 +59,7 @@ class Fields:
         """Return the fields of a table inside of this one; there are none where it is missing.
 
         Raises:
-            ValueError: it is no table.
+            ValueError: it is not a table.
         """
         self.rest.discard(name)
         table = self.values.get(name) or {}

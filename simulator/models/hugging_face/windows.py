@@ -25,11 +25,11 @@ def windows(fields: Fields, *, pattern: int = 1, default: int | None = None) -> 
 
     Args:
         fields: of the file.
-        pattern: each so many-th layer has no window; 1: all have one.
+        pattern: one layer in `pattern` has no window; 1: all have one.
         default: the family's window where the file does not say.
 
     Raises:
-        ValueError: a window or a pattern is no whole number, or layer_types do not fit the layers.
+        ValueError: a window or a pattern is not a whole number, or layer_types do not fit the layers.
     """
     said = fields.values.get("layer_types")
     if fields.values.get("sliding_window", default) is None:

@@ -49,9 +49,9 @@ class Event(NamedTuple):
         peer: the rank at the other end, or -1.
         num_bytes: payload.
         group: ranks of its group.
-        start_x: where it was made.
-        wait_x: from where on the rank waited for it.
-        end_x: where it was over; None where it never was.
+        start_x: when it was made.
+        wait_x: when the rank began to wait for it.
+        end_x: when it was over; None: never.
         waits: whether the rank still waits for it.
     """
 

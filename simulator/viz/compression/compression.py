@@ -108,7 +108,7 @@ def _plain_at(sweep: CompressionSweep, bytes_per_s: float) -> float:
 
 
 def _between(sweep: CompressionSweep, seconds: Sequence[float], bytes_per_s: float) -> float:
-    """Read a line of the picture between its points."""
+    """Return the height of a curve at one bandwidth, between the points that were computed (straight in log-log)."""
     return float(np.exp(np.interp(np.log(bytes_per_s), np.log(sweep.bytes_per_s), np.log(seconds))))
 
 

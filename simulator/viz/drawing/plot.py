@@ -150,12 +150,12 @@ def draw_scale(
 
 
 def spread_evenly(count: int, most: int) -> list[int]:
-    """Return at most so many of the numbers below count, spread evenly from the first to the last."""
+    """Return some of the numbers below `count`, at most `most`, spread evenly from the first to the last."""
     return sorted({round(at) for at in np.linspace(0, count - 1, min(count, most)).tolist()})
 
 
 def even_ticks(low: float, high: float, most: int, factor: float = 1.0) -> dict[float, str]:
-    """Return round values between two ends, at most so many, each with its text: the value times a factor."""
+    """Return about `most` round values between two ends, each with its text: the value times a factor."""
     slack = 1e-9 * (high - low)
     found = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     values = map(float, found)

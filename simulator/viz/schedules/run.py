@@ -16,12 +16,12 @@ UNIT_S = 1e-3  # a time of 1 is a millisecond on screen
 
 
 class ScheduleRun(NamedTuple):
-    """One schedule and what became of it.
+    """One schedule and the times of its run.
 
     Attributes:
         name: what a reader calls it.
         schedule: the computations of each rank.
-        trace: one span per action, named by its letter alone, to be quick to make for 200,000 of them.
+        trace: one span per action. Its name is one letter, so that a trace of 200,000 actions is quick to make.
         duration_s: from the first action to the last.
         rank_span_s: the longest that any rank takes from its own first action to its own last.
         bubble_fraction: idle time over total time.

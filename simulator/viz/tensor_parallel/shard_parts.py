@@ -57,7 +57,7 @@ class Shards(NamedTuple):
         return self.values.size // (1 if self.dim is None else self.num_ranks)
 
     def slices(self, rank: int) -> list[tuple[int, int]]:
-        """Return from where to where along dim, in the whole without padding, a rank's parts go: one a section."""
+        """Return (start, stop) of a rank's part of each section, along dim of the whole without padding."""
         found, begin = [], 0
         for size in self.sections:
             width = -(-size // self.num_ranks)

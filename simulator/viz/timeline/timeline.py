@@ -78,7 +78,7 @@ def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace
 
 
 def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Words:
-    """Return the words around the rows: an overlay says its verdict, two traces how far their ends are apart."""
+    """Return title and texts around the rows: an overlay's verdict, or how far apart two traces end."""
     if isinstance(measured, Overlay):
         dim = bool(measured.trouble)
         return Words(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)

@@ -1,6 +1,6 @@
 """What an all_to_all gives and takes: rank i's gift to rank j must be as large as what rank j takes from rank i.
 
-The amounts may differ between ranks, so they are no part of a call's fingerprint. They stand in its text.
+The amounts may differ between ranks, so they are not part of a call's fingerprint. They stand in its text.
 """
 
 from __future__ import annotations
