@@ -68,10 +68,10 @@ numbers.tolist()
 
 # %% [markdown]
 # ## When something hangs
-# Ranks that wait for each other forever are the commonest fault of this trade; you will cause one on purpose in
-# the first lesson. When every rank waits and none can go on, you are told so within seconds: who waits for whom, in
-# which call, on which line. If a cell runs too long for you, press the stop button (a square), or Esc and then
-# I twice: the ranks end and you read where each one stood. Nothing is left running.
+# Ranks that wait for each other forever are the most common fault in distributed training. You will cause one on
+# purpose in the first lesson. When every rank waits and none can go on, a message says so within seconds: who waits
+# for whom, in which call, on which line. If a cell runs too long for you, press the stop button (a square), or Esc
+# and then I twice: the ranks end and you read where each one stood. Nothing is left running.
 #
 # ## Where your work is
 # You are working in copies, in the folder `work/`. Nothing overwrites them. Passed checks and your predictions

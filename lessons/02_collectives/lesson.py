@@ -69,10 +69,10 @@ print(f"the GPUs compute {0.3 / (0.3 + in_and_out_s):.0%} of the time")
 #
 # No rank should be the bottleneck. So let all ranks do the same thing: put the n ranks in a ring, and let each send
 # only to the next one. In the first step every rank sends its own tensor to the right. In each later step it sends on
-# what has just come from the left. After n-1 steps every tensor has passed every rank, and whoever adds up what passes
-# has the sum.
+# what has just come from the left. After n-1 steps every tensor has passed every rank, and a rank that adds up all
+# that passes has the sum.
 #
-# How much does that send? Answer before you read on: type a number, or leave it.
+# How much does each rank send? Answer before you read on: type a number, or leave it.
 
 # %%
 guess = predict("4 ranks, a tensor of 1 MB: how many MB does each rank send?", unit="MB")
@@ -87,7 +87,8 @@ guess
 # then the check below it, as often as you like; the check tells you whose tensor is missing.
 #
 # `exchange(Receive(a, left), Send(b, right))` starts both at once and waits for both: a is filled, b is sent. In a
-# ring every rank sends and receives in the same step. With a plain send first, all would wait for a rank that receives.
+# ring every rank sends and receives in the same step. If every rank began with a plain send, all would wait for a
+# rank that receives.
 #
 # *Budget:* n-1 steps, (n-1) S bytes sent by each rank, for a tensor of S bytes. A group may be smaller than all ranks:
 # take rank and size from the group, as the code does.
@@ -136,9 +137,9 @@ show(draw_message_diagram(relayed, title=words), f"{words}\n{describe_message_di
 print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 
 # %% [markdown]
-# So (n-1) S. Everything flows in and out at the same time, which halves the time of the sum at rank 0. But it still
-# grows with every rank: on the 64 GPUs of the question each wire would carry 63 GB, 2.5 s. And the sums are right, so
-# no test of values finds it. Only counting bytes does.
+# So each rank sends (n-1) S bytes. Everything flows in and out at the same time, which halves the time of the sum at
+# rank 0. But it still grows with every rank: on the 64 GPUs of the question each wire would carry 63 GB, which takes
+# 2.5 s. And since the sums are right, no test of values finds this waste. Only counting bytes does.
 #
 # This mistake is not invented. Gloo, the library behind torch's CPU ranks, lists it among its algorithms as
 # [`allreduce_ring`](https://github.com/pytorch/gloo/blob/main/docs/algorithms.md) (P-1 steps, P x S bytes), next to the
@@ -155,14 +156,14 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 #    rank holds one finished chunk.
 # 2. **[all-gather](../GLOSSARY.md#all-gather):** every rank gets the finished chunks of all others.
 #
-# **The bytes.** A chunk has S/n bytes. In the first half each rank sends every chunk but its own on its way once: n-1
+# **The bytes.** A chunk has S/n bytes. In the first half each rank sends every chunk except its own, once: n-1
 # chunks. In the second half it passes on n-1 finished chunks. Together
 #
 # $$2\,(n-1)\,\frac{S}{n} \;=\; 2\,\frac{n-1}{n}\,S \;<\; 2\,S$$
 #
 # whatever n is. It cannot be less without help from the network's switches. Take one element. To become one sum, n
-# values need n-1 messages; then n-1 ranks still lack the sum, and each must be sent it. So every byte of the tensor is
-# sent 2 (n-1) times, by n ranks together: 2 (n-1)/n S for each, if they share the work evenly.
+# values need n-1 messages; then n-1 ranks still lack the sum, and each needs one more message. So every byte of the
+# tensor is sent 2 (n-1) times, by n ranks together: 2 (n-1)/n S for each, if they share the work evenly.
 #
 # **The route.** Chunk c starts at rank c+1, goes round the ring, and each rank adds its own part, until it ends at rank
 # c. All n chunks travel at the same time, each one rank behind the other, so every wire is busy in every step:
@@ -184,8 +185,8 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 # views: changing a chunk changes the tensor. Where n does not divide L the first chunks are one element longer. With
 # fewer elements than ranks some are empty: `exchange` sends nothing for an empty tensor, so you need no special case.
 #
-# Receive into memory of its own, then add to the chunk in place (`chunk += received`): `chunk = chunk + received` makes
-# a new tensor, which no other code sees.
+# Receive into a tensor of its own, then add that to the chunk in place (`chunk += received`): `chunk = chunk +
+# received` makes a new tensor, which no other code sees.
 #
 # *Budget:* n-1 messages from each rank, all of them to the next rank; (n-1)/n S bytes.
 
@@ -279,10 +280,10 @@ for n in (2, 8, 64, 512, 4096):
     print(f"{n:7}  {1e9 * wire:8.1f} + {waits:6.2f} ms        {1e6 * wire:8.3f} + {waits:6.2f} ms")
 
 # %% [markdown]
-# **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms on 2 ranks and never more than 80 ms;
-# only on thousands of ranks do the latencies show (4096 ranks: half as much again). For 1 MB on 64 ranks the wire takes
-# 0.08 ms and the latencies 0.63 ms: eight times as long. The two are equal where S/n, one chunk, has α β = 5 µs x 25
-# GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into
+# **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms on 2 ranks and never more than 80
+# ms; the latencies show only on thousands of ranks (on 4096 they add half as much again). For 1 MB on 64 ranks the
+# wire takes 0.08 ms and the latencies 0.63 ms: eight times as long. The two are equal where S/n, one chunk, has α β =
+# 5 µs x 25 GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into
 # [buckets](../GLOSSARY.md#bucket) before they are sent (lesson 03), and why there are other algorithms.
 #
 # And the 64 GPUs of the question: 2 x 63/64 x 1 GB / 25 GB/s = 79 ms, instead of five seconds.
@@ -355,8 +356,8 @@ for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce)):
 # %% [markdown]
 # ## 4. Few bytes *and* few steps
 #
-# Put the ranks' numbers in binary. In the step of distance d each rank works with the rank whose number differs in that
-# one digit: `rank ^ d`. Distances 2, then 1, for 4 ranks:
+# Put the ranks' numbers in binary. In the step of distance d a rank's partner is the rank whose number differs in one
+# binary digit, the one that counts d: `rank ^ d`. For 4 ranks the distances are 2, then 1:
 #
 # 1. **Halving.** Each pair cuts what it has in two. The lower rank keeps the first half, the other the second; each
 #    sends away the half that it does not keep, and adds what comes. After one step a rank is responsible for S/2, then
@@ -389,8 +390,8 @@ words = {"unit": "S", "title": "Halving-doubling sends as little as the ring, in
 show(draw_bars(sent, subtitle="what the busiest of 8 ranks sent, as recorded", **words), describe_bars(sent, **words))
 
 # %% [markdown]
-# *Bonus.* Any other number of ranks? `distlab/collectives/halving.py` folds it: with 6 ranks two pairs act as one rank
-# each, so that 4 are left, at the price of one whole tensor more before and after.
+# *Bonus.* Any other number of ranks? `distlab/collectives/halving.py` folds it: with 6 ranks, two pairs act as one
+# rank each, so 4 are left. That costs one more whole tensor before, and one after.
 
 # %% [markdown]
 # ## 5. Predict: which one wins?
@@ -505,8 +506,8 @@ print(race_guess.compare(measured_s[0, 0] / measured_s[0, 2]))
 # %% [markdown]
 # ## 7. Compare: measured over predicted
 #
-# Fit a latency and a bandwidth to the **ring's** times alone. Then predict the other two, whose times the fit has never
-# seen, and lay what was measured over it.
+# Fit a latency and a bandwidth to the **ring's** times alone. Then predict the other two, whose times the fit has
+# never seen, and compare with what was measured.
 
 # %%
 from simulator import fit_link
@@ -556,10 +557,11 @@ for what, table in (("a wire for each rank", own), ("one wire for all", shared))
         print(f"{what:20}  {name:17}" + "".join(f"{error:+8.0%}" for error in errors))
 
 # %% [markdown]
-# Each line is the error at the five sizes, from 4 kB to 8 MB: plus where the model says too long. The ring's own line
-# is what the fit was made of, and halving-doubling's is the same in both: with four times the messages and bytes of the
-# ring as well, the fit takes the four out again. So look at the tree: a wire for each rank predicts far too long a time
-# for it, one wire for all comes much closer. The model that is right for a cluster is the wrong one for a laptop.
+# Each line is the error at the five sizes, from 4 kB to 8 MB: plus where the model says too long. The fit was made
+# from the ring, so its own line tests little. Halving-doubling has the same line in both. From the first model to the
+# second its messages and bytes are multiplied by four; so are the ring's, and the fit cancels the four. So look at
+# the tree: a wire for each rank predicts far too long a time for it, one wire for all comes much closer. The model
+# that is right for a cluster is the wrong one for a laptop.
 #
 # What neither counts: the time to add up, and that ranks wait for a core before they can answer. The numbers kept in
 # this page come from four ranks on two busy cores; yours will be calmer. Measure on the machine that you mean: the lab
@@ -691,25 +693,25 @@ show(
 )
 
 # %% [markdown]
-# Across machines each wire now carries an eighth. The question's 79 ms become 16. For 1 MB the gain is in the steps: 14
-# inside and 14 across, instead of 126. Left of the border in the picture the 12 steps of halving-doubling win even so:
-# two levels of trees would be next. (The small kink in the hierarchical line: there NVLink changes from its protocol
-# for small messages, with a short latency, to the one for large messages.)
+# Across machines each wire now carries an eighth. The question's 79 ms become 16. For 1 MB the gain is in the steps:
+# 14 inside and 14 across, instead of 126. For tensors left of the border in the picture, flat halving-doubling with
+# its 12 steps still wins. Two levels of trees would be the next idea. (The small kink in the hierarchical line: there
+# NVLink changes from its protocol for small messages, with a short latency, to the one for large messages.)
 
 # %% [markdown]
 # ## 9. Run: three wires of one machine
 #
 # The race of part 6 went over **loopback**: sockets that never leave the machine. Two more wires are at hand.
 #
-# - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map. Ranks of one Linux machine
-#   meet like this where nobody names a backend.
+# - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map. Ranks of one Linux
+#   machine do so if you name no backend.
 # - **Throttled.** `nodes=4` puts each rank into a **[node](../GLOSSARY.md#node)** of its own, as if it were a machine,
 #   with sockets between the nodes, and `between="10MB/s,1ms"` slows them down: a rank's message waits until those
 #   before it are through its wire.
 #
 # Both need Linux: on macOS read the outputs of `solution.ipynb`, and go on at "Production".
 #
-# The last one does what its label says, so you need no fit to predict it. Of several turns the calmest counts here:
+# The last one does what its label says, so you need no fit to predict it. Here the fastest of several turns counts:
 # other programs can only add time. Commit to a number first.
 
 # %%

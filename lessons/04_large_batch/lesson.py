@@ -43,10 +43,10 @@ words = {"unit": "updates", "title": "20 passes over 1,437 samples: a larger bat
 show(draw_bars(updates, **words), describe_bars(updates, **words))
 
 # %% [markdown]
-# Why would you want so large a batch? Lesson 3 ended with a debt. A GPT of 1.3 billion parameters trains on 8 H100
-# with 16 samples of 2,048 tokens each: a batch of 128 samples. You get 64 GPUs. There are two ways to use them. Keep
-# the batch, so that each GPU has 2 samples. Or keep 16 samples per GPU, so that the batch is 1,024. What does the
-# simulator say about speed?
+# Why would you want so large a batch? Lesson 3 left this question open. A GPT of 1.3 billion parameters trains on 8
+# H100 with 16 samples of 2,048 tokens each: a batch of 128 samples. You get 64 GPUs. There are two ways to use them.
+# Keep the batch, so that each GPU has 2 samples. Or keep 16 samples per GPU, so that the batch is 1,024. What does
+# the simulator say about speed?
 
 # %%
 from distlab.plan import Plan
@@ -66,8 +66,8 @@ def samples_per_s(num_gpus, samples_each, **plan):
 
 
 # %% [markdown]
-# Eight times the GPUs, the same batch. Before you look: how many times faster, in samples a second? One
-# [all-reduce](../GLOSSARY.md#all-reduce) of all gradients after backward ("flat"), nothing hidden.
+# Eight times the GPUs, the same batch. Before you look: how many times faster, in samples per second? There is one
+# [all-reduce](../GLOSSARY.md#all-reduce) of all gradients after backward ("flat"), and nothing hides it.
 
 # %%
 guess_0 = predict("How many times faster are 64 GPUs than 8, with the same batch?", unit="x")
@@ -87,17 +87,17 @@ words = {"unit": "x", "title": "64 GPUs against 8: eight times the GPUs are used
 show(draw_bars(gains, subtitle="samples per second, simulated", **words), describe_bars(gains, **words))
 
 # %% [markdown]
-# The larger batch uses the machine better: each GPU computes longer between two exchanges. But samples a second are
+# The larger batch uses the machine better: each GPU computes longer between two exchanges. But samples per second are
 # not what you pay for. You pay for a model that is good enough, and a batch of 1,024 makes **eight times fewer
-# updates** from the same data. If learning stands that, you have it almost eight times sooner; if it then needs 20 %
-# more data, a fifth of the bill is for that. This lesson is about those updates.
+# updates** from the same data. If the model learns as much with fewer updates, you have it almost eight times sooner.
+# If it then needs 20 % more data, you pay for 20 % more computing. This lesson is about those updates.
 
 # %% [markdown]
 # ## A real model, small enough to try
 #
 # 1,437 scanned digits to learn from, 360 to test on, and a network of two layers without normalisation. Batches go
-# from 32 to **1,437, all of it**: one update an epoch. Every run gets 20 epochs: 900 updates with a batch of 32, and 20
-# with the largest.
+# from 32 to **1,437, all of it**: one update per epoch. Every run gets 20 epochs: 900 updates with a batch of 32, and
+# 20 with the largest.
 
 # %%
 import math
@@ -172,26 +172,26 @@ for rank, (_, weights) in enumerate(ranks.run(learn, *proof)):
 # %% [markdown]
 # ## Linear scaling and warmup
 #
-# **Why in proportion?** k updates with rate $\eta$ move the weights by $-\eta\sum_{j=1}^k g_j$. If the gradients hardly
-# change on that short way, one update with the mean of the k and rate $k\eta$ goes to the same place:
-# $-k\eta\cdot\frac1k\sum_j g_j$. That is *linear scaling* (Goyal et al. 2017). It holds as long as "hardly change"
-# does.
+# **Why in proportion?** k updates with rate $\eta$ move the weights by $-\eta\sum_{j=1}^k g_j$. If the gradients
+# hardly change on that short way, one update with the mean of the k and rate $k\eta$ goes to the same place:
+# $-k\eta\cdot\frac1k\sum_j g_j$. That is *linear scaling* (Goyal et al. 2017). It holds as long as the gradients
+# hardly change.
 #
-# **Why by the root?** Adam divides a gradient by its own size, so an update is about as long as the rate says, whatever
-# the batch. Where noise outweighs the slope, each points another way, and n such updates end not $n\eta$ from the
-# start but $\sqrt n\,\eta$. With k times the batch there are n/k of them, and they come as far when
-# $\eta'\sqrt{n/k} = \sqrt n\,\eta$: so $\eta' = \sqrt k\,\eta$ (Malladi et al. 2022). For SGD the same root
-# follows when one asks for the same noise in *one* update: the mean of k times the samples has $1/\sqrt k$ of it
-# (Krizhevsky 2014).
+# **Why by the root?** Adam divides a gradient by its own size, so an update is about as long as the rate says, for
+# any batch. Where the noise of the samples is larger than the mean gradient, each update points another way. After n
+# such updates the weights are not $n\eta$ from the start but about $\sqrt n\,\eta$. With k times the batch there are
+# n/k updates, and they come as far when $\eta'\sqrt{n/k} = \sqrt n\,\eta$: so $\eta' = \sqrt k\,\eta$ (Malladi et al.
+# 2022). For SGD the same root follows when one asks for the same noise in *one* update: the mean of k times the
+# samples has $1/\sqrt k$ of it (Krizhevsky 2014).
 #
-# **Why warmup?** At the start the gradient turns fastest. So begin low, and rise to the full rate in some updates.
-# (Goyal et al. rise from the base rate; here from a small share of the full one.)
+# **Why warmup?** At the start the gradient changes its direction fastest. So begin low, and rise to the full rate in
+# some updates. (Goyal et al. rise from the base rate; here from a small share of the full one.)
 #
 # ### Exercise: a rate that grows with the batch
 #
-# Write `learning_rate(step, base_lr, *, batch, base_batch, num_warmup)`: linear scaling, then warmup. Update 0
-# has 1/num_warmup of the full rate. While it trains, the rate depends on the update's number and on nothing else; you
-# will see at the end what that is worth.
+# Write `learning_rate(step, base_lr, *, batch, base_batch, num_warmup)`: linear scaling, then warmup. Update 0 has
+# 1/num_warmup of the full rate. During training the rate depends on the update's number and on nothing else. You will
+# see at the end what that is worth.
 
 # %% exercise="04.rate"
 
@@ -227,7 +227,7 @@ show(
 )
 
 # %% [markdown]
-# Twenty updates with a scaled rate are not nine hundred with the base rate. Before the remedy, the reason.
+# Twenty updates with a scaled rate do not replace nine hundred with the base rate. First the reason, then the remedy.
 
 # %% [markdown]
 # ## Every layer has its own scale
@@ -251,9 +251,9 @@ show(draw_bars(relative, subtitle="|g| / |w| of each matrix, at the start", **wo
 print(f"the largest is {max(relative.values()) / min(relative.values()):.0f} times the smallest")
 
 # %% [markdown]
-# One rate must serve all of them. The rate that is right for the slow layers is too long a step for the fast ones, and
-# with a small batch that is solved by patience: a low rate and many updates. With a large batch there are too few
-# updates for that.
+# One rate must serve all of them. The rate that is right for the slow layers is too long a step for the fast ones.
+# With a small batch, patience solves that: a low rate and many updates. With a large batch there are too few updates
+# for that.
 #
 # **LARS** (You et al. 2017) gives each tensor a rate of its own, so that the step's length is in proportion to the
 # weight's: the *trust ratio*, coefficient times $|w|$ over the update's length. The gradient keeps its direction and
@@ -268,9 +268,9 @@ print(f"the largest is {max(relative.values()) / min(relative.values()):.0f} tim
 # %% exercise="04.lars"
 
 # %% [markdown]
-# **What does the missing term do?** A layer far from zero whose gradient has become small: decay then is the larger
-# part of the update, and a ratio that ignores it makes the step far too long. In numbers, with |w| = 100, |g| = 0.01
-# and decay 0.01:
+# **What does the missing term do?** Take a layer with large weights and a small gradient. There decay is the larger
+# part of the update, and a ratio that ignores decay makes the step far too long. In numbers, with |w| = 100, |g| =
+# 0.01 and decay 0.01:
 
 # %% tags=["nbval-check-output"]
 weight, gradient = torch.full((10, 10), 10.0), torch.full((10, 10), 0.001)
@@ -286,13 +286,13 @@ words = {"unit": "% of |w|", "title": "A ratio that ignores decay makes this ste
 show(draw_bars(steps, **words), describe_bars(steps, **words))
 
 # %% [markdown]
-# **LAMB** (You et al. 2020) does the same to Adam's direction, with decay inside. Its name is from BERT: 76 minutes on
-# 1,024 TPUs.
+# **LAMB** (You et al. 2020) does the same to Adam's direction, with decay inside. It became known by BERT, trained in
+# 76 minutes on 1,024 TPUs.
 #
 # ### Exercise: LAMB
 #
 # Write `lamb_step`. Bias correction first, then decay, then the length. In an adapted tensor with no decay the
-# correction nearly cancels, which is why forgetting it stays unseen for so long.
+# correction nearly cancels, so forgetting it stays unnoticed for long.
 
 # %% exercise="04.lamb"
 
@@ -331,9 +331,9 @@ print("your LAMB and the library's are equal to 1e-12:", bool((theirs - yours).a
 # %% [markdown]
 # ## All four on four ranks
 #
-# A batch of 1,437, twenty updates, on your four ranks. Rates are those that the experiment below found for this batch.
-# Do not let LARS's 10 surprise you: the coefficient of 0.001 makes of it a step of 1 % of the weight's length, before
-# momentum. Write down first which of the four will be best, and by how much.
+# A batch of 1,437, twenty updates, on your four ranks. Rates are those that the experiment below found for this
+# batch. LARS's 10 is not as high as it looks: with the coefficient of 0.001 it is a step of 1 % of the weight's
+# length, before momentum. Write down first which of the four will be best, and by how much.
 
 # %%
 import json
@@ -370,9 +370,9 @@ show(draw_bars(one_run, subtitle="test accuracy, one run, batch 1,437", **words)
 # ## The experiment
 #
 # `benchmarks/large_batch_digits.py` ran this on one process for many rates and seeds, and left `results.json`. The
-# rules were made before the runs. Each optimizer's rate is tuned at batch 32, on rates half a decade apart, with a
-# fifth of the training data held out; the test digits are looked at once, at the end. Larger batches get that rate by a
-# rule, a tenth of the updates is warmup, then a linear decay. Always 20 epochs.
+# rules were made before the runs. Each optimizer's rate is tuned at batch 32, on rates half a decade apart (a factor
+# of 3.2), with a fifth of the training data held out; the test digits are looked at once, at the end. Larger batches
+# get that rate by a rule, a tenth of the updates is warmup, then a linear decay. Always 20 epochs.
 
 
 # %%
@@ -398,12 +398,12 @@ subtitle = subtitle.replace("linear scaling", "square-root scaling")
 show(draw_batch_sizes(by_root, subtitle=subtitle), describe_batch_sizes(by_root))
 
 # %% [markdown]
-# **Linear scaling breaks everything at 1,437, and at 512 everything but LAMB.** The rate tuned at 32 was nearly as high
-# as that batch allowed: half a decade more broke SGD and LARS, a whole one LAMB. At 1,437 the rule asks for 45 times
-# that; warmup over a tenth of the updates does not change it. **With the root, LAMB holds**: from 97.8 % to 94.6 %, and
-# its worst run is above 94 %. SGD falls to 63 %, with 40 points between its worst and its best run, and AdamW to 19 %.
-# And LARS breaks first, at 128 already, with either rule: its tuned rate is 10, and the rates of 20 and 40 that the
-# rules ask for are too high.
+# **Linear scaling breaks everything at 1,437, and at 512 everything but LAMB.** The rate tuned at 32 was nearly as
+# high as that batch allowed: half a decade more broke SGD and LARS, and a whole decade more broke LAMB. At 1,437 the
+# rule asks for 45 times that rate, and warmup over a tenth of the updates does not help. **With the root, LAMB
+# holds**: from 97.8 % to 94.6 %, and its worst run is above 94 %. SGD falls to 63 %, with 40 points between its worst
+# and its best run, and AdamW to 19 %. And LARS breaks first, at 128 already, with either rule: its tuned rate is 10,
+# and the rates of 20 and 40 that the rules ask for are too high.
 #
 # Is it the optimizer or the rule? Give each the rate that is best *for the largest batch*, found in the same way:
 
@@ -441,24 +441,24 @@ for name, task in RESULTS["tasks"].items():
 #
 # Does it hold for a transformer, with layers of many kinds and with normalisation? The *gpt* rows are a small GPT on
 # text, five passes over 5,748 windows of it: 900 updates at batch 32, 60 at 512, 20 at 1,437. Three seeds, and rates
-# tuned on one, since a run takes 20 s. Accuracy is the share of next bytes named right; to say "space" every time gives
-# 19.1 %, a model of NaN 0 %. So at 1,437 *no model has learned anything*, with any rule, and with a rate of its own
-# neither: 19 % to 21 %. Twenty updates are too few for this model, and no optimizer replaces the others. At 512 the
-# root rule leaves LAMB 26 % (25.4 % to 26.9 %), and AdamW 20 %; SGD and LARS break. LAMB is also the best at batch 32:
-# 57.1 % (56.8 % to 57.3 %) against AdamW's 49.7 %, whose seeds lie between 45 % and 57 %. LARS, made for convolutions,
-# comes last there.
+# tuned on one, since a run takes 20 s. Accuracy is the share of next bytes predicted right. To predict "space" every
+# time gives 19.1 %, and a model of NaN 0 %. So at 1,437 *no model has learned anything*, by any rule. A rate of its
+# own does not help either: 19 % to 21 %. Twenty updates are too few for this model, and no optimizer replaces the
+# others. At 512 the root rule leaves LAMB 26 % (25.4 % to 26.9 %), and AdamW 20 %; SGD and LARS break. LAMB is also
+# the best at batch 32: 57.1 % (56.8 % to 57.3 %) against AdamW's 49.7 %, whose seeds lie between 45 % and 57 %. LARS,
+# made for convolutions, comes last there.
 #
-# So what LAMB buys is above all that the rate need not be found again for every batch, and on eleven layers accuracy
-# against SGD; against a tuned AdamW nothing that five seeds could show. Where a search costs a thousand GPU hours a
-# try, the first is much. Nado et al. 2021 found on the benchmarks that made LARS and LAMB known that tuned standard
-# optimizers match them. What was not measured here: batches of many thousands, and models that take days.
+# So LAMB's main gain is that the rate need not be found again for every batch. On eleven layers it also gains
+# accuracy against SGD; against a tuned AdamW five seeds show no gain. Where each try of a search costs a thousand GPU
+# hours, the first gain is large. Nado et al. 2021 found on the benchmarks that made LARS and LAMB known that tuned
+# standard optimizers match them. What was not measured here: batches of many thousands, and models that take days.
 
 # %% [markdown]
 # ## A large batch that does not fit into memory
 #
-# A batch of 1,024 samples on 8 GPUs is 128 samples each, and they may hold 16. *Accumulation*: run eight micro-batches
-# one after the other, let backward add up their gradients, exchange once, update once. The result is the large batch's,
-# when each sample counts the same.
+# A batch of 1,024 samples on 8 GPUs is 128 samples each, and they may hold 16. *Accumulation*: run eight
+# micro-batches one after the other, let backward add up their gradients, exchange once, update once. The result is
+# that of the large batch, if each sample counts the same.
 #
 # ### Exercise: a large batch in small pieces
 #
@@ -492,8 +492,8 @@ for pieces in (2, 5, 8):
 # of one size; for a language model that is when each has the same number of *tokens that count*. In 2024 that fault
 # was found in Hugging Face's Trainer, which many use (transformers, pull request 34191).
 #
-# **A popular claim: accumulation costs no memory, only time.** Predict before you look: how many samples a second do
-# 64 GPUs make with 1 sample at a time, exchanged each time, and how many with 8 accumulated?
+# **A popular claim: accumulation costs no memory, only time.** Predict before you look: how many samples per second
+# do 64 GPUs make with 1 sample at a time, exchanged each time, and how many with 8 accumulated?
 
 # %%
 guess_2 = predict("How many times more samples a second with 8 accumulated, against 1?", unit="x")
@@ -516,8 +516,9 @@ subtitle = "64 GPUs, micro-batches of 1 sample, simulated"
 show(draw_bars(accumulated_gains, subtitle=subtitle, **words), describe_bars(accumulated_gains, **words))
 
 # %% [markdown]
-# Refuted, both ways: against the same number of *small* updates it saves time, since one exchange serves many
-# micro-batches; and gradients must stay in memory between them. Against a batch that fits at once it saves nothing.
+# Both halves of the claim are wrong. Compared with an exchange and an update after each micro-batch, accumulation
+# saves time, since one exchange serves many micro-batches. And it costs memory: the gradients must stay between
+# micro-batches. Compared with a large batch that fits at once, it saves nothing.
 
 # %% [markdown]
 # ## Measured against predicted
@@ -584,14 +585,14 @@ words = {"unit": "ms", "title": "What a sample costs, by the number of micro-bat
 show(draw_bars(said_and_took, **words), describe_bars(said_and_took, **words))
 
 # %% [markdown]
-# One calibration and a few updates on a machine that others use too: the error says how rough that is. Both agree on
-# the shape: what is saved is the exchange and the update, once for eight.
+# One calibration and a few updates, on a machine that others use too: the error says how rough that is. Predicted and
+# measured times agree on the cause: with eight micro-batches there is one exchange and one update instead of eight.
 
 # %% [markdown]
 # ## Popular claims, tested
 #
-# - **"Multiply the rate by the number of GPUs."** The rule is about the *batch*. With the batch kept, 8 or 64 GPUs
-#   need the same rate; a rule by GPUs is right only when each brings its own samples.
+# - **"Multiply the rate by the number of GPUs."** The rule is about the *batch*. With the same batch, 8 or 64 GPUs
+#   need the same rate. A rule by GPUs is right only when each GPU brings its own samples.
 # - **"With Adam you scale linearly too."** Refuted on the digits, from a rate as high as batch 32 allows: at 512, two
 #   layers, 10 % by the linear rule and 81 % by the root.
 # - **"LARS and LAMB train with any batch."** On the digits LAMB did with two layers, by the root rule; with eleven it
@@ -662,8 +663,8 @@ words = {"unit": "ms", "title": "One update of the small GPT, on one rank"}
 show(draw_bars(update_ms, **words), describe_bars(update_ms, **words))
 
 # %% [markdown]
-# The lengths of all tensors cost two reads of memory; whether that shows next to Adam's own dozen depends on the
-# machine. (Against pytorch_optimizer's LAMB see `benchmarks/RESULTS.md`.)
+# The lengths of all tensors cost two reads of memory; whether that shows next to the dozen reads and writes of Adam
+# itself depends on the machine. (Against pytorch_optimizer's LAMB see `benchmarks/RESULTS.md`.)
 #
 # The same settings under other names:
 #

@@ -76,8 +76,8 @@ EXERCISES = (
             "`backward(ctx, gradient)`. Inside both nothing is recorded; `ctx.save_for_backward(x)` keeps x.",
             "Keep `torch.get_rng_state()` too. In backward: `again = x.detach().requires_grad_()`, then the block "
             "under `torch.enable_grad()` and `torch.random.fork_rng(devices=[])` with the kept state set.",
-            "`torch.autograd.backward(output, gradient)` gives the parameters theirs and leaves x's in again.grad: "
-            "return it, and None for the anchor. The anchor is a zero that needs a gradient; without it autograd skips "
+            "`torch.autograd.backward(output, gradient)` adds to the parameters' gradients and puts x's into again.grad: "
+            "return that, and None for the anchor. The anchor is a zero that needs a gradient; without it autograd skips "
             "your backward where x is data.",
         ),
         worlds=(1,),
@@ -134,7 +134,7 @@ EXERCISES = (
         judge=scaler.judge_scaler,
         imports=("import torch", "import torch.distributed as dist", "from torch import Tensor"),
         hints=(
-            "`gradient.isfinite().all()` of each gradient; one that is not is enough.",
+            "Test each gradient: `gradient.isfinite().all()`. One gradient with an overflow is enough.",
             "Turn the finding into a number, 1.0 for an overflow, and all_reduce it with MAX, on every rank, in every "
             "step, whatever was found.",
             "Overflow anywhere: return False, scale / 2, 0. Else divide each gradient by the scale in place; if the "

@@ -71,12 +71,13 @@ for kind in KINDS:
 
 # %% [markdown]
 # The 14 GB of weights are an eighth of what training holds all the time, and the batch has no part in it. That is why
-# halving the batch did not help: **no batch is small enough.** The last three lines depend on the batch. Here, for one
-# sequence of 4,096 tokens, they are half as much again.
+# halving the batch did not help: **no batch is small enough.** The last three lines depend on the batch. Here, for
+# one sequence of 4,096 tokens, they add half as much again.
 #
-# This lesson goes through the list. First what is there before any data, then [activations](../GLOSSARY.md#activation),
-# then what 16-bit numbers save and what not. Each time you count before you measure, on real ranks, with a model small
-# enough for a laptop. Lesson 7 then splits the first four lines over the ranks.
+# This lesson goes through the list. First what is there before any data, then
+# [activations](../GLOSSARY.md#activation), then what 16-bit numbers save and what they do not save. Each time you
+# count before you measure, on real ranks, with a model small enough for a laptop. Lesson 7 then splits the first four
+# lines over the ranks.
 
 # %% [markdown]
 # ## What is there before any data
@@ -96,8 +97,8 @@ for kind in KINDS:
 # ### Exercise: model states
 #
 # Write `state_bytes(num_parameters, plan, numbers)`. A `Plan` is data: `plan.precision` has the types, and
-# `plan.sharding` says what the ranks split among them. That is the matter of lesson 7, but counting it is simple: stage
-# 1 splits optimizer state and masters, stage 2 gradients too, stage 3 parameters too.
+# `plan.sharding` says what the ranks split among them. Lesson 7 builds that. Counting it is simple: stage 1 splits
+# optimizer state and masters; stage 2 also splits gradients; stage 3 also splits parameters.
 
 # %% exercise="06.states"
 
@@ -109,10 +110,10 @@ for name in ("llama-2-7b", "llama-2-70b", "gpt-3-175b"):
     print(f"{name:12} {count / 1e9:6.1f}B: {weights}; training {held / 1e9:5.0f} GB")
 
 # %% [markdown]
-# Guides say that 175B needs "700 GB in float32, 350 GB in 16 bits". That is right, for the **weights**. To train it
-# takes 2.8 TB. They say that 70B needs "140 GB of weights, 500 GB or more in all". The weights are right. 1,104 GB is
-# "500 or more" indeed. Around 550 GB is what you get with 8 bytes per parameter: Adam's moments in bfloat16 as well,
-# and no float32 copy. That runs, and learns somewhat worse, as you will see.
+# Guides say that 175B needs "700 GB in float32, 350 GB in 16 bits". That is right, for the **weights**. Training
+# takes 2.8 TB. They say that 70B needs "140 GB of weights, 500 GB or more in all". The weights are right. Training
+# takes 1,104 GB, twice the "500". Around 550 GB is what you get with 8 bytes per parameter: Adam's moments in
+# bfloat16 as well, and no float32 copy. That runs, and learns somewhat worse, as you will see.
 #
 # And they say that ZeRO-1 saves 8x and ZeRO-2 16x. The paper's own case has 7.5 billion parameters on 64 ranks:
 
@@ -136,14 +137,15 @@ held_gb = {name: sum(state_bytes(7_500_000_000, plan, 2).values()) / 1e9 for nam
 show_bars(held_gb, "GB", "What 64 ranks split among them shrinks, and what they do not split stays")
 
 # %% [markdown]
-# 4x and 8x are where stages 1 and 2 end, however many ranks there are: 16 bytes become 4 + 12/n, then 2 + 14/n.
+# Stages 1 and 2 never save more than 4x and 8x, however many ranks there are: 16 bytes become 4 + 12/n, then 2 +
+# 14/n.
 
 # %% [markdown]
 # ## Measure it
 #
 # Now a model of your own: a small GPT that reads Python's documentation, on two ranks, data parallel as in lesson 3.
-# It trains in float32 with AdamW. `track_memory` enters every storage that an operator touches, notes when it is freed,
-# and says what it was for. The first update is not looked at: the optimizer makes its moments there.
+# It trains in float32 with AdamW. `track_memory` notes every storage that an operator touches, when it is freed, and
+# what it was for. The first update is not tracked: in it the optimizer makes its moments.
 
 # %%
 import contextlib
@@ -239,12 +241,12 @@ plain = ranks.run(counted)[0]
 beside(at_peak, plain)
 
 # %% [markdown]
-# Activations are two thirds of it, though the model is tiny. The count comes close, line by line: what is kept can be
-# known without a run. "temporary" is what lives for a moment: gradients of activations on their way. It is the hardest
-# to count, since it depends on when each operator frees its inputs.
+# Activations are two thirds of the peak, though the model is tiny. The count comes close, line by line: you can know
+# without a run what is kept. "temporary" is what lives for a moment: gradients of activations on their way. It is the
+# hardest to count, since it depends on when each operator frees its inputs.
 #
-# Over the time of an update it looks like this: above as measured, below as counted
-# (a count knows no times: there each layer takes the same).
+# Over the time of an update it looks like this: above as measured, below as counted (a count has no times, so each
+# layer takes equally long there).
 
 # %%
 from simulator.viz import describe_measured_memory, draw_measured_memory
@@ -260,22 +262,22 @@ def draw_over_time(predicted, over_time):
 draw_over_time(plain, over_time)
 
 # %% [markdown]
-# Read it from left to right. In forward each layer adds what its backward will need. At the end stand the logits: small
-# here, with 256 different bytes, but a vocabulary of 128,000 makes them the largest tensor of all. Then backward lets
-# the layers go, last first. At the right end only states are left. **The peak is where forward ends**, and most of it
-# could be had for less.
+# Read it from left to right. In forward each layer adds what its backward will need. At the end of forward come the
+# logits: small here, with 256 different bytes, but a vocabulary of 128,000 makes them the largest tensor of all. Then
+# backward frees the layers' activations, last layer first. At the right end only states are left. **The peak is where
+# forward ends**, and you can avoid most of it.
 
 # %% [markdown]
 # ## Activations
 #
-# What does a layer keep? Backward of a matrix product needs its input. Backward of a norm, of GELU, of dropout need
-# theirs. Korthikanti et al. went through a GPT layer tensor by tensor, in 16-bit numbers. With micro-batch $B$,
-# sequence $s$, hidden size $h$ and $a$ heads it keeps
+# What does a layer keep? Backward of a matrix product needs its input. Backward of a norm, of GELU and of dropout
+# needs their inputs. Korthikanti et al. went through a GPT layer tensor by tensor, in 16-bit numbers. With
+# micro-batch $B$, sequence $s$, hidden size $h$ and $a$ heads it keeps
 #
 # $$ s B h \left(34 + 5\,\frac{a s}{h}\right) \text{ bytes.}$$
 #
-# The second term are the attention scores: for each head a matrix of $s \times s$, with its softmax and its dropout. It
-# grows with the *square* of the sequence. Flash attention never stores it.
+# The second term is the attention scores: for each head a matrix of $s \times s$, with its softmax and its dropout.
+# It grows with the *square* of the sequence. Flash attention never stores it.
 #
 # Of the 34, tensor parallelism (lesson 8) over $t$ ranks splits 24 and the scores; sequence parallelism splits the
 # other 10 too. And there is **[recompute](../GLOSSARY.md#recompute)**: "selective" drops the scores and makes them
@@ -283,8 +285,8 @@ draw_over_time(plain, over_time)
 #
 # ### Exercise: activations of a layer
 #
-# Write `activation_bytes(hidden, heads, sequence=..., microbatch=..., ...)`. One trap is in it that public calculators
-# fell into: what does a layer keep under *full* recompute?
+# Write `activation_bytes(hidden, heads, sequence=..., microbatch=..., ...)`. There is a trap, which public
+# calculators fell into: what does a layer keep under *full* recompute?
 
 # %% exercise="06.activations"
 
@@ -321,28 +323,29 @@ shown = {name: 96 * activation_bytes(12288, 96, **GPT3, **how) / 1e9 for name, h
 show_bars(shown, "GB", "Selective recompute with a split sequence keeps nearly as little as full recompute")
 
 # %% [markdown]
-# Sequence parallelism with selective recompute keeps about twice what full recompute keeps, 27 times less than one rank
-# without either, and next to nothing is computed twice. That is how the authors train models of this size.
+# Sequence parallelism with selective recompute keeps about twice as much as full recompute, and 27 times less than
+# one rank without either. And almost nothing is computed twice. That is how the authors train models of this size.
 
 # %% [markdown]
 # ## Recompute
 #
-# The idea fits on one screen. Forward runs the block and keeps its input, nothing else. When backward comes, the block
-# runs again, now with everything recorded, and backward goes through that. One block's activations are alive at a
-# time. The price is a second forward: forward is a third of a step's work, so 4/3 of the time.
+# The idea fits on one screen. Forward runs the block and keeps its input, nothing else. When backward comes, the
+# block runs again, now with everything recorded, and backward goes through that. Only one block's activations are
+# alive at a time. The price is a second forward. Forward is a third of a step's work, so the step takes 4/3 of the
+# time.
 #
 # ### Exercise: recompute
 #
 # Write `recompute(block, x)` with an `autograd.Function` inside. Two things go wrong in nearly every first version.
 # Dropout: the second run must drop what the first dropped. And the first block of a model reads data, which needs no
-# gradient; its parameters do.
+# gradient, while the block's parameters do need one.
 
 # %% exercise="06.recompute"
 
 # %% [markdown]
-# The library's `recompute_blocks(model)` does this with every block of a model, for any number of inputs. With it, what
-# will be left of the 35 MB of activations of our small GPT? It has 4 blocks, and each reads 16 x 64 vectors of 128
-# float32 numbers.
+# The library's `recompute_blocks(model)` does this with every block of a model, for any number of inputs. With it,
+# how many of the 35 MB of activations of our small GPT will be left? It has 4 blocks, and each reads 16 x 64 vectors
+# of 128 float32 numbers.
 
 # %%
 guess_3 = predict("Activations at the peak, with every block recomputed?", unit="MB")
@@ -357,8 +360,8 @@ beside(recomputed, full)
 
 # %% [markdown]
 # Four inputs of 0.5 MB: 2.1 MB. But "temporary" has grown: it now holds the one block that runs again, with the
-# gradients that flow through it. So the count has more to guess here. The whole update needs about half of what it
-# did; with 32 blocks instead of 4 the saving would be far greater.
+# gradients that flow through it. So here the count must guess more. The whole update needs about half as much memory
+# as before; with 32 blocks instead of 4 the saving would be far greater.
 
 # %%
 draw_over_time(full, recomputed_over_time)
@@ -366,13 +369,13 @@ draw_over_time(full, recomputed_over_time)
 # %% [markdown]
 # ## Accumulate
 #
-# The other way to fewer activations is a smaller micro-batch, several of them an update. Gradients add up by
-# themselves in `.grad`. Lesson 3 did it to communicate less; here it saves memory. Or does it?
+# Another way to fewer activations is a smaller micro-batch, with several of them per update. Gradients add up by
+# themselves in `.grad`. Lesson 3 did this to communicate less. Does it also save memory?
 #
 # ### Spot the bug
 #
-# The following code accumulates, and its gradients are right to the last bit. It was put in to save memory and
-# saves none. Run the check as it is, read what it says, find the line, repair it.
+# The following code accumulates, and its gradients are right to the last bit. It should save memory, and it saves
+# none. Run the check as it is, read what it says, find the line, repair it.
 
 # %% exercise="06.repair"
 
@@ -394,12 +397,12 @@ shown = {name: {kind: row[kind] / 1e6 for kind in kept} for name, row in peaks.i
 show_bars(shown, "MB", "Small micro-batches keep a quarter of the activations, and gradients twice")
 
 # %% [markdown]
-# Half of the memory of the whole batch. But it is not "no memory" compared with a single small one: gradients are there
-# **twice**. While micro-batches are not averaged (`no_sync`), what has been added up waits in `.grad`, and the buckets
-# for the exchange are a second place. In one process, where nothing is exchanged, the claim holds: the gradients of one
-# micro-batch are added to those of the last, in the same memory. With several ranks it depends on the implementation:
-# torch's DDP holds them twice as well, unless you pass `gradient_as_bucket_view=True`. Look at yours with a tool like
-# this one. And "only time" is right: small micro-batches use a GPU less well.
+# Half of the memory of the whole batch. But it is not "no memory" compared with a single small one: gradients are
+# there **twice**. While micro-batches are not averaged (`no_sync`), the sum so far waits in `.grad`, and the buckets
+# for the exchange take as much memory again. In one process, where nothing is exchanged, the claim holds: the
+# gradients of one micro-batch are added to those of the last, in the same memory. With several ranks it depends on
+# the implementation: torch's DDP holds them twice as well, unless you pass `gradient_as_bucket_view=True`. Measure
+# your own library with a tool like this one. And "only time" is right: small micro-batches use a GPU less well.
 
 # %% [markdown]
 # ## Fewer bits
@@ -417,8 +420,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 # [`bfloat16`](../GLOSSARY.md#bf16-fp16) has float32's range and two to three decimal digits. `float16` has three to
 # four digits and a small range: above 65,504 comes infinity, below 6e-8 comes zero.
 #
-# "Mixed precision halves memory", say guides. `autocast` is the plainest form: parameters stay float32, matrix products
-# run in 16 bits. What does it make of our 52 MB?
+# "Mixed precision halves memory", say guides. `autocast` is the plainest form: parameters stay float32, matrix
+# products run in 16 bits. How many of our 52 MB will be left?
 
 # %%
 guess_4 = predict("Peak of the same update under bfloat16 autocast?", unit="MB")
@@ -437,13 +440,13 @@ shown = {kind: {"float32": at_peak[kind] / 1e6, "bfloat16 autocast": half[kind] 
 show_bars(shown, "MB", "Autocast makes activations smaller, and leaves the states as they are")
 
 # %% [markdown]
-# **Refuted.** States are as before, to the byte: 16 bytes per parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4. Of
-# the activations nearly two fifths are gone, not half. Norms and the residual stream stay float32, and 16-bit copies of
-# the weights are kept for backward. What halves is what is sent, if gradients are 16-bit, and above all the time on
-# tensor cores.
+# **Refuted.** States are as before, to the byte: 16 bytes per parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4.
+# Nearly two fifths of the activations are gone, not half. Norms and the residual stream stay float32, and 16-bit
+# copies of the weights are kept for backward. What you do save: half of the bytes that are sent, if gradients are
+# 16-bit, and above all time on tensor cores.
 #
-# Fewer bits and recompute take away different things, so they can be had together. Here are all four updates, from the
-# start of forward to the end of the optimizer's step. Each line is drawn on its own clock: recompute takes longer.
+# Fewer bits and recompute save different things, so you can use both. Here are all four updates, from the start of
+# forward to the end of the optimizer's step. Each line is drawn on its own clock: recompute takes longer.
 
 # %%
 both_over_time = ranks.run(lambda: measured(recomputed=True, dtype="bfloat16"))[0][1]
@@ -478,15 +481,15 @@ show(draw_curves(title), f"{title}. Bytes that a rank holds over one update; pea
 
 # %% [markdown]
 # The ground is parameters and optimizer states. The hill on it is made of activations: forward goes up, backward goes
-# down, while gradients grow. Autocast scales the hill. Recompute cuts it off and leaves teeth: each is one block that
-# is made again.
+# down, while gradients grow. Autocast makes the hill lower. Recompute cuts it off and leaves teeth: each tooth is one
+# block that is computed again.
 
 # %% [markdown]
 # ### Why the float32 copy?
 #
-# Why not keep everything in bfloat16, 8 bytes per parameter, and be done? Between 1 and 2, bfloat16 knows 128 numbers.
-# Adam changes a weight by about the learning rate, 0.0001, whatever the gradient is. How many of those updates would
-# change a bfloat16 weight at all?
+# Why not keep everything in bfloat16, 8 bytes per parameter in all? Between 1 and 2, bfloat16 has only 128 numbers.
+# Adam changes a weight by about the learning rate, here 0.0001, for any size of the gradient. How many of those
+# updates would change a bfloat16 weight at all?
 
 # %%
 guess_5 = predict("Share of weights that one AdamW step of 0.0001 changes, in bfloat16?", unit="%")
@@ -522,8 +525,8 @@ guess_5.default(90)  # assumed if you gave no number above
 print(guess_5.compare(100 * ranks.run(share_changed)[0]))
 
 # %% [markdown]
-# All others are rounded away, in every step anew. It hits the large weights: near 0.02 the numbers of bfloat16 are
-# 0.00012 apart, and near 1, where a norm's weights are, 0.004 and more.
+# All other changes are rounded away, again in every step. This hits the large weights: near 0.02 the numbers of
+# bfloat16 are 0.00012 apart, and near 1, where a norm's weights are, 0.004 and more.
 #
 # The cure is a float32 copy, the *masters*. The optimizer updates the copy, where small steps add up, and the model
 # computes with the copy rounded to 16 bits.
@@ -549,8 +552,8 @@ show_bars(lost_below, "x 0.0001", title, "half the distance to the next bfloat16
 
 # %% [markdown]
 # Does it matter? Three trainings of the same small model, on the same batches: all in float32, all in bfloat16, and
-# bfloat16 with masters (the library's `MasterWeights`, around any optimizer). Nothing is exchanged here, so the two
-# ranks share out the three trainings.
+# bfloat16 with masters (the library's `MasterWeights`, around any optimizer). The ranks exchange nothing here: they
+# divide the three trainings between them.
 
 # %%
 from distlab.precision import MasterWeights
@@ -582,9 +585,9 @@ for kind in TRAININGS:
     print(f"{kind:22} loss {ends[kind]:.3f} in the last ten updates")
 
 # %% [markdown]
-# With masters the loss is that of float32 to a few thousandths. Without them it lags, and the lower the learning rate,
-# the more: late in a training, when rates are small, it stands still. (There is another cure, stochastic rounding, that
-# needs no copy.)
+# With masters the loss is that of float32 to a few thousandths. Without them the loss stays higher, and more so at
+# lower learning rates. Late in a training, when rates are small, it no longer falls. (There is another cure,
+# stochastic rounding, that needs no copy.)
 
 # %% [markdown]
 # ### float16, and its scale
@@ -621,15 +624,16 @@ shown = {f"{n:,} tokens": {"as it is": zeros(n, 1), "scaled": zeros(n, 2**16)} f
 show_bars(shown, "%", "The larger the batch, the more gradients float16 loses; a scale brings them back")
 
 # %% [markdown]
-# So multiply the loss by a large number before backward. By the chain rule all gradients grow by it. Divide them by it
-# before the update, in float32. The best scale is the largest that does not overflow, and it changes during training.
-# So it is *found*: an overflow shows as infinity or NaN in the gradients. Then skip the update and halve the scale.
-# After many good steps in a row, double it.
+# So multiply the loss by a large number before backward. By the chain rule all gradients grow by it. Divide them by
+# it before the update, in float32. The best scale is the largest that does not overflow, and it changes during
+# training. So it is *searched for*: an overflow shows as infinity or NaN in the gradients. Then skip the update and
+# halve the scale. After many good steps in a row, double it.
 #
 # **And who decides?** With plain data parallelism all ranks hold the same averaged gradients: an infinity on one is
 # soon an infinity on all, and they agree by themselves. With sharded gradients, tensor or pipeline parallelism each
-# rank holds *other pieces of the model*. One sees the overflow, the others do not. If each decides alone, one skips and
-# the others update. From then on the pieces belong to no model that was trained. No error is raised.
+# rank holds *other pieces of the model*. One sees the overflow, the others do not. If each decides alone, one skips
+# and the others update. From then on the pieces do not fit together: no rank's piece belongs to the others' model. No
+# error is raised.
 #
 # ### Exercise: a scale that all ranks agree on
 #
@@ -666,16 +670,17 @@ for step, (first, second) in enumerate(zip(*ranks.run(course_of_scale), strict=T
     print(f"; rank 0 {words[0]:8}, rank 1 {words[1]:8}: {'both update' if first[2] else 'both skip'}")
 
 # %% [markdown]
-# Look for the steps where the ranks' own findings differ. There each would have gone its own way. The steps skipped at
-# the start are the price of finding the scale. Later it is one step in about 2,000, since that is how many good steps
-# torch's scaler waits before it doubles. bfloat16 needs none of this: its range is float32's. That is the reason why
-# most trainings today use it where the hardware can.
+# Look for the steps where the ranks' own findings differ. There, deciding alone, one rank would have updated and the
+# other not. The skipped steps at the start are the price of finding the scale. Later, about one step in 2,000 is
+# skipped: torch's scaler doubles after 2,000 good steps. bfloat16 needs none of this: its range is float32's. That is
+# the reason why most trainings today use it where the hardware can.
 
 # %% [markdown]
 # ## Does it fit?
 #
-# Back to the node of eight GPUs with 80 GB. `check_fit` counts a plan, and where it does not fit, says by how much,
-# what fills it, and the smallest change that fits. "Smallest" is the one that costs the least time.
+# Back to the node of eight GPUs with 80 GB. `check_fit` counts the memory of a plan. If the plan does not fit, it
+# says by how much, what fills the memory, and the smallest change that fits. "Smallest" is the one that costs the
+# least time.
 
 # %% tags=["nbval-check-output"]
 from simulator import device
@@ -708,10 +713,10 @@ show(
 )
 
 # %% [markdown]
-# Recompute alone can never do it: 108 GB of states are there before the first token. Stage 1 alone does not do it
-# either, with plain attention: 37 GB of states, and the activations fill the rest and more. Together with flash
-# attention, or selective recompute, it fits with room for a larger batch. Whoever knows the table knows which knob to
-# turn.
+# Recompute alone can never do it: 108 GB of states are there before the first token. Stage 1 alone is not enough
+# either, with plain attention: it leaves 37 GB of states, and the activations need more than the rest. Together with
+# flash attention, or selective recompute, it fits with room for a larger batch. The table tells you which setting to
+# change.
 #
 # Now choose yourself: model, device, ranks, precision, and what is split or made again. The text under the picture says
 # whether it fits, and what to change if not. From how many ranks on can the 70B model be trained at stage 3, with full
@@ -732,9 +737,9 @@ for ranks_asked in (16, 32):
     print(f"{ranks_asked} ranks: {fits.text}")
 
 # %% [markdown]
-# The states alone are 1,104 GB: fourteen devices of 80 GB, filled to the brim. What a rank needs for the layer that it
-# works on comes on top, on every rank, and does not shrink with their number. Leave room for what no count has in it,
-# too: the allocator's gaps, the communication library, another program on the GPU.
+# The states alone are 1,104 GB: fourteen devices of 80 GB, filled to the brim. What a rank needs for the layer that
+# it works on comes on top, on every rank, and does not shrink with their number. Leave room also for what the count
+# leaves out: the allocator's gaps, the communication library, another program on the GPU.
 
 # %% [markdown]
 # ## Production: torch's own
@@ -822,9 +827,9 @@ compare("float16, ours beside torch's", lambda: ours(False, True), lambda: their
 compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, False))
 
 # %% [markdown]
-# The losses agree: it is the same arithmetic. The last line is the price of recompute. Counting products of matrices it
-# is 4/3. A step here also has the exchange and the optimizer in it, which are not done twice, and whatever else this
-# machine did meanwhile. So take your line as one sample.
+# The losses agree: it is the same arithmetic. The last line is the price of recompute. Counted in matrix products it
+# is 4/3. A step here also contains the exchange and the optimizer, which are not done twice, and delays by other
+# programs of this machine. So take your line as one sample.
 
 # %% [markdown]
 # The same settings under other names:
@@ -883,8 +888,8 @@ show_bars(shown, "GB", "Only full recompute keeps both below the 24 GB of a smal
 # even QLoRA fits at this length; at half of it, it does. It is a rough count: frozen layers need not keep every input,
 # and on top come activations of the adapters, 4-bit weights unpacked for a product, and what an allocator loses.
 #
-# The claim holds because the 14 bytes per parameter of gradients, Adam and masters are gone. For training *all*
-# parameters nothing follows from it.
+# The claim holds because the 14 bytes per parameter of gradients, Adam and masters are gone. It says nothing about
+# training *all* parameters.
 
 # %% [markdown]
 # ## Lab

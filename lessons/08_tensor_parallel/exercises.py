@@ -37,7 +37,7 @@ EXERCISES = (
             "Column: this rank makes some output features, so it needs some rows of `weight` and their biases. Row: it "
             "takes some input features, so it needs some columns.",
             "`weight.chunk(t, 0)[rank]` or `weight.chunk(t, 1)[rank]`, cloned. The bias: a part for column; for row "
-            "whole on rank 0 and None elsewhere, for the results are added up.",
+            "whole on rank 0 and None elsewhere, because the results are added up.",
         ),
         worlds=(1,),
         budget=linear.budget_cut,
@@ -55,7 +55,7 @@ EXERCISES = (
         imports=_CALLS,
         hints=(
             "A class with `forward(ctx, x)` and `backward(ctx, gradient)`, both static; its `.apply` is the function.",
-            "Every rank reads x whole and makes a part of what follows: each has a part of x's gradient, one of a sum.",
+            "Every rank reads x whole and makes a part of what follows. So each has a part of x's gradient: sum them.",
             "f: forward `x.view_as(x)`, backward an all_reduce of a clone of the gradient. g: forward an all_reduce of "
             "a clone of x, backward the gradient as it is.",
         ),
@@ -93,7 +93,7 @@ EXERCISES = (
         hints=(
             "A head has `len(weight) // (num_heads + 2 * num_shared)` rows in each section where it occurs.",
             "Three sections, one behind the other. What must a rank have of each to attend with some heads?",
-            "Raise where heads do not divide; `weight.split([A d, K d, K d])`; chunk each by ranks; torch.cat the own.",
+            "Raise where heads do not divide; `weight.split([A d, K d, K d])`; chunk each by ranks; torch.cat yours.",
         ),
         worlds=(1,),
         budget=linear.budget_heads,
@@ -152,8 +152,8 @@ EXERCISES = (
         hints=(
             "`torch.rand(x.shape, generator=g)` draws from your own g: torch.Generator().manual_seed(...).",
             "`derive_seed(seed, rank, purpose)` mixes all three to a seed. Whose rank counts where all hold the same?",
-            "The seed: of this rank where is_split, of rank 0 else, with a purpose for each. Keep where rand >= p; "
-            "times x; divided by 1 - p.",
+            "Derive the seed from this rank where is_split, else from rank 0, with another purpose for each. Keep x "
+            "where rand >= p, and divide it by 1 - p.",
         ),
         budget=sequence.budget_drop,
         mutants=sequence.WRONG_DROPS + varied_wrong.WRONG_DROPS,

@@ -34,10 +34,10 @@
 # %% [markdown]
 # ## The question
 #
-# You train a GPT of 13 billion parameters. Its states (16 bytes per parameter with Adam, lesson 6) do not fit one H100
-# of 80 GB, so you need four. There are two offers. One machine with four H100s and NVLink between them: 12 dollars an
-# hour. Four machines with one H100 each and 100 Gb/s Ethernet: 8 dollars an hour. The same GPUs, a third cheaper. Which
-# one gives more for a dollar?
+# You train a GPT of 13 billion parameters. Its states (16 bytes per parameter with Adam, lesson 6) do not fit one
+# H100 of 80 GB, so you need four. There are two offers. One machine with four H100s and NVLink between them costs 12
+# dollars per hour. Four machines with one H100 each and 100 Gb/s Ethernet cost 8 dollars per hour. The same GPUs, a
+# third cheaper. Which offer trains more for a dollar?
 #
 # A guide says: **"naive model parallel uses 25 % of four GPUs, [tensor parallel](../GLOSSARY.md#tensor-parallel) 85
 # %."** It does not say on which wire.
@@ -92,9 +92,9 @@ guess_1
 # %% [markdown]
 # ## Naive: one after the other
 #
-# Four real ranks. Processes that compute would share the few cores of this machine, and we would see the cores, not
-# the method. So these layers *sleep*: they do almost nothing and take as long as we say. A sleeping process needs no
-# core, so four ranks run as if each had a GPU of its own. What they send is real. (Real computing comes later.)
+# Four real ranks. Processes that compute would share the few cores of this machine, and we would measure the cores,
+# not the method. So these layers *sleep*: they do almost nothing and take as long as we say. A sleeping process needs
+# no core, so four ranks run as if each had a GPU of its own. What they send is real. (Real computing comes later.)
 
 # %%
 import time
@@ -158,8 +158,8 @@ naive_s = max(ranks.run(shortest, naive_step))
 print(f"naive: a step takes {naive_s * 1e3:.0f} ms, a rank works {WORK_S * 1e3:.0f} ms: busy {WORK_S / naive_s:.0%}")
 
 # %% [markdown]
-# **"Naive model parallel uses 25 % of four GPUs"** holds, on any wire: one works, three wait. (Lesson 9 gets the rest
-# back with micro-batches.)
+# **"Naive model parallel uses 25 % of four GPUs"** holds, on any wire: one works, three wait. (In lesson 9
+# micro-batches make the others work too.)
 
 # %% [markdown]
 # ## Two ways to cut a matrix
@@ -189,34 +189,35 @@ sizes = {
 show_bars(sizes, "numbers", "Columns need all of X; rows make a part of a sum that is as large as Y")
 
 # %% [markdown]
-# The last line decides the order. A transformer's feed-forward part is a wide layer, GeLU, and a layer back. If the
-# *first* layer is cut by rows, its results must be added up before GeLU, which does not go through a sum. If it is cut
-# by columns, each rank has whole features, and GeLU works on each feature alone. The second layer, cut by rows, takes
-# just these features. So: **columns first, then rows**, and a single sum at the end (Shoeybi et al. 2019). The
-# library's two layers are called [ColumnParallelLinear](../GLOSSARY.md#columnparallellinear) and
+# The last line decides the order. A transformer's feed-forward part is a layer that widens, GeLU, and a layer that
+# goes back to the old width. If the *first* layer is cut by rows, its results must be added up before GeLU, since
+# GeLU of a sum is not the sum of GeLUs. If it is cut by columns, each rank has whole features, and GeLU works on each
+# feature alone. The second layer, cut by rows, takes just these features. So: **columns first, then rows**, and a
+# single sum at the end (Shoeybi et al. 2019). The library's two layers are called
+# [ColumnParallelLinear](../GLOSSARY.md#columnparallellinear) and
 # [RowParallelLinear](../GLOSSARY.md#rowparallellinear).
 #
 # ### Exercise: cut a layer
 #
-# Write `cut_linear(weight, bias, kind, num_ranks, rank)`. Mind that torch keeps $A$ transposed, and what happens to a
-# bias that every rank adds before a sum.
+# Write `cut_linear(weight, bias, kind, num_ranks, rank)`. Mind two things: torch keeps $A$ transposed; and a bias
+# that every rank adds before a sum counts $t$ times.
 
 # %% exercise="08.cut"
 
 # %% [markdown]
 # ## f and g
 #
-# Forward, there is one sum. And backward? All ranks read the same $x$. Through its own features each one finds *a
-# part* of $x$'s gradient; the gradient is the sum of the parts. So backward needs a sum too, at the other end. The
-# paper calls the two ends of such a region f and g:
+# Forward, there is one sum. And backward? All ranks read the same $x$. From its own features each rank computes *a
+# part* of $x$'s gradient, and the gradient is the sum of these parts. So backward needs a sum too, at the other end.
+# The paper calls the two ends of such a region f and g:
 #
 # | | forward | backward |
 # |---|---|---|
 # | f, where a region begins | nothing | sum over ranks |
 # | g, where it ends | sum over ranks | nothing |
 #
-# Backward of g is nothing, because behind the sum every rank has all of the gradient already. Both halves are
-# forgotten in public code. Nothing fails then: the loss falls, a little worse.
+# Backward of g is nothing, because behind the sum every rank has all of the gradient already. Public code has
+# forgotten f, and g. Then nothing fails: the loss still falls, a little worse.
 #
 # ### Exercise: f and g
 #
@@ -240,9 +241,9 @@ show_bars(sizes, "numbers", "Columns need all of X; rows make a part of a sum th
 #
 # $$8\,B\,s\,h\,\frac{t-1}{t} \text{ numbers per layer.}$$
 #
-# They stand in the way of everything: the next layer needs the sum. Beside it stands the work of a layer,
-# $72 B s h^2 (1 + s/6h)$ operations, of which a rank has $1/t$. With $F$ operations and $W$ bytes per second, and
-# numbers of 2 bytes, all sizes of the batch cancel:
+# Nothing hides these sums: the next layer needs them. Compare them with the work of a layer, $72 B s h^2 (1 + s/6h)$
+# operations, of which a rank has $1/t$. With $F$ operations and $W$ bytes per second, and numbers of 2 bytes, all
+# sizes of the batch cancel:
 #
 # $$\frac{\text{sending}}{\text{computing}} = \frac{2}{9} \cdot \frac{(t-1)\,F}{h\,(1 + s/6h)\,W}$$
 
@@ -278,8 +279,8 @@ show_bars(shown, "%", "The wire decides how busy GPUs are that cut every layer",
 # ### Measured on real ranks
 #
 # The formula is a claim. Run it: the same four layers as in the naive step, each cut over four ranks. A rank sleeps a
-# quarter as long, twice a layer, and *your* f and g really sum. This machine's own wire is what it is. To see others, a
-# sum also sleeps as long as that wire would take in addition to this work.
+# quarter as long, twice per layer, and *your* f and g really sum. This machine has one wire of its own. To imitate
+# another wire, a sum also sleeps for the time that the other wire would take.
 
 
 # %%
@@ -314,14 +315,14 @@ for name, wire in WIRES.items():
 show_bars(shown, "%", "Busy: four ranks as measured, and by the formula")
 
 # %% [markdown]
-# Measured ranks are less busy than the formula says: a sleep lasts longer than asked, and this machine's own sums take
-# time as well, more so where other programs run. But the picture is clear. On NVLink cutting every layer is much
+# Measured ranks are less busy than the formula says: a sleep lasts longer than asked, and this machine's own sums
+# take time as well, and more when other programs run. But the picture is clear. On NVLink cutting every layer is much
 # faster than naive model parallel. On Ethernet it is *slower than naive model parallel*, which means slower than a
 # single GPU would be if the model fitted one.
 #
 # **"Tensor parallel is useless over Ethernet."** At 100 Gb/s it holds, by the ratio: sending takes several times as
-# long as computing. It is not a law of nature. The ratio has $h$ below the line: the wider the model, the better. How
-# wide would it have to be?
+# long as computing. It is not a law of nature. The ratio has $h$ in the denominator: the wider the model, the better.
+# How wide would it have to be?
 
 # %% tags=["nbval-check-output"]
 for name, wire in WIRES.items():
@@ -330,12 +331,12 @@ for name, wire in WIRES.items():
         print(f"{name:20} t=4 is busy {share:.0%} from h = {width:,} on")
 
 # %% [markdown]
-# On NVLink the widths of real models. On Ethernet no model there is comes near 85 %.
+# On NVLink real models are this wide. On Ethernet no existing model comes near 85 %.
 #
-# **"Tensor parallel uses 85 %."** On four H100s with NVLink that is about right for this model. The formula says 79 %,
-# and it leaves out two things that help: a layer also does work that is not a product, and part of the sums can travel
-# during products. The simulator counts both; below it says 87 %. But on other wires, or on eight GPUs, it is another
-# number, and the claim does not name its case.
+# **"Tensor parallel uses 85 %."** On four H100s with NVLink that is about right for this model. The formula says 79
+# %, and it leaves out two things that help: a layer also does work that is not a product, and part of the sums can
+# travel during products. The simulator counts both; below it says 87 %. On other wires, or on eight GPUs, the number
+# is another one, and the claim does not say for which case it holds.
 
 # %%
 rates = {"NVLink": 12, "Ethernet 100 Gb/s": 8}
@@ -343,15 +344,16 @@ for name, dollars in rates.items():
     print(f"{name:18} {dollars} dollars an hour: {4 * busy[name] / dollars:.3f} GPU-hours of computing for a dollar")
 
 # %% [markdown]
-# That is the question, answered: the cheaper machines cost several times as much for the same training. If they are
-# what you have, do not cut layers over them. Cut the model into stages (lesson 9), which send one activation a border,
-# or shard it (lesson 7), which sends weights and gradients however many samples there are.
+# That is the question, answered: the cheaper machines cost several times as much for the same training. If you have
+# only those, do not cut layers over them. Cut the model into stages (lesson 9): a stage sends one activation to the
+# next. Or shard it (lesson 7): that sends weights and gradients, the same bytes for any number of samples.
 
 # %% [markdown]
 # ## Attention: by heads
 #
-# Heads are independent of each other, so give each rank some of them. Query, key and value come from one layer cut by
-# columns, the output layer is cut by rows: another region of f and g, and attention inside sends nothing.
+# Heads are independent of each other, so give each rank some of them. The layer that makes query, key and value is
+# cut by columns, and the output layer by rows. So this is another region of f and g, and attention inside it sends
+# nothing.
 #
 # One trap. Query, key and value usually come out of *one fused* layer, whose features are all queries, then all keys,
 # then all values. Cut it like any other and rank 0 of two gets all queries and half of the keys. The shapes fit,
@@ -361,12 +363,13 @@ for name, dollars in rates.items():
 #
 # Write `heads_of(weight, num_heads, num_shared, num_ranks, rank)`: the rows of the fused layer that a rank needs.
 # There may be fewer heads of keys and values than of queries (grouped-query attention). Where heads do not divide,
-# raise a ValueError: a rank with other heads than its output layer has columns is a silent fault.
+# raise a ValueError: a rank whose heads do not match the columns of its output layer computes wrong values without an
+# error.
 
 # %% exercise="08.heads"
 
 # %% [markdown]
-# Below is which rank holds what, drawn from the weights that four real ranks hold.
+# The picture shows which rank holds which heads, drawn from the weights of four real ranks.
 
 # %%
 from distlab.data import ByteCorpus, python_documentation
@@ -399,7 +402,7 @@ show(shards_figure(parts, splits, num_heads=CONFIG.num_heads), describe_shards(p
 # ## The vocabulary
 #
 # The last layer makes a score for every token of the vocabulary. With 51,200 tokens these scores are the largest
-# activation there is:
+# activation of all:
 
 # %% tags=["nbval-check-output"]
 scores = 8 * 2048 * 51200
@@ -437,9 +440,9 @@ show_bars(shown, "MB", "Cross-entropy needs three numbers per position, and no s
 # %% [markdown]
 # ## A whole GPT
 #
-# `parallelize(model)` does all of it to the package's GPT. Trained on four ranks, with the same batches on each, and in
-# one process. By plain gradient descent: Adam divides by the gradient's own size, so a gradient that is $t$ times too
-# large would not show.
+# `parallelize(model)` does all of this to the package's GPT. We train it on four ranks, with the same batches on
+# each, and in one process, by plain gradient descent. Why not Adam? Adam divides by the gradient's own size, so a
+# gradient that is $t$ times too large would not show.
 
 # %%
 BATCH = 8
@@ -495,14 +498,14 @@ shown = {"layers": 8 * L * B * s * h * part, "embedding and output": 4 * B * s *
 show_bars(shown, "kB", "Nearly all that a rank sends is sent by the layers")
 
 # %% [markdown]
-# To the byte. A rank holds a bit more than a quarter, for norms, the positions and the biases behind a sum are whole on
-# every rank.
+# Equal to the byte. A rank holds a bit more than a quarter, because norms, positions and the biases behind a sum are
+# whole on every rank.
 
 # %% [markdown]
 # # The end of sitting one
 #
-# You can answer the question of the beginning on paper now. Busy is $1/(1 + ratio)$. Four GPUs that are busy so much,
-# divided by the price of an hour, is what a dollar buys:
+# You can answer the question of the beginning on paper now. Busy is $1/(1 + ratio)$. Four times that share, divided
+# by the price of an hour, is what a dollar buys:
 
 # %%
 prices = {"NVLink": 12, "Ethernet 100 Gb/s": 8}
@@ -514,8 +517,8 @@ ranks.close()
 # **You can now** cut a GPT over ranks, prove that it is right, and say on which wire that pays.
 #
 # **Try this before you go on.** In "Measured on real ranks", take f out of `tensor_step`: delete the line that has
-# `f(...)` in it. Say first: does a step get faster, and does anything fail? Then run the two cells again. Or run the
-# lab on your own hardware: `distlab lab 08 --ranks 4 --impl mine --trace traces`.
+# `f(...)` in it. First guess: does a step get faster, and does anything fail? Then run the two cells again. Or run
+# the lab on your own hardware: `distlab lab 08 --ranks 4 --impl mine --trace traces`.
 #
 # **How to come back.** Save the notebook and close it. When you open it again, run its first code cell
 # (`%load_ext distlab.notebook`), and then go on at the next heading. You need not run anything of sitting one again.
@@ -649,16 +652,18 @@ gap = max(abs(one - other) for one, other in zip(alone, split_losses, strict=Tru
 print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequence split; losses differ by {gap:.0e}")
 
 # %% [markdown]
-# A hair more: gradients. A norm that sees only a part of the positions finds only a part of its gradient, and these
-# parts must be summed over ranks. This is the step that gets forgotten, and then every rank trains its own norm.
+# Slightly more is sent, for gradients of norms. A norm that sees only a part of the positions gets only a part of its
+# gradient, and these parts must be summed over ranks. Programs often forget this sum; then every rank trains its own
+# norm.
 #
-# **"Sequence parallelism costs extra communication."** Refuted, but for those few numbers.
+# **"Sequence parallelism costs extra communication."** Refuted, except for those few numbers.
 #
 # ### Exercise: clip
 #
-# Now gradients lie on the ranks in three ways: in parts (split weights), the same on each (a bias behind a sum), and as
-# parts of a sum (norms). Write `clip_gradients(split, whole, partial, max_norm)`. Two faults from public code: the norm
-# of the own part only (each rank scales by another factor), and what every rank holds counted $t$ times.
+# Now gradients lie on the ranks in three ways: in parts (split weights), the same on each (a bias behind a sum), and
+# as parts of a sum (norms). Write `clip_gradients(split, whole, partial, max_norm)`. Two faults from public code:
+# taking the norm of the own part only, so that each rank scales by another factor; and counting $t$ times what every
+# rank holds.
 
 # %% exercise="08.clip"
 
@@ -666,9 +671,9 @@ print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequ
 # ### Exercise: dropout
 #
 # Where all ranks hold the same activation, they must drop the same numbers, or their copies drift apart. Where each
-# holds another part, the same mask would repeat along the tensor. Write `drop(x, p, seed, is_split)`. `seed + rank` is
-# no way out: seed 8 on rank 0 is then seed 7 on rank 1. And no rank's own mask may be the common one, or a layer behind
-# the sum drops what a layer before it dropped.
+# holds another part, the same mask would repeat along the tensor. Write `drop(x, p, seed, is_split)`. `seed + rank`
+# does not help: seed 8 on rank 0 is the same as seed 7 on rank 1. And no rank's own mask may equal the common one, or
+# a layer after the sum drops the same places as a layer before it.
 
 # %% exercise="08.dropout"
 
@@ -730,12 +735,12 @@ shown = {
 show_bars(shown, "ms", "A step of the small GPT on this machine")
 
 # %% [markdown]
-# Now the step of median length, next to the predicted one. The upper row of each pair is what was measured, the pale
-# one under it what the simulator said. On the row "tensor" are the sums: two a block forward, two backward, and a few
-# for the vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a sum.
-# Forward, these gaps are as long as the sums: all of them is exposed. Half of the measured steps end in the grey band;
-# the prediction lets them end between the dotted lines. If the picture says that the machine was not calm, its boxes
-# are pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
+# Now the step of median length, next to the predicted one. The upper row of each pair was measured; the pale one
+# under it was predicted. The row "tensor" has the sums: per block two forward and two backward, and a few for the
+# vocabulary. Where a measured box of compute ends and the next has not begun, the rank waits for a sum. Forward,
+# these gaps are as long as the sums: they are fully exposed. Half of the measured steps end in the grey band; the
+# prediction lets them end between the dotted lines. If the picture says that the machine was not calm, its boxes are
+# pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
 
 # %%
 from distlab.trace import Trace
@@ -767,20 +772,20 @@ timeline.view = (0.0, result.predicted.duration_s / 2)  # the first half, larger
 
 # %% [markdown]
 # The order is the predicted one: nothing in it is left to chance. Where lengths differ, look at the sums first. A
-# measured sum begins when its rank starts it and ends when the *slower* rank has come: it holds every delay of the
-# other. There are four a layer and step, and each makes all ranks meet. So tensor parallelism suffers from uneven ranks
-# as nothing else does: data parallelism meets once a step. `benchmarks/predicted.py` holds the error against a bar,
-# over more windows in which nothing changed.
+# measured sum begins when its rank starts it and ends when the *slower* rank has come: it contains every delay of the
+# other rank. There are four sums per layer and step, and in each all ranks meet. So tensor parallelism suffers from
+# uneven ranks more than any other technique: in data parallelism ranks meet once per step. `benchmarks/predicted.py`
+# holds the error against a bar, over more windows in which nothing changed.
 #
-# And the speed? Two ranks halve the products. They do not halve norms and the residual stream, nor what each call of a
-# small layer costs whatever its size. With $h = 128$ that is much; with $h = 5120$ the products are everything.
+# And the speed? Two ranks halve the products. They do not halve norms and the residual stream, nor the fixed cost of
+# each call of a layer. With $h = 128$ that is much; with $h = 5120$ the products are everything.
 
 # %% [markdown]
 # ## The simulator at full size
 #
-# The 13B model on real machines. The step counts all: products, what is not a product (norms, softmax, GeLU), sums, the
-# update. Attention's inner part is recomputed and the sequence split, for memory. Beside each step stands how many
-# times as fast it is as one GPU that could hold everything.
+# The 13B model on real machines. The step counts everything: products, the rest of the layers (norms, softmax, GeLU),
+# sums, the update. To save memory, attention's inner part is recomputed and the sequence is split. Each row also says
+# how many times as fast the step is as on one GPU that could hold everything.
 
 # %%
 from dataclasses import replace
@@ -805,11 +810,11 @@ for name, wire in WIRES.items():
 # %% [markdown]
 # Read it column by column.
 #
-# - **Busy** is how much of $t$ times the speed you get. Eight GPUs are faster than four and less busy: work is halved,
-#   sums are not.
-# - **Of the peak** is another thing: what part of the products a GPU could do gets done. One GPU alone is at 66 % here,
-#   for norms and softmax move memory and multiply nothing. If you compare "85 %" with another report's "57 %", you
-#   should ask which of the two it is.
+# - **Busy** is your speed-up divided by $t$. Eight GPUs are faster than four, and less busy: work is halved, sums are
+#   not.
+# - **Of the peak** is another share: the products that a GPU does, out of those that it could do. One GPU alone is at
+#   66 % here, because norms and softmax move memory and multiply nothing. If you compare "85 %" with another report's
+#   "57 %", you should ask which of the two it is.
 # - On Ethernet two GPUs are already slower than one, and every further one makes it worse.
 # - Two GPUs do not hold the model, whatever the wire.
 #
@@ -830,10 +835,11 @@ print(degrees.text)
 # %% [markdown]
 # ### Beside the products
 #
-# Part of the sums can hide. Backward of a column layer makes two products: the gradient of its input, which ranks must
-# sum, and that of its weight, which stays. So make the first, send it off, and make the second meanwhile; the library
-# does that (`distlab/tensor_parallel/overlap.py`). Forward there is one product, and all of it is sent: cut it in parts
-# and the sum of one travels during the product of the next. Megatron-LM and torchtitan do that with special kernels.
+# Part of the sums can hide. Backward of a column layer makes two products: the gradient of its input, which ranks
+# must sum, and that of its weight, which stays. So compute the first, send it, and compute the second while it
+# travels. The library does that (`distlab/tensor_parallel/overlap.py`). Forward there is only one product, and all of
+# it is sent. Cut it into parts: then the sum of one part travels during the product of the next. Megatron-LM and
+# torchtitan do that with special kernels.
 
 # %% [markdown]
 # ## Production: torch's own
@@ -907,7 +913,7 @@ print(f"losses differ by {gap:.0e} at most; ours takes {median(ratios):.2f} time
 print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 
 # %% [markdown]
-# A number below 1 means that ours is faster. A dozen steps of a small model are little, and say nothing of GPUs:
+# A number below 1 means that ours is faster. A dozen steps of a small model prove little, and nothing about GPUs:
 # `benchmarks/tensor_parallel.py` has the figures with repeats. The same settings under other names:
 #
 # | | ranks | sequence split | sums during products |
@@ -933,10 +939,11 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 #   it is 57 % in any case.
 # - **"Tensor parallel is useless over Ethernet."** At 10 or 100 Gb/s it holds: slower than naive. It is the ratio
 #   $(t-1) F / (h W)$ that decides, not the name of the wire.
-# - **"Use tensor parallelism up to 8."** That is not a property of the number 8, but of machines with 8 GPUs: beyond,
-#   the wire changes. And within, each doubling more than doubles the ratio.
-# - **"Sequence parallelism costs extra communication."** Refuted: the same bytes, but for the norms' gradients.
-# - **"Tensor parallelism divides activations by $t$."** Only with the sequence split too. Without, 10 of 34 parts stay.
+# - **"Use tensor parallelism up to 8."** The number 8 comes from machines with 8 GPUs: beyond them the wire changes.
+#   And inside a machine each doubling more than doubles the ratio.
+# - **"Sequence parallelism costs extra communication."** Refuted: the same bytes, except for the norms' gradients.
+# - **"Tensor parallelism divides activations by $t$."** Only if the sequence is split too. Without that, 10 of 34
+#   parts stay.
 # - **"It needs less memory than data parallelism."** For states: $1/t$ each. ZeRO-3 does that too (lesson 7), without
 #   cutting products: it gathers weights where this sums activations. Question 2 has the numbers.
 

@@ -49,7 +49,7 @@ EXERCISES = (
         judge=attention.judge_zigzag,
         imports=_TORCH,
         hints=(
-            "Cut the sequence into 2n chunks. Who has the chunk with least work should have the one with most.",
+            "Cut the sequence into 2n chunks. The rank with the chunk of least work should also get the one of most work.",
             "Chunk c is positions c * size to (c + 1) * size, with size = length / 2n.",
             "Rank r holds chunk r, and behind it chunk 2n - 1 - r: torch.cat of two calls of torch.arange.",
         ),
@@ -89,7 +89,7 @@ EXERCISES = (
         judge=routing.judge_route,
         imports=("import torch", "import torch.nn.functional as F", "from torch import Tensor"),
         hints=(
-            "torch.topk gives weights and experts. Of each choice: how many choices before it ask the same expert?",
+            "torch.topk gives weights and experts. For each choice: how many choices before it ask the same expert?",
             "Put the choices in the order in which they count: experts.T.reshape(-1) is all first ones, then all "
             "second ones. F.one_hot(...).cumsum(0) counts how often each expert has been asked so far.",
             "place = that cumsum, read (gather) at each choice's own expert; kept = place <= capacity, back in the "

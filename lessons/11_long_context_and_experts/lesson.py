@@ -37,7 +37,7 @@
 # one sequence, 16 times what it was trained on. You have a machine with eight H100s, 640 GB together. Its states are
 # sharded over the eight (lesson 7), 14 GB on each. What about activations? Begin with the scores: attention compares
 # each position with each other one, in every head. How much do the scores of *one layer* take, for one sequence? (In
-# 16 bits, with softmax's and dropout's outputs and a mask, as plain PyTorch keeps them: 5 bytes a score.)
+# 16 bits, with softmax's and dropout's outputs and a mask, as plain PyTorch keeps them: 5 bytes per score.)
 
 # %%
 guess_0 = predict("How much memory do the scores of one layer take?", unit="GB")
@@ -75,22 +75,23 @@ show_bars(needs_gb, "GB", "One sequence of 131,072 tokens: what it needs, and wh
 # Compare the bars with the last one. Two things are in the way, and they need two answers. How can ranks share one
 # sequence, when every position looks at all positions before it?
 #
-# - **Scores grow with the square.** Of 2.7 TB per layer no computation needs more than a small block at a time. So
-#   never make them all: attend block by block. This works on one GPU, and is what FlashAttention does.
-# - **All else grows with the length**, 584 GB. It cannot be cut by samples, since there is one. Recomputing everything
-#   brings it down to 53 GB, for a third more work; but one GPU then works through the sequence alone, and at a million
-#   tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That is [context
-#   parallel](../GLOSSARY.md#context-parallel).
+# - **Scores grow with the square.** Of the 2.7 TB per layer a computation needs only a small block at a time. So
+#   never hold all of them: attend block by block. This works on one GPU, and is what FlashAttention does.
+# - **Everything else grows with the length**: 584 GB here. It cannot be cut by samples, since there is only one.
+#   Recomputing everything brings it down to 53 GB, for a third more work; but one GPU then works through the sequence
+#   alone, and at a million tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That
+#   is [context parallel](../GLOSSARY.md#context-parallel).
 #
-# Most of a transformer does not mind. Norms, linear layers, the loss: each works on one position alone. Only attention
-# looks at others.
+# For most of a transformer that changes nothing. Norms, linear layers, the loss: each works on one position alone.
+# Only attention looks at others.
 
 # %% [markdown]
 # ## Attention, block by block
 #
-# For one query, attention is a weighted mean of values. The weight of key $j$ is $e^{s_j}$, divided by the sum of all.
-# Whoever has seen only some of the keys can keep two things: the mean over *those*, and how much weight they had,
-# $\ell = \log \sum_j e^{s_j}$. It is the logarithm because $e^{s}$ of a score of 100 is too large for 32 bits.
+# For one query, attention is a weighted mean of values. The weight of key $j$ is $e^{s_j}$, divided by the sum of
+# all. A rank that has seen only some of the keys keeps two things: the mean over *those*, and the logarithm of their
+# total weight, $\ell = \log \sum_j e^{s_j}$. Why the logarithm? Because $e^{s}$ of a score of 100 is too large for 32
+# bits.
 
 
 # %%
@@ -124,7 +125,7 @@ print(f"merged: wrong by less than 1e-12: {bool((merged - whole).abs().max() < 1
 
 # %% [markdown]
 # So the whole of attention can be done one block of keys after the other, with two results that are carried along.
-# Nothing of the square is ever held.
+# The square of all scores is never held.
 
 
 # %%
@@ -149,8 +150,8 @@ show_bars(shown, "scores", "Attention block by block holds few scores at a time,
 # ## Who holds which positions?
 #
 # The blocks may also lie on different ranks. Four ranks, and each holds a quarter of the positions: queries, keys and
-# values. A causal model lets a query see its own position and those before. Cut straight: rank 0 has the first
-# quarter, rank 3 the last. How much more work has rank 3 than rank 0?
+# values. A causal model lets a query see its own position and those before. In a straight cut rank 0 has the first
+# quarter, and rank 3 the last. How much more work has rank 3 than rank 0?
 
 # %%
 guess_1 = predict("How many times as many pairs does rank 3 compute as rank 0?", unit="times")
@@ -192,8 +193,8 @@ show(context_figure(4, "zigzag"), describe_context(4, "zigzag"))
 # each other. (Dealing out positions one by one is nearly even too, but then the mask cuts through each block, and a
 # kernel that skips what is hidden cannot skip much.)
 #
-# Two places know where a token really stands: the causal mask, and the position embedding. Each rank must look up its
-# *own* positions. Code that counts from 0 on each rank runs, trains, and reads a shuffled text.
+# Two parts of the model use a token's true position: the causal mask, and the position embedding. Each rank must look
+# up its *own* positions. Code that counts from 0 on each rank runs, trains, and reads a shuffled text.
 
 # %% [markdown]
 # ## The ring
@@ -205,9 +206,9 @@ show(context_figure(4, "zigzag"), describe_context(4, "zigzag"))
 #
 # Write `ring_attend(query, key, value, positions)` for real ranks, forward alone. `positions[r]` are those of rank
 # $r$. The budget: $2(n-1)$ tensors of a rank's keys or values sent, and never the whole sequence in one place. An
-# all-gather sends as many bytes, and fails: it holds what did not fit.
+# all-gather sends as many bytes, and fails the check: it holds the whole sequence, which did not fit.
 #
-# Two traps. All ranks send at the same time: whoever waits in `send` waits for a receiver who is in `send` too. And
+# Two traps. All ranks send at the same time: if each waits in `send`, the receiver of each waits in `send` too. And
 # some queries see *none* of a block's keys.
 
 # %% exercise="11.ring"
@@ -277,8 +278,8 @@ show_bars(sent_mb, "MB", "Sent per rank, forward and backward", "four ranks, as 
 #
 # $$\frac{2 s^2 h}{F} \ge \frac{4 s h}{\beta} \quad\Longleftrightarrow\quad s \ge \frac{2F}{\beta}.$$
 #
-# The width of the model is gone, and so is the length of the whole sequence. What counts is **positions a rank**. How
-# many does an H100 need if the ring goes over InfiniBand with 50 GB/s a GPU?
+# The width of the model is gone, and so is the length of the whole sequence. What counts is **positions per rank**.
+# How many does an H100 need if the ring goes over InfiniBand with 50 GB/s per GPU?
 
 # %%
 guess_2 = predict("How many positions must a rank have, on InfiniBand?", unit="positions")
@@ -301,18 +302,20 @@ infiniband = max(protocol.bytes_per_s for protocol in link("infiniband-ndr").pro
 print(guess_2.compare(2 * flops / infiniband, how="calculated"))
 
 # %% [markdown]
-# **"[Ring attention](../GLOSSARY.md#ring-attention) overlaps communication, so it is free."** From some length on.
-# Inside a machine 131,072 tokens on 8 GPUs are 16,384 each: hidden. On 64 GPUs over InfiniBand 2,048 each: far from it.
-# Models with grouped-query heads send less: with 8 query heads to a key head it takes an eighth.
+# **"[Ring attention](../GLOSSARY.md#ring-attention) overlaps communication, so it is free."** True from some length
+# on. Inside a machine 131,072 tokens on 8 GPUs are 16,384 each, and the ring is hidden. On 64 GPUs over InfiniBand
+# they are 2,048 each, far too few. Models with grouped-query heads send less: with 8 query heads per key head an
+# eighth of the positions is enough.
 #
 # (Backward computes 2.5 times as much and sends at least twice as much, so its threshold is about as high.)
 
 # %% [markdown]
 # ## The other way: all-to-all
 #
-# Heads know nothing of each other. So instead of moving keys to queries, trade *positions for heads*: before attention
-# each rank gives away most heads of its positions, and gets all positions of a few heads. Then attention is quite
-# ordinary: whole sequence, no merge, no zig-zag needed. After it the ranks trade back. (DeepSpeed calls it Ulysses.)
+# Heads do not depend on each other. So instead of moving keys to queries, trade *positions for heads*: before
+# attention each rank gives away most heads of its positions, and gets all positions of a few heads. Then attention is
+# quite ordinary: whole sequence, no merge, no zig-zag needed. After it the ranks trade back. (DeepSpeed calls it
+# Ulysses.)
 #
 # A rank trades $q$, $k$, $v$ and the output: four all-to-alls in forward, four in backward. Each moves $\frac{n-1}{n}$
 # of a rank's part, $K/n$. Together $8\frac{n-1}{n}\cdot\frac{K}{n}$: on four ranks $1.5\,K$, as the second line above
@@ -336,10 +339,10 @@ for n in (2, 4, 8, 16, 64):
 show_bars(shown, "K", "A ring sends up to 6 K; all-to-all sends less and less", "K: bytes of the keys of all ranks")
 
 # %% [markdown]
-# **"All-to-all sends less, so it is always better."** With shared key heads and few ranks it sends more. Two limits
-# besides. Nothing hides it: attention cannot start before the heads are there. And there are never more ranks than
-# heads, or *key* heads where these are shared: with 8 key heads it stops at 8 ranks, or copies them, which sends more.
-# What happens beyond?
+# **"All-to-all sends less, so it is always better."** With shared key heads and few ranks it sends more. And it has
+# two limits. Nothing hides it: attention cannot start before the heads are there. And there are never more ranks than
+# heads, or *key* heads where these are shared: with 8 key heads it stops at 8 ranks, or copies them, which sends
+# more. What happens beyond?
 
 # %%
 from distlab.models import GPT, GPTConfig
@@ -413,10 +416,10 @@ for kind, values in losses.items():
 #
 # ### Measured over predicted
 #
-# What does the simulator say of a step of such a model? First it must know this machine: how fast two ranks compute,
-# and what a hop costs. A machine does not keep its speed. So `time_training` calibrates, times a few steps, calibrates
-# again, and so on; `overlay_of_run` predicts the steps from the calibrations around them. Two ranks on a ring, 512
-# positions, two samples.
+# What does the simulator predict for a step of such a model? First it must know this machine: how fast two ranks
+# compute, and what a hop costs. A machine does not keep its speed. So `time_training` calibrates, times a few steps,
+# calibrates again, and so on; `overlay_of_run` predicts the steps from the calibrations around them. Two ranks on a
+# ring, 512 positions, two samples.
 
 # %%
 from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
@@ -449,12 +452,12 @@ timeline
 timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 
 # %% [markdown]
-# The upper row of each pair is what was measured, the pale one under it what the simulator said. Green is the ring:
-# keys and values on their way during attention (the ranks mark their forward and backward passes as a whole, the
-# simulator each hop). Memory is a fast wire compared with such slow cores, so next to nothing of the ring waits.
-# Gradients of all parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Half of
-# the measured steps end in the grey band; the prediction lets them end between the dotted lines. If the picture says
-# that the machine was not calm, its boxes are pale. Close other programs and run the cell again that calibrates.
+# The upper row of each pair was measured; the pale one under it was predicted. Green is the ring: keys and values on
+# their way during attention (the ranks mark their forward and backward passes as a whole, the simulator each hop).
+# Memory is a fast wire compared with such slow cores, so computation hardly waits for the ring. Gradients of all
+# parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Half of the measured
+# steps end in the grey band; the prediction lets them end between the dotted lines. If the picture says that the
+# machine was not calm, its boxes are pale. Close other programs and run the cell again that calibrates.
 # `benchmarks/predicted.py` repeats this, and holds the error against a bar.
 
 # %% [markdown]
@@ -508,11 +511,11 @@ blocks.controls["num_gpus"].value = 32
 print(blocks.text)
 
 # %% [markdown]
-# Eight GPUs hold it only if some of it is recomputed; sixteen hold it as it is. Inside the machine both ways wait next
-# to nothing. Between machines the ring needs many positions a rank: on 32 GPUs it has 4,096, cannot hide its hops, and
-# all-to-all is the better way, up to 32 ranks: one head each. A longer sequence turns it round. (This GPT writes its
-# scores down, as plain PyTorch does, which takes long and hides hops. A fused kernel is faster, and needs the positions
-# that were derived above.)
+# Eight GPUs hold it only if some of it is recomputed; sixteen hold it as it is. Inside the machine ranks hardly wait
+# in either way. Between machines the ring needs many positions per rank: on 32 GPUs it has 4,096, cannot hide its
+# hops, and all-to-all is the better way, up to 32 ranks: one head each. For a longer sequence the ring is the better
+# way. (This GPT writes its scores down, as plain PyTorch does, which takes long and hides hops. A fused kernel is
+# faster, and needs the positions that were derived above.)
 
 # %% [markdown]
 # ## Experts: more parameters, the same work
@@ -537,20 +540,21 @@ guess_3.default(8)  # assumed if you gave no number above
 print(guess_3.compare(k, how="counted"))
 
 # %% [markdown]
-# **"An 8x7B model has 56 billion parameters."** Only feed-forward layers are eight times there; attention and
+# **"An 8x7B model has 56 billion parameters."** Only the feed-forward layers exist eight times; attention and
 # embeddings are shared. Mixtral 8x7B has 47 billion, and a token uses 13 billion of them (Jiang et al. 2024). It
 # computes like a 13B model, and it must be *held* like one of 47B: memory is the reason to split experts over ranks.
 #
-# Each rank holds some experts and brings its own tokens. A token goes where its experts are. That is an all-to-all, and
-# unlike all collectives so far no rank knows beforehand how much goes where: **the data decides**.
+# Each rank holds some experts and brings its own tokens. A token goes to the ranks of its experts. That is an
+# all-to-all. But unlike in all collectives so far, no rank knows beforehand how much goes where: **the data
+# decides**.
 
 # %% [markdown]
 # ### Exercise: route
 #
-# Rooms are finite. An [expert](../GLOSSARY.md#expert) gets memory for `capacity` choices, a factor times an even share;
-# what is beyond is **dropped**: the token goes on by its residual connection alone. Who is dropped must be a rule, the
-# same in every run. Write `route(probabilities, top_k, capacity)`: experts, weights, which choices are kept, and how
-# many were dropped.
+# Memory is finite. An [expert](../GLOSSARY.md#expert) gets memory for `capacity` choices, a factor times an even
+# share; what is beyond is **dropped**: the token goes on by its residual connection alone. Who is dropped must be a
+# rule, the same in every run. Write `route(probabilities, top_k, capacity)`: experts, weights, which choices are
+# kept, and how many were dropped.
 
 # %% exercise="11.route"
 
@@ -586,7 +590,7 @@ for name, tilt in tilts.items():
 show_bars(shown, "%", "A router that leans drops choices, and nothing says so", "choices dropped")
 
 # %% [markdown]
-# **"A capacity factor of 1.25 is enough."** For an even router. For one that leans it drops a good part of all choices,
+# **"A capacity factor of 1.25 is enough."** For an even router it is. For an uneven one it drops many of the choices,
 # silently: nothing fails, the loss is a little worse. So count dropped choices, and print them. And a larger capacity
 # does not help: all ranks wait for the fullest expert.
 
@@ -602,8 +606,8 @@ show_bars(shown, "%", "A router that leans drops choices, and nothing says so", 
 # %% exercise="11.ask"
 
 # %% [markdown]
-# The library's `ExpertParallel` does that with several experts a rank, several choices a token, and capacity. Against
-# the same layer in one process, for different tokens on each rank:
+# The library's `ExpertParallel` does that with several experts per rank, several choices per token, and capacity.
+# Here it is compared with the same layer in one process, with different tokens on each rank:
 
 # %%
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router
@@ -640,9 +644,9 @@ shown = {f"expert {index}, on rank {index // 2}": choices for index, choices in 
 show_bars(shown, "choices", "A new router is uneven", "512 tokens per rank")
 
 # %% [markdown]
-# Four times: rows there, answers back, and in backward the same for their gradients. A quarter of each stays on its own
-# rank, so $4 \cdot \frac{n-1}{n} \cdot kTH$ numbers travel, in every mixture layer, every micro-batch. None of them can
-# start before the router has spoken.
+# Four times: rows there, answers back, and in backward the same for their gradients. A quarter of each stays on its
+# own rank, so $4 \cdot \frac{n-1}{n} \cdot kTH$ numbers travel, in every mixture layer, every micro-batch. None of
+# them can start before the router has chosen.
 
 # %% [markdown]
 # ## Balance
@@ -665,8 +669,8 @@ print(f"even {balance_loss(even, torch.arange(8)[:, None] % 4):.2f}, collapsed {
 
 # %% [markdown]
 # On several ranks: whose tokens? Two ranks, each with text of its own kind. One asks only experts 0 and 1, the other
-# only 2 and 3. Together that is even. The mean of the ranks' own losses says it is not, and drives both towards
-# experts they have no use for. The loss of the *summed* counts is another number:
+# only 2 and 3. Together that is even. The mean of the ranks' own losses says it is not, and pushes both ranks towards
+# experts that do not suit their text. The loss of the *summed* counts is another number:
 
 # %% tags=["nbval-check-output"]
 kinds = [torch.tensor([[5.0, 5, -5, -5]]), torch.tensor([[-5.0, -5, 5, 5]])]
@@ -724,16 +728,17 @@ for weight in (0.0, 0.05):
 show_bars(fullest_at, "x", "Without the second loss the router collapses", "the fullest expert, over an even share")
 
 # %% [markdown]
-# Nothing pushed it. The router starts not far from even, and within some steps nearly all tokens ask the same two
-# experts: most choices are dropped. The second loss holds it, and the first one is none the worse for it.
+# Without the balance loss the router starts nearly even. Within some steps nearly all tokens ask the same two
+# experts, and most choices are dropped. The balance loss keeps the load even, and the training loss does not suffer
+# from it.
 
 # %% [markdown]
 # ### What imbalance costs
 #
-# Everybody waits for the rank whose experts are asked most. So a layer takes as long as its *fullest* rank, not the
-# mean. Experts that sleep for every row, instead of computing, show it without fighting over this machine's cores. One
-# expert a rank, 100 tokens on each; a row takes 0.5 ms. In an even load each rank works on 100 rows, 50 ms. Now 40 % of
-# all tokens want expert 0. How long does the layer take?
+# All ranks wait for the rank whose experts are asked most. So a layer takes as long as its *fullest* rank, not the
+# mean. We show it with experts that sleep for every row instead of computing, so that they need no cores. There is
+# one expert per rank, and 100 tokens on each; a row takes 0.5 ms. In an even load each rank works on 100 rows, 50 ms.
+# Now 40 % of all tokens want expert 0. How long does the layer take?
 
 # %%
 guess_4 = predict("How long does the layer take when 40 % of all tokens want expert 0?", unit="ms")
@@ -834,9 +839,10 @@ shown = {name: 1e3 * median(row[index] for row in rows) for index, name in enume
 show_bars(shown, "ms", "Forward of one attention on four ranks")
 
 # %% [markdown]
-# A number below 1 means that ours is faster. A few rounds on shared cores are little; `benchmarks/context_parallel.py`
-# and `benchmarks/expert_parallel.py` have the figures with repeats, forward and backward. torch has no mixture of
-# experts layer of its own; torchtitan and Megatron-LM do. The same settings under other names:
+# A number below 1 means that ours is faster. A few rounds on shared cores prove little;
+# `benchmarks/context_parallel.py` and `benchmarks/expert_parallel.py` have the figures with repeats, forward and
+# backward. torch has no mixture of experts layer of its own; torchtitan and Megatron-LM do. The same settings under
+# other names:
 #
 # | | context | experts |
 # |---|---|---|
@@ -858,15 +864,17 @@ show_bars(shown, "ms", "Forward of one attention on four ranks")
 # - **"Ring attention is an approximation."** Refuted: equal to one process up to rounding, measured above.
 # - **"FlashAttention makes memory linear, so long contexts fit."** The scores' part, yes. The rest is linear, and at
 #   131,072 tokens it is 584 GB in the model of the question.
-# - **"Communication of a ring is free."** From $2F/\beta$ positions a rank on: some thousands on NVLink, some tens of
-#   thousands on InfiniBand, fewer with grouped-query heads.
-# - **"All-to-all sends less than a ring."** With a key head for each query head: $\frac{8}{n}$ against 6. With 8 query
-#   heads a key head from 7 ranks on: $\frac{36}{n}$ against 6. Nothing hides it, and key heads limit the ranks.
+# - **"Communication of a ring is free."** From $2F/\beta$ positions per rank on: some thousands on NVLink, some tens
+#   of thousands on InfiniBand, fewer with grouped-query heads.
+# - **"All-to-all sends less than a ring."** With a key head for each query head: $\frac{8}{n}$ against 6. With 8
+#   query heads per key head it does from 7 ranks on: $\frac{36}{n}$ against 6. Nothing hides it, and key heads limit
+#   the ranks.
 # - **"Splitting a sequence into equal pieces splits the work equally."** Not under a causal mask: nearly twice an even
 #   share for the last rank.
-# - **"Mixtures of experts are free parameters."** Work a token stays; memory, four all-to-alls a layer, and waiting for
-#   the fullest expert come on top.
-# - **"Load balance is a matter of quality."** Of time first: the layer takes as long as its fullest rank.
+# - **"Mixtures of experts are free parameters."** The work per token stays the same. But they need memory, four
+#   all-to-alls per layer, and time to wait for the fullest expert.
+# - **"Load balance is a matter of quality."** It is a matter of time first: the layer takes as long as its fullest
+#   rank.
 
 # %% [markdown]
 # ## Lab

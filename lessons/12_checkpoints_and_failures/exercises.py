@@ -30,7 +30,7 @@ EXERCISES = (
         judge=disk.judge_save,
         imports=(*_SAVE, "from distlab.checkpoint.files import flush_directory"),
         hints=(
-            "Nothing may ever lie under the name `step-40.pt` but the whole checkpoint. So write under another name.",
+            "Only the whole checkpoint may ever have the name `step-40.pt`. So write under another name.",
             "`os.replace(partial, path)` gives a file another name, all at once. Before that its bytes must be on the "
             "disk: `file.flush()`, then `os.fsync(file.fileno())`. flush_directory(folder) flushes the name.",
             'Open `folder / f".step-{step}.pt"` with "wb"; torch.save into it; flush; fsync; close; os.replace; '
@@ -122,7 +122,7 @@ EXERCISES = (
         imports=("from collections.abc import Callable", "from torch import Tensor"),
         hints=(
             "In the row, this shard begins at rank x length, and saved shard s at s x old.",
-            "What both have begins at the larger begin and ends at the smaller end, and nowhere behind `size`.",
+            "The part that both have begins at the larger of their begins and ends at the smaller end, or at `size`.",
             "shard.zero_(). For each saved shard with a part in common: read it at start - s x old, and put it "
             "at start - rank x length.",
         ),
@@ -141,7 +141,7 @@ EXERCISES = (
         judge=numbers.judge_steps,
         imports=("from distlab.elastic import BatchRule",),
         hints=(
-            "First the batch of this number of ranks, then what is left of it before the end, then this rank's part.",
+            "First the batch of this number of ranks, cut off at the end of the data; then this rank's part of it.",
             "`each, more = divmod(batch, world_size)`: the first `more` ranks have one more. So rank r begins at "
             "`position + r * each + min(r, more)`.",
             "The rate follows the batch that the rule gives, not the rest of the last step: lr * ratio, or lr * "

@@ -48,9 +48,9 @@ causes |= {"the other 13 causes": 419 - sum(causes.values())}
 show_bars(causes, "times", "More than half of the interruptions came from GPUs", "419 unplanned ones in 54 days")
 
 # %% [markdown]
-# Look at the first two bars: hardware breaks, and no care in your own code prevents that. A GPU alone does not break
-# often. How often does a job stop that has fewer of them? Say you train on 1,024 such GPUs. Type a number into the box
-# that the next cell shows, and press Commit.
+# Look at the first two bars: hardware breaks, and no care in your own code prevents that. A single GPU does not break
+# often. How often does a job on fewer GPUs stop? Say you train on 1,024 such GPUs. Type a number into the box that
+# the next cell shows, and press Commit.
 
 # %%
 guess_0 = predict("Hours between two failures, on 1,024 such GPUs?", unit="hours")
@@ -93,7 +93,7 @@ for gpus in (8, 1024, 4096, 16384):
 # folder after each call into the system. A kill (SIGKILL) leaves exactly that: a killed process does nothing more, not
 # even flush its buffers.
 #
-# First what loads: of all files `step-N.pt` the one with the highest N.
+# First a rule for loading: of all files `step-N.pt`, take the one with the highest N.
 
 # %%
 import re
@@ -179,8 +179,8 @@ show_moments("From its first moment to its last but one, torch.save leaves a fil
 # Read the picture from left to right. Green: step 30 is still the newest. Orange: `step-40.pt` is there, and is not
 # whole; whoever loads the newest file fails. Blue: step 40 is whole.
 #
-# **"`torch.save` is atomic" is refuted.** It creates the file first and fills it piece by piece. How bad is that? If a
-# save takes one hundredth of the time, one failure in a hundred comes while saving. Llama 3 had 419.
+# **"`torch.save` is atomic" is refuted.** It creates the file first and fills it piece by piece. How bad is that? If
+# a save takes one hundredth of the time, one failure in a hundred comes while saving: about four of Llama 3's 419.
 #
 # ### Exercise: whole at every moment
 #
@@ -196,7 +196,7 @@ found["your save"] = killed_while(save)
 show_moments("With a name of its own until it is whole, a file is never half there")
 
 # %% [markdown]
-# There are more moments, and no orange one. What does a save cost that waits for the disk? On a laptop a few
+# Now there are more moments, and none is orange. How long does a save take that waits for the disk? On a laptop a few
 # milliseconds. It is the first number that we need later on:
 
 # %%
@@ -387,15 +387,15 @@ starts = {"first start, killed in step 7": 8, "second start, from step 6 on": le
 show_bars(starts, "steps", "Of ten steps two were made twice", "steps that each start began, two ranks")
 
 # %% [markdown]
-# Steps 6 and 7 were made twice, and left no trace. Each depends on three things alone: on what the checkpoint holds, on
-# the step's number, and on the rank.
+# Steps 6 and 7 were run twice, and the weights show no trace of that. Each depends on three things alone: on what the
+# checkpoint holds, on the step's number, and on the rank.
 
 # %% [markdown]
 # ## One checkpoint of all ranks
 #
 # With sharding (lesson 7) each rank holds a part, and each rank saves its own: 16,384 files, all at the same time. A
 # checkpoint is then a *folder*, and it must come to exist all at once, with all of its files. The trick is the same:
-# write into a folder of another name, and rename the folder. What is new is that rank 0 must know that the others are
+# write into a folder of another name, and rename the folder. One thing is new: rank 0 must know that the others are
 # done.
 #
 # The following code was seen in many places. It is right on one rank. Run the check as it is, read what it says, find
@@ -454,7 +454,8 @@ show_bars(seen, "of 60", "torch.load takes a flipped bit for a number; a checksu
 #
 # ### Exercise: the newest that is whole
 #
-# Write `newest_good(folder)`. It says what is damaged by name, and takes the newest checkpoint in which nothing is.
+# Write `newest_good(folder)`. It says what is damaged by name, and takes the newest checkpoint in which nothing is
+# damaged.
 
 # %% exercise="12.newest"
 
@@ -546,8 +547,8 @@ show_bars(bytes_read, "GB", "Read what overlaps: a thousandth", "405B parameters
 
 # %% [markdown]
 # *Samples.* If every rank counted its own, a new number of ranks would take some twice and others never. So count the
-# samples that **all** ranks have used together, the *position*. It is one number in the checkpoint. What lies behind it
-# is dealt out anew.
+# samples that **all** ranks have used together, the *position*. It is one number in the checkpoint. The samples after
+# it are dealt out again.
 #
 # *Batch and rate.* Either the batch stays, and each rank takes a larger part of it: then the run is the same, and
 # slower. Or each rank's part stays, and the batch shrinks: then the learning rate follows it, by lesson 4's rules.
@@ -608,8 +609,8 @@ show(draw_losses(lines, "Two ranks go on where three began"), words)
 # share $C/t$. A failure undoes half an interval on average, so it costs $t/2$ each $M$: the share $t/(2M)$. The sum
 # $C/t + t/(2M)$ is least where both are equal: $t = \sqrt{2CM}$ (Young 1974).
 #
-# Llama 3 on 16,384 GPUs: $M$ is three hours. Say that a checkpoint of its 405 billion parameters holds training up for
-# 3 seconds. How many minutes between two saves lose least?
+# Llama 3 on 16,384 GPUs: $M$ is three hours. Say that a checkpoint of its 405 billion parameters stops training for 3
+# seconds. How many minutes between two saves lose the least time?
 
 # %%
 guess_4 = predict("Minutes between two saves, for C = 3 s and M = 3 hours?", unit="min")
@@ -639,8 +640,8 @@ for minutes in (0.5, 2, 4, 8, 30, 120):
     print(f"save every {minutes:5.1f} min: {useful_share(uptimes, 60 * minutes, 3.0, 600.0):.1%} of the time counts")
 
 # %% [markdown]
-# The best is where the formula says, and it is flat there: half or twice as often costs next to nothing. What is left
-# to gain is not in the interval. It is in the time of a restart: ten minutes every three hours are 5 %.
+# The best is where the formula says, and it is flat there: half or twice as often costs next to nothing. You gain
+# more by a faster restart: ten minutes every three hours are 5 %.
 #
 # ### Formula, trial and a run, in one picture
 #
@@ -716,9 +717,9 @@ pairs = ", ".join(f"{1e3 * at:.0f} ms: {share:.0%}" for at, share in zip(tried, 
 show(draw_shares("Formula, trial and a real run agree on how often to save"), f"Useful share of the real run. {pairs}.")
 
 # %% [markdown]
-# Formula and trial are the same hill. The black squares are a few failures each, so they scatter. Where they lie far
-# below the curve, the machine was busy: saves took longer than the one that was measured before, so the best interval
-# is longer too. Close other programs and run the three cells again.
+# Formula and trial give the same curve. The black squares are a few failures each, so they scatter. Where they lie
+# far below the curve, the machine was busy: saves took longer than the one that was measured before, so the best
+# interval is longer too. Close other programs and run the three cells again.
 #
 # Now with the numbers of Llama 3, and sliders. Where does the time go if you take more devices, or restart faster?
 
@@ -735,8 +736,8 @@ print(panel.text)
 # %% [markdown]
 # ## Saving beside training
 #
-# A save holds training up. Or does it have to? Copy the state in memory, which is quick, and let a thread write the
-# copy while training goes on: an *asynchronous* save. "Asynchronous checkpoints are free", it is said. Measure it:
+# A save makes training wait. Does it have to? Copy the state in memory, which is quick, and let a thread write the
+# copy while training goes on: an *asynchronous* save. Guides say: "Asynchronous checkpoints are free." Measure it:
 
 # %%
 from distlab.checkpoint import AsyncSaves
@@ -765,9 +766,9 @@ held = {"save": 1e3 * waits, "asynchronous save": 1e3 * beside}
 show_bars(held, "ms", "A save beside training holds it up for a moment", "16 MB, one rank, training waits")
 
 # %% [markdown]
-# **"Asynchronous checkpoints are free" is nearly true of the time**, and not of the rest: a second copy in host memory,
-# a wire and a disk that are busy, and one more thing: until the thread is done, the newest checkpoint is the one
-# before. A failure in the meantime costs an interval more.
+# **"Asynchronous checkpoints are free" is nearly true for time**. It is not true for the rest: there is a second copy
+# in host memory, and a wire and a disk are busy. And until the thread is done, the newest checkpoint is the one
+# before. A failure in the meantime costs one more interval.
 #
 # ## Production: torch's own
 #
@@ -819,11 +820,12 @@ show_moments("Into one directory, DCP overwrites the checkpoint that it replaces
 # ## Popular claims, tested
 #
 # - **"torch.save is atomic."** Refuted: four of six moments leave a file that does not load.
-# - **"A damaged checkpoint does not load."** Refuted for flipped bits: about one of 60 was noticed. Truncation is.
+# - **"A damaged checkpoint does not load."** Refuted for flipped bits: about one of 60 was noticed. A file that was
+#   cut off is noticed.
 # - **"Save every 1,000 steps."** A habit. $\sqrt{2CM}$ depends on your save and your failures: four minutes on
 #   16,384 GPUs with a save of 3 seconds, three hours on eight.
 # - **"Asynchronous checkpoints are free."** Nearly, in time; see above for the rest.
-# - **"Weights are enough to resume."** It trains on, after a bump; it is another run.
+# - **"Weights are enough to resume."** The run goes on after a jump of the loss, but it is another run.
 # - **"Elastic training is transparent."** Only if position, batch and learning rate follow a rule, and then up to
 #   rounding and dropout.
 

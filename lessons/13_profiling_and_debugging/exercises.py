@@ -104,10 +104,10 @@ EXERCISES = (
         drive=causes.drive_divergence,
         judge=causes.judge_divergence,
         hints=(
-            "Go through the numbers 0, 1, 2, ... and lay the calls of all ranks beside each other. A rank that makes "
-            "no more calls has None there.",
-            "What most ranks do is right: max(turns, key=turns.count). The first number at which a rank does something "
-            "else is the one; then look at two calls of each side.",
+            "Go through the numbers 0, 1, 2, ... and compare the calls of all ranks. A rank that makes no more calls "
+            "has None there.",
+            "What most ranks do is right: max(turns, key=turns.count). Look for the first number at which a rank does "
+            "something else; then compare two calls of each side.",
             "mine and theirs are the next two calls. Nothing in mine: ended. The same two turned round: swapped. "
             "mine[0] is theirs[1]: skipped. mine[1] is theirs[0], or theirs is empty: extra. Equal operations: other "
             "shape. Else: other operation.",

@@ -214,18 +214,19 @@ show_bars(shown, "ms", "Exposed communication of the middle step, by rank")
 #
 # ## Who is late?
 #
-# A collective begins when its last rank has come. So look at arrivals: for each call, when did each rank come? The
-# last one holds up all others, for the time since the last but one.
+# A collective begins when its last rank has come. So look at arrivals: for each call, when did each rank come? All
+# others wait for the last one. Without it the call could begin when the last but one has come: so its lateness costs
+# the time between these two.
 #
 # ### Exercise: late
 #
-# Write what each rank's lateness costs, in seconds of all calls together.
+# Return what each rank's lateness costs in seconds, added up over all calls.
 
 # %% exercise="13.late"
 
 # %% [markdown]
-# Which arrival counts? Starting a call blocks nobody; what blocks is the wait at the end, once in a step. So take the
-# start of the last gradient's all-reduce: then a rank has computed all it can.
+# Which arrival counts? Starting a call blocks no rank. The wait at the end does, once per step. So take the start of
+# the last gradient's all-reduce: then a rank has computed all it can.
 
 
 # %%
@@ -279,8 +280,8 @@ moved = Trace.concatenate(step.select(step.rank == rank).shifted(by) for rank, b
 show_step(moved, "With the clocks of four machines, a call is over on one rank before another has made it")
 
 # %% [markdown]
-# Ranks leave a collective at nearly the same time. That moment is in every trace, on every clock. Arrivals are no
-# help: a rank that comes late is not a clock that is behind.
+# Ranks leave a collective at nearly the same time. That moment is in every trace, on every clock. Arrivals do not
+# help: they cannot tell a late rank from a clock that is ahead.
 #
 # ### Exercise: clocks
 #
@@ -403,9 +404,9 @@ except RankError as error:
     print(in_cells(error).split("\n\n")[0])
 
 # %% [markdown]
-# You are told at once, since every call is recorded with dtype, shape and line. Without that, you have a job that
-# stands still, and 64 stacks that all end in `wait`. `distlab where` collects them from any torchrun job on this
-# machine, and torch's flight recorder (`TORCH_FR_BUFFER_SIZE=2000`) keeps each rank's last calls. Then somebody has to
+# The message comes at once, since every call is recorded with dtype, shape and line. Without a record you have a job
+# that stands still, and 64 stacks that all end in `wait`. `distlab where` collects them from any torchrun job on this
+# machine, and torch's flight recorder (`TORCH_FR_BUFFER_SIZE=2000`) keeps each rank's last calls. Then you have to
 # read them.
 #
 # ### Exercise: divergence
@@ -611,11 +612,11 @@ show_bars(shown, "%", "A monitor sees four busy ranks; three of them wait", "sha
 
 # %% [markdown]
 # - **"Utilization is near 100 %, so the GPUs are busy."** Refuted, above: it counts waiting. Compare FLOPs per second
-#   with the peak (lesson 3), or lay ranks beside each other.
+#   with the peak (lesson 3), or compare the ranks.
 # - **"Communication takes longest on rank 0, so the network is slow."** Refuted: the healthy ranks have the longest
 #   calls. The shortest call of all ranks is the network.
-# - **"Gradient traffic costs 5-15 % of a step."** Of a step without stragglers. In the sick run ranks are in "sync"
-#   for far more than that, and the network is the same. Lesson 3 has the conditions of that claim.
+# - **"Gradient traffic costs 5-15 % of a step."** True for a step without stragglers. In the sick run ranks are in
+#   "sync" for far more than that, and the network is the same. Lesson 3 has the conditions of that claim.
 # - **"Profiling slows training down."** A mark costs microseconds, a recorded call some 30 us; torch.profiler, which
 #   writes down every operator, costs more the smaller they are. Profile ten steps, not all: that costs nothing.
 # - **"A larger timeout cures a hang."** Refuted: the call that rank 2 left out never comes. A timeout only says how

@@ -71,7 +71,7 @@ EXERCISES = (
             "Collect the ranks of each host in a dict: it keeps the order in which hosts came.",
             "A group between nodes takes the ranks at one place of their nodes: all first ones, all second ones, ...",
             "nodes.setdefault(host, []).append(rank). For each place up to the largest node: the rank at that place of "
-            "every node that has so many.",
+            "every node that has that many ranks.",
         ),
         worlds=(1,),
         budget=nodes.budget_places,
@@ -132,7 +132,7 @@ EXERCISES = (
         hints=(
             "The other machine read its clock at some moment between your sending and your receiving.",
             "If both ways took equally long, it was midway. If not, it is off by half of the round trip at most: so "
-            "take the round in which least can be wrong.",
+            "take the round whose error can be least.",
             "min(rounds, key=...) by received - sent; (sent + received) / 2 - theirs, and (received - sent) / 2.",
         ),
         worlds=(1,),

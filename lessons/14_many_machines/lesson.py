@@ -20,7 +20,7 @@
 # Afterwards you can
 #
 # - start ranks on several machines with torchrun, Slurm or Kubernetes, and say what each variable is for;
-# - say how the machines meet, and what one sees when one is missing, late, lost, or looks in another place;
+# - say how the machines meet, and what you see when a machine is missing, late, lost, or looks in another place;
 # - find out which ranks share a machine, and make groups inside and between unequal nodes;
 # - look at a cluster before a run, and name the machine that is not like the others.
 
@@ -30,13 +30,13 @@
 # %% [markdown]
 # ## The question
 #
-# Your script runs on one machine with eight GPUs. You rent a second one like it; each costs 24 dollars an hour. You
+# Your script runs on one machine with eight GPUs. You rent a second one like it; each costs 24 dollars per hour. You
 # start the script on both. Nothing happens: no error, no output, no work on any GPU. After ten minutes both machines
 # print a page of traceback. You change something and try again. Ten minutes later you have another page.
 #
-# Inside one machine `torchrun` hides how ranks come to know each other. Between machines you have to know: somebody
-# starts the ranks, somebody gives them numbers, and they must agree on a place to meet. Six tries an hour is no way to
-# find out. In this lesson you cause each of these failures in two seconds, and see what it looks like.
+# Inside one machine `torchrun` hides how ranks come to know each other. Between machines you have to know who starts
+# the ranks, who gives them numbers, and where they meet. With six tries per hour you do not find that out. In this
+# lesson you cause each of these failures in two seconds, and see what it looks like.
 
 # %%
 from distlab.plan import Mesh
@@ -59,7 +59,8 @@ guess_0.default(4)  # assumed if you gave no number above
 print(guess_0.compare(2 * 24 * 10 / 60, how="counted"))
 
 # %% [markdown]
-# Eight dollars, and ten minutes of yours. On 64 machines it is 256 dollars a try.
+# Two machines at 24 dollars per hour, for a sixth of an hour: eight dollars, and ten minutes of yours. On 64 machines
+# it is 256 dollars per try.
 #
 # ## An agent on each machine
 #
@@ -178,7 +179,7 @@ for name, value in torch_variables(slurm, hosts_of("node[08-09]")).items():
     print(f"{name:17} {value}")
 
 # %% [markdown]
-# Nodes need not be equal. What a task of each node of a larger job is told, by your function:
+# Nodes need not be equal. Here is what your function tells one task of each node, in a larger job:
 
 # %%
 from simulator.viz import describe_bars, draw_bars
@@ -238,8 +239,8 @@ for pod in range(pods["completions"]):
     print(f"pod {pod}:", done.stdout.split(" --master-port")[0].replace(" --", "\n    --"))
 
 # %% [markdown]
-# Here each pod is told its number (`--node-rank`), so pod 0 has rank 0: no agent needs to be sorted. This is a *static*
-# rendezvous. It is simple, and a pod that comes back must come back under the same number.
+# Here each pod is told its number (`--node-rank`), so pod 0 has rank 0, and torchrun need not sort the agents. This
+# is a *static* rendezvous. It is simple, and a pod that comes back must come back under the same number.
 #
 # | what | torchrun | Slurm | PyTorchJob | JobSet | DeepSpeed | Horovod |
 # |---|---|---|---|---|---|---|
@@ -255,8 +256,8 @@ for pod in range(pods["completions"]):
 # Ranks of one machine talk through memory or NVLink, ranks of two machines through a cable. Collectives in two levels
 # (lesson 2) need groups: *inside*, the ranks of one machine; *between*, the ranks at one place of all machines. So
 # far all machines were equal and filled in order. A scheduler may hand out 4 + 3 places, or deal tasks out in turn
-# (`--distribution=cyclic`): then ranks 0 and 1 are on different machines. What never lies is the name of the host,
-# which each rank can send to all others.
+# (`--distribution=cyclic`): then ranks 0 and 1 are on different machines. One thing is always right: the name of the
+# host. Each rank can send it to all others.
 #
 # ### Exercise: groups inside and between nodes
 #
@@ -367,9 +368,9 @@ for me, (first, again) in enumerate(found):
 #
 # ## One is missing, late, or somewhere else
 #
-# Now the failures of the question, with real agents, and a limit of 3 seconds instead of ten minutes
-# (`--rdzv-conf join_timeout=3`). `is_host=0` tells an agent that somebody else holds the store: here the notebook.
-# Each job has its own `--rdzv-id`, so they do not meet each other.
+# Now the failures of the question, with real agents, and a limit of 3 seconds instead of ten minutes (`--rdzv-conf
+# join_timeout=3`). `is_host=0` tells an agent that another process holds the store: here the notebook. Each job has
+# its own `--rdzv-id`, so they do not meet each other.
 #
 # 1. *missing*: two machines are wanted, and one comes;
 # 2. *elsewhere*: a machine looks at a port where no store is.
@@ -475,24 +476,27 @@ words = {"unit": "s", "title": "One machine was away, and all of them waited"}
 show(draw_bars(waited, **words), describe_bars(waited, **words))
 
 # %% [markdown]
-# Nobody touched machine `a`. An update or two was made twice: those since the newest checkpoint.
+# You did nothing on machine `a`: its agent did it all. One or two updates were made twice: those since the newest
+# checkpoint.
 #
 # Who notices that `b` is gone? Agent `a` looks at its *own* ranks only. If they had not been in a collective, they
 # would have gone on alone. And the rendezvous still counts the dead agent until it has been silent for three times
 # `keep_alive_interval`, 15 seconds if nobody changes it. Only then is there room for the one that comes back.
 #
-# One more trap. `TORCHELASTIC_RESTART_COUNT` is now 1 on `a` and 0 on `b`: each agent counts its own. Whoever puts this
-# number into the keys of the store, as a protection against dead addresses, makes two rooms, and the ranks wait for
-# each other until the timeout. (This library did, until this lesson was written.) What separates attempts must be the
-# same on all machines: in your `meet` the caller says it. `Agents` lets rank 0 open a new store at each start.
+# One more trap. `TORCHELASTIC_RESTART_COUNT` is now 1 on `a` and 0 on `b`: each agent counts its own. If you put this
+# number into the keys of the store, to keep dead addresses apart, the two machines look under different keys. Then
+# their ranks wait for each other until the timeout. (This library did, until this lesson was written.) What separates
+# attempts must be the same on all machines: in your `meet` the caller says it. `Agents` lets rank 0 open a new store
+# at each start.
 #
 # ## What a network looks like from inside
 #
-# So far all went over loopback. A real machine has several interfaces: `lo`, one or two Ethernet cards, InfiniBand, and
-# what docker made. Linux can give processes a network of their own, a *network namespace*. Two of them with a cable
-# between are two small machines. In the next cell everything happens inside a private namespace, which vanishes with
-# the process. Where a system does not allow it, the cell says so. You need not read the shell's commands: they make
-# networks `a` and `b`, give them the addresses 10.0.0.1 and 10.0.0.2, and let `b` call `a` in five ways.
+# So far everything went over loopback. A real machine has several interfaces: `lo`, one or two Ethernet cards,
+# InfiniBand, and those that docker made. Linux can give processes a network of their own, a *network namespace*. Two
+# of them with a cable between are two small machines. In the next cell everything happens inside a private namespace,
+# which vanishes with the process. Where a system does not allow it, the cell says so. You need not read the shell's
+# commands: they make networks `a` and `b`, give them the addresses 10.0.0.1 and 10.0.0.2, and let `b` call `a` in
+# five ways.
 
 # %%
 WIRES = """
@@ -542,9 +546,10 @@ show(draw_bars(tried, subtitle="limit 1.5 s", **words), describe_bars(tried, **w
 # %% [markdown]
 # Four ways to fail, and only their *time* tells them apart. **Refused at once**: the machine is there, and nothing
 # listens on this port (or on *this* machine's localhost: the classic of `MASTER_ADDR=localhost`). **No route, at
-# once**: this machine knows no way. **Silence until the limit**: packets vanish, by a firewall or a cable. torch tries
-# again in all of these cases, until its limit: a minute or two for the store. For a collective it is ten minutes (nccl)
-# or thirty (gloo). So in torch's messages they look alike, and `nc -vz HEAD 29500` tells them apart in a second.
+# once**: this machine has no way to that address. **Silence until the limit**: packets vanish, by a firewall or a
+# cable. torch tries again in all of these cases, until its limit: a minute or two for the store. For a collective it
+# is ten minutes (nccl) or thirty (gloo). So in torch's messages they look alike, and `nc -vz HEAD 29500` tells them
+# apart in a second.
 #
 # ### The wrong interface
 #
@@ -595,10 +600,11 @@ with Ranks(2, record=False) as ranks:
 # %% exercise="14.repair"
 
 # %% [markdown]
-# A shared file system has traps of its own. A file that rank 0 has just written may be invisible on another machine for
-# seconds (NFS keeps listings for 3 to 60 s): wait with a barrier, then open it by name, and do not list the folder. An
-# `os.replace` is atomic on one machine, and for others on most file systems, not on all. And a thousand ranks that
-# import torch at once read 3 GB of small files from it: a minute and more until rank 0 says a word.
+# A shared file system has traps of its own. A file that rank 0 has just written may be invisible on another machine
+# for seconds (NFS keeps listings for 3 to 60 s): wait with a barrier, then open it by name, and do not list the
+# folder. On one machine `os.replace` is atomic. For other machines it is atomic on most file systems, not on all. And
+# a thousand ranks that import torch at once read 3 GB of small files from it: it takes a minute or more until rank 0
+# prints its first word.
 #
 # ## Whose clock?
 #
@@ -669,14 +675,14 @@ title = "Row 0: rank 0. Row 1: rank 1 by its own clock. Row 2: rank 1, clock cor
 show(draw_timeline(Trace.from_spans(three), title=title), f"{title}. {describe_timeline(Trace.from_spans(three))}")
 
 # %% [markdown]
-# Uncorrected, rank 1 seems to be 16 steps late, and whoever looks for a straggler finds one. `clock_offsets_ns` of the
-# library does the same at the start of every trace.
+# Uncorrected, rank 1 seems to be 16 steps late, and a search for stragglers finds one that does not exist.
+# `clock_offsets_ns` of the library does the same at the start of every trace.
 #
 # ## Preflight
 #
 # Most of the faults of this lesson can be found in a second, *before* the run. Each rank says what it knows: host,
-# versions, device, interface, free shared memory (`/dev/shm`: loaders and nccl need it, a container gives 64 MB). Then
-# all compare. "Something differs" helps nobody on 64 machines. So name the hosts.
+# versions, device, interface, free shared memory (`/dev/shm`: loaders and nccl need it, a container gives 64 MB).
+# Then all compare. On 64 machines "something differs" does not help you. So name the hosts.
 #
 # ### Exercise: preflight
 #

@@ -72,7 +72,7 @@ EXERCISES = (
         judge=choice.judge_choice,
         imports=("from collections.abc import Callable",),
         hints=(
-            "Two loops, over tensor and pipeline degrees; the data degree is what is left of the GPUs.",
+            "Two loops, over tensor and pipeline degrees; the data degree is the number of GPUs divided by both.",
             "Go on to the next where something does not divide, then where fits says no. Then ask seconds.",
             "Collect (seconds, tensor, pipeline, data) in a list. min of such tuples compares seconds first, then "
             "tensor, then pipeline. None for an empty list.",
@@ -112,7 +112,7 @@ EXERCISES = (
         judge=money.judge_cheapest,
         imports=("from collections.abc import Sequence",),
         hints=(
-            "Call it with a cheap offer that is late and a dear one that is in time.",
+            "Call it with a cheap offer that is late and an expensive one that is in time.",
             "It looks at the deadline of one offer. Of which?",
             "First leave out the offers that are late, then take the cheapest of the rest; None where nothing is left.",
         ),

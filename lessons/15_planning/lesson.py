@@ -18,7 +18,8 @@
 #
 # Afterwards you can
 #
-# - say on one page whether a plan fits, how long its step takes and what its run costs, and by how much that is off;
+# - say on one page whether a plan fits, how long its step takes and what its run costs, and how large the error of
+#   these numbers is;
 # - search the degrees by rules, and choose the cheapest run that is in time, with failures;
 # - say what DDP, DeepSpeed, FSDP, Megatron-LM and Horovod are for, and write one plan in the words of each;
 # - judge popular claims by computing them.
@@ -30,8 +31,8 @@
 # ## The question
 #
 # You have 80,000 dollars and two weeks. A language model of 70 billion parameters is to learn from 100 billion tokens
-# of your company's texts. You can rent H100s in machines of eight, at 2.50 dollars for a GPU and an hour. You take 128
-# of them. A step has 256 sequences of 4,096 tokens. Now somebody has to write four numbers into a file: how many data,
+# of your company's texts. You can rent H100s in machines of eight, at 2.50 dollars per GPU and hour. You take 128 of
+# them. A step has 256 sequences of 4,096 tokens. Now you have to write four numbers into a file: how many data,
 # tensor and pipeline ranks, and how many micro-batches. What do these four numbers decide?
 
 # %%
@@ -92,7 +93,7 @@ for name, one in FOUR.items():
 # 1. **Do not distribute.** One GPU holds a small model, and nothing is sent. A 7B model with LoRA or QLoRA fits too.
 # 2. **Data parallel**, if the model fits and you want it sooner. It sends least, and backward hides it (lesson 3).
 # 3. **Shard** (ZeRO, FSDP) if the states do not fit. ZeRO-1 sends what data parallelism sends (lesson 7).
-# 4. **Tensor parallel inside a machine**, if activations or layers do not fit. Its calls are waited for (lesson 8).
+# 4. **Tensor parallel inside a machine**, if activations or layers do not fit. Ranks wait for its calls (lesson 8).
 # 5. **Pipeline across machines**, if the wire between them is slow. It sends least per GPU, and costs a bubble
 #    (lesson 9).
 #
@@ -134,15 +135,15 @@ fields = strategy_map(("llama-2-7b", "llama-2-70b"), SLOW, (8, 32, 128), batch_s
 show(draw_strategy_map(fields), describe_strategy_map(fields))
 
 # %% [markdown]
-# Over 10 Gb/s nobody can afford to gather all parameters in each pass: plans with few bytes between machines win. So
-# there is no best strategy. There is one for a model, a wire and a batch.
+# Over 10 Gb/s it takes too long to gather all parameters in each pass: plans with few bytes between machines win. So
+# there is no strategy that is always best. There is a best one for a given model, wire and batch.
 
 # %% [markdown]
 # ## Does it fit?
 #
-# You counted in lesson 6. Here is the whole account of a plan on one page. With $P$ parameters on $t$ tensor and $p$
-# pipeline ranks, 18 bytes each, of which `plan.sharding.stage` says what the data ranks split. And the activations of
-# the micro-batches that the first stage holds: $\min(p, m)$ of them in 1F1B (lesson 9).
+# You counted in lesson 6. Here is the whole account of a plan on one page. Divide the $P$ parameters by $t$ tensor
+# and $p$ pipeline ranks. Each parameter takes 18 bytes, and `plan.sharding.stage` says which of them the data ranks
+# split. Add the activations of the micro-batches that the first stage holds: $\min(p, m)$ of them in 1F1B (lesson 9).
 #
 # ### Exercise: the bytes of a GPU
 #
@@ -226,10 +227,10 @@ print(", ".join(f"{gap:+.0%}" for gap in gaps))
 
 # %% [markdown]
 # The formula is too short, everywhere. It leaves out attention's products, whose number grows with the sequence, and
-# all that is no product: norms, activations, sums, the update. It also knows nothing of the starts of kernels. So use
-# it to compare plans, not to promise a date: most of what it forgets is the same in all plans.
+# all that is not a product: norms, activations, sums, the update. It also leaves out the time to start kernels. So
+# use it to compare plans, not to promise a date: most of what it forgets is the same in all plans.
 #
-# Where do the seconds of a plan go? Your parts say it at once.
+# Where do the seconds of a plan go? Your function tells you.
 
 # %% tags=["nbval-check-output"]
 for name, plan in first_order.items():
@@ -239,13 +240,13 @@ for name, plan in first_order.items():
 # %% [markdown]
 # ## Which plan?
 #
-# Now search. The degrees are divisors: of the GPUs, of a machine, of the heads, of the layers, of the batch. Few are
-# left, so try all of them.
+# Now search. The degrees are divisors: of the GPUs, of a machine, of the heads, of the layers, of the batch. Only few
+# combinations are left, so try all of them.
 #
 # ### Exercise: the fastest degrees that fit
 #
-# Write `best_degrees(num_gpus, per_node, layers, heads, batch, fits, seconds)`. The last two are functions: your
-# formulas from above, for one.
+# Write `best_degrees(num_gpus, per_node, layers, heads, batch, fits, seconds)`. The last two arguments are functions,
+# for example your formulas from above.
 
 # %% exercise="15.choose"
 
@@ -273,11 +274,12 @@ for words, slow in (("by your formula", seconds), ("by simulation", simulated_se
     print(f"{step.memory.max_bytes / 1e9:.0f} GB, MFU {step.mfu:.0%}")
 
 # %% [markdown]
-# The second plan holds 52 GB here, where `memory_of` counted 60. The software of these machines makes gradients in the
-# buffers that travel, and adds up micro-batches there. This library's own runs keep that sum beside the buffers.
+# The second plan holds 52 GB here, where `memory_of` counted 60. The software of these machines makes gradients in
+# the buffers that travel, and adds up micro-batches there. This library's own runs keep that sum outside the buffers.
 #
-# And the advisor, which also tries recompute, sharding, interleaved stages and larger micro-batches? It bounds every
-# plan from below and simulates in the order of the bounds, until nothing can be better.
+# And the advisor, which also tries recompute, sharding, interleaved stages and larger micro-batches? For every plan
+# it first computes a time that the plan cannot beat. Then it simulates plans in the order of these bounds, until no
+# other plan can be better.
 
 # %%
 from simulator import Question, near_fit, reasons, search, words_of
@@ -348,10 +350,10 @@ for num_gpus, step_s in ((128, 9.0), (16_384, 9.0)):
     print(f"{num_gpus:6,} GPUs: {days:5.1f} days, {days / plain - 1:5.1%} for failures, {dollars:11,.0f} dollars")
 
 # %% [markdown]
-# On 128 GPUs failures are small change. On 16,384 they are a seventh, and every GPU waits.
+# On 128 GPUs failures cost little. On 16,384 they cost a seventh of the time, and every GPU waits.
 #
 # Now the number of GPUs. Twice as many should take half the time for the same price. But the batch stays the same, so
-# each GPU has less to do between two messages. What do 512 GPUs cost more than 64?
+# each GPU has less to do between two messages. How much more does the run cost on 512 GPUs than on 64?
 
 # %%
 guess_3 = predict("512 GPUs in place of 64, the best plan for each: how much dearer is the run?", unit="%")
@@ -378,8 +380,8 @@ print(guess_3.compare(100 * (by_count[512].dollars / by_count[64].dollars - 1), 
 
 # %% [markdown]
 # The price hardly moves. Few GPUs must recompute, or cut the model more often; many GPUs have little work each. In
-# between it is flat, as long as the plan changes with the number of GPUs. So the deadline decides the number, and the
-# plan decides the price: take **the cheapest that is in time**.
+# between the price is flat, as long as the plan changes with the number of GPUs. So the deadline decides the number,
+# and the plan decides the price: take **the cheapest that is in time**.
 #
 # ### Spot the bug
 #
@@ -605,8 +607,8 @@ ranks.close()
 # ## Capstone: plan a 70B run, and defend it
 #
 # Now the question from the top. The budget is in dollars and days; the number of GPUs is yours. Write
-# `plan_70b(dollars, days)`. The check runs your plan beside the advisor's. It says what you overlooked: that it does
-# not fit, a wire, a bubble, the price.
+# `plan_70b(dollars, days)`. The check compares your plan with the advisor's. It says what you overlooked: memory, a
+# wire, a bubble or the price.
 
 # %% exercise="15.capstone"
 
@@ -643,7 +645,7 @@ show(planner_figure(mine), describe_planner(mine))
 # 2. Tensor 8, pipeline 4, 12 micro-batches: which part of the compute lanes' time is bubble?
 # 3. 4,000 GPUs, 50,000 hours between failures of each, saves of 45 s: how often do you save?
 # 4. Offers: 64 GPUs, 12 days at 2.50 dollars; 128 GPUs, 6.5 days at 2.20. Which is cheaper?
-# 5. A 7B model on 8 GPUs with 16 GB of weights, gradients and so on too much: what do you try first?
+# 5. Data parallelism on 8 GPUs: a 7B model needs 16 GB more on each GPU than it has. What do you try first?
 
 # %% tags=["nbval-check-output"]
 import math
