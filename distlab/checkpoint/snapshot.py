@@ -1,15 +1,15 @@
 """A snapshot: copies of all tensors of a state, in host memory that is used again for the next one.
 
 A save that runs during training must not write what the next update changes. So the state is copied, and the copy must
-be over before the update. Two things make training wait for little of it:
+be over before the update. Two things keep the wait short:
 
 1. Parameters and moments stay as they are from one update to the next. So a thread copies them while the next forward
    and backward run, and only the optimizer's step waits, where the copy is not over yet. Small tensors and buffers,
    which forward changes, are copied at once.
 2. New memory costs more than the copy itself: the system hands it out page by page. So a snapshot keeps its buffers,
-   and lends them to the writer until the writer is done. Beside a GPU they are pinned.
+   and lends them to the writer until the writer is done. Where there is a GPU they are pinned.
 
-Changes otherwise than by an optimizer's step are found out: torch counts the changes of each tensor. It does not count
+Changes by anything but an optimizer's step are found out: torch counts the changes of each tensor. It does not count
 those through `.data` or through a numpy array of the same memory.
 """
 

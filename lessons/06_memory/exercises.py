@@ -76,9 +76,9 @@ EXERCISES = (
             "`backward(ctx, gradient)`. Inside both nothing is recorded; `ctx.save_for_backward(x)` keeps x.",
             "Keep `torch.get_rng_state()` too. In backward: `again = x.detach().requires_grad_()`, then the block "
             "under `torch.enable_grad()` and `torch.random.fork_rng(devices=[])` with the kept state set.",
-            "`torch.autograd.backward(output, gradient)` adds to the parameters' gradients and puts x's into again.grad: "
-            "return that, and None for the anchor. The anchor is a zero that needs a gradient; without it autograd skips "
-            "your backward where x is data.",
+            "`torch.autograd.backward(output, gradient)` adds to the parameters' gradients and puts x's into "
+            "again.grad: return that, and None for the anchor. The anchor is a zero that needs a gradient; without it "
+            "autograd skips your backward where x is data.",
         ),
         worlds=(1,),
         budget=activations.budget_recompute,

@@ -49,7 +49,7 @@ EXERCISES = (
         judge=attention.judge_zigzag,
         imports=_TORCH,
         hints=(
-            "Cut the sequence into 2n chunks. The rank with the chunk of least work should also get the one of most work.",
+            "Cut the sequence into 2n chunks. The rank with the chunk of least work should also get that of most work.",
             "Chunk c is positions c * size to (c + 1) * size, with size = length / 2n.",
             "Rank r holds chunk r, and behind it chunk 2n - 1 - r: torch.cat of two calls of torch.arange.",
         ),
