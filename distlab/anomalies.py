@@ -77,7 +77,7 @@ class AnomalyWatch:
     Attributes:
         spikes: what was told of spikes.
 
-    Cost: every output, gradient and weight is read once a step and no step waits for the device; a comparison reads the
+    Cost: every output, gradient and weight is read once per step; no step waits for the device; a comparison reads the
         magnitudes of k steps, and is one all-gather of 8 bytes per rank.
     """
 

@@ -30,7 +30,7 @@ def agree_on_parameters(named: Iterable[tuple[str, nn.Parameter]], group: Proces
     Raises:
         ValueError: on every rank: names, shapes, dtypes or frozen parameters differ.
     """
-    agree(parameter_facts(named), group, what="parameters (name, shape, dtype, wants a gradient)")
+    agree(parameter_facts(named), group, what="parameters (name, shape, dtype, requires a gradient)")
 
 
 class Registered:
@@ -59,7 +59,7 @@ class Registered:
     def complaints(self) -> list[str]:
         """Say what became of the module since."""
         found = [
-            f"{self._names[parameter]} was frozen when {self._who} was built and wants a gradient now, which is not "
+            f"{self._names[parameter]} was frozen when {self._who} was built and requires a gradient now, which is not "
             "averaged; close() this one and build another"
             for parameter in self._frozen
             if parameter.requires_grad

@@ -4,7 +4,7 @@ Every rank holds a tensor of S bytes, and all want the sum. Read from top to bot
 
 1. `naive_ring_all_reduce` passes whole tensors around: right, but (n-1) S bytes per rank, more with every rank added.
 2. `plain_ring_all_reduce` cuts the tensor into n chunks. All chunks travel at once, each on its own part of the ring,
-   so that every link is busy all the time and a rank sends less than 2 S bytes whatever n is.
+   so every link is busy all the time. A rank sends less than 2 S bytes, for any n.
 3. `ring_all_reduce` is the same ring, made fast: a chunk travels in pieces, so that a rank adds up one piece while
    the next is on its way (`_run`).
 

@@ -133,7 +133,7 @@ def _based_on_builtin(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
-    """Return dtype, shape, bytes, device, layout, whether it wants a gradient, and whether it is a parameter."""
+    """Return dtype, shape, bytes, device, layout, whether it requires a gradient, and whether it is a parameter."""
     import torch
 
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

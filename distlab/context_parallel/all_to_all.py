@@ -1,11 +1,12 @@
 """All-to-all attention: trade positions for heads, attend to the whole sequence with some of the heads, trade back.
 
-Heads know nothing of each other. So before attention each rank gives away most heads of its positions and gets all
-positions of its heads, runs ordinary attention with torch's own kernel, and after it the ranks trade back. Fewer bytes
-than a ring (each element moves once, not n-1 times), in four tensors that nothing hides; and no more ranks than heads.
+Heads do not depend on each other. So before attention each rank gives away most heads of its positions and gets all
+positions of its heads. Then it runs ordinary attention with torch's own kernel, and afterwards the ranks trade back.
+Fewer bytes than a ring (each element moves once, not n-1 times), in four tensors that nothing hides; and no more ranks
+than heads.
 
-Symbols: n ranks, B samples, A heads, S positions of the whole sequence, D size of a head, H = A D, g query heads a key
-head.
+Symbols: n ranks, B samples, A heads, S positions of the whole sequence, D size of a head, H = A D, g query heads per
+key head.
 """
 
 from __future__ import annotations

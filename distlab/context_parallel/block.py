@@ -1,7 +1,7 @@
 """Attention of some queries to some of the keys: a mean, its log-sum-exp, and the backward pass of just this block.
 
-What makes blocks work is that backward needs no more of the other blocks than two numbers a query. With the log-sum-exp
-L over *all* keys, the weight of key j is exp(score_j - L), whichever block it lies in. And the softmax's gradient is
+Blocks work because backward needs only two numbers per query from the other blocks. With the log-sum-exp L
+over *all* keys, the weight of key j is exp(score_j - L), whichever block it lies in. And the softmax's gradient is
 weight_j (g_j - delta), with g_j the gradient of the weight and delta = sum_j weight_j g_j, which is output * gradient
 summed over the head: no block of it is needed either.
 

@@ -44,7 +44,7 @@ def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = 
         check: compare the tokens' shape between ranks in each forward pass.
 
     Shapes: afterwards tokens [B, S/n] -> logits [B, S/n, V]
-    Cost: here one broadcast of the parameters; a forward pass and its backward pass as many bytes a block as
+    Cost: here one broadcast of the parameters; a forward pass and its backward pass as many bytes per block as
         `ring_attention` or `all_to_all_attention` say; with `check` 40 bytes more, gathered from each rank.
     Error: exact up to the order of additions, dropout apart.
 

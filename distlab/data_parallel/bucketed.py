@@ -76,8 +76,8 @@ class DataParallel:
     Error: as one process up to the order of additions; repeats bit for bit.
 
     Raises:
-        ValueError: on every rank: ranks hold different models or options, nothing wants a gradient, or a SyncBatchNorm
-            shares the group while ranks may leave parameters unused.
+        ValueError: on every rank: ranks hold different models or options, no parameter requires a
+            gradient, or a SyncBatchNorm shares the group while ranks may leave parameters unused.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2. Buckets here are fixed; there they are rebuilt in the
         order of the first backward pass. The flag replaces a bitmap that is reduced each step.
@@ -111,7 +111,7 @@ class DataParallel:
         self._refuse_crossing_calls()
         parameters = trainable(self._names)
         if not parameters:
-            raise ValueError("no parameter of the module wants a gradient; there is nothing to average")
+            raise ValueError("no parameter of the module requires a gradient; there is nothing to average")
         self._registered = Registered(module, "DataParallel")
         members = in_buckets(parameters, bucket_bytes, first_bucket_bytes)
         # What the host knows by itself can be told without asking the GPU, which then never has to be waited for.

@@ -97,7 +97,7 @@ class HorovodOptimizer:
         self._names = _names_of(optimizer, named_parameters)
         parameters = trainable(self._names)
         if not parameters:
-            raise ValueError("no parameter of the optimizer wants a gradient; there is nothing to average")
+            raise ValueError("no parameter of the optimizer requires a gradient; there is nothing to average")
         self._buffers = [FusionBuffer(members) for members in in_buckets(parameters, fusion_bytes)]
         facts = parameter_facts((name, parameter) for parameter, name in self._names.items())
         agree([facts, fusion_bytes, backward_passes_per_step], group, what="parameters, fusion_bytes and passes a step")

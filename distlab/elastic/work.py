@@ -36,7 +36,7 @@ _SCALED: dict[str, Callable[[float, int, int], float]] = {
 class BatchRule:
     """How many samples a step takes on any number of ranks, and what becomes of the learning rate.
 
-        BatchRule(64)                               # 64 samples a step, on any number of ranks
+        BatchRule(64)                               # 64 samples per step, on any number of ranks
         BatchRule(64, world_size=4, lr="linear")    # 16 a rank; on 8 ranks 128 a step at twice the rate
 
     Attributes:

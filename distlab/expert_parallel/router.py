@@ -1,6 +1,6 @@
 """Which experts a token asks, with which weights, and a loss that keeps the load even.
 
-Shapes: T tokens, H hidden size, E experts, K choices a token.
+Shapes: T tokens, H hidden size, E experts, K choices per token.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Mutant:
         says: a phrase that the message must contain.
         world: the world size that reveals it.
         seen: where the fault was seen: its number in the bug museum, or words.
-        races: its ranks race: which of several messages with this phrase is told differs from run to run.
+        races: its ranks race, so that different runs may show different messages with this phrase.
         edits: how its text differs from the reference.
         preamble: lines that stand before the function: imports and helpers of its own.
         new_body: what stands in place of the reference's whole body, or None.

@@ -5,7 +5,7 @@ It is where axes meet, and where real libraries went wrong:
 | of this axis                     | forgotten                                   | so that                     |
 |----------------------------------|---------------------------------------------|-----------------------------|
 | pipeline: another part           | norm of the own stage alone                 | under-clips; stages differ  |
-| tensor: parts, and equal copies  | equal copies counted once a rank            | over-clips                  |
+| tensor: parts, and equal copies  | equal copies counted once per rank          | over-clips                  |
 | tensor: parts, and equal copies  | norm of the own part alone                  | ranks scale by other numbers|
 | expert: other experts            | own experts alone                           | copies of the rest drift    |
 | data, context: equal copies      | summed like parts                           | over-clips by sqrt(n)       |

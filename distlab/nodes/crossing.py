@@ -69,7 +69,7 @@ class CrossingCollectives(Collectives):
         return got
 
     def _spread(self, mine: Block, places: Sequence[int]) -> None:
-        """Give a block to every rank of the column, and get theirs at some addresses; one's own is there already."""
+        """Give a block to every rank of the column, and put theirs at `places`; this rank's own is there already."""
         others = [(peer, at) for peer, at in zip(self.place.column, places, strict=True) if peer != self.rank]
         self.sockets.exchange(dict.fromkeys([p for p, _ in others], mine), {p: (at, mine[1]) for p, at in others})
 

@@ -1,6 +1,6 @@
 """Buckets: which gradients travel together.
 
-One all-reduce a parameter pays the latency of the network once a parameter; one all-reduce for all of them cannot
+One all-reduce per parameter pays the network's latency once per parameter; one all-reduce for all of them cannot
 start before the backward pass has ended. Buckets are the middle way. The backward pass produces gradients in about the
 reverse of the order in which the module registered its parameters, so buckets are filled in that reverse order: the
 first bucket is full first, and travels while the rest of the backward pass still computes.

@@ -44,7 +44,7 @@ class MasterWeights:
         once = {id(p): p for p in parameters if p.requires_grad}
         self._pairs = [(p, nn.Parameter(p.detach().float()) if p.dtype in HALF else p) for p in once.values()]
         if not self._pairs:
-            raise ValueError("no parameter wants a gradient; there is nothing to keep master weights of")
+            raise ValueError("no parameter requires a gradient; there is nothing to keep master weights of")
         self.parameters = [master for _, master in self._pairs]
         self.optimizer = make_optimizer(self.parameters)
 

@@ -218,7 +218,7 @@ def _unless_refused(
     if name in ("__reduce_ex__", "__deepcopy__") and not isinstance(args[0], FlatShard):
         return getattr(args[0].to_local(), name)(*args[1:])
     knows = name in ABOUT or knows_of_parts()
-    if knows and func != DATA:  # many times a step
+    if knows and func != DATA:  # many times per step
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     parts = [one for one in tree_leaves([args, kwargs]) if isinstance(one, _Part)]

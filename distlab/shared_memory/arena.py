@@ -3,8 +3,8 @@
 The group's first rank makes it (memfd: it has no name in any folder) and tells the others where it stands under
 `/proc`. Once all have mapped it, nobody holds it open: it is gone with the last of them, however they end.
 
-    headers     one page a rank: its step, its state, its bell, who it is
-    slots       two a rank: what it shows to the others in even and in odd steps
+    headers     one page per rank: its step, its state, its bell, who it is
+    slots       two per rank: what it shows to the others in even and in odd steps
     lanes       one for each ordered pair of ranks: messages from the one to the other
 
 Only pages that are used take memory.

@@ -185,8 +185,8 @@ print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
 # views: changing a chunk changes the tensor. Where n does not divide L the first chunks are one element longer. With
 # fewer elements than ranks some are empty: `exchange` sends nothing for an empty tensor, so you need no special case.
 #
-# Receive into a tensor of its own, then add that to the chunk in place (`chunk += received`): `chunk = chunk +
-# received` makes a new tensor, which no other code sees.
+# Receive into a tensor of its own, then add that to the chunk in place (`chunk += received`). `chunk = chunk +
+# received` would make a new tensor, which no other code sees.
 #
 # *Budget:* n-1 messages from each rank, all of them to the next rank; (n-1)/n S bytes.
 
@@ -281,7 +281,7 @@ for n in (2, 8, 64, 512, 4096):
 
 # %% [markdown]
 # **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms on 2 ranks and never more than 80
-# ms; the latencies show only on thousands of ranks (on 4096 they add half as much again). For 1 MB on 64 ranks the
+# ms. The latencies show only on thousands of ranks (on 4096 they add half as much again). For 1 MB on 64 ranks the
 # wire takes 0.08 ms and the latencies 0.63 ms: eight times as long. The two are equal where S/n, one chunk, has α β =
 # 5 µs x 25 GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into
 # [buckets](../GLOSSARY.md#bucket) before they are sent (lesson 03), and why there are other algorithms.
@@ -571,8 +571,9 @@ for what, table in (("a wire for each rank", own), ("one wire for all", shared))
 # ### Where does the time of one ring go?
 #
 # The first model says: six equal steps, each a latency and a chunk. A machine does not keep its speed, so calibrate
-# just before and just after: time rings of other sizes than the 48 kB to be predicted, and fit the latency and the
-# bandwidth to those. `time_beside` calibrates, times some all-reduces, calibrates again, and so on, on the same ranks.
+# just before and just after. That is: time rings of other sizes than the 48 kB to be predicted, and fit the latency
+# and the bandwidth to those. `time_beside` calibrates, times some all-reduces, calibrates again, and so on, on the
+# same ranks.
 
 
 # %%
@@ -705,9 +706,9 @@ show(
 #
 # - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map. Ranks of one Linux
 #   machine do so if you name no backend.
-# - **Throttled.** `nodes=4` puts each rank into a **[node](../GLOSSARY.md#node)** of its own, as if it were a machine,
-#   with sockets between the nodes, and `between="10MB/s,1ms"` slows them down: a rank's message waits until those
-#   before it are through its wire.
+# - **Throttled.** `nodes=4` puts each rank into a **[node](../GLOSSARY.md#node)** of its own, as if it were a
+#   machine, with sockets between the nodes. `between="10MB/s,1ms"` slows the sockets down: a rank's message waits
+#   until those before it are through its wire.
 #
 # Both need Linux: on macOS read the outputs of `solution.ipynb`, and go on at "Production".
 #

@@ -262,7 +262,7 @@ def time_steps(lab: Lab[Settings], corpus: ByteCorpus, trainers: list[Trainer]) 
 
 
 def report_times(lab: Lab[Settings], alone: Trainer, right: list[Trainer], measured: Round) -> None:
-    """Report step time, exposed communication and samples a second, each with the simulator's prediction."""
+    """Report step time, exposed communication and samples per second, each with the simulator's prediction."""
     num_ranks, settings, report = lab.member.world_size, lab.settings, lab.report
     if lab.member.rank > 0:  # rank 0 speaks for all; ranks that share cores would wait for each other's predictions
         for rung in (trainer.rung for trainer in right if trainer.rung.name == "overlap"):

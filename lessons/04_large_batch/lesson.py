@@ -261,9 +261,9 @@ print(f"the largest is {max(relative.values()) / min(relative.values()):.0f} tim
 #
 # ### Exercise: LARS
 #
-# Write `lars_step`. Take care of three things that public implementations got wrong: decay is part of the update, so
-# it is part of the length in the ratio; a bias is left out of the ratio and of decay; and a weight that starts at zero
-# must be able to leave.
+# Write `lars_step`. Take care of three things that public implementations got wrong. Decay is part of the update, so
+# it is part of the length in the ratio. A bias is left out of the ratio and of decay. And a weight that starts at
+# zero must be able to change.
 
 # %% exercise="04.lars"
 
@@ -371,8 +371,8 @@ show(draw_bars(one_run, subtitle="test accuracy, one run, batch 1,437", **words)
 #
 # `benchmarks/large_batch_digits.py` ran this on one process for many rates and seeds, and left `results.json`. The
 # rules were made before the runs. Each optimizer's rate is tuned at batch 32, on rates half a decade apart (a factor
-# of 3.2), with a fifth of the training data held out; the test digits are looked at once, at the end. Larger batches
-# get that rate by a rule, a tenth of the updates is warmup, then a linear decay. Always 20 epochs.
+# of 3.2), with a fifth of the training data held out. The test digits are used once, at the end. Larger batches get
+# that rate by a rule, a tenth of the updates is warmup, then a linear decay. Always 20 epochs.
 
 
 # %%
@@ -436,8 +436,8 @@ for name, task in RESULTS["tasks"].items():
 # saves it.
 #
 # The *deep* rows are a net of eleven layers, with nothing to normalise it: hard to train at all. There LAMB by the
-# root rule holds 95 % at 512, where SGD has 30 %, AdamW 38 % and LARS 64 %, and 79 % at 1,437 (58 % to 89 %). With
-# rates of their own LAMB has 78 % and AdamW 73 %, within each other's spread, SGD 52 % and LARS 47 %.
+# root rule holds 95 % at 512, where SGD has 30 %, AdamW 38 % and LARS 64 %. At 1,437 LAMB has 79 % (58 % to 89 %).
+# With rates of their own LAMB has 78 % and AdamW 73 %, within each other's spread, SGD 52 % and LARS 47 %.
 #
 # Does it hold for a transformer, with layers of many kinds and with normalisation? The *gpt* rows are a small GPT on
 # text, five passes over 5,748 windows of it: 900 updates at batch 32, 60 at 512, 20 at 1,437. Three seeds, and rates
@@ -489,8 +489,8 @@ for pieces in (2, 5, 8):
 # %% [markdown]
 # With DDP the same is `no_sync()` around all micro-batches but the last, *forward and backward*: DDP decides in
 # forward whether backward will exchange. Dividing the loss by the number of micro-batches is right only when they are
-# of one size; for a language model that is when each has the same number of *tokens that count*. In 2024 that fault
-# was found in Hugging Face's Trainer, which many use (transformers, pull request 34191).
+# of one size. For a language model that means the same number of *tokens that count* in each. In 2024 that fault was
+# found in Hugging Face's Trainer, which many use (transformers, pull request 34191).
 #
 # **A popular claim: accumulation costs no memory, only time.** Predict before you look: how many samples per second
 # do 64 GPUs make with 1 sample at a time, exchanged each time, and how many with 8 accumulated?
@@ -668,7 +668,7 @@ show(draw_bars(update_ms, **words), describe_bars(update_ms, **words))
 #
 # The same settings under other names:
 #
-# | | samples an update | micro-batch | warmup |
+# | | samples per update | micro-batch | warmup |
 # |---|---|---|---|
 # | torch | your loop, `no_sync()` | your loop | `lr_scheduler.LinearLR` |
 # | DeepSpeed | `train_batch_size` | `train_micro_batch_size_per_gpu` | `WarmupLR`: `warmup_num_steps` |
@@ -676,10 +676,10 @@ show(draw_bars(update_ms, **words), describe_bars(update_ms, **words))
 # | torchtitan | `training.global_batch_size` | `training.local_batch_size` | `lr_scheduler.warmup_steps` |
 # | Horovod | `backward_passes_per_step` x ranks x batch | your loop | Keras: `LearningRateWarmupCallback` |
 #
-# Of these only DeepSpeed brings a LAMB of its own, `"type": "Lamb"` with `max_coeff` 10 and `min_coeff` 0.01, and none
-# brings LARS. Those two numbers clip the ratio; the paper has a limit for |w| only. Where optimizer state is sharded
-# (lesson 7) a tensor's length is spread over ranks: it needs an all-reduce of squares, or every rank takes the ratio
-# of its own piece, which is another optimizer and depends on the number of ranks.
+# Of these only DeepSpeed brings a LAMB of its own, `"type": "Lamb"` with `max_coeff` 10 and `min_coeff` 0.01, and
+# none brings LARS. Those two numbers clip the ratio; the paper has a limit for |w| only. Where optimizer state is
+# sharded (lesson 7) a tensor's length is spread over ranks, and needs an all-reduce of squares. If every rank takes
+# the ratio of its own piece instead, that is another optimizer, and it depends on the number of ranks.
 
 # %% [markdown]
 # ## Lab

@@ -380,8 +380,8 @@ draw_over_time(full, recomputed_over_time)
 # %% exercise="06.repair"
 
 # %% [markdown]
-# Guides say: "gradient accumulation costs no memory, only time." Four micro-batches of 4 samples, in place of one of
-# 16: what will the peak be, compared with that of a single micro-batch of 4 with an update of its own?
+# Guides say: "gradient accumulation costs no memory, only time." Take four micro-batches of 4 samples, in place of
+# one of 16. How does their peak compare with that of a single micro-batch of 4 that has an update of its own?
 
 # %%
 single = ranks.run(lambda: measured(samples=4))[0][0]
@@ -859,9 +859,9 @@ compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, 
 # - **"Gradient accumulation costs no memory, only time."** In one process. On several ranks it cost a second set of
 #   gradients above.
 # - **"A 7B model fine-tunes on one 24 GB GPU with LoRA or QLoRA, so do not distribute."** Count it. LoRA freezes the
-#   model: no gradients, no moments, no copy of it. What trains are thin matrices, here of rank 16 next to four matrices
-#   of each layer. QLoRA stores the frozen weights in 4 bits. To each 64 of them belongs a constant of 8 bits, and to
-#   each 256 of those one of 32: 4 + 8/64 + 32/(64 x 256) = 4.13 bits in all.
+#   model: no gradients, no moments, no copy of it. What trains are thin matrices, here of rank 16 next to four
+#   matrices of each layer. QLoRA stores the frozen weights in 4 bits. Each 64 weights share a constant of 8 bits, and
+#   each 256 of these constants share one of 32 bits. So a weight takes 4 + 8/64 + 32/(64 x 256) = 4.13 bits.
 
 # %% tags=["nbval-check-output"]
 adapters = 32 * 4 * 2 * 4096 * 16
@@ -885,8 +885,9 @@ show_bars(shown, "GB", "Only full recompute keeps both below the 24 GB of a smal
 
 # %% [markdown]
 # True **with full recompute**, for both. With flash attention alone (the line "selective" keeps no scores either) not
-# even QLoRA fits at this length; at half of it, it does. It is a rough count: frozen layers need not keep every input,
-# and on top come activations of the adapters, 4-bit weights unpacked for a product, and what an allocator loses.
+# even QLoRA fits at this length; at half of it, it does. It is a rough count. Frozen layers need not keep every
+# input. On the other side it leaves out activations of the adapters, 4-bit weights unpacked for a product, and what
+# an allocator loses.
 #
 # The claim holds because the 14 bytes per parameter of gradients, Adam and masters are gone. It says nothing about
 # training *all* parameters.

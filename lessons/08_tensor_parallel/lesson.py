@@ -334,7 +334,7 @@ for name, wire in WIRES.items():
 # On NVLink real models are this wide. On Ethernet no existing model comes near 85 %.
 #
 # **"Tensor parallel uses 85 %."** On four H100s with NVLink that is about right for this model. The formula says 79
-# %, and it leaves out two things that help: a layer also does work that is not a product, and part of the sums can
+# %, and it leaves out two things that help. A layer also does work that is not a product, and part of the sums can
 # travel during products. The simulator counts both; below it says 87 %. On other wires, or on eight GPUs, the number
 # is another one, and the claim does not say for which case it holds.
 
@@ -973,8 +973,8 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 #
 # 1. What does a rank send for one layer of the 13B model, one sample, four ranks, 16-bit numbers? How long does NVLink
 #    take for that, at 367 GB/s, and 100 Gb/s Ethernet?
-# 2. From how many samples a step does tensor parallelism on four ranks send more than data parallelism on four, which
-#    sends all gradients once, in 16 bits?
+# 2. From how many samples per step does tensor parallelism on four ranks send more than data parallelism on four,
+#    which sends all gradients once, in 16 bits?
 # 3. A model has 40 heads of queries and 8 of keys and values. Over how many ranks can its attention be cut?
 # 4. A vocabulary of 50,257: how many rows has a rank of 4, and of 8? How many are filled up in all?
 # 5. How wide must a model be for eight H100s on NVLink to be busy 85 %, with 2,048 tokens in a sample? And with 32,768?

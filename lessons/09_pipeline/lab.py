@@ -81,7 +81,7 @@ class Settings(CommonSettings):
             names = ALL if self.schedule == "all" else (self.schedule,)
             return {SCHEDULES[name].title: make_schedule(name, n, self.microbatches) for name in names}
         if (lines := self.order.num_ranks) != n:
-            raise ValueError(f"{self.schedule} has {lines} lines, one a rank; run this lab on so many, not {n}")
+            raise ValueError(f"{self.schedule} has {lines} lines, one per rank; run this lab on {lines} ranks, not {n}")
         return {"your schedule": self.order}
 
     @property

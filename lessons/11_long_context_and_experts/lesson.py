@@ -33,11 +33,12 @@
 # %% [markdown]
 # ## The question
 #
-# A GPT of 7 billion parameters (32 layers of 4,096 numbers, 32 heads) is to read whole code bases: 131,072 tokens in
-# one sequence, 16 times what it was trained on. You have a machine with eight H100s, 640 GB together. Its states are
-# sharded over the eight (lesson 7), 14 GB on each. What about activations? Begin with the scores: attention compares
-# each position with each other one, in every head. How much do the scores of *one layer* take, for one sequence? (In
-# 16 bits, with softmax's and dropout's outputs and a mask, as plain PyTorch keeps them: 5 bytes per score.)
+# A GPT of 7 billion parameters (32 layers of 4,096 numbers, 32 heads) is to read whole code bases. That is 131,072
+# tokens in one sequence, 16 times what it was trained on. You have a machine with eight H100s, 640 GB together. Its
+# states are sharded over the eight (lesson 7), 14 GB on each. What about activations? Begin with the scores:
+# attention compares each position with each other one, in every head. How much do the scores of *one layer* take, for
+# one sequence? (In 16 bits, with softmax's and dropout's outputs and a mask, as plain PyTorch keeps them: 5 bytes per
+# score.)
 
 # %%
 guess_0 = predict("How much memory do the scores of one layer take?", unit="GB")
@@ -78,9 +79,9 @@ show_bars(needs_gb, "GB", "One sequence of 131,072 tokens: what it needs, and wh
 # - **Scores grow with the square.** Of the 2.7 TB per layer a computation needs only a small block at a time. So
 #   never hold all of them: attend block by block. This works on one GPU, and is what FlashAttention does.
 # - **Everything else grows with the length**: 584 GB here. It cannot be cut by samples, since there is only one.
-#   Recomputing everything brings it down to 53 GB, for a third more work; but one GPU then works through the sequence
-#   alone, and at a million tokens it does not fit either. So cut the *sequence*: each rank holds some positions. That
-#   is [context parallel](../GLOSSARY.md#context-parallel).
+#   Recomputing everything brings it down to 53 GB, for a third more work. But then one GPU works through the sequence
+#   alone, and a million tokens do not fit either. So cut the *sequence*: each rank holds some positions. That is
+#   [context parallel](../GLOSSARY.md#context-parallel).
 #
 # For most of a transformer that changes nothing. Norms, linear layers, the loss: each works on one position alone.
 # Only attention looks at others.
@@ -215,8 +216,8 @@ show(context_figure(4, "zigzag"), describe_context(4, "zigzag"))
 
 # %% [markdown]
 # It is exact: not an approximation of attention, the same numbers in another order. Next the library's version. It
-# differs in three ways: keys travel *while* a block is computed; halves of blocks that the mask hides are not computed;
-# and it has a backward pass, where the gradients of keys and values travel round behind them.
+# differs in three ways. Keys travel *while* a block is computed. Halves of blocks that the mask hides are not
+# computed. And it has a backward pass, where the gradients of keys and values travel round behind them.
 
 
 # %%
@@ -512,8 +513,8 @@ print(blocks.text)
 
 # %% [markdown]
 # Eight GPUs hold it only if some of it is recomputed; sixteen hold it as it is. Inside the machine ranks hardly wait
-# in either way. Between machines the ring needs many positions per rank: on 32 GPUs it has 4,096, cannot hide its
-# hops, and all-to-all is the better way, up to 32 ranks: one head each. For a longer sequence the ring is the better
+# in either way. Between machines the ring needs many positions per rank. On 32 GPUs it has 4,096 and cannot hide its
+# hops, so all-to-all is the better way, up to 32 ranks: one head each. For a longer sequence the ring is the better
 # way. (This GPT writes its scores down, as plain PyTorch does, which takes long and hides hops. A fused kernel is
 # faster, and needs the positions that were derived above.)
 
@@ -900,8 +901,8 @@ show_bars(shown, "ms", "Forward of one attention on four ranks")
 #
 # Answer each on paper before you run the cell below, which has the answers.
 #
-# 1. One million tokens ($2^{20}$), the 7B model of the question, no recomputation but for scores: on how many GPUs of
-#    80 GB do its activations fit, if 40 GB of each are for them?
+# 1. Take one million tokens ($2^{20}$) and the 7B model of the question, with only the scores recomputed. On how many
+#    GPUs do its activations fit, if 40 GB of each GPU's 80 are for them?
 # 2. A ring of 16 GPUs over InfiniBand (50 GB/s), 794 TFLOP/s each, 32 query and 8 key heads. How long must the whole
 #    sequence be for the ring to hide?
 # 3. Straight pieces on 32 ranks: how many times an even share has the last rank?

@@ -349,9 +349,9 @@ for name, profile in sections.items():
     print(f"{name:8} a step of {1e3 * sorted(profile.step_s)[3]:4.0f} ms; dearest: {cause:13} {1e3 * seconds:5.1f} ms")
 
 # %% [markdown]
-# Every step has a dearest part, the healthy one too. What to do about it depends on which: load ahead (more workers,
-# or less work per sample); give that machine back, or give its rank less to do; send during backward, fewer bytes
-# (lesson 5), or over another wire (lesson 10).
+# Every step has a dearest part, the healthy one too. What to do depends on which part it is. The loader: load ahead,
+# with more workers or less work per sample. A slow rank: give that machine back, or give its rank less to do. The
+# network: send during backward, send fewer bytes (lesson 5), or use another wire (lesson 10).
 #
 # ## A profiler that lies: spot the bug
 #

@@ -272,9 +272,9 @@ for hosts in (["a", "a", "a", "b", "b"], ["a", "b", "a", "b"]):
     print(f"{' '.join(hosts):10} inside {inside}, between {between}")
 
 # %% [markdown]
-# How much is it worth to know the places? Two nodes of two ranks on this machine, with memory inside and 40 MB/s, 200
-# us between, as in lesson 2: first a flat ring through all four, which ignores the nodes. Then the two levels, with the
-# groups that your function found. Commit to a number.
+# How much is it worth to know the places? Take two nodes of two ranks on this machine, with memory inside and 40
+# MB/s, 200 us between, as in lesson 2. First comes a flat ring through all four, which ignores the nodes. Then the
+# two levels, with the groups that your function found. Commit to a number.
 
 # %%
 guess_1 = predict("Two levels over the flat ring on 2 MiB: what part of the time?", unit="x")
@@ -601,10 +601,10 @@ with Ranks(2, record=False) as ranks:
 
 # %% [markdown]
 # A shared file system has traps of its own. A file that rank 0 has just written may be invisible on another machine
-# for seconds (NFS keeps listings for 3 to 60 s): wait with a barrier, then open it by name, and do not list the
-# folder. On one machine `os.replace` is atomic. For other machines it is atomic on most file systems, not on all. And
-# a thousand ranks that import torch at once read 3 GB of small files from it: it takes a minute or more until rank 0
-# prints its first word.
+# for seconds, since NFS keeps listings for 3 to 60 s. So wait with a barrier, then open it by name, and do not list
+# the folder. On one machine `os.replace` is atomic. For other machines it is atomic on most file systems, not on all.
+# And a thousand ranks that import torch at once read 3 GB of small files from it: it takes a minute or more until
+# rank 0 prints its first word.
 #
 # ## Whose clock?
 #

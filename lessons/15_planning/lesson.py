@@ -664,7 +664,7 @@ print("5. ZeRO-1: it sends what data parallelism sends, and splits 12 of the 18 
 #   derives rules for degrees, section 5 measures them.
 # - Llama team, *The Llama 3 Herd of Models*, 2024: section 3.3, how 16,384 GPUs were used, and what failed.
 # - `distlab plan --help`, `distlab cost --help`, `distlab validate`: how near all of this comes to published steps.
-# - `distlab capstone --new plan.toml` is the end of the course: a plan of yours trains on two nodes of this machine,
+# - `distlab capstone --new plan.toml` is the end of the course. A plan of yours trains on two nodes of this machine,
 #   through a kill, against a budget of seconds and bytes.
 #
 # ## Sources

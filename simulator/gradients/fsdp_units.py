@@ -122,7 +122,7 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
     device = shards.cluster.device
 
     def copies_ns(num_elements: int) -> int:
-        """Read and write each gradient once."""
+        """Return the time to read and write each gradient once."""
         return to_ns(compute_s(Work(memory_bytes=2 * num_elements * widths.reduce, num_kernels=1), device))
 
     @cache  # most units are alike

@@ -3,7 +3,7 @@
 A block's products with parameters may run in 8 bits (`Plan.float8`), at the device's rate for them. What they multiply
 is first quantised, in two layouts, since products of 8 bits sum over neighbours in memory:
 
-    cast once   2 bytes an element are read, 1 is written, and 1 more transposed: 4 (Transformer Engine)
+    cast once   2 bytes per element are read, 1 is written, and 1 more transposed: 4 (Transformer Engine)
     cast twice  each layout reads 2 and writes 1: 6 (torchao, which keeps 16 bits for backward)
     gathered    parameters that came in 8 bits are copied transposed: 2
 

@@ -176,7 +176,7 @@ NANOTRON = {
 
 
 def nanotron() -> list[Case]:
-    """Return the best plans of nanotron for two sizes on 8 to 256 GPUs: a million tokens a step, sequences of 4,096.
+    """Return the best plans of nanotron for two sizes on 8 to 256 GPUs: a million tokens per step, sequences of 4,096.
 
     Not said: the models' sizes (see NANOTRON) and whether anything is recomputed (assumed: nothing).
     """

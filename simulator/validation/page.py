@@ -37,7 +37,7 @@ WHY = {
     "torchtitan": "Four rows in 16 bits and three in 8. The row of 32,768 positions, left out, is 14 % too long: that "
     "rows in 8 bits win little is the only other sign of how long attention takes. Products of its 500 W part are "
     "assumed: nobody published them.",
-    "nanotron": "1.34B on 128 and 256 GPUs is too short: a step of 0.2 s has parts that no longer step tells.",
+    "nanotron": "1.34B on 128 and 256 GPUs is too short: a step of 0.2 s has parts that longer steps do not show.",
 }
 
 # What sources do not say and was chosen here after the errors were seen: "left out" does not leave these choices out.

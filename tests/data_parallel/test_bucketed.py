@@ -228,7 +228,7 @@ def test_options_that_cannot_be_are_refused(ranks):
     for options, freeze, words in [
         ({"unused": "ignore"}, False, "unused is 'ignore'; choose one of error, zeros"),
         ({"bucket_bytes": 0}, False, "bucket_bytes is 0"),
-        ({}, True, "no parameter of the module wants a gradient"),
+        ({}, True, "no parameter of the module requires a gradient"),
     ]:
         assert all(words in text for text in ranks(2).run(build, options, freeze))
 

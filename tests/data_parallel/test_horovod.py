@@ -298,7 +298,7 @@ BAD = {
     with_closure: "ValueError: rank {rank}: step() takes no closure",
     nameless: "ValueError: 1 parameters of the optimizer are not in named_parameters, the first of shape [2, 2]",
     one_name_twice: "ValueError: named_parameters has weight more than once",
-    frozen: "ValueError: no parameter of the optimizer wants a gradient",
+    frozen: "ValueError: no parameter of the optimizer requires a gradient",
     never_broadcast: "ValueError: ranks disagree on the parameters' values (call broadcast_parameters(module) first)",
     other_shapes: "ValueError: ranks disagree on parameters, fusion_bytes and passes a step",
     sparse: "ValueError: rank {rank}: weight has a sparse gradient, fusion buffers hold dense ones",

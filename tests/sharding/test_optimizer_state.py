@@ -193,7 +193,7 @@ EXPECTED = {
     "unused word": "unused is 'ignore'",
     "bucket": "bucket_bytes is 0",
     "other model": "ranks disagree on parameters",
-    "frozen": "no parameter of the module wants a gradient",
+    "frozen": "no parameter of the module requires a gradient",
     "other optimizer": "ranks disagree on optimizer",
     "whole tensors": 'Adafactor looks at whole tensors, and split="elements" cuts them',
     "sparse": "0.weight (rank 0, 1). Build the layer with sparse=False",

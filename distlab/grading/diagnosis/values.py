@@ -264,7 +264,7 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
 
 
 def _cut_off(got: Tensor, want: Tensor) -> str:
-    """Say so where what is beyond a limit was brought to it."""
+    """Say so if the only difference is that elements beyond a limit were set to the limit."""
     limit = float(got.abs().max()) if got.is_floating_point() and got.numel() > 1 else 0.0
     return f": all beyond {limit:.4g} are cut off there" if limit and equal(got, want.clamp(-limit, limit)) else ""
 

@@ -1,4 +1,4 @@
-"""What may be other than in a reference, an argument, a field of one or a reduction, and the reference with it."""
+"""Changes to try: another value of an argument, of a field or of a reduction, and the reference run with it."""
 
 from __future__ import annotations
 

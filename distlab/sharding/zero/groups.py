@@ -72,7 +72,7 @@ def _names_of(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> lis
     if any(id(parameter) not in known for group in groups for parameter in group):
         raise ValueError(
             "make_optimizer made an optimizer of other parameters; build it of those that it is called with, or of "
-            "the module's own that want a gradient"
+            "the module's own that require a gradient"
         )
     return [[known[id(parameter)] for parameter in group] for group in groups]
 

@@ -48,7 +48,7 @@ class PlainSharded:
 
     Gradients must be whole and equal on all ranks when `step` is called (`DataParallel.synchronize`).
 
-    Cost: P broadcasts, Psi bytes in all; with the all-reduce before, 3 Psi a step. Optimizer state: of 1/n tensors.
+    Cost: P broadcasts, Psi bytes in all; with the all-reduce before, 3 Psi per step. Optimizer state: of 1/n tensors.
     Error: none: each parameter sees the same update as without sharding.
     """
 
@@ -136,7 +136,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         _check_options(stage, split, unused)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not trained:
-            raise ValueError("no parameter of the module wants a gradient; there is nothing to update")
+            raise ValueError("no parameter of the module requires a gradient; there is nothing to update")
         self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)

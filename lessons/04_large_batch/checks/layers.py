@@ -43,7 +43,7 @@ LARS_FAULTS: Mapping[str, Mapping[str, str]] = {
     },
     "a bias": {
         "vectors adapted": "a tensor of one dimension is left out of the ratio and of decay",
-        "vectors decayed": "decay pulls at a bias: a tensor of one dimension has none",
+        "vectors decayed": "decay changes a bias: a tensor of one dimension has no decay",
     },
     "a weight of zeros": {
         "stuck at zero": "a weight of zeros has ratio 0 and can never leave: take 1 where a norm is zero",
@@ -265,7 +265,7 @@ WRONG_LARS = (
     Mutant("upside down", "upside down", "|weight| goes on top", 1, "common").edit(
         "weight_norm / update_norm", "update_norm / weight_norm"
     ),
-    Mutant("decays biases", "vectors decayed", "decay pulls at a bias", 1, 55).edit("decay = 0.0", "pass"),
+    Mutant("decays biases", "vectors decayed", "decay changes a bias", 1, 55).edit("decay = 0.0", "pass"),
     Mutant("in place", "changed argument", "the argument buffer was changed", 1, "common").edit(
         f"buffer = momentum * buffer + {_UPDATE}", f"buffer.mul_(momentum).add_({_UPDATE})"
     ),

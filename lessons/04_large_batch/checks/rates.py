@@ -199,7 +199,7 @@ WRONG_WARMUPS = (
     Mutant("again", "warms up again", "begin at first_step", 1, 68).edit("step = first_step", "step = 0"),
     Mutant("does not count", "does not count", "count the updates", 1, "common").without("step += 1"),
     Mutant("one group", "one group only", "set every group", 1, "common").edit("param_groups:", "param_groups[:1]:"),
-    Mutant("from zero", "starts at zero", "not nothing", 1, "common").edit("(step + 1)", "step"),
+    Mutant("from zero", "starts at zero", "of the peak, not 0", 1, "common").edit("(step + 1)", "step"),
     Mutant("new runs only", "stays where it was", "before every update", 1, "common").edit(
         "optimizer.param_groups:", "optimizer.param_groups if first_step == 0 else ():"
     ),

@@ -135,7 +135,7 @@ def _wrong_losses(vocab_size: int, is_large: bool, n: int) -> Iterator[tuple[str
     for places in ([one.clamp(0, width - 1) for one in index], zeroed):
         each = [part.gather(1, one.unsqueeze(1)).squeeze(1) for part, one in zip(real, places, strict=True)]
         yield "others' targets", (entropy - total(each)).mean(), f"{text} 0"
-    text = "where a rank does not hold the target, it leaves out its score; sum the targets' scores over ranks (g)"
+    text = "a rank that does not hold the target leaves out the target's score; sum these scores over ranks (g)"
     for rank in range(n):
         yield "target not summed", (entropy - picked * (targets // width == rank)).mean(), text
 
@@ -182,7 +182,9 @@ WRONG_ENTROPIES = (
     Mutant("plain call", "half a graph", "sum of exponentials", 2, 32).edit(
         ".exp().sum(1))", ".exp().sum(1).detach())"
     ),
-    Mutant("own targets", "target not summed", "leaves out its score", 2).edit("reduce_from_ranks(own)", "own"),
+    Mutant("own targets", "target not summed", "leaves out the target's score", 2).edit(
+        "reduce_from_ranks(own)", "own"
+    ),
     Mutant("cut", "graph cut", "it has no history", 1, 32).edit(
         "logits.masked_fill(beyond", "logits.detach().masked_fill(beyond"
     ),

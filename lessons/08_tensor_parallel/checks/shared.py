@@ -17,7 +17,7 @@ SAMPLES, POSITIONS, HIDDEN, WIDE = 2, 12, 6, 24  # 1, 2, 3 and 4 ranks divide wh
 FILLING = 3.0  # what stands in columns beyond the vocabulary
 DOUBLE = 8  # bytes of an element in all cases
 ACTIVATION = DOUBLE * SAMPLES * POSITIONS * HIDDEN
-CUT = "it has no history: backward stops there. A call to torch.distributed is nothing that autograd goes back through"
+CUT = "it has no history, so backward stops there. autograd cannot go back through a call to torch.distributed"
 JOIN = """
     class Join(torch.autograd.Function):
         @staticmethod

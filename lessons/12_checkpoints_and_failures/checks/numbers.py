@@ -134,7 +134,7 @@ WRONG_STEPS = (
         _START, "start = rank * each + min(rank, more)"
     ),
     Mutant("first ranks not counted", "twice", "more than once", 1).edit(" + min(rank, more)", ""),
-    Mutant("past the end", "beyond the end", "what is left before the end", 1).edit(
+    Mutant("past the end", "beyond the end", "the last step ends with the data", 1).edit(
         "min(batch, end - position)", "batch"
     ),
     Mutant("rest dropped", "lost", "taken by no rank", 1)

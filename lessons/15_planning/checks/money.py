@@ -90,7 +90,7 @@ BILL_SLIPS = {
     "multiplied": "A part of the time trains, so the run takes longer: divide by that part",
     "added": "The parts are of all time, lost time among it: divide by 1 - lost, do not multiply by 1 + lost",
     "below zero": "Where failures leave no time the run never ends: return infinity for both",
-    "one GPU is paid": "The price is for one GPU: times num_gpus",
+    "one GPU is paid": "The price is for one GPU: multiply by num_gpus",
     "per day": "The price is for an hour, not for a day",
 }
 
@@ -119,7 +119,7 @@ CHEAPEST_SLIPS = {
     "deadline ignored": "It is done too late: look at the days first",
     "deadline last": "The cheapest of all is too late, but others are in time: leave out the late ones, then choose",
     "price per hour": "The lowest price of an hour is not the lowest bill: GPUs x hours x price",
-    "GPUs forgotten": "The price is for one GPU: times their number",
+    "GPUs forgotten": "The price is for one GPU: multiply by the number of GPUs",
     "days forgotten": "The bill grows with the days: GPUs x hours x price",
     "fastest": "In time is in time: of those that are, take the cheapest, not the fastest",
     "last day": "A run that is done on the last day is in time: <=",

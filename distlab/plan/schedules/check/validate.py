@@ -32,9 +32,9 @@ class Report:
     """What `validate` found out about a schedule that is right.
 
     Attributes:
-        peak_in_flight: for each rank, the most micro-batches (counted once a stage) whose activations it holds at once:
+        peak_in_flight: for each rank, the most micro-batches (once per stage) whose activations it holds at once:
             forward passes run, less those that a B has freed, or a W where the backward pass is split. An I frees none.
-        peak_waiting: for each rank, the most W (counted once a stage) whose I has run: inputs and output gradients of
+        peak_waiting: for each rank, the most W (counted once per stage) whose I has run: inputs and output gradients of
             layers that are kept for the weight gradients alone.
         longest_chain: actions on the longest chain of dependencies: slots of the step if every action took one.
     """
