@@ -38,7 +38,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class GradientHook(Protocol):
-    """Turns each rank's gradients of a bucket into their mean, or into what it sends of it.
+    """Turns each rank's gradients of a bucket into their mean, or into the mean of the parts that it sends.
 
     All ranks call `start` for the same buckets in the same order, and `wait` in that order too, so a hook may make
     collective calls in both. A hook that remembers something between steps (an error memory, a factor, a generator)

@@ -57,7 +57,7 @@ class Registered:
         return [id(one) for m in self._modules for one in (*m._parameters.values(), *m._modules.values())]
 
     def complaints(self) -> list[str]:
-        """Say what became of the module since."""
+        """Say what happened to the module since then."""
         found = [
             f"{self._names[parameter]} was frozen when {self._who} was built and requires a gradient now, which is not "
             "averaged; close() this one and build another"

@@ -5,7 +5,7 @@ What a student gets of a lesson:
 | file | in the copy |
 |---|---|
 | lesson.ipynb, lab.py, exercises.py, and all other files that notebooks and labs read | as it is |
-| solutions.py, checks/*.py | sealed: checks run, and name faults as ever; nobody reads the answer by accident |
+| solutions.py, checks/*.py | sealed: checks run, and name faults as ever; no answer is read by accident |
 | checks/varied*.py | hidden: the drawn arguments come when the work is graded |
 | solution.ipynb, lesson.py (the notebooks' source) | left out |
 """

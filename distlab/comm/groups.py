@@ -85,7 +85,7 @@ def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
 
 
 def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
-    """Choose for ranks for which nobody names a backend: nccl, gloo, or "cpu".
+    """Choose the backend where the caller names none: nccl, gloo, or "cpu".
 
     nccl where each local rank has a GPU of its own. It refuses two ranks on one GPU; there gloo moves GPU tensors too.
     Where there is no GPU, or the ranks compute on the CPU, "cpu": shared memory, or gloo (see `init_group`).
@@ -140,7 +140,7 @@ def process_group(
     """Join the process group that the environment describes (torchrun sets it), and always destroy it.
 
     Args:
-        backend: as of `run`. CPU ranks of several agents (torchrun --nnodes 2) take gloo where nobody names a backend.
+        backend: as of `run`. CPU ranks of several agents (torchrun --nnodes 2) take gloo if none is named.
         nodes: how many nodes the ranks of this machine make (see `run`); LOCAL_RANK and the rest say so inside.
         device: where this rank computes; None: its own GPU with nccl, else the CPU.
         timeout_s: how long a collective may wait.

@@ -28,7 +28,7 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """Stands for an object that is not plain data. It is not a container, so nobody takes it for what it was.
+    """Stands for an object that is not plain data. It is not a container, so it is not mistaken for the object itself.
 
     Attributes:
         kind: the name of its class.

@@ -1,7 +1,7 @@
 """What a plan asks of a model, and what cannot be combined: said before anything is made, in the same words everywhere.
 
-Pure functions of the plan and the model. Most combinations work, for the axes know little of each other; what does not
-is refused here, with the reason and with what to use.
+Pure functions of the plan and the model. Most combinations work, since the axes are nearly independent. What does not
+work is refused here, with the reason and with what to use.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class MovedParameter(nn.Parameter):
 
     Attributes:
         label: its name in the model.
-        fate: what became of it.
+        fate: what happened to it.
     """
 
     label = fate = ""

@@ -27,7 +27,7 @@ PARAMETER = "parameter"  # the key of a parameter's own value, next to the keys 
 
 @dataclass(frozen=True)
 class Slab:
-    """Ranges of a tensor along one dim, end to end: what one tensor-parallel rank holds of it.
+    """Ranges of a tensor along one dim, end to end: the part that one tensor-parallel rank holds.
 
     Attributes:
         dim: the dim that is cut.

@@ -1,4 +1,4 @@
-"""A stage that raises, and what the other ranks hear of it.
+"""A stage that raises, and what the other ranks learn about it.
 
 If a rank raised and left, its neighbours would wait for its messages forever. So it goes on to the end of the step
 without computing: it takes what it is sent, and sends zeros of the shapes that were agreed on. Nothing hangs on any

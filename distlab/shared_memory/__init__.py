@@ -16,7 +16,7 @@ and gradients of `FullyShard`, lie where all ranks of the group reach them (`col
 copy about half as much.
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
-process forked from a rank may not call. Where one rank of a job cannot share memory and nobody named this backend, all
+process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named, all
 take gloo (`choice`).
 
 Read `arena` (the memory), `join` (how ranks come to map it), `meeting` (steps), `collectives`, `messages` (sends and

@@ -31,7 +31,7 @@ def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, r
 
 
 def make(options: Any, met: Meeting | None) -> Any:
-    """Make a group; torch calls this. `met` is given where the ranks have met already: nobody named the backend.
+    """Make a group; torch calls this. `met` is given where the ranks have met already: the caller named no backend.
 
     In such a job a group that cannot have memory of its own (the process is out of addresses) uses gloo.
 

@@ -20,7 +20,7 @@ from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, TOO_LITTLE, Arena
 from distlab.shared_memory.room import memory_bytes
 
 PASS_GLOO = "pass backend='gloo'"
-SPARE = 8  # an arena that nobody insists on is at most this part of the memory
+SPARE = 8  # an arena takes at most 1/8 of the memory where the caller named no backend
 
 
 class CannotShare(RuntimeError):

@@ -2,7 +2,7 @@
 
 In a step a rank writes into one of its two slots, by turns, and then posts: its step grows by one. It reads what the
 others wrote in their step of the same number, once they have posted it. It begins to write the next step when all have
-posted the last one. So nobody is more than one step ahead, and a slot is written again only after all have read it.
+posted the last one. So no rank is more than one step ahead, and a slot is written again only after all have read it.
 
 With each step a rank shows a record of its call: operation, dtype, shape, root, reduction. Who reads compares it with
 its own.
@@ -90,7 +90,7 @@ class Meeting:
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
-        self.is_choice = False  # whether nobody named the backend, so that gloo may stand in
+        self.is_choice = False  # whether the caller named no backend, so that gloo may take its place
         self.tied: Meeting | None = None  # of some of these ranks, which fails and is left with this one
         self.record = Record("")
         self._posted = self.record  # the record shown with the last step

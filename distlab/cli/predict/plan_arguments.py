@@ -127,7 +127,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no-master", action="store_true", help="keep no float32 copy of the parameters")
     add_count(command, "--tensor", "ranks that split a layer")
     add_count(command, "--context", "ranks that split a sequence")
-    what = "how they attend to all of it (default ring)"
+    what = "how these ranks attend to the whole sequence (default ring)"
     command.add_argument("--context-kind", choices=CONTEXT_KINDS, default="ring", help=what)
     add_count(command, "--expert", "ranks that split the experts; each is a replica too")
     what = "tensor ranks split the sequence between layers"

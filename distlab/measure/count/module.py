@@ -36,7 +36,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 5, 2
 
 @dataclass
 class _Counts:
-    """Running sums of one layer, and what is known of it beforehand."""
+    """Running sums of one layer, and what is known about the layer before it runs."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     forward: Work = Work()

@@ -57,7 +57,7 @@ class Ledger:
         self._next = 0
 
     def look(self, tensors: Iterable[Tensor]) -> int:
-        """Enter storages not seen before and what became of the others; return the bytes that came."""
+        """Note new storages and what happened to the others; return the bytes of the new ones."""
         came = self.catch_up()
         for tensor in tensors:
             if self._counts(tensor):

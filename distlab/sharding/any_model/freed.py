@@ -222,7 +222,7 @@ def check_nothing_added(module: nn.Module) -> None:
 
 
 def refuse_whole_state(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Refuse a state without shards in FullyShard.load_state_dict: torch would name keys that nobody saved.
+    """Refuse a state without shards in FullyShard.load_state_dict: torch would name keys that no state has.
 
     Raises:
         ValueError: the text names the call that takes it.

@@ -126,7 +126,7 @@ class KeptAlike(Registered):
         self._versions = [bucket.whole._version for bucket in self._buckets]
 
     def complaints(self) -> list[str]:
-        """Say what became of the module, and of pieces, since."""
+        """Say what happened to the module, and to the pieces, since then."""
         if self._versions == [bucket.whole._version for bucket in self._buckets]:
             return super().complaints()
         return [

@@ -78,7 +78,7 @@ class Collectives:
         self._collect(base, before, itemsize, root)
 
     def _in_place(self, flats: Sequence[torch.Tensor], reduction: Reduction) -> None:
-        """Combine this rank's share of all ranks' buffers and write it to all; nobody else reads or writes it."""
+        """Combine this rank's share of all ranks' buffers and write it to all; no other rank uses it meanwhile."""
         each, itemsize = -(-flats[0].numel() // self.size), flats[0].element_size()
         first = self.rank * each
         count = max(0, min(each, flats[0].numel() - first))

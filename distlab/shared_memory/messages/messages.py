@@ -115,7 +115,7 @@ class Messages:
         return work.is_over
 
     def drive_alone(self, work: SharedWork) -> None:
-        """Do nothing: the group's thread moves messages on that nobody waits for."""
+        """Do nothing: the group's thread moves on the messages that no rank waits for."""
 
     def _sleep(self, seen: int) -> None:
         """Sleep until another rank rings; after a long silence, look whether the others still live."""

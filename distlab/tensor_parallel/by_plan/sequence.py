@@ -16,7 +16,7 @@ and 2 (t-1)/t of the norms' gradients.
 Symbols: t ranks; S positions, H features.
 
 Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, section 4.2.2. There the
-column layers gather; here the norms do, since models that nobody wrote for it count positions before their queries.
+column layers gather; here the norms do, since models that were not written for it count positions before their queries.
 """
 
 from __future__ import annotations

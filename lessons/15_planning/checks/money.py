@@ -165,7 +165,7 @@ WRONG_BILLS = (
     Mutant("times what trains", "multiplied", "the run takes longer", 1).edit("/ useful / 3600", "* useful / 3600"),
     Mutant("added on top", "added", "do not multiply", 1).edit("/ useful / 3600", "* (2 - useful) / 3600"),
     Mutant("time runs back", "below zero", "never ends", 1).edit("if useful > 0", "if useful != 0"),
-    Mutant("one GPU paid", "one GPU is paid", "times num_gpus", 1).without(" * num_gpus"),
+    Mutant("one GPU paid", "one GPU is paid", "multiply by num_gpus", 1).without(" * num_gpus"),
 )
 WRONG_CHEAPEST = (
     Mutant("cheapest, then in time", "deadline last", "then choose", 1, "a real purchase").body(f"""
@@ -176,7 +176,7 @@ WRONG_CHEAPEST = (
     """),
     Mutant("late", "deadline ignored", "too late", 1).edit(" if offer[2] <= days", ""),
     Mutant("price of an hour", "price per hour", "not the lowest bill", 1, "a real purchase").edit(_KEY, "offer[3]"),
-    Mutant("one GPU", "GPUs forgotten", "times their number", 1).without("* offer[1] "),
+    Mutant("one GPU", "GPUs forgotten", "multiply by the number", 1).without("* offer[1] "),
     Mutant("an hour of all", "days forgotten", "grows with the days", 1).without("* offer[2] "),
     Mutant("fastest", "fastest", "not the fastest", 1).edit(_KEY, "offer[2]"),
     Mutant("before the last day", "last day", "<=", 1).edit("<= days", "< days"),

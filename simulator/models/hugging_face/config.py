@@ -18,7 +18,7 @@ from simulator.models.hugging_face.families import LLAMAS
 from simulator.models.hugging_face.fields import Fields
 from simulator.models.llama import llama_workload
 
-MOST_TOKENS = 4096  # of a sequence where nobody says how long they are
+MOST_TOKENS = 4096  # of a sequence, where the caller does not say how long it is
 
 
 def _gpt(fields: Fields, family: str) -> tuple[dict[str, int], int]:

@@ -1,4 +1,4 @@
-"""The fields of a Hugging Face `config.json`, taken one by one, so that those that nobody took can be refused."""
+"""The fields of a Hugging Face `config.json`, taken one by one, so that fields that no reader took can be refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 
 
 class Fields:
-    """The fields of a config.json. A reader takes one after another; `rest` holds the names that nobody has taken."""
+    """The fields of a config.json. A reader takes one after another; `rest` holds the names not taken yet."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values, self.where, self.rest = values, where, set(values) - HARMLESS

@@ -181,7 +181,7 @@ class _Candidate(NamedTuple):
         return self.draft.span + longer, self.draft.end + longer
 
     def measure(self, costs: Costs) -> tuple[float, float]:
-        """Return the same from a run; of a very long step, from what two runs of a part of it add."""
+        """Return the same from a run. For a very long step, extrapolate from two shorter runs."""
         if self.steady is None:
             return self.draft.span, self.draft.end
         part = min(self.copies, 2 * len(self.draft.input_ends[0]) // self.steady.period + 2)
