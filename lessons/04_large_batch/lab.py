@@ -26,7 +26,7 @@ Step = Callable[[list[nn.Parameter], float], None]
 
 @dataclass(frozen=True)
 class Settings(CommonSettings):
-    """Train the digits with one large batch an update: SGD and AdamW, and the learner's LARS and LAMB.
+    """Train the digits with one large batch per update: SGD and AdamW, and the learner's LARS and LAMB.
 
     Attributes:
         batch: samples in a batch, over all ranks; 1,437 is all of them.

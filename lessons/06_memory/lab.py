@@ -75,7 +75,7 @@ class Way:
 
     Attributes:
         name: what the table calls it.
-        parts: micro-batches an update.
+        parts: micro-batches per update.
         recomputed: whether blocks keep their inputs alone.
         dtype: of matrix products (autocast), or of parameters too with masters.
         masters: 16-bit parameters with float32 masters.
