@@ -69,8 +69,8 @@ class AnomalyWatch:
     Args:
         model: its layers are watched until `close`.
         group: the ranks that compare; None is all ranks. Without a process group, this process alone.
-        every: steps between two comparisons: so late an anomaly is told, and nothing waits for the device before.
-        spike: how many standard deviations above the median of the last 64 losses a rank's loss is told as a spike;
+        every: steps between two comparisons. An anomaly is reported up to this many steps late; no step waits for it.
+        spike: how many standard deviations above the median of the last 64 losses a rank's loss counts as a spike;
             None: never.
         gradients: whether gradients count. With a loss scaler they overflow now and then: pass False.
 

@@ -22,7 +22,7 @@ MOST_REPEATED = 3  # updates made twice because of the kill
 FIRST_PLAN = """\
 # Change [plan]: `distlab simulate` says what it predicts, `distlab capstone` runs it.
 
-[workload]                  # fixed but for microbatch_size:
+[workload]                  # fixed except for microbatch_size:
 hidden_size = 128           # data x num_microbatches x microbatch_size is 32, the batch
 num_layers = 4
 num_heads = 8

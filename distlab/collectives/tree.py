@@ -62,7 +62,7 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     """Reduce over all ranks in place: up a binomial tree to rank 0, then down again.
 
     Shapes: any shape; contiguous; returns `tensor`.
-    Cost: 2 ceil(log2 n) steps; S bytes up (but for rank 0), and down what `tree_broadcast` sends: rank 0 sends
+    Cost: 2 ceil(log2 n) steps; S bytes up (except for rank 0), and down what `tree_broadcast` sends: rank 0 sends
         ceil(log2 n) S bytes, odd ranks S.
     Error: every rank copies rank 0's sum, so all end with equal bits; repeats bit for bit. Floating point is added
         pairwise, which rounds about log2(n) times where a ring rounds n-1 times.
@@ -89,7 +89,7 @@ def double_tree_all_reduce(
     are the first one's inner ranks, so that together every link is used in both directions.
 
     Shapes: any shape; contiguous; returns `tensor`.
-    Cost: per tree, with its half H of the tensor: H bytes up (but for its root), and H bytes down to each of its at
+    Cost: per tree, with its half H of the tensor: H bytes up (except for its root), and H bytes down to each of its at
         most two children; together at most about 2 S per rank, as in a ring, in about 2 log2(n) + 2 k steps where a
         ring takes 2 (n-1): k = ceil(S / (2 piece_bytes)) pieces of a half, one message per piece and edge.
     Error: as `tree_all_reduce`.

@@ -148,7 +148,7 @@ def process_group(
             `distlab.trace.load_folder`.
         watch: whether every call is recorded and the ranks of each machine watch each other: calls that do not fit, and
             a wait that can never end, are told on every rank with file and line, within seconds, and end the job. Some
-            30 us per call; False where calls are timed. None: yes, but for nccl.
+            30 us per call; False where calls are timed. None: yes, except for nccl.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.

@@ -18,7 +18,7 @@ from distlab.plan.compression import INDEX_BYTES, num_kept, packed_bytes
 
 
 class Sparse(NamedTuple):
-    """A vector that is zero but for some elements."""
+    """A vector that is zero except for some elements."""
 
     indices: Tensor
     values: Tensor

@@ -38,7 +38,7 @@ def context_parallel(model: GPT, group: ProcessGroup | None = None, kind: str = 
     dropout, seed the ranks differently (`distlab.rng.seed_rank`): they drop activations of different positions.
 
     Args:
-        model: the same on every rank, but for its values.
+        model: the same on every rank, except for its values.
         group: the ranks.
         kind: "ring" (any number of heads) or "all_to_all" (a multiple of the ranks).
         check: compare the tokens' shape between ranks in each forward pass.

@@ -82,7 +82,7 @@ def build(model: GPT, layout: Layout, *, balance: float = 0.0) -> Built:
     """Make a GPT parallel as a layout says; the first rank's weights count, and the model is used up.
 
     Args:
-        model: equal on all ranks but for its values; `rules.problem_of` found nothing.
+        model: equal on all ranks except for its values; `rules.problem_of` found nothing.
         layout: of this rank.
         balance: weight of the mixtures' mean balance loss in each micro-batch's loss.
     """

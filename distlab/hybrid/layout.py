@@ -5,7 +5,7 @@ A plan is a few degrees; a mesh turns a rank's number into a place on five axes;
 | axis     | ranks along it                | what differs between them                 |
 |----------|-------------------------------|-------------------------------------------|
 | data     | equal replicas                | samples                                   |
-| expert   | replicas but for the experts  | samples, and which experts are theirs     |
+| expert   | replicas except for experts   | samples, and which experts are theirs     |
 | context  | equal replicas                | positions of the same samples             |
 | tensor   | parts of each layer           | features; samples and positions are equal |
 | pipeline | stages of the model           | layers; samples and positions are equal   |

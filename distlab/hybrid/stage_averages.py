@@ -27,7 +27,7 @@ class StageAverages:
     Args:
         pipeline: whose stages these are.
         stages: this rank's, by number.
-        group: ranks that hold copies of all that is in them, but for experts.
+        group: ranks that hold copies of all that is in them, except for experts.
         experts: parameters whose copies are the ranks of `expert_group` alone; sums are divided by all of `group`.
         expert_group: see experts.
         late: parameters whose gradients are complete only when `step` has returned: tied ones.

@@ -236,7 +236,7 @@ class Hybrid(HybridState):
             is_finite = [not text.startswith(NotFiniteError.__name__) for text in said if text]
             kind = RuntimeError if any(is_finite) else NotFiniteError
             raise kind(
-                f"the step failed; gradients hold nothing of use: call zero_grad() to go on. {named}"
+                f"the step failed and its gradients are not usable: call zero_grad() to go on. {named}"
             ) from failure
         return torch.tensor(value, dtype=next(self.parameters()).dtype)
 

@@ -20,7 +20,7 @@ from distlab.trace import Trace, load_folder, load_trace, read_chrome
 from distlab.trace.chrome import load_events
 
 PREDICTED = "predicted"
-MOST_NAMED = 8  # of ranks without a trace: of more their number is told
+MOST_NAMED = 8  # of ranks without a trace, by number; of more ranks only how many they are
 _STEP = re.compile(r"(?:ProfilerStep|step)\W*(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"rank[\W_]*(\d+)", re.IGNORECASE)
 

@@ -50,7 +50,7 @@ def parallelize(
     what is returned; the model that was given is used up.
 
     Args:
-        model: the same on all ranks but for its weights.
+        model: the same on all ranks except for its weights.
         group: the ranks.
         sequence_parallel: split the sequence between the regions; forward then needs a length that t divides.
         regather: with sequence_parallel, gather a region's input again in backward: see `ColumnParallelLinear`.

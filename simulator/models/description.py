@@ -108,12 +108,12 @@ class ModelDescription:
         return with_kernel(self._of_sizes(), self.attention or "plain")
 
     def gpt_sizes(self) -> dict[str, int]:
-        """Return hidden size, layers, heads and vocabulary of a model that is told by its sizes."""
+        """Return hidden size, layers, heads and vocabulary of a model that is described by its sizes."""
         sizes: dict[str, int] = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 51200}
         return sizes | {name: value for name in sizes if (value := getattr(self, name)) is not None}
 
     def llama_sizes(self) -> LlamaSizes | None:
-        """Return the sizes of a Llama that is told by them; None where they are a GPT's."""
+        """Return the sizes of a Llama that is described by its sizes; None where they are a GPT's."""
         if all(getattr(self, name) is None for name in OF_LLAMA):
             return None
         hidden, layers, heads, vocabulary = self.gpt_sizes().values()

@@ -1,4 +1,4 @@
-"""Flags that describe a model and a plan, and what is made of them: of `distlab simulate`, `export` and `plan`."""
+"""Flags that describe a model and a plan, for `distlab simulate`, `export` and `plan`; and the plan made from them."""
 
 from __future__ import annotations
 

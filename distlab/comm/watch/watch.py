@@ -45,7 +45,7 @@ class Watch:
         rank: this one.
         watchdog: reads their records.
         board: a file that all of them have; it is opened here.
-        prefix: of what is told.
+        prefix: put before each message.
     """
 
     def __init__(self, rank: int, watchdog: Watchdog, board: Path, prefix: str = "") -> None:
@@ -232,6 +232,6 @@ def _machine() -> str:
         place = kernel_and_user()
     try:
         folder = os.stat(tempfile.gettempdir())
-    except OSError as error:  # it is told when a folder is to be made in it
+    except OSError as error:  # reported later, when a folder is made in it
         return f"{socket.gethostname()} {place} {error}"
     return f"{socket.gethostname()} {place} {folder.st_dev}:{folder.st_ino}"

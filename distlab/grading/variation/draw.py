@@ -4,7 +4,7 @@
         return (draw.tensor(*draw.shape(), dtype=draw.dtype()),)
 
 A place in the function that asks `one_of` takes its options in turn, from call to call, in an order of the seed. So a
-few calls meet every option. All ranks draw the same, but for the elements of a tensor and for `own`.
+few calls meet every option. All ranks draw the same, except for the elements of a tensor and for `own`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def track_memory(
     Args:
         module: whose parameters, gradients and activations are meant; a wrapper with a `module` will do.
         optimizer: whose state exists already; optimizers that step inside are found without it. A ShardedOptimizer's
-            buckets are known through it: as gradients what it keeps of them, as buffers what it lends and what arrives.
+            buckets are known through it: what it keeps counts as gradients, what it lends and what arrives as buffers.
         device: which kind of memory; that of the first parameter by default.
         limit_bytes: refuse to hold more; makes a small rank on which to try large models.
         buffers: tensors to communicate with (buckets, gathered units), or what returns those that there are by now: it

@@ -102,7 +102,7 @@ def take_turns(
 
 
 class _Places:
-    """Where the passes of one kind stand in each rank's order: evenly spaced, but for some bends.
+    """Where the passes of one kind stand in each rank's order: evenly spaced, except for some bends.
 
     Args:
         place: of passes, by their index [ranks, n].

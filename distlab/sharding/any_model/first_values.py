@@ -28,7 +28,7 @@ def fill_from_first(unit: Unit, parameters: list[nn.Parameter]) -> None:
 
 
 def leave_behind(members: Members) -> None:
-    """Let go of a unit's parameters, whose values are in its shard; who else holds one is told so."""
+    """Free a unit's parameters, whose values are in its shard; other code that holds one gets an error."""
     for name, parameter in zip(members.names, members.parameters, strict=True):
         mark_moved(parameter, name, "FullyShard moved it into a shard")
     members.parameters.clear()

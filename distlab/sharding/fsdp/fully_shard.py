@@ -173,7 +173,7 @@ class FullyShard(nn.Module):
                 one.free()
 
     def lend(self, watched: Sequence[SubmoduleUnits]) -> None:
-        """Free the units that were whole for code outside of them, but for these."""
+        """Free the units that were whole for code outside of them, except for these."""
         for one in self._watched:
             if one.is_lent and one not in watched:
                 one.settle()

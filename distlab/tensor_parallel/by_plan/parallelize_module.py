@@ -60,7 +60,7 @@ def parallelize_module(
     mask repeats along the heads.
 
     Args:
-        model: the same on all ranks but for its weights. Attributes with the number of its heads (`num_heads`,
+        model: the same on all ranks except for its weights. Attributes with the number of its heads (`num_heads`,
             `n_head`, ...) become this rank's number.
         plan: {pattern: style}; see `plan.py` for both. `PLANS` has those of Hugging Face's Llama and GPT-2, of nanoGPT
             and of timm's ViT.

@@ -56,7 +56,7 @@ def judge_master(evidence: Evidence) -> Iterator[Fault]:
                 advice = "copy the values into it (copy_), do not replace its data"
                 yield Fault("weights turned float32", f"{text}: {advice}")
         if row["moved"]:
-            text = f"step {step}: weights or masters lie in new memory, which model and optimizer know nothing of"
+            text = f"step {step}: weights or masters are in new memory, but model and optimizer still hold the old"
             yield Fault("replaced", f"{text}; write into the old (sub_, copy_), do not replace .data")
         got, right = joined(row["masters"]), joined(wanted)
         if not equal(got, right):

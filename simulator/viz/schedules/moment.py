@@ -13,7 +13,7 @@ from simulator.viz.drawing.wording import name_ranks
 from simulator.viz.schedules.run import ScheduleRun
 
 MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range
-ALL_RANKS = 8  # up to so many ranks each one is told by itself
+ALL_RANKS = 8  # up to this many ranks, each is described by itself
 SOME_RANKS = 3
 
 
