@@ -1,25 +1,16 @@
 """The tests of each promise, as they are collected, can reach its bar: all tests of this run, soak among them."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("promises", ROOT / "tools" / "promises.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PROMISES = load()
+PROMISES = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
 
 
 def tries_of(path):
@@ -43,8 +34,7 @@ def tries_of(path):
 @pytest.mark.timeout(700)  # alone it collects them first: minutes on a busy machine
 def test_what_is_collected_can_reach_each_bar(collected):
     """Where tests say a number: seven ways of 20 kills never make 160."""
-    promises = PROMISES.promises()
-    tests = [f"tests/{test}" for promise in promises.values() for test in promise["tests"]]
+    tests = [f"tests/{test}" for promise in PROMISES.values() for test in promise["tests"]]
     calls = Counter(name.partition("[")[0] for name in collected)
     if not all(any(is_of(one, test.removeprefix("tests/")) for one in calls) for test in tests):
         command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "", *tests]
@@ -52,7 +42,7 @@ def test_what_is_collected_can_reach_each_bar(collected):
         assert listed.returncode == 0, listed.stdout[-2000:] + listed.stderr[-2000:]
         calls = Counter(line.partition("[")[0] for line in listed.stdout.splitlines() if "::" in line)
     told = {}
-    for name, promise in promises.items():
+    for name, promise in PROMISES.items():
         cases = {one: count for one, count in calls.items() for test in promise["tests"] if is_of(one, test)}
         known = [
             (count, tries_of(ROOT / one.partition("::")[0])[one.partition("::")[2]]) for one, count in cases.items()
@@ -62,7 +52,7 @@ def test_what_is_collected_can_reach_each_bar(collected):
             told[name] = sum(count * tries for count, tries in known)
     assert {"R1", "R2"} <= told.keys()
     for name, tries in told.items():
-        assert tries >= promises[name]["least"], f"{name}: {tries} tries at most, the bar is {promises[name]['least']}"
+        assert tries >= PROMISES[name]["least"], f"{name}: {tries} tries at most, the bar is {PROMISES[name]['least']}"
 
 
 def is_of(case, test):
