@@ -1,6 +1,7 @@
 """The tests of each promise, as they are collected, can reach its bar: all tests of this run, soak among them."""
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMISES = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
 
 
+@functools.cache
 def tries_of(path):
     """Return how often a call of each test says that it tried; None where only a run can tell."""
     body = ast.parse(path.read_text()).body
