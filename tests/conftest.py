@@ -89,18 +89,26 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         gc.freeze()
 
 
+COLLECTED = pytest.StashKey[list[str]]()
 LONGEST = ("test_mutants.py", "test_zoo.py")  # a worker has one file at a time: begun last, these would run on alone
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `soak_where` names, begin with the longest."""
+    config.stash[COLLECTED] = [item.nodeid for item in items]
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         for mark in item.iter_markers("soak_where"):
             given = item.callspec.params  # type: ignore[attr-defined]
             if all(given[name] in values for name, values in mark.kwargs.items()):
                 item.add_marker(pytest.mark.soak)
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[str]:
+    """Name every test that was collected, also those that -m left out."""
+    return request.config.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session", autouse=True)

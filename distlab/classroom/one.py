@@ -18,11 +18,14 @@ def main() -> None:
     task: dict[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(task["pipe"], False)
     with open(task["pipe"], "w", encoding="utf-8") as pipe:
+        from distlab.comm.launch.fork_client import OPTIMIZERS, start_without
         from distlab.grading import load_lesson
         from distlab.grading.answer.submission import isolated_submission
         from distlab.grading.check import examine
 
         lesson = load_lesson(task["lesson"], Path(task["folder"]))
+        if not lesson.uses_optimizers():
+            start_without(OPTIMIZERS)
         try:
             functions, notes = isolated_submission(task["file"], lesson)
         except ValueError as error:

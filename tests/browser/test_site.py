@@ -14,19 +14,26 @@ ROOT = Path(__file__).resolve().parents[2]
 FRONT, LESSON, PACKAGE = "docs/index.html", "lessons/09_pipeline/lesson.html", "docs/api/distlab.collectives.html"
 
 
-pytestmark = pytest.mark.timeout(395)  # the first test waits for the site: some 40 s of one core
+pytestmark = pytest.mark.timeout(395)  # the first test waits for the site
+
+
+PACKAGES = "distlab.collectives distlab.trace simulator.engine"  # pages lead to the first two
+
+
+def build(folder, **chosen):
+    """Build the site; warnings are errors, as in `make docs`."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-D", "toc_object_entries=0"]
+    command += ["-c", "docs/site", ".", str(folder)]  # pages without lists of their functions take a fifth less time
+    environment = os.environ | {f"DISTLAB_DOCS_{name.upper()}": value for name, value in chosen.items()}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The site with one lesson; warnings are errors, as in `make docs`."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-D", "toc_object_entries=0"]
-    command += ["-c", "docs/site", ".", str(folder)]  # pages without lists of their functions take a fifth less time
-    environment = os.environ | {"DISTLAB_DOCS_LESSONS": "09_*"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=390)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    """The site with one lesson and a few packages."""
+    return build(tmp_path_factory.mktemp("site"), lessons="09_*", packages=PACKAGES)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +87,16 @@ class Page(HTMLParser):
 
 
 def test_every_link_leads_somewhere_and_every_picture_has_words(site):
+    check_links(site, 20)
+
+
+@pytest.mark.soak  # the same of all packages and lessons
+@pytest.mark.timeout(1800)
+def test_every_link_of_the_whole_site_leads_somewhere(tmp_path):
+    check_links(build(tmp_path), 80)
+
+
+def check_links(site, num_pages):
     pages = {path: Page(path) for path in site.rglob("*.html")}
     broken = []
     for path, page in pages.items():
@@ -96,7 +113,7 @@ def test_every_link_leads_somewhere_and_every_picture_has_words(site):
         assert page.silent == [], path
         assert page.headings.count("h1") == 1 or path.name in ("index.html", "search.html"), path
     assert broken == [], "\n".join(broken[:40])
-    assert len(pages) > 60
+    assert len(pages) > num_pages
 
 
 def test_a_picture_moves_by_keyboard_and_by_mouse(open_page, shots):

@@ -4,13 +4,14 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distlab.classroom import release
 from distlab.cli import main
-from distlab.grading import lessons
+from distlab.grading import lessons, load_lesson
 from distlab.grading.sealed import seal, unseal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,9 @@ def test_every_lesson_can_be_released_and_shows_no_solution(tmp_path):
         )
         assert hidden
         assert [line for line in hidden if line in shown] == []
+    first, third = load_lesson("01", LESSONS), load_lesson("03", LESSONS)
+    assert (first.uses_optimizers(), third.uses_optimizers()) == (False, True)
+    assert replace(first, folder=copies[0]).uses_optimizers(), "sealed: nobody can tell"
     assert (tmp_path / "copy" / "lessons" / "START.ipynb").is_file()
     assert not (tmp_path / "copy" / "lessons" / "FAULTS.md").exists()
 

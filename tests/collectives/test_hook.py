@@ -42,6 +42,7 @@ def train(optimizer_name, own_ring):
     return torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])
 
 
+@pytest.mark.soak_where(num_ranks=(2, 4))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, num_ranks, optimizer):

@@ -208,18 +208,28 @@ def test_a_limit_of_open_files_is_named():
 
 
 def test_a_limit_of_processes_is_named_by_the_server(tmp_path, monkeypatch):
-    """The third rank cannot be forked; the two before it end with the job."""
+    """The third rank cannot be forked; the two before it end with the job. This server starts without torch._dynamo."""
     (tmp_path / "few_forks.py").write_text(FEW_FORKS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(fork_client, "PRELOAD", (*fork_client.PRELOAD, "few_forks"))
+    modules = fork_client.OPTIMIZERS, "cloudpickle", "distlab.comm.launch.worker", "few_forks"
+    monkeypatch.setattr(fork_client, "PRELOAD", modules)
+    monkeypatch.setattr(fork_client._Current, "without", ())  # it is as it was after this test
+    fork_client.start_without(fork_client.OPTIMIZERS)
     monkeypatch.setattr(fork_client._Current, "server", None)  # the other tests' ranks stay with theirs
     try:
         for _ in range(2):
             with pytest.raises(RankError, match=r"rank 2 of 3 could not be started \(Resource temporarily unavailable"):
                 run(dist.barrier, 3)
-        assert run(dist.get_rank, 1) == [0]
+        assert run(has_what_optimizers_load, 1) == [(False, True)]
     finally:
         fork_client.shut_down()
+
+
+def has_what_optimizers_load():
+    """Tell whether it is loaded before and after a first optimizer."""
+    before = fork_client.OPTIMIZERS in sys.modules
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).zero_grad()
+    return before, fork_client.OPTIMIZERS in sys.modules
 
 
 FEW_FORKS = """

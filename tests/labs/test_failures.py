@@ -82,7 +82,7 @@ def processes(tmp_path: Path) -> list[psutil.Process]:
     return found
 
 
-def test_the_rank_that_raised_is_told_first_and_the_others_as_a_consequence(failed):
+def test_the_rank_that_raised_is_told_first_and_the_others_as_a_consequence(forked, failed):
     text = "\ndef shift(tensor):\n    if dist.get_rank() == 1:\n        raise KeyError('mine')\n"
     told = failed(text + "    dist.recv(tensor, 1)\n")
     assert told.startswith("distlab lab: rank 1 of 2 raised KeyError: 'mine'")

@@ -1,21 +1,43 @@
 """Loaded where a notebook's ranks are forked while `make test` runs its cells: measurements take one short window.
 
-The times that a cell prints are not compared; the notebooks as they are given out hold those of whole measurements.
+A set of ranks calibrates once: whoever asks again is told the same. The times that a cell prints are not compared; the
+notebooks as they are given out hold those of whole measurements. tests/measure calibrates before and after each window.
 """
 
-from distlab.measure.machine import speed
-from distlab.measure.runs import beside, overhead, run
+import functools
 
-beside_whole, windows_whole = beside.time_beside, run.time_windows
+from distlab.measure.machine import speed
+from distlab.measure.runs import beside, calibrate, overhead, run
+
+beside_whole, windows_whole, round_whole = beside.time_beside, run.time_windows, speed.measure_round
+calibration_whole = calibrate.CalibrationOfRun.measure
+rounds = {}
 
 
 def time_beside(step, calibrate, spans, *, device="cpu", **_):
-    return beside_whole(step, calibrate, spans, num_windows=1, steps_per_window=2, device=device)
+    once = functools.cache(calibrate)
+    return beside_whole(step, once, spans, num_windows=1, steps_per_window=2, device=device)
 
 
 def time_windows(measured_s, **options):
     windows_whole(measured_s, **options | {"num_windows": 1, "budget_s": 0.0})
 
 
+def measure_round(device, *, works=None, nodes=None):
+    """Measure once for all ranks, and once for nodes: ranks that are forked together ask together."""
+    if (nodes is None) not in rounds:
+        rounds[nodes is None] = round_whole(device, works=works, nodes=nodes)
+    return rounds[nodes is None]
+
+
+def measure(calibration):
+    """Measure a plan's calls, codec and overhead before its window, and not again after it."""
+    if not hasattr(calibration, "measured"):
+        calibration.measured = calibration_whole(calibration)
+    return calibration.measured
+
+
 beside.time_beside, run.time_windows = time_beside, time_windows
+speed.measure_round = calibrate.measure_round = measure_round
+calibrate.CalibrationOfRun.measure = measure
 speed.REPEATS = overhead.REPEATS = 1

@@ -35,26 +35,36 @@ def _startup_folder():
 
 
 def watch():
-    """Make `show` look at each picture before it shows it."""
+    """Make `show` look at each picture before it shows it. What was painted to be looked at is what is shown."""
     sys.path.append(str(ROOT / "tests" / "simulator" / "viz"))
     from distlab.notebook import display
 
-    shown = display.show
+    shown, paint = display.show, display.png_of
 
     def show(figure, text):
-        if not isinstance(figure, bytes):
-            faults = faults_of(figure)
-            assert not faults, f"this picture cannot be read: {'; '.join(faults)}"
-        shown(figure, text)
+        painted = {}
+
+        def png_of(figure, *, dark=False):
+            if dark not in painted:
+                painted[dark] = paint(figure, dark=dark)
+            return painted[dark]
+
+        display.png_of = png_of
+        try:
+            if not isinstance(figure, bytes):
+                faults = faults_of(figure, png_of)
+                assert not faults, f"this picture cannot be read: {'; '.join(faults)}"
+            shown(figure, text)
+        finally:
+            display.png_of = paint
 
     display.show = show
 
 
-def faults_of(figure):
+def faults_of(figure, png_of):
     """Return what cannot be read in a picture that `show` shows."""
     from picture_facts import clashes, look_at, pale_texts, small_texts
 
-    from distlab.notebook.display import png_of
     from simulator.viz.drawing.dark import flip
     from simulator.viz.drawing.style import LEAST_PT
 

@@ -1,12 +1,15 @@
 """`pytest -p tests.lessons.short_kernels`: checks and measurements in kernels take seconds, for `make test`.
 
-A check runs on the last of its exercise's numbers of ranks (test_mutants.py takes the first), and a reference that
-it finds wrong fails its cell. A measurement takes one short window. `make soak` runs the cells as they are.
+A check runs on 3 ranks, or on the last of its exercise's numbers (test_mutants.py takes the first), and a reference
+that it finds wrong fails its cell. A measurement takes one short window, and what is only timed or drawn is smaller
+(smaller.py). `make soak` runs the cells as they are.
 """
 
 import importlib
+from pathlib import Path
 
 from tests.lessons.pictures_in_kernels import at_start_of_kernels
+from tests.lessons.smaller import smaller
 
 
 def pytest_configure(config):
@@ -15,14 +18,18 @@ def pytest_configure(config):
 
 def shorten():
     """Make it so in this kernel, and where its ranks are forked."""
+    from IPython import get_ipython
+
     from distlab.comm.launch import fork_client
 
+    get_ipython().input_transformers_cleanup.append(lambda lines: smaller(lines, Path.cwd().name[:2]))
     fork_client.PRELOAD += ("tests.lessons.one_window",)
     check = importlib.import_module("distlab.grading.check")
     on_all = check.examine
 
     def examine(exercise, fn, *, worlds=None, seed=None):
-        report = on_all(exercise, fn, worlds=worlds or exercise.worlds[-1:], seed=seed)
+        chosen = (3,) if 3 in exercise.worlds else exercise.worlds[-1:]
+        report = on_all(exercise, fn, worlds=worlds or chosen, seed=seed)
         assert report.verdict != "wrong" or exercise.broken, str(report)
         return report
 

@@ -3,6 +3,7 @@
 import ast
 import builtins
 import dis
+import linecache
 from pathlib import Path
 from types import CodeType
 
@@ -56,7 +57,9 @@ def test_the_lessons_cell_can_be_run_and_is_not_right(build, folder, exercise):
         function = ast.parse(text).body[-1]
         assert isinstance(function, ast.FunctionDef)
         assert len(function.body) == 2, "a docstring and raise NotYet"
-    exec(compile(text, f"<{exercise.name}>", "exec"), alone)
+    cell = f"<{exercise.name}>"
+    linecache.cache[cell] = len(text), None, text.splitlines(keepends=True), cell  # as IPython does
+    exec(compile(text, cell, "exec"), alone)
     world = WORLDS.get((exercise.name, exercise.broken), exercise.worlds[0])  # that reveals a version to repair
     report = examine(exercise, alone[exercise.function], worlds=(world,))
     assert report.verdict == ("not attempted" if exercise.broken is None else "wrong"), str(report)

@@ -95,6 +95,7 @@ def check(expected, got):
         torch.testing.assert_close(got[0][key], value, rtol=0, atol=1e-10, msg=key)
 
 
+@pytest.mark.soak_where(num_ranks=(2,))  # an optimizer does not see how many ranks there are
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_no_rank_uses_is_left_alone_as_in_one_process(ranks, name, num_ranks):

@@ -11,8 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from test_more import KINDS as MORE
-from test_others import KINDS as OTHERS
+from test_more import MORE, OTHERS
 from zoo_kinds import KINDS
 from zoo_techniques import OURS, PEERS, UPDATES, one_process, outcomes
 

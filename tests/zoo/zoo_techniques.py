@@ -212,9 +212,8 @@ def outcomes(technique: str, kinds, states_of) -> dict[str, str]:
     return {name: outcome(kind, technique, states_of[name]) for name, kind in kinds.items()}
 
 
-def wrong_outcomes(technique: str, kinds: dict[str, Kind], refused: dict[tuple[str, str], str], num_ranks: int) -> str:
+def wrong_outcomes(technique: str, kinds: dict[str, Kind], expected, refused, num_ranks: int) -> str:
     """Run all kinds on new ranks; say which are neither equal to one process nor refused in the words of `refused`."""
-    expected = {name: one_process(kind) for name, kind in kinds.items()}
     said = run(outcomes, num_ranks, args=(technique, kinds, expected), timeout_s=170)
     wrong = []
     for name in kinds:

@@ -20,8 +20,8 @@ from pathlib import Path
 from distlab.comm.launch.forkserver import send_request
 
 SERVE_RANK = ("distlab.comm.launch.worker", "serve_rank")  # what runs inside a rank
-# torch.optim loads torch._dynamo, which takes as long as torch itself: once here, not once per rank.
-PRELOAD = ("torch._dynamo", "cloudpickle", "distlab.comm.launch.worker")
+OPTIMIZERS = "torch._dynamo"  # torch.optim loads it, which takes as long as torch itself: once here, not once per rank
+PRELOAD = (OPTIMIZERS, "cloudpickle", "distlab.comm.launch.worker")
 PREPARE = ("distlab.comm.launch.worker:before_forks",)
 
 
@@ -35,7 +35,7 @@ def take_standard_files() -> None:
 class ForkServer:
     """A fork server that belongs to this process and ends with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         for name in ("torch", "cloudpickle"):
             if importlib.util.find_spec(name) is None:
                 raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
@@ -44,7 +44,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
-            f"serve({theirs.fileno()}, {os.getpid()}, {PRELOAD + PREPARE!r}, {SERVE_RANK!r})"
+            f"serve({theirs.fileno()}, {os.getpid()}, {(*modules, *PREPARE)!r}, {SERVE_RANK!r})"
         )
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -132,6 +132,7 @@ class _Current:
 
     lock = threading.Lock()
     server: ForkServer | None = None
+    without: tuple[str, ...] = ()
 
 
 def _after_fork_in_child() -> None:
@@ -152,8 +153,13 @@ def fork_server() -> ForkServer:
             _Current.server.close()
             _Current.server = None
         if _Current.server is None:
-            _Current.server = ForkServer()
+            _Current.server = ForkServer([name for name in PRELOAD if name not in _Current.without])
         return _Current.server
+
+
+def start_without(*modules: str) -> None:
+    """Let this process's fork server start without some modules of PRELOAD; a rank that needs one loads it itself."""
+    _Current.without = modules
 
 
 def preload(*modules: str) -> None:

@@ -46,9 +46,8 @@ def before_forks() -> None:
     A rank copies each page of memory that it writes first. So the recorder's tap is in place before, and the rules of
     torch._dynamo that joining a group throws away are thrown away here.
     """
-    from torch._dynamo import trace_rules
-
-    trace_rules.clear_lru_cache()
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.trace_rules.clear_lru_cache()
     FrontEnd.install()
 
 

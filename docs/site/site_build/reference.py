@@ -2,15 +2,18 @@
 
 Which package stands on which floor is read from CONTRIBUTING's table and the import contract in pyproject.toml.
 The simulator's names come from its rooms, in the order in which its docstring says to read them.
+DISTLAB_DOCS_PACKAGES names some of them, divided by spaces: a short build for tests.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -67,19 +70,19 @@ def pages(root: Path) -> dict[str, str]:
     import simulator
     import simulator.viz
 
+    chosen = os.environ.get("DISTLAB_DOCS_PACKAGES", "").split()
     found, index = {}, ["Packages", "========", "", "Imports go down the floors, never up.", ""]
 
-    def group(title: str, names: list[str]) -> None:
-        index.extend([title, "-" * len(title), "", ".. toctree::", "   :maxdepth: 1", "", *(f"   {n}" for n in names)])
-        index.append("")
+    def group(title: str, every: Mapping[str, list[str] | None], source: str = "") -> None:
+        names = [name for name in every if name in chosen or not chosen]
+        found.update({name: page(name, source=source, names=every[name]) for name in names})
+        listed = ["", ".. toctree::", "   :maxdepth: 1", "", *(f"   {name}" for name in names), ""]
+        index.extend([title, "-" * len(title), *listed] if names else [])
 
     for floor, names in sorted(floors(root).items(), reverse=True):
-        found |= {name: page(name) for name in names}
-        group(f"Floor {floor}", names)
+        group(f"Floor {floor}", dict.fromkeys(names))
     for title, module in (("The simulator", simulator), ("Pictures and widgets", simulator.viz)):
-        inside = rooms(module)
-        found |= {room: page(room, source=module.__name__, names=names) for room, names in inside.items()}
-        group(title, list(inside))
+        group(title, rooms(module), module.__name__)
     return found | {"index": "\n".join(index)}
 
 
