@@ -12,7 +12,7 @@ for all of them. Sharding stage 2 does not keep whole gradients: every backward 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
 from simulator.pipeline.schedule_arrays import B, F, Floats, I, Ints, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketTimes, ShardCall, Timing, call_of, layer_times
+from simulator.stage.step_times import BucketParts, BucketTimes, ShardCall, Timing, call_of, layer_times
 from simulator.step.trace import exchanges
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
@@ -60,9 +60,10 @@ class _StepGraph:
         self.done = np.zeros(len(order.kind), np.int64)
         self.sent = np.full(len(order.kind), -1, np.int64)  # its message
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
-        self.buckets: list[list[tuple[int, ...]]] = [[] for _ in stages]  # fields of BucketTimes
+        self.packs: list[list[int]] = [[] for _ in stages]  # of each bucket; its wire is the operation behind
+        self.others: list[list[tuple[int, ...]]] = [[] for _ in stages]  # the fields of BucketTimes behind those two
         # Stage and micro-batch before the last one, and its buckets (sharding stage 2).
-        self.earlier: list[tuple[int, int, list[tuple[int, ...]]]] = []
+        self.earlier: list[tuple[int, int, list[int], list[tuple[int, ...]]]] = []
         self.updates = [0] * compiled.order.num_ranks
         self.finished: list[list[int]] = [[] for _ in self.updates]  # stages of each rank whose gradients are complete
 
@@ -130,8 +131,8 @@ class _StepGraph:
             self.finished[rank].append(number)
         elif completes:
             self._exchange(rank, [number])
-            self.earlier.append((number, int(self.order.microbatch[action]), self.buckets[number]))
-            self.buckets[number] = []
+            self.earlier.append((number, int(self.order.microbatch[action]), self.packs[number], self.others[number]))
+            self.packs[number], self.others[number] = [], []
         if duration := int(self.send_ns[kind, number]):
             lane, there = (SEND_FORWARD, number + 1) if kind == F else (SEND_BACKWARD, number - 1)
             peer = int(self.rank_of_stage[there])
@@ -158,7 +159,7 @@ class _StepGraph:
                 lane += (COMPUTE, COMMUNICATION)
                 duration += (waiting[sent].pack_ns, waiting[sent].duration_ns)
                 waits += (NONE, last)
-                self.buckets[number].append((last, last + 1))
+                self.packs[number].append(last)
                 sent += 1
         self.graph.extend([stage.rank] * len(lane), lane, duration, waits, [-1] * len(lane))
         return last
@@ -167,40 +168,41 @@ class _StepGraph:
         """Pack a bucket and send it."""
         bucket, rank = self.stages[number].buckets[index], self.stages[number].rank
         pack = self.graph.add(rank, COMPUTE, bucket.pack_ns)
-        wire = self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
-        self.buckets[number].append((pack, wire))
+        self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
+        self.packs[number].append(pack)
 
     def _exchange(self, rank: int, numbers: Sequence[int]) -> None:
         """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive."""
-        buckets = [(number, index) for number in numbers for index in range(len(self.stages[number].buckets))]
         if self.sync != "overlapped":
-            for bucket in buckets:
-                self._start(*bucket)
-                if self.sync == "per_parameter":
-                    self._receive(rank, [bucket])
+            for number in numbers:
+                for index in range(len(self.stages[number].buckets)):
+                    self._start(number, index)
+                    if self.sync == "per_parameter":
+                        self._receive(rank, [number])
         if self.sync != "per_parameter":
-            self._receive(rank, buckets)
+            self._receive(rank, numbers)
 
-    def _receive(self, rank: int, buckets: Sequence[tuple[int, int]]) -> None:
-        """Unpack each bucket once it has come.
+    def _receive(self, rank: int, numbers: Sequence[int]) -> None:
+        """Unpack each bucket of these stages that was sent, once it has come.
 
         Buckets that send a second time do so one after the other, once all have come the first time.
         """
         add = self.graph.add
-        wires = [self.buckets[number][index][1] for number, index in buckets]
-        again: dict[tuple[int, int], tuple[int, int, int]] = {}
-        for number, index in buckets:
-            if (later := self.stages[number].buckets[index].later) is not None:
+        keys = [(number, at) for number in numbers for at in range(len(self.others[number]), len(self.packs[number]))]
+        wires = [self.packs[number][at] + 1 for number, at in keys]
+        buckets = [self.stages[number].buckets[at] for number, at in keys]
+        again: dict[int, tuple[int, ...]] = {}
+        for place, bucket in enumerate(buckets):
+            if (later := bucket.later) is not None:
                 between = add(rank, COMPUTE, later.between_ns, needs=wires)
                 wire = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
-                again[number, index] = (between, wire, add(rank, COMPUTE, later.after_ns))
-        so_far, count = len(self.graph), len(buckets)
-        unpacks = [self.stages[number].buckets[index].unpack_ns for number, index in buckets]
-        waits = [again[key][1] if key in again else wire for key, wire in zip(buckets, wires, strict=True)]
+                again[place] = (between, wire, add(rank, COMPUTE, later.after_ns))
+        waits = [again[place][1] if place in again else wire for place, wire in enumerate(wires)] if again else wires
+        first, count = len(self.graph), len(keys)
+        unpacks = [bucket.unpack_ns for bucket in buckets]
         self.graph.extend([rank] * count, [COMPUTE] * count, unpacks, waits, [-1] * count)
-        for place, (number, index) in enumerate(buckets):
-            own = self.buckets[number]
-            own[index] = (*own[index], so_far + place, *again.get((number, index), ()))
+        for place, (number, _) in enumerate(keys):
+            self.others[number].append((first + place, *again.get(place, ())))
 
 
 def time_step(
@@ -233,14 +235,13 @@ def time_step(
     send_start, send_end = np.where(sent, start[step.sent], action_end), np.where(sent, end[step.sent], action_end)
     rows = np.array(step.layers, np.int64).reshape(-1, 3)
 
-    def times_of(buckets: Sequence[tuple[int, ...]]) -> tuple[BucketTimes, ...]:
-        parts = list(chain.from_iterable(buckets))
-        pairs = zip(start[parts].tolist(), end[parts].tolist(), strict=True)
-        if len(parts) == SHORT * len(buckets):
-            return tuple(map(BucketTimes, pairs, pairs, pairs))
-        return tuple([BucketTimes(*islice(pairs, len(own))) for own in buckets])
+    def parts_of(packs: Sequence[int], others: Sequence[tuple[int, ...]]) -> BucketParts:
+        rows = [(pack, pack + 1, *other) for pack, other in zip(packs, others, strict=True)]
+        parts = np.fromiter(chain.from_iterable(rows), np.int64)
+        counts = () if len(parts) == SHORT * len(rows) else tuple(map(len, rows))
+        return BucketParts(start[parts], end[parts], counts)
 
-    earlier = [(stages[number], microbatch, times_of(buckets)) for number, microbatch, buckets in step.earlier]
+    earlier = [(stages[number], microbatch, parts_of(*own).times()) for number, microbatch, *own in step.earlier]
     calls, copies = _calls_of_earlier(earlier, compiled.order.num_ranks) if earlier else ((), ())
     return Timing(
         order=compiled.order,
@@ -248,7 +249,7 @@ def time_step(
         end_ns=action_end,
         send_start_ns=send_start,
         send_end_ns=send_end,
-        buckets=tuple(times_of(each) for each in step.buckets),
+        parts=tuple(map(parts_of, step.packs, step.others)),
         optimizer=tuple((int(start[update]), int(end[update])) for update in step.updates),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1) if in_layers else None,
         calls=calls,
