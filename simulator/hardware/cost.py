@@ -217,11 +217,27 @@ def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def hierarchical_all_to_all_s(
-    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+    num_bytes: float,
+    ranks_per_node: int,
+    num_nodes: int,
+    *,
+    intra_node: Link,
+    inter_node: Link,
+    crossing: float = 1.0,
 ) -> float:
-    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires."""
+    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires.
+
+    Where only the part `crossing` of what is meant for other nodes crosses, since what goes to several ranks of a node
+    goes there once, it is handed on inside.
+    """
     n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
     inside, across = ranks_per_node - 1, n - ranks_per_node
+    if crossing < 1:
+        handed_on = across / n * inside / ranks_per_node
+        return max(
+            steps_s(num_bytes, Steps(2 * inside, inside / n + handed_on), intra_node),
+            steps_s(num_bytes, Steps(num_nodes - 1, crossing * across / n), inter_node),
+        )
     return max(
         steps_s(num_bytes, Steps(inside, inside / n), intra_node),
         steps_s(num_bytes, Steps(across, across / n), inter_node),
