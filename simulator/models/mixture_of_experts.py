@@ -53,6 +53,12 @@ class Mixture:
         for name in ("shared_size", "dense_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"experts: {name} is {getattr(self, name)!r}; pass 0 (none) or more")
+        groups, most = self.most_groups or (1, 1)
+        if not 1 <= most <= groups or self.num_experts % groups or self.top_k > self.num_experts // groups * most:
+            raise ValueError(
+                f"experts: a token goes to {most} of {groups} groups; groups must divide {self.num_experts} experts, "
+                f"and those of a token hold {self.top_k}"
+            )
 
     @property
     def rows_per_token(self) -> float:
