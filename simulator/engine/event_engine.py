@@ -69,13 +69,13 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
             text names them (a deadlock).
     """
     several = list(chain.from_iterable(graph.several.values()))
-    least, most = min(several, default=0), max(max(graph.need, default=0), max(several, default=0))
-    missing = [need for need in (least, most) if not 0 <= need < max(len(graph), 1)]
+    missing = [need for need in several if not 0 <= need < len(graph)]
+    slow = contention or Contention()
+    if cores is None and not missing and not slows_down(slow) and (times := _run_in_order(graph)) is not None:
+        return times
+    missing += [need for need in graph.need if need >= len(graph)]
     if missing:
         raise ValueError(f"an operation needs operation {missing[0]}; the graph has {len(graph)}")
-    slow = contention or Contention()
-    if cores is None and not slows_down(slow) and (times := _run_in_order(graph)) is not None:
-        return times
     return _Contended(graph, slow, cores).run()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from distlab.plan import Device, Link, Protocol, Work
@@ -84,6 +85,7 @@ def message_s(num_bytes: float, link: Link) -> float:
     return _fastest_s(num_bytes, Steps(1, 1.0), link.protocols)
 
 
+@lru_cache(maxsize=256, typed=True)
 def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
     """Return the steps of an all-reduce among n ranks.
 
@@ -111,6 +113,7 @@ def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
     return Steps(2 * math.log2(core) + 2 * extra, 2 * (core - 1) / core + 2 * extra)
 
 
+@lru_cache(maxsize=256, typed=True)
 def reduce_scatter_steps(num_ranks: int) -> Steps:
     """Return the steps of a ring reduce-scatter, and of a ring all-gather: half of a ring all-reduce."""
     n = _check_ranks(num_ranks)

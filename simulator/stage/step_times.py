@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -75,27 +75,26 @@ class BucketTimes(NamedTuple):
 
 
 class BucketParts(NamedTuple):
-    """The parts of a stage's buckets in columns, bucket by bucket in the order of `BucketTimes`.
+    """Which operations the parts of a stage's buckets are, and when operations start and end.
 
     Attributes:
-        start_ns: start of each part.
-        end_ns: end of each part.
-        counts: parts of each bucket; (): three each.
+        operations: of each bucket, its parts in the order of `BucketTimes`.
+        start_ns: of every operation of the step.
+        end_ns: of every operation of the step.
     """
 
+    operations: Sequence[tuple[int, ...]]
     start_ns: Ints
     end_ns: Ints
-    counts: tuple[int, ...] = ()
 
     def times(self) -> tuple[BucketTimes, ...]:
         """Return the times of each bucket."""
-        pairs = zip(self.start_ns.tolist(), self.end_ns.tolist(), strict=True)
-        if not self.counts:
-            return tuple(map(BucketTimes, pairs, pairs, pairs))
-        return tuple([BucketTimes(*islice(pairs, count)) for count in self.counts])
+        parts = np.fromiter(chain.from_iterable(self.operations), np.int64)
+        pairs = zip(self.start_ns[parts].tolist(), self.end_ns[parts].tolist(), strict=True)
+        return tuple([BucketTimes(*islice(pairs, len(each))) for each in self.operations])
 
 
-NO_BUCKETS = BucketParts(np.zeros(0, np.int64), np.zeros(0, np.int64))
+NO_BUCKETS = BucketParts((), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ for all of them. Sharding stage 2 does not keep whole gradients: every backward 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from simulator.stage.step_times import BucketParts, BucketTimes, ShardCall, Timi
 from simulator.step.trace import exchanges
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
-SHORT = 3  # operations of a bucket that sends once: pack, all-reduce, unpack
 FEW = 16  # passes that are added one by one: columns of arrays do not pay for fewer
 
 
@@ -60,10 +59,10 @@ class _StepGraph:
         self.done = np.zeros(len(order.kind), np.int64)
         self.sent = np.full(len(order.kind), -1, np.int64)  # its message
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
-        self.packs: list[list[int]] = [[] for _ in stages]  # of each bucket; its wire is the operation behind
-        self.others: list[list[tuple[int, ...]]] = [[] for _ in stages]  # the fields of BucketTimes behind those two
+        self.packs: list[list[int]] = [[] for _ in stages]  # of each bucket sent; its wire is the operation behind
+        self.buckets: list[list[tuple[int, ...]]] = [[] for _ in stages]  # of those received, fields of BucketTimes
         # Stage and micro-batch before the last one, and its buckets (sharding stage 2).
-        self.earlier: list[tuple[int, int, list[int], list[tuple[int, ...]]]] = []
+        self.earlier: list[tuple[int, int, list[tuple[int, ...]]]] = []
         self.updates = [0] * compiled.order.num_ranks
         self.finished: list[list[int]] = [[] for _ in self.updates]  # stages of each rank whose gradients are complete
 
@@ -131,8 +130,8 @@ class _StepGraph:
             self.finished[rank].append(number)
         elif completes:
             self._exchange(rank, [number])
-            self.earlier.append((number, int(self.order.microbatch[action]), self.packs[number], self.others[number]))
-            self.packs[number], self.others[number] = [], []
+            self.earlier.append((number, int(self.order.microbatch[action]), self.buckets[number]))
+            self.packs[number], self.buckets[number] = [], []
         if duration := int(self.send_ns[kind, number]):
             lane, there = (SEND_FORWARD, number + 1) if kind == F else (SEND_BACKWARD, number - 1)
             peer = int(self.rank_of_stage[there])
@@ -188,9 +187,13 @@ class _StepGraph:
         Buckets that send a second time do so one after the other, once all have come the first time.
         """
         add = self.graph.add
-        keys = [(number, at) for number in numbers for at in range(len(self.others[number]), len(self.packs[number]))]
-        wires = [self.packs[number][at] + 1 for number, at in keys]
-        buckets = [self.stages[number].buckets[at] for number, at in keys]
+        packs = [pack for number in numbers for pack in self.packs[number][len(self.buckets[number]) :]]
+        wires = [pack + 1 for pack in packs]
+        buckets = [
+            bucket
+            for number in numbers
+            for bucket in self.stages[number].buckets[len(self.buckets[number]) : len(self.packs[number])]
+        ]
         again: dict[int, tuple[int, ...]] = {}
         for place, bucket in enumerate(buckets):
             if (later := bucket.later) is not None:
@@ -198,11 +201,15 @@ class _StepGraph:
                 wire = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
                 again[place] = (between, wire, add(rank, COMPUTE, later.after_ns))
         waits = [again[place][1] if place in again else wire for place, wire in enumerate(wires)] if again else wires
-        first, count = len(self.graph), len(keys)
+        first, count = len(self.graph), len(packs)
         unpacks = [bucket.unpack_ns for bucket in buckets]
         self.graph.extend([rank] * count, [COMPUTE] * count, unpacks, waits, [-1] * count)
-        for place, (number, _) in enumerate(keys):
-            self.others[number].append((first + place, *again.get(place, ())))
+        done = zip(packs, wires, range(first, first + count), strict=True)
+        rows: Iterator[tuple[int, ...]] = done
+        if again:
+            rows = ((*row, *again.get(place, ())) for place, row in enumerate(done))
+        for number in numbers:
+            self.buckets[number] += islice(rows, len(self.packs[number]) - len(self.buckets[number]))
 
 
 def time_step(
@@ -235,13 +242,10 @@ def time_step(
     send_start, send_end = np.where(sent, start[step.sent], action_end), np.where(sent, end[step.sent], action_end)
     rows = np.array(step.layers, np.int64).reshape(-1, 3)
 
-    def parts_of(packs: Sequence[int], others: Sequence[tuple[int, ...]]) -> BucketParts:
-        rows = [(pack, pack + 1, *other) for pack, other in zip(packs, others, strict=True)]
-        parts = np.fromiter(chain.from_iterable(rows), np.int64)
-        counts = () if len(parts) == SHORT * len(rows) else tuple(map(len, rows))
-        return BucketParts(start[parts], end[parts], counts)
-
-    earlier = [(stages[number], microbatch, parts_of(*own).times()) for number, microbatch, *own in step.earlier]
+    earlier = [
+        (stages[number], microbatch, BucketParts(buckets, start, end).times())
+        for number, microbatch, buckets in step.earlier
+    ]
     calls, copies = _calls_of_earlier(earlier, compiled.order.num_ranks) if earlier else ((), ())
     return Timing(
         order=compiled.order,
@@ -249,7 +253,7 @@ def time_step(
         end_ns=action_end,
         send_start_ns=send_start,
         send_end_ns=send_end,
-        parts=tuple(map(parts_of, step.packs, step.others)),
+        parts=tuple(BucketParts(buckets, start, end) for buckets in step.buckets),
         optimizer=tuple((int(start[update]), int(end[update])) for update in step.updates),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1) if in_layers else None,
         calls=calls,
