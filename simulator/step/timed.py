@@ -71,6 +71,11 @@ def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> 
             "float8: MFU is over the rate of 16 bits; not modelled: activations and optimizer states of 8 bits, tensor "
             "ranks' calls in 8 bits, sums of scales over ranks"
         )
+    if plan.precision is not None and plan.precision.compute in ("float32", "float64"):
+        notes.append(
+            f"{plan.precision.compute}: products are timed at the device's one rate, which presets of GPUs give for 16 "
+            "bits; TF32 takes about twice as long, and full float32 2 to 16 times"
+        )
     if mfu > 1:
         notes.append(
             "MFU counts all pairs of positions, as published figures do; a causal mask leaves half of them, and a "

@@ -166,7 +166,7 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     device, why = cluster.device, ""
     if not memory.fits(device):
         try:
-            check_fit(workload, plan, device, flat_buffers=cluster.flat_buffers)
+            check_fit(workload, plan, device, flat_buffers=cluster.flat_buffers, memory=memory)
         except DoesNotFitError as error:
             why = error.args[0]
             if error.change is None:
