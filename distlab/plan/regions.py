@@ -243,7 +243,7 @@ class Experts:
     def nodes_of_a_token(self, num_nodes: int) -> float:
         """Return on how many of the nodes that share the experts a token's experts are, on average over even routes.
 
-        Cost: n (1 - C(E - E/n, k) / C(E, k)) of n nodes: each has none of the k experts with that chance.
+        That is n (1 - C(E - E/n, k) / C(E, k)) of n nodes: the fraction is the chance that one has none of k experts.
         """
         groups, most = self.most_groups or (1, 1)
         reached = num_nodes * most / groups if num_nodes >= groups else num_nodes

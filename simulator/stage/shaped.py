@@ -43,7 +43,7 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     scaled = CAST_TWICE if cluster.casts_twice else CAST_ONCE
     bytes_each = (scaled, GATHERED if plan.float8 == "gathers" else scaled) if in_8_bits else None
     experts = layer.experts
-    has_shapes = any(part.products for part in (*layer.regions, *([experts] if experts else [])))
+    has_shapes = any(region.products for region in layer.regions) or bool(experts and experts.products)
     if not has_shapes or (device.multiprocessors is None and not in_8_bits):
         return layer
     works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
