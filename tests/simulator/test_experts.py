@@ -7,8 +7,7 @@ from statistics import mean
 import pytest
 
 from distlab.plan import Device, Plan
-from simulator import LlamaSizes, Mixture, cluster, fuse_attention, llama_workload, simulate
-from simulator.hardware.cost import hierarchical_all_to_all_s
+from simulator import LlamaSizes, Mixture, cluster, fuse_attention, hierarchical_all_to_all_s, llama_workload, simulate
 from simulator.hardware.products import slowdown
 from simulator.models.mixture_of_experts import ORDERINGS
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Plan, Precision, Sharding
-from simulator import ModelDescription, cluster, simulate
-from simulator.hardware.presets import stack
+from simulator import ModelDescription, cluster, simulate, stack
 
 BFLOAT16 = Precision("bfloat16", gradients="bfloat16", reduce="bfloat16")
 MIXED = Precision("bfloat16", gradients="float32")
