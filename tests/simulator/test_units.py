@@ -3,8 +3,7 @@ import math
 import pytest
 
 from distlab.plan import Plan
-from simulator import units
-from simulator.advisor.reasons import words_of
+from simulator import units, words_of
 
 
 def test_seconds_become_whole_nanoseconds_and_back():
