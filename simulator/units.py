@@ -57,6 +57,12 @@ def format_flops_per_s(flops_per_s: float) -> str:
     return _scaled(flops_per_s, "FLOP/s")
 
 
+def counted(number: float, noun: str) -> str:
+    """Write a number of things: "1 rank", "1,024 ranks", "2 micro-batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def format_s(seconds: float) -> str:
     """Write a duration with three digits, such as "1.32 ms"."""
     if seconds == 0:

@@ -141,6 +141,7 @@ class Cluster:
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
+        dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
         splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
         casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, not both at once.
@@ -162,6 +163,7 @@ class Cluster:
     splits_messages: bool = False
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
+    dispatches_once: bool = False
     flat_buffers: bool = False
     fused_sums: bool = False
     slice_s: float = 0.0

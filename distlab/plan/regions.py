@@ -213,6 +213,9 @@ class Experts:
         input_gradient: the same for the gradients of inputs.
         weight_gradient: the same for the gradients of weights.
         kernels_each: of `forward.num_kernels`, those of one expert; as many in each of the other two.
+        products: the matrix products of one expert's forward, for the rows of an even load; (): not known, and they
+            reach the device's rate.
+        most_groups: into so many groups the router orders experts, and so many of them a token may go to; None: to all.
     """
 
     num_experts: int
@@ -222,6 +225,8 @@ class Experts:
     input_gradient: Work
     weight_gradient: Work
     kernels_each: int = 0
+    products: tuple[Product, ...] = ()
+    most_groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         require_count("Experts", num_experts=self.num_experts, top_k=self.top_k)
@@ -235,11 +240,23 @@ class Experts:
         """Return the experts of the ranks that have the most: the first ones have one more where they do not divide."""
         return -(-self.num_experts // num_ranks)
 
+    def nodes_of_a_token(self, num_nodes: int) -> float:
+        """Return on how many of the nodes that share the experts a token's experts are, on average over even routes.
+
+        That is n (1 - C(E - E/n, k) / C(E, k)) of n nodes: the fraction is the chance that one has none of k experts.
+        """
+        groups, most = self.most_groups or (1, 1)
+        reached = num_nodes * most / groups if num_nodes >= groups else num_nodes
+        there, whole = self.num_experts / num_nodes, self.num_experts * reached / num_nodes
+        none = math.prod(max(0.0, whole - there - drawn) / (whole - drawn) for drawn in range(self.top_k))
+        return reached * (1 - none)
+
     def part(self, num_parts: int) -> Experts:
         """Return the same for one of `num_parts` equal parts of the micro-batch."""
         return replace(
             self,
             row_bytes=self.row_bytes // num_parts,
+            products=tuple(each._replace(rows=-(-each.rows // num_parts)) for each in self.products),
             forward=self.forward.times(1 / num_parts),
             input_gradient=self.input_gradient.times(1 / num_parts),
             weight_gradient=self.weight_gradient.times(1 / num_parts),

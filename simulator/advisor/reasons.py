@@ -12,7 +12,7 @@ from distlab.plan import Plan
 from simulator.advisor.question import Candidates
 from simulator.advisor.search import Choice, Search
 from simulator.memory.memory import memory_of
-from simulator.units import format_bytes, format_s
+from simulator.units import counted, format_bytes, format_s
 
 RULES = {
     "data": "Data parallelism first: it sends least, and what it sends hides behind backward.",
@@ -121,7 +121,7 @@ def words_of(plan: Plan, microbatch: int) -> str:
     parts = [f"{name} {getattr(plan, name)}" for name in names if getattr(plan, name) > 1] or ["one device"]
     if plan.stages_per_rank > 1:
         parts.append(f"{plan.stages_per_rank} stages per rank")
-    parts.append(f"{plan.num_microbatches} micro-batches of {microbatch}")
+    parts.append(f"{counted(plan.num_microbatches, 'micro-batch')} of {microbatch}")
     if plan.sharding.stage:
         parts.append(f"sharding {plan.sharding.stage}")
     if plan.recompute != "none":

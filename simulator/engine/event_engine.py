@@ -69,13 +69,13 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
             text names them (a deadlock).
     """
     several = list(chain.from_iterable(graph.several.values()))
-    least, most = min(several, default=0), max(max(graph.need, default=0), max(several, default=0))
-    missing = [need for need in (least, most) if not 0 <= need < max(len(graph), 1)]
+    missing = [need for need in several if not 0 <= need < len(graph)]
+    slow = contention or Contention()
+    if cores is None and not missing and not slows_down(slow) and (times := _run_in_order(graph)) is not None:
+        return times
+    missing += [need for need in graph.need if need >= len(graph)]
     if missing:
         raise ValueError(f"an operation needs operation {missing[0]}; the graph has {len(graph)}")
-    slow = contention or Contention()
-    if cores is None and not slows_down(slow) and (times := _run_in_order(graph)) is not None:
-        return times
     return _Contended(graph, slow, cores).run()
 
 
@@ -88,7 +88,6 @@ def _run_in_order(graph: Graph) -> Times | None:
     """Without contention, an operation's start is the longest path to it; None where one needs a later one."""
     lanes = 1 + max(graph.lane, default=0)
     free = [0] * (lanes * (1 + max(graph.rank, default=0)))  # when each lane is free
-    start: list[int] = []
     end: list[int] = []
     columns = zip(graph.rank, graph.lane, graph.duration_ns, graph.need, strict=True)
     try:
@@ -100,18 +99,22 @@ def _run_in_order(graph: Graph) -> Times | None:
                     now = after
             elif need == SEVERAL:
                 now = max(now, *[end[each] for each in graph.several[len(end)]])
-            start.append(now)
             free[place] = now = now + duration
             end.append(now)
     except IndexError:  # what it needs has no end yet
         return None
-    return _times(start, end)
+    ends = _whole(end)
+    return Times(ends - np.array(graph.duration_ns, np.int64), ends)
 
 
-def _times(start: list[int], end: list[int]) -> Times:
-    if max(end, default=0) >= 2**62:
+def _whole(times: list[int]) -> Ints:
+    try:
+        found = np.array(times, np.int64)
+    except OverflowError:
+        found = np.array([2**62])
+    if found.max(initial=0) >= 2**62:
         raise ValueError("the step takes more than 146 years; check the rates of the device and of the wires")
-    return Times(np.array(start, dtype=np.int64), np.array(end, dtype=np.int64))
+    return found
 
 
 def _followers(graph: Graph) -> tuple[list[int], list[list[int]]]:
@@ -181,7 +184,7 @@ class _Contended:
                     heapq.heappush(self.events, (now, 1, follower, 0))
         if done < len(self.graph):
             raise ValueError(_deadlock(self.graph, waiting))
-        return _times(start, end)
+        return Times(_whole(start), _whole(end))
 
     def _change(self, operation: int, now: int, *, starts: bool) -> None:
         """Start or finish an operation; predict anew the end of every operation whose rate this changes."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from distlab.plan import Device, Link, Protocol, Work
@@ -84,6 +85,7 @@ def message_s(num_bytes: float, link: Link) -> float:
     return _fastest_s(num_bytes, Steps(1, 1.0), link.protocols)
 
 
+@lru_cache(maxsize=256, typed=True)
 def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
     """Return the steps of an all-reduce among n ranks.
 
@@ -111,6 +113,7 @@ def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
     return Steps(2 * math.log2(core) + 2 * extra, 2 * (core - 1) / core + 2 * extra)
 
 
+@lru_cache(maxsize=256, typed=True)
 def reduce_scatter_steps(num_ranks: int) -> Steps:
     """Return the steps of a ring reduce-scatter, and of a ring all-gather: half of a ring all-reduce."""
     n = _check_ranks(num_ranks)
@@ -217,11 +220,27 @@ def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def hierarchical_all_to_all_s(
-    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
+    num_bytes: float,
+    ranks_per_node: int,
+    num_nodes: int,
+    *,
+    intra_node: Link,
+    inter_node: Link,
+    crossing: float = 1.0,
 ) -> float:
-    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires."""
+    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires.
+
+    Where only the part `crossing` of what is meant for other nodes crosses, since what goes to several ranks of a node
+    goes there once, it is handed on inside.
+    """
     n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
     inside, across = ranks_per_node - 1, n - ranks_per_node
+    if crossing < 1:
+        handed_on = across / n * inside / ranks_per_node
+        return max(
+            steps_s(num_bytes, Steps(2 * inside, inside / n + handed_on), intra_node),
+            steps_s(num_bytes, Steps(num_nodes - 1, crossing * across / n), inter_node),
+        )
     return max(
         steps_s(num_bytes, Steps(inside, inside / n), intra_node),
         steps_s(num_bytes, Steps(across, across / n), inter_node),

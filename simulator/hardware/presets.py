@@ -43,6 +43,7 @@ class Stack:
         flat_buffers: whether gradients are made in the buffers that travel, and one kernel updates all parameters.
         fused_sums: whether the product that makes weights' gradients adds them to sums in float32.
         gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
+        dispatches_once: whether a token crosses to a node once, however many of its experts are there.
         splits_messages: whether tensor ranks send a part each of such a message.
         slice_s: of stage 3 tensor by tensor: time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
@@ -67,6 +68,7 @@ class Stack:
     splits_messages: bool = False
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
+    dispatches_once: bool = False
     flat_buffers: bool = False
     fused_sums: bool = False
     slice_s: float = 0.0

@@ -54,13 +54,19 @@ class Group(NamedTuple):
     ranks_per_node: int
     links: Links = NO_LINKS
 
-    def exchange_ns(self, kind: str, num_bytes: float) -> int:
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks fill alike: 1 where they are in one, or sit unevenly."""
+        return 1 if self.is_in_one_node or not self.ranks_per_node else self.num_ranks // self.ranks_per_node
+
+    def exchange_ns(self, kind: str, num_bytes: float, crossing: float = 1.0) -> int:
         """Return the time of a call with num_bytes on each rank: in one node a ring, over equal nodes hierarchical.
 
         Neighbours that span nodes without filling them, and ranks that spread over nodes unevenly, run a ring over the
         slower of the two links. So where few bytes travel, a group in one node may take longer than one that is spread
         evenly: 8 ranks wait for 14 latencies in a ring and, four to a node, for 3 + 2 + 3. A library that finds a
-        tree faster there picks it (6 latencies); this does not.
+        tree faster there picks it (6 latencies); this does not. `crossing` is an all-to-all's (see
+        `hierarchical_all_to_all_s`).
         """
         num_ranks, cluster = self.num_ranks, self.cluster
         one, many = _COSTS[kind]
@@ -71,7 +77,10 @@ class Group(NamedTuple):
         if self.is_in_one_node:
             return to_ns(one(whole, num_ranks, intra))
         if per_node := self.ranks_per_node:
-            return to_ns(many(whole, per_node, num_ranks // per_node, intra_node=intra, inter_node=inter))
+            links = {"intra_node": intra, "inter_node": inter}
+            if kind == "all_to_all":
+                return to_ns(hierarchical_all_to_all_s(whole, per_node, self.num_nodes, **links, crossing=crossing))
+            return to_ns(many(whole, per_node, self.num_nodes, **links))
         return to_ns(max(one(whole, num_ranks, link) for link in (intra, inter)))
 
     def hop_ns(self, num_bytes: float) -> int:
@@ -83,11 +92,14 @@ class Group(NamedTuple):
             links.append(self.cluster.intra_node)
         return to_ns(max(message_s(num_bytes, link) for link in links))
 
-    def sent_bytes(self, kind: str, num_bytes: float) -> float:
+    def sent_bytes(self, kind: str, num_bytes: float, crossing: float = 1.0) -> float:
         """Return what a rank sends for a call with num_bytes on each rank, by a ring; of an all-to-all, what leaves."""
         if kind == "all_gather":
             return (self.num_ranks - 1) * num_bytes
-        if kind in ("reduce_scatter", "all_to_all"):
+        if kind == "all_to_all":
+            stays = (1 - crossing) * (self.num_ranks - self.ranks_per_node) if self.num_nodes > 1 else 0.0
+            return (self.num_ranks - 1 - stays) / self.num_ranks * num_bytes
+        if kind == "reduce_scatter":
             return reduce_scatter_steps(self.num_ranks).bytes_factor * num_bytes
         return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
 

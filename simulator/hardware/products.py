@@ -20,14 +20,16 @@ FULL = 0.95  # part
 
 
 @lru_cache(maxsize=4096)
-def slowdown(rows: int, columns: int, depth: int, multiprocessors: int) -> float:
+def slowdown(rows: int, columns: int, depth: int, multiprocessors: int, count: int = 1) -> float:
     """Return how many times longer a product takes than at the best measured rate: 1.0 at best.
+
+    Of `count` equal products, such as those of experts, the tiles of all share the multiprocessors (assumed).
 
     Cost: an output of one tile takes as long as one of as many tiles as there are multiprocessors.
     """
     most = 0.0
     for height, width in (TILE, TILE[::-1]):
-        tiles = math.ceil(rows / height) * math.ceil(columns / width)
+        tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
         waves = math.ceil(tiles / multiprocessors)
-        most = max(most, rows * columns / (waves * multiprocessors * height * width))
+        most = max(most, count * rows * columns / (waves * multiprocessors * height * width))
     return max(1.0, FULL * (depth + START) / (most * depth))

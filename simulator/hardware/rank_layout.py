@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,5 +129,5 @@ def _placements(
     if all(size == 1 for size, axis in zip(sizes, order, strict=True) if axis in axes):
         return ((placement_of([0], per_node),),) * sizes[order.index("pipeline")]  # each rank is alone
     places = _rows(sizes, order, axes, per_node)
-    seat = {row: placement_of(row, per_node) for rows in places for row in rows}  # rows of places are mostly alike
+    seat = {row: placement_of(row, per_node) for row in dict.fromkeys(chain.from_iterable(places))}  # mostly alike
     return tuple(tuple(dict.fromkeys(seat[row] for row in rows)) for rows in places)

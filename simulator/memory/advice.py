@@ -104,15 +104,18 @@ class Found(NamedTuple):
     advice: str
 
 
-def check_fit(workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False) -> None:
+def check_fit(
+    workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False, memory: Memory | None = None
+) -> None:
     """Check that every rank's peak fits in the device's memory, and what is offloaded in the host's.
 
-    `flat_buffers` as in `memory_of`.
+    `flat_buffers` as in `memory_of`; `memory` is what a simulated step of the plan holds, whose cut into stages is its
+    own. None: as `memory_of` counts.
 
     Raises:
         DoesNotFitError: it does not: by how much, on which ranks, what fills it, and the smallest change that fits.
     """
-    memory = memory_of(workload, plan, flat_buffers=flat_buffers)
+    memory = memory or memory_of(workload, plan, flat_buffers=flat_buffers)
     if memory.fits(device):
         return
     stage = memory.fullest_stage
@@ -167,6 +170,8 @@ def find_change(
     candidates = sorted(_candidates(plan, device, most), key=lambda candidate: candidate[0])
     parts: dict[int, Workload] = {}
     for price, changed, split in candidates:
+        if changed == plan and split == 1:
+            continue  # it does not fit, or nobody would ask
         if split not in parts:
             parts[split] = split_samples(workload, split)
         memory = memory_of(parts[split], changed, flat_buffers=flat_buffers)

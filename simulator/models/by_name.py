@@ -22,7 +22,7 @@ def _qwen_3(sizes: LlamaSizes) -> LlamaSizes:
     return replace(sizes, head_size=128, head_norms=True)
 
 
-_V3 = Mixture(256, 8, expert_size=2048, shared_size=2048, dense_layers=3, router_bias=True)
+_V3 = Mixture(256, 8, expert_size=2048, shared_size=2048, dense_layers=3, router_bias=True, most_groups=(8, 4))
 # hidden, layers, heads, key-value heads, feed-forward, vocabulary; sequence in training
 LLAMA = MappingProxyType(
     {

@@ -13,7 +13,10 @@ from distlab.plan import Experts, Layer, Region, Work, Workload
 from simulator.models.gpt import adam_work, gpt_name
 from simulator.models.sizes import require_sizes
 
-ROUTER_KERNELS = 6  # the product, softmax, top k, and what puts rows in order, and back, and adds them up
+ROUTER_KERNELS = 8  # the product, softmax, top k, the orderings, and what adds rows up
+# How often all rows are read and written: by rank before they leave, by expert where they arrive, and back.
+# Source: NVIDIA/Megatron-LM, token_dispatcher.py, MoEAlltoAllTokenDispatcher, 2024.
+ORDERINGS = 4
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -29,6 +32,7 @@ class Mixture:
         shared_size: width of the part that every token passes; 0: there is none.
         dense_layers: blocks at the start of the model that have a plain feed-forward part.
         router_bias: the router has a number per expert that balances loads (DeepSeek-V3).
+        most_groups: groups of experts, and how many of them a token may go to (DeepSeek-V3); None: no limit.
     """
 
     num_experts: int
@@ -38,6 +42,7 @@ class Mixture:
     shared_size: int = 0
     dense_layers: int = 0
     router_bias: bool = False
+    most_groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         require_sizes("experts", num_experts=self.num_experts, top_k=self.top_k, expert_size=self.expert_size)
@@ -48,6 +53,12 @@ class Mixture:
         for name in ("shared_size", "dense_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"experts: {name} is {getattr(self, name)!r}; pass 0 (none) or more")
+        groups, most = self.most_groups or (1, 1)
+        if not 1 <= most <= groups or self.num_experts % groups or self.top_k > self.num_experts // groups * most:
+            raise ValueError(
+                f"experts: a token goes to {most} of {groups} groups; groups must divide {self.num_experts} experts, "
+                f"and those of a token hold {self.top_k}"
+            )
 
     @property
     def rows_per_token(self) -> float:
@@ -131,7 +142,7 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     tokens = block.output_bytes // (2 * h)
     rows, count = mixture.rows_per_token, mixture.num_experts
     experts = _experts(expert, mixture, round(2 * rows * tokens * h))
-    router = Work(2.0 * tokens * h * count, 8.0 * tokens * count + 4 * experts.row_bytes, ROUTER_KERNELS)
+    router = Work(2.0 * tokens * h * count, 8.0 * tokens * count + ORDERINGS * 2 * experts.row_bytes, ROUTER_KERNELS)
     own: Shapes = ((count, h), (count,)) if mixture.router_bias else ((count, h),)
     all_shapes = (*block.parameter_shapes, *own, *shapes * count)
     kept = round(rows * expert.forward.memory_bytes / 2) + round(2 * 2 * rows * tokens * h) + 4 * tokens * count
@@ -157,4 +168,15 @@ def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:
     count, rows, kernels = mixture.num_experts, mixture.rows_per_token, expert.forward.num_kernels
     forward = replace(expert.forward.times(rows), num_kernels=kernels * count)
     weights = Work(forward.matmul_flops, 0, kernels * count)
-    return Experts(count, mixture.top_k, row_bytes, forward, forward, weights, kernels)
+    each = tuple(part._replace(rows=math.ceil(part.rows * rows / count), divided="") for part in expert.products)
+    return Experts(
+        count,
+        mixture.top_k,
+        row_bytes,
+        forward,
+        forward,
+        weights,
+        kernels,
+        products=each,
+        most_groups=mixture.most_groups,
+    )

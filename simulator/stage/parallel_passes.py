@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from distlab.plan import Attention, Experts, Layer, Plan, Region, Work
-from simulator.stage.pass_timeline import NO_WORK, CallSpec, PassTimeline
+from simulator.stage.pass_timeline import NO_WORK, CallCosts, CallSpec, PassTimeline
 from simulator.stage.recomputed import between_kept, without_last_product
 
 NUMBER_BYTES = 8  # of counts of rows, and of what a balance loss adds up
@@ -178,6 +178,7 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     loss' gradient. Where the experts do not divide by the ranks, the ranks with the most count.
 
     Cost: (e-1)/e of the rows' bytes sent in each all-to-all; 8 (E + 4 e) bytes of counts; 8 (2 E + 1) of the loss.
+        Where the cluster dispatches once, a token crosses to the nodes of its experts, not to each of its experts.
     """
     ranks, forward = timeline.costs.plan.expert, names is None
     sends = forward or "input_gradient" in names  # type: ignore[operator]
@@ -188,11 +189,23 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     if forward:
         timeline.call("expert", "balance loss", "all_reduce", loss)
         timeline.call("expert", "counts", "all_to_all", NUMBER_BYTES * (experts.num_experts + 4 * ranks))
-    timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows)
+    crossing = _crossing(experts, timeline.costs)
+    timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows, crossing)
     for name in names or ["forward"]:
         work: Work = getattr(experts, name)
         kernels = work.num_kernels - experts.kernels_each * (experts.num_experts - most)
         timeline.work(replace(work, num_kernels=kernels).times(load))
-    timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows)
+    timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows, crossing)
     if not forward:
         timeline.call("expert", "gradient of the balance loss", "all_reduce", loss)
+
+
+def _crossing(experts: Experts, costs: CallCosts) -> float:
+    """Return the part of the rows for other nodes that crosses to them: all, or one for each node of a token's experts.
+
+    Source: deepseek-ai/DeepEP, 2025: a token crosses to the rank of its own place in a node, which hands it on.
+    """
+    group = costs.groups["expert"][0]
+    if not group.cluster.dispatches_once or group.num_nodes == 1:
+        return 1.0
+    return min(1.0, experts.nodes_of_a_token(group.num_nodes) / experts.top_k)

@@ -41,12 +41,16 @@ class CallInPass(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """A call to be made: the axis, what it is about, its kind, and bytes as `CallCosts.cost` counts them."""
+    """A call to be made: the axis, what it is about, its kind, and bytes as `CallCosts.cost` counts them.
+
+    Of an all-to-all only the part `crossing` of what is meant for other nodes leaves for them.
+    """
 
     axis: str
     name: str
     kind: str
     num_bytes: float
+    crossing: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,26 +75,26 @@ class CallCosts:
     width: float = 1.0
     stops_early: bool = False
 
-    def cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
+    def cost(self, axis: str, kind: str, num_bytes: float, crossing: float = 1.0) -> tuple[int, float]:
         """Return nanoseconds and sent bytes of a call on num_bytes: of the whole for a gather, a rank's for others."""
-        key = (axis, kind, num_bytes)
+        key = (axis, kind, num_bytes, crossing)
         if key not in self._costs:  # a layer's passes repeat their calls
             self._costs[key] = self._cost(*key)
         return self._costs[key]
 
     @cached_property
-    def _costs(self) -> dict[tuple[str, str, float], tuple[int, float]]:
+    def _costs(self) -> dict[tuple[str, str, float, float], tuple[int, float]]:
         return {}
 
-    def _cost(self, axis: str, kind: str, num_bytes: float) -> tuple[int, float]:
+    def _cost(self, axis: str, kind: str, num_bytes: float, crossing: float) -> tuple[int, float]:
         groups = self.groups[axis]
         if kind == "send":
             return max([group.hop_ns(num_bytes) for group in groups]), num_bytes
         each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
-        time_ns = max([group.exchange_ns(kind, each) for group in groups])
+        time_ns = max([group.exchange_ns(kind, each, crossing) for group in groups])
         if axis == "tensor":
             time_ns = round(time_ns * (1 - groups[0].cluster.tensor_overlap))
-        return time_ns, groups[0].sent_bytes(kind, each)
+        return time_ns, groups[0].sent_bytes(kind, each, crossing)
 
     def shared(self, axis: str) -> bool:
         """Return whether there is another rank along an axis."""
@@ -124,10 +128,10 @@ class PassTimeline:
         self.now += self.costs.work_ns(work)
         self.launches += work.num_kernels
 
-    def call(self, axis: str, name: str, kind: str, num_bytes: float) -> None:
+    def call(self, axis: str, name: str, kind: str, num_bytes: float, crossing: float = 1.0) -> None:
         """Add a call that overlaps nothing."""
         if num_bytes > 0 and self.costs.shared(axis):
-            self.overlap(NO_WORK, [CallSpec(axis, name, kind, num_bytes)])
+            self.overlap(NO_WORK, [CallSpec(axis, name, kind, num_bytes, crossing)])
 
     def overlap(self, work: Work, calls: list[CallSpec]) -> None:
         """Add work and the calls that overlap it, one after the other on the wire; what follows waits for all."""
@@ -136,7 +140,7 @@ class PassTimeline:
             self.work(work)
             return
         self.launches += work.num_kernels + len(sent)
-        found = [self.costs.cost(call.axis, call.kind, call.num_bytes) for call in sent]
+        found = [self.costs.cost(call.axis, call.kind, call.num_bytes, call.crossing) for call in sent]
         wire = sum(time for time, _ in found)
         worked, travelled = side_by_side(self.costs.work_ns(work), wire, self.costs.contention)
         so_far, begin = 0, self.now

@@ -8,8 +8,10 @@ is first quantised, in two layouts, since products of 8 bits sum over neighbours
     gathered    parameters that came in 8 bits are copied transposed: 2
 
 That is counted in forward for inputs and parameters and in backward for outputs' gradients, in kernels that are there
-anyway (assumed): they find the largest number too. Attention between heads, routers, experts, the head and all that is
-kept stay in 16 bits.
+anyway (assumed): they find the largest number too. Attention between heads, routers, the head and all that is kept stay
+in 16 bits.
+
+An expert's products have the rows that an even load brings it from all expert ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from distlab.plan import Cluster, Device, Layer, Plan, Product, Region, Work
+from distlab.plan import Cluster, Device, Experts, Layer, Plan, Product, Region, Work
 from simulator.hardware.products import slowdown
 from simulator.stage.parallel_passes import Shares
 
@@ -33,14 +35,15 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     """Return the layer with longer products, where the device's multiprocessors and the products' shapes are known.
 
     A region's products count together, so that each of them takes longer by the same factor. Products of plain
-    attention and of experts have no shapes here. Products of 8 bits are shorter, and there is more other work.
+    attention have no shapes here. Products of 8 bits are shorter, and there is more other work.
 
     Source: NVIDIA/TransformerEngine, cast_transpose.cu, 2023; pytorch/ao, float8_linear.py, 2024.
     """
     device, in_8_bits = cluster.device, plan.float8 != "none" and layer.input_bytes > 0  # a block
     scaled = CAST_TWICE if cluster.casts_twice else CAST_ONCE
     bytes_each = (scaled, GATHERED if plan.float8 == "gathers" else scaled) if in_8_bits else None
-    has_shapes = any(region.products for region in layer.regions)
+    experts = layer.experts
+    has_shapes = any(region.products for region in layer.regions) or bool(experts and experts.products)
     if not has_shapes or (device.multiprocessors is None and not in_8_bits):
         return layer
     works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
@@ -50,7 +53,26 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
         for name in PASSES:
             works[name] = works[name].without(getattr(region, name)) + getattr(changed, name)
         regions.append(changed)
-    return replace(layer, **works, regions=tuple(regions))
+    if experts is not None and experts.products:
+        changed_experts = _experts(experts, plan, Shares.of(layer, plan), device, bytes_each)
+        for name in PASSES:
+            works[name] = works[name].without(getattr(experts, name)) + getattr(changed_experts, name)
+        experts = changed_experts
+    return replace(layer, **works, regions=tuple(regions), experts=experts)
+
+
+def _experts(
+    experts: Experts, plan: Plan, shares: Shares, device: Device, bytes_each: tuple[int, int] | None
+) -> Experts:
+    most, parts = experts.most_on_a_rank(plan.expert), experts.num_experts * shares.outside / plan.expert
+    local = [(-(-p.rows * plan.expert // shares.outside), p.columns, p.depth) for p in experts.products]
+    quantised = _quantised(local, parts, *bytes_each) if bytes_each else {}
+    works: dict[str, Any] = {}
+    for name, sides in zip(PASSES, SIDES, strict=True):
+        work: Work = getattr(experts, name)
+        factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None, most)
+        works[name] = replace(work, matmul_flops=work.matmul_flops * factor) + quantised.get(name, Work())
+    return replace(experts, **works)
 
 
 def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_each: tuple[int, int] | None) -> Region:
@@ -73,16 +95,19 @@ def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_ea
     return replace(region, **works, beside=beside)
 
 
-def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool) -> float:
-    """Return how much longer products of these rows, columns and depths take than at the device's rate of 16 bits."""
+def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool, count: int = 1) -> float:
+    """Return how much longer products of these rows, columns and depths take than at the device's rate of 16 bits.
+
+    There are `count` of each, which run side by side.
+    """
     sizes, slower = [math.prod(shape) for shape in shapes], 1.0
     if device.multiprocessors is not None:
-        times = [slowdown(rows, columns, depth, device.multiprocessors) for rows, columns, depth in shapes]
+        times = [slowdown(*shape, device.multiprocessors, count) for shape in shapes]
         slower = sum(size * time for size, time in zip(sizes, times, strict=True)) / sum(sizes)
     return slower * device.matmul_flops_per_s / (device.float8_flops_per_s or math.inf) if in_8_bits else slower
 
 
-def _quantised(shapes: Sequence[Sequence[int]], parts: int, of_states: int, of_weights: int) -> dict[str, Work]:
+def _quantised(shapes: Sequence[Sequence[int]], parts: float, of_states: int, of_weights: int) -> dict[str, Work]:
     """Return, for each pass, the work of quantising the factors of its products on a number of ranks."""
     into = sum((of_states * rows + of_weights * columns) * depth for rows, columns, depth in shapes)
     out = sum(of_states * rows * columns for rows, columns, _ in shapes)

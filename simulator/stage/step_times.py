@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,29 @@ class BucketTimes(NamedTuple):
         return self.pack, self.between, self.after, self.unpack
 
 
+class BucketParts(NamedTuple):
+    """Which operations the parts of a stage's buckets are, and when operations start and end.
+
+    Attributes:
+        operations: of each bucket, its parts in the order of `BucketTimes`.
+        start_ns: of every operation of the step.
+        end_ns: of every operation of the step.
+    """
+
+    operations: Sequence[tuple[int, ...]]
+    start_ns: Ints
+    end_ns: Ints
+
+    def times(self) -> tuple[BucketTimes, ...]:
+        """Return the times of each bucket."""
+        parts = np.fromiter(chain.from_iterable(self.operations), np.int64)
+        pairs = zip(self.start_ns[parts].tolist(), self.end_ns[parts].tolist(), strict=True)
+        return tuple([BucketTimes(*islice(pairs, len(each))) for each in self.operations])
+
+
+NO_BUCKETS = BucketParts((), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 @dataclass(frozen=True, eq=False)
 class Timing:
     """Start and end of everything on one replica's ranks, in nanoseconds.
@@ -83,7 +107,7 @@ class Timing:
         end_ns: end of each action.
         send_end_ns: end of the message that leaves after each action; the action's own end where none does.
         send_start_ns: its start.
-        buckets: of each stage, in the order of the stage's buckets.
+        parts: of the buckets of each stage, in the order of the stage's buckets.
         optimizer: start and end of the update on each rank.
         layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
             they follow from the durations.
@@ -98,12 +122,17 @@ class Timing:
     end_ns: Ints
     send_start_ns: Ints
     send_end_ns: Ints
-    buckets: tuple[tuple[BucketTimes, ...], ...]
+    parts: tuple[BucketParts, ...]
     optimizer: tuple[Pair, ...]
     layers: Ints | None = None
     calls: tuple[tuple[ShardCall, ...], ...] = ()
     copies: tuple[tuple[ShardCall, ...], ...] = ()
     factors: NDArray[np.float64] | None = None
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[BucketTimes, ...], ...]:
+        """The times of each stage's buckets: thousands, which only traces and what looks behind a step read."""
+        return tuple(parts.times() for parts in self.parts)
 
     @cached_property
     def finishing(self) -> tuple[tuple[int, ...], ...]:

@@ -24,7 +24,7 @@ from simulator.gradients.fsdp_units import UnitTimes
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Pair, ShardCall, Timing, call_of, finishing
+from simulator.stage.step_times import NO_BUCKETS, Pair, ShardCall, Timing, call_of, finishing
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 
@@ -57,7 +57,7 @@ def time_fsdp_step(compiled: CompiledSchedule, stages: Sequence[Stage], sharding
         end_ns=action_end,
         send_start_ns=send_start,
         send_end_ns=send_end,
-        buckets=((),) * len(stages),
+        parts=(NO_BUCKETS,) * len(stages),
         optimizer=tuple(pair(one.update) for one in step.ranks),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1),
         calls=tuple(map(tuple, calls)),

@@ -11,8 +11,8 @@ for all of them. Sharding stage 2 does not keep whole gradients: every backward 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -23,11 +23,10 @@ from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
 from simulator.pipeline.schedule_arrays import B, F, Floats, I, Ints, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketTimes, ShardCall, Timing, call_of, layer_times
+from simulator.stage.step_times import BucketParts, BucketTimes, ShardCall, Timing, call_of, layer_times
 from simulator.step.trace import exchanges
 
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
-SHORT = 3  # operations of a bucket that sends once: pack, all-reduce, unpack
 FEW = 16  # passes that are added one by one: columns of arrays do not pay for fewer
 
 
@@ -60,7 +59,8 @@ class _StepGraph:
         self.done = np.zeros(len(order.kind), np.int64)
         self.sent = np.full(len(order.kind), -1, np.int64)  # its message
         self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
-        self.buckets: list[list[tuple[int, ...]]] = [[] for _ in stages]  # fields of BucketTimes
+        self.packs: list[list[int]] = [[] for _ in stages]  # of each bucket sent; its wire is the operation behind
+        self.buckets: list[list[tuple[int, ...]]] = [[] for _ in stages]  # of those received, fields of BucketTimes
         # Stage and micro-batch before the last one, and its buckets (sharding stage 2).
         self.earlier: list[tuple[int, int, list[tuple[int, ...]]]] = []
         self.updates = [0] * compiled.order.num_ranks
@@ -131,7 +131,7 @@ class _StepGraph:
         elif completes:
             self._exchange(rank, [number])
             self.earlier.append((number, int(self.order.microbatch[action]), self.buckets[number]))
-            self.buckets[number] = []
+            self.packs[number], self.buckets[number] = [], []
         if duration := int(self.send_ns[kind, number]):
             lane, there = (SEND_FORWARD, number + 1) if kind == F else (SEND_BACKWARD, number - 1)
             peer = int(self.rank_of_stage[there])
@@ -158,7 +158,7 @@ class _StepGraph:
                 lane += (COMPUTE, COMMUNICATION)
                 duration += (waiting[sent].pack_ns, waiting[sent].duration_ns)
                 waits += (NONE, last)
-                self.buckets[number].append((last, last + 1))
+                self.packs[number].append(last)
                 sent += 1
         self.graph.extend([stage.rank] * len(lane), lane, duration, waits, [-1] * len(lane))
         return last
@@ -167,40 +167,49 @@ class _StepGraph:
         """Pack a bucket and send it."""
         bucket, rank = self.stages[number].buckets[index], self.stages[number].rank
         pack = self.graph.add(rank, COMPUTE, bucket.pack_ns)
-        wire = self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
-        self.buckets[number].append((pack, wire))
+        self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
+        self.packs[number].append(pack)
 
     def _exchange(self, rank: int, numbers: Sequence[int]) -> None:
         """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive."""
-        buckets = [(number, index) for number in numbers for index in range(len(self.stages[number].buckets))]
         if self.sync != "overlapped":
-            for bucket in buckets:
-                self._start(*bucket)
-                if self.sync == "per_parameter":
-                    self._receive(rank, [bucket])
+            for number in numbers:
+                for index in range(len(self.stages[number].buckets)):
+                    self._start(number, index)
+                    if self.sync == "per_parameter":
+                        self._receive(rank, [number])
         if self.sync != "per_parameter":
-            self._receive(rank, buckets)
+            self._receive(rank, numbers)
 
-    def _receive(self, rank: int, buckets: Sequence[tuple[int, int]]) -> None:
-        """Unpack each bucket once it has come.
+    def _receive(self, rank: int, numbers: Sequence[int]) -> None:
+        """Unpack each bucket of these stages that was sent, once it has come.
 
         Buckets that send a second time do so one after the other, once all have come the first time.
         """
         add = self.graph.add
-        wires = [self.buckets[number][index][1] for number, index in buckets]
-        again: dict[tuple[int, int], tuple[int, int, int]] = {}
-        for number, index in buckets:
-            if (later := self.stages[number].buckets[index].later) is not None:
+        packs = [pack for number in numbers for pack in self.packs[number][len(self.buckets[number]) :]]
+        wires = [pack + 1 for pack in packs]
+        buckets = [
+            bucket
+            for number in numbers
+            for bucket in self.stages[number].buckets[len(self.buckets[number]) : len(self.packs[number])]
+        ]
+        again: dict[int, tuple[int, ...]] = {}
+        for place, bucket in enumerate(buckets):
+            if (later := bucket.later) is not None:
                 between = add(rank, COMPUTE, later.between_ns, needs=wires)
                 wire = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
-                again[number, index] = (between, wire, add(rank, COMPUTE, later.after_ns))
-        so_far, count = len(self.graph), len(buckets)
-        unpacks = [self.stages[number].buckets[index].unpack_ns for number, index in buckets]
-        waits = [again[key][1] if key in again else wire for key, wire in zip(buckets, wires, strict=True)]
+                again[place] = (between, wire, add(rank, COMPUTE, later.after_ns))
+        waits = [again[place][1] if place in again else wire for place, wire in enumerate(wires)] if again else wires
+        first, count = len(self.graph), len(packs)
+        unpacks = [bucket.unpack_ns for bucket in buckets]
         self.graph.extend([rank] * count, [COMPUTE] * count, unpacks, waits, [-1] * count)
-        for place, (number, index) in enumerate(buckets):
-            own = self.buckets[number]
-            own[index] = (*own[index], so_far + place, *again.get((number, index), ()))
+        done = zip(packs, wires, range(first, first + count), strict=True)
+        rows: Iterator[tuple[int, ...]] = done
+        if again:
+            rows = ((*row, *again.get(place, ())) for place, row in enumerate(done))
+        for number in numbers:
+            self.buckets[number] += islice(rows, len(self.packs[number]) - len(self.buckets[number]))
 
 
 def time_step(
@@ -233,14 +242,10 @@ def time_step(
     send_start, send_end = np.where(sent, start[step.sent], action_end), np.where(sent, end[step.sent], action_end)
     rows = np.array(step.layers, np.int64).reshape(-1, 3)
 
-    def times_of(buckets: Sequence[tuple[int, ...]]) -> tuple[BucketTimes, ...]:
-        parts = list(chain.from_iterable(buckets))
-        pairs = zip(start[parts].tolist(), end[parts].tolist(), strict=True)
-        if len(parts) == SHORT * len(buckets):
-            return tuple(map(BucketTimes, pairs, pairs, pairs))
-        return tuple([BucketTimes(*islice(pairs, len(own))) for own in buckets])
-
-    earlier = [(stages[number], microbatch, times_of(buckets)) for number, microbatch, buckets in step.earlier]
+    earlier = [
+        (stages[number], microbatch, BucketParts(buckets, start, end).times())
+        for number, microbatch, buckets in step.earlier
+    ]
     calls, copies = _calls_of_earlier(earlier, compiled.order.num_ranks) if earlier else ((), ())
     return Timing(
         order=compiled.order,
@@ -248,7 +253,7 @@ def time_step(
         end_ns=action_end,
         send_start_ns=send_start,
         send_end_ns=send_end,
-        buckets=tuple(times_of(each) for each in step.buckets),
+        parts=tuple(BucketParts(buckets, start, end) for buckets in step.buckets),
         optimizer=tuple((int(start[update]), int(end[update])) for update in step.updates),
         layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1) if in_layers else None,
         calls=calls,

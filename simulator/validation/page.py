@@ -104,7 +104,7 @@ CHOSEN = (
 UNUSED = (
     "Zero-bubble Table 8 and GPipe Tables 2 and 3: no case was written yet.",
     "Best products of many accelerators (stas00/ml-engineering): the presets have the best figure per device alone.",
-    "DeepSeek-V3, whose experts train in 8 bits: not modelled.",
+    "Mixtures of experts (Grok-1, Mixtral, Qwen 3, DeepSeek-V3): tests compare them, see what a step's notes say.",
     "Scaling of DDP (2006.15704) and of T5-11B (2304.11277): the sources' rates are relative, or models are not given.",
 )
 

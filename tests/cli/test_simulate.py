@@ -178,3 +178,30 @@ def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):
     monkeypatch.setattr("distlab.cli.predict.simulate.MANY_PASSES", 31)
     assert main(few) == 0
     assert capsys.readouterr().err == "simulating 32 passes; this takes up to a minute\n"
+
+
+def test_the_same_memory_is_told_twice(capsys):
+    """Layers of unequal time: what does not fit was counted by another cut than the step's, 151 GB beside 171 GB."""
+    flags = [
+        "--model",
+        "deepseek-v3",
+        "--cluster",
+        "h800",
+        "--pipeline",
+        "16",
+        "--expert",
+        "64",
+        "--microbatches",
+        "16",
+    ]
+    facts = json.loads(said(capsys, *flags, "--sharding", "1", "--json"))
+    told = re.search(r"the plan needs (\S+ \S+) and", facts["why_not"]).group(1)
+    shown = said(capsys, *flags, "--sharding", "1")
+    assert f"memory, fullest rank   {told} of 80 GB: DOES NOT FIT" in shown
+
+
+def test_products_wider_than_16_bits_are_said_to_be_timed_as_those(capsys):
+    flags = ["--model", "llama-3-8b", "--sharding", "3", "--recompute", "full", "--json", "--precision"]
+    wide, narrow = (json.loads(said(capsys, *flags, kind))["notes"] for kind in ("float32", "bfloat16"))
+    assert wide[0].startswith("float32: products are timed at the device's one rate")
+    assert not any("one rate" in note for note in narrow)

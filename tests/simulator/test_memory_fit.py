@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from distlab.plan import Device, Layer, Plan, Sharding, Work, Workload
@@ -175,3 +176,15 @@ def test_the_error_travels_between_processes():
     assert again.change == error.change
     assert again.missing_bytes == error.missing_bytes
     assert again.memory.at_peak_bytes.shape == (1, len(KINDS))
+
+
+def test_what_a_step_holds_is_what_does_not_fit():
+    """The plan as it is is no advice, although another cut of its stages fits."""
+    plan = Plan(data=2)
+    counted = memory_of(WORKLOAD, plan)
+    more = replace(counted, at_peak_bytes=counted.at_peak_bytes + np.eye(1, len(KINDS), dtype=np.int64) * 1000)
+    room = device(counted.max_bytes)
+    check_fit(WORKLOAD, plan, room)
+    with pytest.raises(DoesNotFitError, match="1 kB too much") as found:
+        check_fit(WORKLOAD, plan, room, memory=more)
+    assert found.value.change.plan != plan

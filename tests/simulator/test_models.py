@@ -68,6 +68,8 @@ DEEPSEEK = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
     "topk_method": "noaux_tc",

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from simulator import units
+from distlab.plan import Plan
+from simulator import units, words_of
 
 
 def test_seconds_become_whole_nanoseconds_and_back():
@@ -26,3 +27,11 @@ def test_text_has_three_digits_and_a_unit():
     assert units.format_s(75) == "75 s"
     assert units.format_s(2e-10) == "0.2 ns"
     assert units.format_s(0) == "0 s"
+
+
+def test_one_thing_is_written_as_one():
+    found = [units.counted(number, "micro-batch") for number in (0, 1, 2)]
+    assert found == ["0 micro-batches", "1 micro-batch", "2 micro-batches"]
+    assert [units.counted(number, "rank") for number in (1, 1024)] == ["1 rank", "1,024 ranks"]
+    assert words_of(Plan(data=2), 4) == "data 2, 1 micro-batch of 4"
+    assert words_of(Plan(num_microbatches=8), 1) == "one device, 8 micro-batches of 1"

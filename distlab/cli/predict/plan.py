@@ -235,7 +235,7 @@ def text(said: dict[str, Any]) -> str:
     for reason in said["why"]:
         lines += [f"   {reason['part']}: {reason['instead']}".rstrip(": "), f"      {reason['rule']}"]
     if said["nearly_fits"]:
-        lines.append(f"nearly fits: {said['nearly_fits']}")
+        lines.append(f"faster, if it fitted: {said['nearly_fits']}")
     if "curve" in said:
         lines.append("the best plan of each")
         names: dict[int, list[str]] = {said[name]: [] for name in ("shortest", "cheapest", "sweet_spot")}

@@ -166,7 +166,7 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     device, why = cluster.device, ""
     if not memory.fits(device):
         try:
-            check_fit(workload, plan, device, flat_buffers=cluster.flat_buffers)
+            check_fit(workload, plan, device, flat_buffers=cluster.flat_buffers, memory=memory)
         except DoesNotFitError as error:
             why = error.args[0]
             if error.change is None:
@@ -286,7 +286,10 @@ def _utilization(step: Step) -> list[tuple[str, str]]:
 
 def _schedule(plan: Plan, step: Step) -> str:
     from distlab.plan import SCHEDULES
+    from simulator.units import counted
 
     stages = f"{plan.stages_per_rank} stages per rank, " if plan.stages_per_rank > 1 else ""
     held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")
-    return f"{SCHEDULES[plan.schedule].title}, {stages}{plan.num_microbatches} micro-batches, in flight {held}"
+    return (
+        f"{SCHEDULES[plan.schedule].title}, {stages}{counted(plan.num_microbatches, 'micro-batch')}, in flight {held}"
+    )

@@ -102,6 +102,8 @@ def _llama4(fields: Fields) -> LlamaSizes:
 def _routed(fields: Fields, *, router_bias: bool) -> Mixture:
     """Take routed and shared experts by the names of DeepSeek-V2, which others keep; first layers may have none."""
     width = fields.count("moe_intermediate_size")
+    groups, most = fields.count("n_group", 1), fields.count("topk_group", 1)
+    limits = most < groups and fields.values.get("topk_method") != "greedy"
     return Mixture(
         fields.count("n_routed_experts"),
         fields.count("num_experts_per_tok"),
@@ -109,6 +111,7 @@ def _routed(fields: Fields, *, router_bias: bool) -> Mixture:
         shared_size=width * fields.count("n_shared_experts", 0, least=0),
         dense_layers=fields.count("first_k_dense_replace", 0, least=0),
         router_bias=router_bias,
+        most_groups=(groups, most) if limits else None,
     )
 
 

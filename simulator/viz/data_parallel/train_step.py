@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import format_bytes, format_s
+from simulator.units import counted, format_bytes, format_s
 from simulator.viz.data_parallel.step_read import step_of
 from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, held_at
 from simulator.viz.data_parallel.step_timeline import (
@@ -50,7 +50,7 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import counted, percent
+from simulator.viz.drawing.wording import percent
 
 __all__ = ["describe_train_step", "draw_train_step", "step_of"]
 

@@ -27,12 +27,6 @@ def percent(share: float, digits: int = 0, sign: str = "") -> str:
     return f"{share * 100:{sign}.{digits}f} %"
 
 
-def counted(number: int, noun: str) -> str:
-    """Write a number of things: '1 rank', '1,024 ranks', '2 micro-batches'."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
 def capitalised(text: str) -> str:
     """Begin a text with a capital letter and leave the other letters as they are."""
     return text[:1].upper() + text[1:]

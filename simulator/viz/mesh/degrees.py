@@ -11,11 +11,11 @@ from distlab.plan import AXES, Plan
 from simulator.memory.memory import KINDS
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
-from simulator.units import format_bytes, format_s
+from simulator.units import counted, format_bytes, format_s
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import frame, put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, IDLE, INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
-from simulator.viz.drawing.wording import counted, percent
+from simulator.viz.drawing.wording import percent
 from simulator.viz.drawing.words import width_in
 from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style

@@ -9,10 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from simulator.runs.money import Bill, Curve
-from simulator.units import format_span
+from simulator.units import counted, format_span
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_heading, put_title
 from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, line_look, text_on_white
-from simulator.viz.drawing.wording import counted
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.45, 0.85
 DAYS, PRICE = LINE_COLOURS[0], LINE_COLOURS[1]

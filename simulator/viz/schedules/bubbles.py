@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from simulator.units import counted
 from simulator.viz.drawing.plot import frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
 from simulator.viz.drawing.wording import percent
@@ -139,7 +140,7 @@ def _microbatches_needed(lines: Mapping[str, Sequence[tuple[int, float]]]) -> st
     if not good:
         return f"No schedule here gets below {percent(GOOD)} idle"
     count, name = good[0]
-    title = f"{_needs(name)} {count:,} micro-batches to be at most {percent(GOOD)} idle"
+    title = f"{_needs(name)} {counted(count, 'micro-batch')} to be at most {percent(GOOD)} idle"
     return f"{title}; {_needs(good[-1][1])} {good[-1][0]:,}" if len(good) > 1 and good[-1][0] > count else title
 
 
@@ -154,7 +155,7 @@ def _gain_of_last_doubling(lines: Mapping[str, Sequence[tuple[int, float]]]) -> 
         if len(points) > 1:
             (before, had), (after, has) = points[-2:]
             wins.append(f"{name} {100 * (had - has):.1f}")
-    return f"From {before:,} to {after:,} micro-batches win, in points: {', '.join(wins)}" if wins else ""
+    return f"From {before:,} to {counted(after, 'micro-batch')} win, in points: {', '.join(wins)}" if wins else ""
 
 
 def _points(schedules: Mapping[str, ScheduleRun]) -> dict[tuple[float, float], list[str]]:
@@ -186,7 +187,8 @@ def _trade(schedules: Mapping[str, ScheduleRun]) -> str:
     """Say what the least idle schedule holds and what the leanest one leaves idle."""
     best = min(schedules.values(), key=lambda one: (one.idle_of_span, one.peak))
     lean = min(schedules.values(), key=lambda one: (one.peak, one.idle_of_span))
-    text = f"{best.name} is {percent(best.idle_of_span, 1)} idle and holds {best.peak:.4g} micro-batches"
+    held = count_of(best.peak).removesuffix(" of activations")
+    text = f"{best.name} is {percent(best.idle_of_span, 1)} idle and holds {held}"
     if lean is best:
         return text
     return f"{text}; {lean.name} holds {lean.peak:.4g} and is {percent(lean.idle_of_span, 1)} idle"
@@ -194,7 +196,7 @@ def _trade(schedules: Mapping[str, ScheduleRun]) -> str:
 
 def _sizes(schedules: Mapping[str, ScheduleRun]) -> str:
     counts = sorted({one.schedule.num_microbatches for one in schedules.values()})
-    return f"{' or '.join(map(str, counts))} micro-batches per step"
+    return f"{' or '.join([*map(str, counts[:-1]), counted(counts[-1], 'micro-batch')])} per step"
 
 
 def _label_idle(axes: Axes, which: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import format_s
+from simulator.units import counted, format_s
 from simulator.viz.drawing.lanes import Side
 from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.schedules.textbook import textbook_of
@@ -47,8 +47,8 @@ def describe_schedule(trace: Trace, predicted: Trace | None = None) -> str:
     """Say in one paragraph what `draw_schedule` shows."""
     work = _pipeline(trace)
     facts = facts_of(work)
-    text = f"Pipeline schedule of {facts.num_ranks} ranks"
-    text += f" and {_num_microbatches(work)} micro-batches over {format_s(facts.duration_s)}."
+    text = f"Pipeline schedule of {counted(facts.num_ranks, 'rank')}"
+    text += f" and {counted(_num_microbatches(work), 'micro-batch')} over {format_s(facts.duration_s)}."
     text += f" The bubble is {percent(facts.bubble_fraction, 1)} of the ranks' time."
     if _textbook(work):
         text += f" {_textbook(work)}."

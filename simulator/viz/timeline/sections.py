@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from simulator.units import format_s
+from simulator.units import counted, format_s
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import (
@@ -20,7 +20,7 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import counted, percent
+from simulator.viz.drawing.wording import percent
 from simulator.viz.drawing.words import width_in
 
 Seconds = Mapping[int, Mapping[str, float]]
