@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.fit import fit_nonnegative, median_of
-from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, on_first_rank, shared_cores
+from distlab.measure.machine.ranks import (
+    Starter,
+    largest_over_ranks,
+    mean_over_ranks,
+    now,
+    on_first_rank,
+    shared_cores,
+)
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import fit_link
@@ -105,7 +112,8 @@ def measure_round(
     works = {} if works is None else works
     if not works:
         works |= on_first_rank(lambda: _count_references(device))
-    observations = [row for reference in REFERENCES for row in _time_reference(reference, device, works)]
+    starter = Starter(device)
+    observations = [row for reference in REFERENCES for row in _time_reference(reference, starter, works)]
     groups = [None] if nodes is None else [nodes["local"], nodes["node"]]
     times = [_time_all_reduce(size, device, group) for group in groups for size in MESSAGE_BYTES]
     speeds = _time_contention(device)
@@ -179,23 +187,32 @@ def _count_references(device: torch.device) -> dict[str, Work]:
     return works
 
 
-def _time_reference(reference: Reference, device: torch.device, works: dict[str, Work]) -> list[Observation]:
+def _time_reference(reference: Reference, starter: Starter, works: dict[str, Work]) -> list[Observation]:
     """Time forward, backward and update of one reference."""
+    device = starter.device
     _, optimizer, loss = reference.build(device)
 
     def step() -> Phases:
         optimizer.zero_grad(set_to_none=False)
-        dist.barrier()
-        start = now(device)
+        begin, start = starter.begin(), now(device)
         value = loss()
         forward = now(device)
         value.backward()
         backward = now(device)
         optimizer.step()
-        return forward - start, backward - forward, now(device) - backward
+        return phases_since(begin, start, forward, backward, now(device))
 
     phases = time_phases(step, REPEATS, device)
     return [Observation(key, works[key], value) for key, value in zip(reference.phases, phases, strict=True)]
+
+
+def phases_since(begin: float, start: float, forward: float, backward: float, end: float) -> Phases:
+    """Return the phases of a step that began on all ranks at `begin`, and on this rank, once it had a core, at `start`.
+
+    `forward`, `backward` and `end` are the moments at which they were over. The wait for a core is part of each phase.
+    """
+    waited = (end - begin) / (end - start)
+    return waited * (forward - start), waited * (backward - forward), waited * (end - backward)
 
 
 def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) -> Phases:

@@ -18,14 +18,13 @@ from statistics import mean, median
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
-from distlab.measure.machine.ranks import mean_over_ranks, now, on_first_rank, shared_cores
-from distlab.measure.machine.speed import REFERENCES, Phases, Reference, fit_cluster, time_phases
+from distlab.measure.machine.ranks import Starter, mean_over_ranks, now, on_first_rank, shared_cores
+from distlab.measure.machine.speed import REFERENCES, Phases, Reference, fit_cluster, phases_since, time_phases
 from distlab.measure.runs.codec import StepWithCodec
 from distlab.measure.runs.predict import (
     ByteCost,
@@ -277,19 +276,18 @@ def _phases_of(reference: Reference, plan: Plan | None, device: torch.device) ->
     """Return what runs a step of a reference on all ranks together."""
     model, _, _ = reference.build(device)
     tokens = _tokens_of(reference, device)
-    replica = make_replica(model, plan, barely_moving_sgd)
+    replica, starter = make_replica(model, plan, barely_moving_sgd), Starter(device)
 
     def step() -> Phases:
         replica.zero_grad()
-        dist.barrier()
-        start = now(device)
+        begin, start = starter.begin(), now(device)
         loss = model.loss(replica.model(tokens), tokens)
         forward = now(device)
         loss.backward()
         replica.synchronize()
         backward = now(device)
         replica.update()
-        return forward - start, backward - forward, now(device) - backward
+        return phases_since(begin, start, forward, backward, now(device))
 
     return step
 

@@ -4,7 +4,7 @@ Each window of steps has a calibration before it and one after. Where the two pr
 than 5 %, the machine's speed changed and the window says nothing: it is dropped, and counted. The bar is met when the
 median error over at least ten kept windows is at most the bar, or twice what repeats of a step differ by.
 
-The time of a step is that of its slowest rank, from a barrier on: see `time_window`.
+The time of a step is that of its slowest rank, from the moment at which all begin: see `time_window`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distlab.comm.agree import group_device
 from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_sentence
-from distlab.measure.machine.ranks import largest_over_ranks, now
+from distlab.measure.machine.ranks import Starter, largest_over_ranks, now
 
 MAX_DRIFT = 0.05
 MAX_CHANGE = 0.2
@@ -149,21 +149,21 @@ def time_window(
     """Time steps that all ranks begin together; every rank calls this.
 
     A synchronous step is over when its slowest rank is done: no rank can use the new parameters before that. So the
-    time of a step is the largest over ranks, not their mean. No two clocks are compared: after a barrier each rank
-    measures a duration on its own clock, and the largest duration counts. The simulated step is alike: ranks begin
-    together, and it lasts until the last one ends. The barrier itself is not part of the time.
+    time of a step is the largest over ranks, not their mean. It begins at a moment on which ranks agree (`Starter`),
+    and each rank measures from there on its own clock. The simulated step is alike: ranks begin together, and it
+    lasts until the last one ends.
 
     Returns:
         The mean seconds of a step, the same on every rank; and start and end of each step on this rank, in nanoseconds
         of the machine's monotonic clock.
     """
-    seconds, step_ns = [], []
+    seconds, step_ns, starter = [], [], Starter(device)
     for _ in range(num_steps):
-        dist.barrier()
-        begin, start_ns = now(device), time.monotonic_ns()
+        begin = starter.begin()
         step()
         seconds.append(now(device) - begin)
-        step_ns.append((start_ns, time.monotonic_ns()))
+        end_ns = time.monotonic_ns()
+        step_ns.append((end_ns - round(1e9 * seconds[-1]), end_ns))
     return float(np.mean(largest_over_ranks(seconds, device))), step_ns
 
 
