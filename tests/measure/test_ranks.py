@@ -60,3 +60,33 @@ def sent():
 
 def test_one_call_of_8_bytes_per_value(ranks):
     assert ranks(2).run(sent) == [[("all_reduce", 24), ("all_reduce", 16)]] * 2
+
+
+def begin_twice():
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from distlab.comm import recorded
+    from distlab.measure.machine.ranks import Starter
+
+    starter, rank = Starter(torch.device("cpu")), dist.get_rank()
+    moments = []
+    with recorded() as seen:
+        for _ in range(2):
+            time.sleep(0.02 * rank)  # the last one comes late: no rank begins without it
+            come = time.perf_counter()
+            begin = starter.begin()
+            moments.append((come, begin, time.perf_counter()))
+    return moments, [(call.op, call.num_bytes) for call in seen.records.calls(rank)]
+
+
+def test_all_ranks_begin_at_one_moment_that_lies_ahead_of_the_last_one(ranks):
+    first, second, third = ranks(3).run(begin_twice)
+    for places in zip(first[0], second[0], third[0], strict=True):
+        begins = [begin for _, begin, _ in places]
+        assert max(begins) - min(begins) < 1e-6  # one machine, one clock
+        assert begins[0] > max(come for come, _, _ in places)
+        assert all(left >= begin for _, begin, left in places)
+    assert first[1] == second[1] == third[1] == [("barrier", 0), ("all_reduce", 16)] * 2
