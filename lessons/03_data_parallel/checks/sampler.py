@@ -126,8 +126,10 @@ def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
     text = f"{name} has {len(together)} samples, {batch}, where it should have {wanted}"
     if world_size > 1 and all(samples == batch[0] for samples in batch):
         return Fault("the same for all", f"{text}: every rank got the whole batch; give each its own part")
-    if world_size == 1:
+    if world_size == 1 and _is_whole_when_cut(rows, position // num_samples, num_samples):
         return Fault("beyond the epoch", f"{text}: it goes on beyond the epoch's end; let the last batch be smaller")
+    if world_size == 1:
+        return Fault("values", text)
     if len(together) == len(set(together)) == batch_size * world_size:
         return Fault("a batch each", f"{text}: batch_size counts the samples of all ranks, not of one")
     epoch = [row[3] for row in rows if row[1] // num_samples == position // num_samples]
@@ -135,6 +137,12 @@ def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
     if len(shown) > len(set(shown)):
         return Fault("padded", f"{text}: some are seen twice, as with torch's DistributedSampler; give fewer")
     return Fault("too many samples", f"{text}: cut the batch first, then deal it to the ranks")
+
+
+def _is_whole_when_cut(rows: list[tuple[str, int, int, list[list[int]]]], epoch: int, num_samples: int) -> bool:
+    """Whether the first samples of each batch, as many as it should have, are those of one epoch."""
+    shown = [index for _, at, wanted, (samples,) in rows if at // num_samples == epoch for index in samples[:wanted]]
+    return sorted(shown) == list(range(num_samples))
 
 
 def _too_few(case: Case, position: int, batch: list[list[int]], wanted: int) -> Fault:
