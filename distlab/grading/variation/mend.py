@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -212,9 +213,17 @@ def _in_order(function: ast.FunctionDef, world_size: int) -> list[Slip]:
 
 def _other_seeds(seed: int, results: Sequence[tuple[list[Any], list[Any]]]) -> list[int]:
     """Return more seeds for which a mend must hold: many where no drawn digit is in the results."""
-    told = [right for _, want in results for right in want]
-    is_told = any(is_telling(one) or (isinstance(one, float) and one != round(one)) for one in told)
+    is_told = any(_has_digits(right) for _, want in results for right in want)
     return [seed + OTHER_SEED + more for more in range(1 if is_told else MORE_SEEDS)]
+
+
+def _has_digits(value: Any) -> bool:
+    """Whether there are drawn digits in a result."""
+    if isinstance(value, dict):
+        return any(map(_has_digits, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_digits, value))
+    return value != round(value) if isinstance(value, float) and math.isfinite(value) else is_telling(value)
 
 
 def _drive(

@@ -161,10 +161,9 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
 
 
 def _is_wrong(mine: dict[str, Any], right: dict[str, Any], scale: float) -> bool:
-    """Whether all results of a rank are wrong."""
-    return not any(
-        near(outcome(one), outcome(two), scale) for one, two in zip(mine["calls"], right["calls"], strict=True)
-    )
+    """Whether a rank has a wrong result."""
+    pairs = zip(mine["calls"], right["calls"], strict=True)
+    return any(not near(outcome(one), outcome(other), scale) for one, other in pairs)
 
 
 def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:
