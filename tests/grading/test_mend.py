@@ -49,6 +49,7 @@ def made(text: str = SUMS) -> dict[str, Slip]:
         ("with `row[-1]` in the place of `row[0]`", 6),
         ("with `row[rank]` in the place of `row[0]`", 6),
         ("with `kept.append(rank)` in the place of `kept.append(total)`", 7),
+        ("with `total == rank` in the place of `total > rank`", 8),
         ("with `total > rank - 1` in the place of `total > rank`", 8),
         ("with `total /= num_ranks` after `dist.all_reduce(total)`", 9),
         ("with `if not total > rank:` in the place of `if total > rank:`", 8),

@@ -115,6 +115,13 @@ def _line(node: ast.AST, parents: dict[int, ast.AST]) -> int:
     return int(node.lineno)
 
 
+def last_call(function: ast.FunctionDef) -> int:
+    """Return the last line in which a function calls a collective or sends or receives; 0 for none."""
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    texts = [(node.end_lineno or 0, ast.unparse(node.func)) for node in nodes]
+    return max((line for line, text in texts if _MESSAGES.search(text) or _CALLS.search(text)), default=0)
+
+
 def _text(module: ast.Module) -> str:
     """Return the body of a module's only function as text."""
     function = module.body[0]

@@ -34,6 +34,7 @@ METHODS = {
     "median": ("median_low",),
     "median_high": ("median_low",),
 }
+ORDERED = (ast.Eq, ast.Gt, ast.GtE, ast.Lt, ast.LtE)
 ROUNDED = {"int": "round", "round": "int"}
 
 
@@ -112,6 +113,9 @@ def _of_expression(node: ast.expr, around: Around) -> Iterator[ast.expr]:
         yield from (ast.BinOp(node.left, node.op, scalar) for scalar in around.scalars)
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
         side = node.comparators[0]
+        if isinstance(node.ops[0], ORDERED):
+            others = (one for one in ORDERED if not isinstance(node.ops[0], one))
+            yield from (ast.Compare(node.left, [one()], node.comparators) for one in others)
         for op in (ast.Add(), ast.Sub()):
             yield ast.Compare(node.left, node.ops, [ast.BinOp(side, op, ast.Constant(1))])
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ROUNDED:

@@ -16,7 +16,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,11 +25,11 @@ from distlab.grading.exercise import Exercise
 from distlab.grading.mutant import compiled
 from distlab.grading.sandbox.library import twins_of
 from distlab.grading.sealed import is_sealed
-from distlab.grading.slips.generate import Slip, mends
+from distlab.grading.slips.generate import Slip, last_call, mends
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import is_telling, near, parts
-from distlab.grading.variation.search import Agreed, agreed, explained, next_size, part_of, results_of
+from distlab.grading.variation.search import Agreed, agreed, explained, first_wrong, next_size, part_of, results_of
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -38,6 +38,7 @@ BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer
 LIMIT_S = 10.0  # of a batch of them
 OTHER_SEED = 1_000_003  # is added to the seed: a mend must hold for other arguments too
 MORE_SEEDS = 8  # where results are few whole numbers, truths or texts, which agree by chance
+MOST_LOST = 4  # how often the ranks may be lost to a version that keeps them from meeting
 MOST_LINES = 60  # of an answer that is mended
 
 
@@ -154,15 +155,25 @@ class _Search(NamedTuple):
 
     def run(self, text: Text, seed: int, got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> str:
         """Try one batch of mends after another, and each that holds on the draws of another seed."""
+        from distlab.comm import RankError, RankTimeout
+
         assert self.exercise.vary is not None
         right = [results_of(wanted, rank) for rank in range(len(wanted))]
         mine = [results_of(got, rank) for rank in range(len(got))] or [[None] * len(one) for one in right]
         results = list(zip(mine, right, strict=True))
-        changes = iter(_in_order(text.function, len(wanted)))
+        changes: Iterator[Slip] = iter(_in_order(text.function, len(wanted)))
         others: dict[int, list[list[Any]]] = {}
-        spent_s, size = 0.0, 1
+        spent_s, size, needed = 0.0, 1, first_wrong(results, self.exercise.vary.scale)
+        lost = 0
         while spent_s < BUDGET_S and (batch := list(islice(changes, size))):
-            found, took_s = self.tried(batch, seed, right)
+            try:
+                found, took_s = self.tried(batch, seed, right, needed)
+            except RankError as error:  # on some ranks alone a version raises: the ranks are made anew
+                lost += 1
+                if isinstance(error, RankTimeout) or lost > MOST_LOST:
+                    raise
+                changes, size = chain(batch if size > 1 else (), changes), max(1, size // 4)
+                continue
             spent_s += took_s
             for number, slip in enumerate(batch):
                 of_ranks = [of_rank[number] for of_rank in found]
@@ -176,12 +187,14 @@ class _Search(NamedTuple):
             size = next_size(size, took_s)
         return ""
 
-    def tried(self, batch: Sequence[Slip], seed: int, given: Sequence[Sequence[Any]]) -> tuple[list[Any], float]:
+    def tried(
+        self, batch: Sequence[Slip], seed: int, given: Sequence[Sequence[Any]], needed: str
+    ) -> tuple[list[Any], float]:
         """Make the calls of a seed with each version of the answer, behind the fence that the answer is behind."""
         from distlab.grading.sandbox.guard import drive_on_rank
 
         assert self.exercise.vary is not None
-        drive = functools.partial(_drive, len(batch), self.exercise.vary, seed, self.reference, given)
+        drive = functools.partial(_drive, len(batch), self.exercise.vary, seed, self.reference, given, needed)
         versions = Versions(self.fn, [f"{self.head}\n{textwrap.indent(slip.body, '    ')}" for slip in batch])
         limit, twins = self.exercise.memory_limit_bytes, twins_of(self.exercise)
         found, took_s = zip(*self.ranks.run(drive_on_rank, drive, versions, limit, twins), strict=True)
@@ -189,7 +202,7 @@ class _Search(NamedTuple):
 
     def holds(self, slip: Slip, part: str, seed: int, given: Sequence[Sequence[Any]]) -> bool:
         """Whether a mend makes this part of all results of another seed right."""
-        again, _ = self.tried([slip], seed, given)
+        again, _ = self.tried([slip], seed, given, part)
         return all(part in of_rank[0] and all(of_rank[0][part]) for of_rank in again)
 
     def right(self, seed: int) -> list[list[Any]]:
@@ -203,7 +216,8 @@ def _in_order(function: ast.FunctionDef, world_size: int) -> list[Slip]:
 
     Left out are those that may keep ranks from meeting, and those that write down the number of ranks.
     """
-    found = sorted(mends(function), key=lambda slip: slip.risk)
+    last = last_call(function)  # a version that raises on one rank, behind it, keeps no other rank waiting
+    found = sorted(mends(function), key=lambda slip: (slip.risk, slip.line <= last))
     number = re.compile(rf"(?<![\w.]){world_size}(?![\w.])")
     had = len(number.findall(ast.unparse(function)))
     if world_size > 1:
@@ -232,6 +246,7 @@ def _drive(
     seed: int,
     reference: Callable[..., Any],
     given: Sequence[Sequence[Any]],
+    needed: str,
     fn: Callable[..., Any],
 ) -> tuple[list[Agreed], float]:
     """On a rank, make all calls with each version of the answer; fn is the fence around them."""
@@ -242,7 +257,7 @@ def _drive(
         versions.choose(number)
         yield fn
 
-    return agreed(made, count, vary, seed, reference, given)
+    return agreed(made, count, vary, seed, reference, given, needed=needed)
 
 
 def _breaks(found: Sequence[Agreed], results: Sequence[tuple[list[Any], list[Any]]], scale: float) -> bool:

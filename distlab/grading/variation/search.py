@@ -42,10 +42,12 @@ def agreed(
     seed: int,
     names_of: Callable[..., Any],
     given: Sequence[Sequence[Any]],
+    *,
+    needed: str | None = None,
 ) -> tuple[list[Agreed], float]:
     """On a rank, make all calls with each function; return where parts of results are the given ones, and the seconds.
 
-    A function's calls end where a rank has no part that is alike in all calls so far.
+    A function's calls end where a rank has no part that is alike in all calls so far, or not the one that is needed.
 
     Args:
         made: makes the function of a number; what it changes for a while is put back.
@@ -54,6 +56,7 @@ def agreed(
         seed: of the draws.
         names_of: the reference.
         given: for each rank the results to be compared with.
+        needed: the part that must be alike; None: any.
     """
     import torch
     import torch.distributed as dist
@@ -61,19 +64,27 @@ def agreed(
     mine, begun, all_reduce = given[dist.get_rank()], time.thread_time(), dist.all_reduce
     found: list[Agreed] = []
 
+    def all_agree(is_alike: bool) -> bool:
+        vote = torch.tensor(int(is_alike))
+        if dist.get_world_size() > 1:
+            all_reduce(vote, dist.ReduceOp.MIN)
+        return bool(vote)
+
     def goes_on(alike: Agreed, number: int, call: dict[str, Any]) -> bool:
         theirs = dict(parts(outcome(call)))
         for part, value in parts(mine[number]):
             alike.setdefault(part, []).append(part in theirs and near(theirs[part], value, vary.scale))
-        is_alike = torch.tensor(int(any(map(all, alike.values()))))
-        if dist.get_world_size() > 1:
-            all_reduce(is_alike, dist.ReduceOp.MIN)
-        return bool(is_alike)
+        asked = alike.values() if needed is None else [alike.get(needed, [False])]
+        return all_agree(any(map(all, asked)))
 
     for number in range(count):
         alike: Agreed = {}
-        with limited(), contextlib.suppress(Exception, Refused), made(number) as fn:  # it may take no such argument
-            call_varied(fn, vary, seed, names_of, goes_on=functools.partial(goes_on, alike))
+        with limited():
+            try:
+                with made(number) as fn:
+                    call_varied(fn, vary, seed, names_of, goes_on=functools.partial(goes_on, alike))
+            except (Exception, Refused):  # it may take no such argument; the other ranks may wait for this one's vote
+                all_agree(False)
         found.append({part: each for part, each in alike.items() if len(each) == len(mine)})
     return found, time.thread_time() - begun
 
@@ -94,6 +105,16 @@ def explained(
         if wrong and part:
             break
     return None, False
+
+
+def first_wrong(results: Sequence[tuple[list[Any], list[Any]]], scale: float) -> str:
+    """Return the first part that all results have and that is wrong in one; "" for the whole where there is none."""
+    every = [[name for name, _ in parts(right) if name] for _, want in results for right in want]
+    for part in every[0]:
+        pairs = [pair for sides in results for pair in zip(*(part_of(side, part) for side in sides), strict=True)]
+        if all(part in names for names in every) and not all(near(mine, right, scale) for mine, right in pairs):
+            return part
+    return ""
 
 
 def is_evidence(wrong: Sequence[Any]) -> bool:

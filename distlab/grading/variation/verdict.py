@@ -16,15 +16,7 @@ from distlab.grading.variation.reached import flow, not_reached
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-UNNAMED = {
-    "values",
-    "shape",
-    "order",
-    "scale",
-    "zeros",
-    "nan",
-    "returned",
-}  # codes of faults that are seen, with no mistake to blame
+UNNAMED = {*("values", "shape", "order", "scale", "zeros", "nan", "returned")}  # what is seen: no mistake to blame
 CAUSE_ENDS = " Seen: "
 
 
@@ -123,6 +115,11 @@ def with_cause(
     drawn = _fault(exercise, fn, reference, ranks, seed, is_wrong=True)
     cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
     return _after(cause, fault) if is_there else fault
+
+
+def is_named(fault: Fault) -> bool:
+    """Whether a fault of drawn calls says where it comes from."""
+    return CAUSE_ENDS in fault.message
 
 
 def _after(cause: str, fault: Fault) -> Fault:
