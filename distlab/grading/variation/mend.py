@@ -181,7 +181,8 @@ class _Search(NamedTuple):
                 if part is None or (part and _breaks(of_ranks, results, self.exercise.vary.scale)):
                     continue
                 others = others or {other: self.right(other) for other in _other_seeds(seed, results)}
-                if all(self.holds(slip, part, other, given) for other, given in others.items()):
+                holds = all(self.holds(slip, part, other, given) for other, given in others.items())
+                if holds and self.holds_on_more(slip, part, seed):
                     calls = (1 + len(others)) * len(results[0][0])
                     return _words(text, slip, part, calls, len(wanted), is_hidden=is_sealed(self.reference))
             size = next_size(size, took_s)
@@ -204,6 +205,21 @@ class _Search(NamedTuple):
         """Whether a mend makes this part of all results of another seed right."""
         again, _ = self.tried([slip], seed, given, part)
         return all(part in of_rank[0] and all(of_rank[0][part]) for of_rank in again)
+
+    def holds_on_more(self, slip: Slip, part: str, seed: int) -> bool:
+        """Whether a mend that was found on one rank is right on more, where the exercise runs on more."""
+        from distlab.comm import RankError
+        from distlab.grading.fresh import start_ranks
+
+        more = min((world for world in self.exercise.worlds if world > 1), default=1)
+        if self.ranks.world_size > 1 or more == 1:
+            return True
+        with start_ranks(more, LIMIT_S) as ranks:
+            search = self._replace(ranks=ranks)
+            try:
+                return search.holds(slip, part, seed, search.right(seed))
+            except RankError:
+                return False
 
     def right(self, seed: int) -> list[list[Any]]:
         """Return the reference's results for another seed, on each rank."""

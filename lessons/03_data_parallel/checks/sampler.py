@@ -152,6 +152,8 @@ def _too_few(case: Case, position: int, batch: list[list[int]], wanted: int) -> 
     if position >= num_samples and not any(batch):
         why = "position counts over all epochs; position % num_samples is how far into its epoch it is"
         return Fault("second epoch empty", f"{text}: {why}")
+    if wanted == batch_size and len(batch) == 1:
+        return Fault("values", text)
     if wanted == batch_size:
         return Fault("samples lost", f"{text}: give out what does not divide evenly too; ranks may differ by one")
     return Fault("samples lost", f"{text}: the last batch is smaller, ranks may differ by one or have none")
