@@ -15,10 +15,10 @@ import pytest
 
 from distlab.grading import load_lesson, reference_of
 from distlab.grading.answer.submission import isolated_submission
+from distlab.grading.causes import mend
+from distlab.grading.causes.mend import text_of_answer
 from distlab.grading.check import examine
 from distlab.grading.slips.generate import Slip, mends
-from distlab.grading.variation import mend
-from distlab.grading.variation.mend import text_of_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = """

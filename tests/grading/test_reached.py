@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import Ranks
-from distlab.grading import load_lesson
+from distlab.grading import Evidence, load_lesson
+from distlab.grading.causes.reached import flow, not_reached
 from distlab.grading.check import examine
-from distlab.grading.exercise import Evidence
-from distlab.grading.variation.reached import flow, not_reached
 
 
 def chain(rank_from: int) -> None:

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distlab.grading.causes.as_if import cause_of
+from distlab.grading.causes.mend import mend_of
+from distlab.grading.causes.reached import flow, not_reached
 from distlab.grading.exercise import Evidence, Exercise, Fault
-from distlab.grading.variation.as_if import cause_of
 from distlab.grading.variation.calls import call_varied
-from distlab.grading.variation.mend import mend_of
 from distlab.grading.variation.near import is_telling, near, outcome
-from distlab.grading.variation.reached import flow, not_reached
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks

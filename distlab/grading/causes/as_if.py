@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from distlab.grading.causes.changes import Change, changed, changes_of, reductions, slips_of
+from distlab.grading.causes.mend import mend_of
+from distlab.grading.causes.relations import relation
+from distlab.grading.causes.search import Agreed, agreed, explained, is_evidence, next_size, results_of
 from distlab.grading.exercise import Exercise
-from distlab.grading.variation.changes import Change, changed, changes_of, reductions, slips_of
 from distlab.grading.variation.draw import Vary
-from distlab.grading.variation.mend import mend_of
 from distlab.grading.variation.near import near, outcome
-from distlab.grading.variation.relations import relation
-from distlab.grading.variation.search import Agreed, agreed, explained, is_evidence, next_size, results_of
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks

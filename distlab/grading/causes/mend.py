@@ -20,6 +20,7 @@ from itertools import chain, islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distlab.grading.causes.search import Agreed, agreed, explained, first_wrong, next_size, part_of, results_of
 from distlab.grading.diagnosis.blame import file_of, label
 from distlab.grading.exercise import Exercise
 from distlab.grading.mutant import compiled
@@ -29,7 +30,6 @@ from distlab.grading.slips.generate import Slip, last_call, mends
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import is_telling, near, parts
-from distlab.grading.variation.search import Agreed, agreed, explained, first_wrong, next_size, part_of, results_of
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
