@@ -121,12 +121,12 @@ def _run_worlds(
     """Run one number of ranks after the other; return the first fault, where it was right, and the budget's lines.
 
     A fault that drawn arguments show is told only if the exercise's own cases, which know the usual mistakes and name
-    them, find none on the other numbers of ranks.
+    them, name none on the other numbers of ranks.
     """
     from distlab.grading.fresh import fresh_ranks
     from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
-    from distlab.grading.variation.verdict import too_few_bytes, varied_fault, with_cause
+    from distlab.grading.variation.verdict import UNNAMED, is_named, too_few_bytes, varied_fault, with_cause
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
@@ -137,7 +137,9 @@ def _run_worlds(
                 ranks.timeout_s = min(ranks.timeout_s, LONGER_S)
             outcome = run_world(exercise, fn, ranks)
             fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn)
-            if drawn is not None and fault is not None and fault.code not in _GENERAL:
+            is_told = fault is not None and not (fault.code in UNNAMED and drawn is not None and is_named(drawn))
+            if drawn is not None and fault is not None and fault.code not in _GENERAL and is_told:
+                fault = with_cause(fault, exercise, fn, reference_of(exercise), ranks, seed)
                 return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.message}"), right, ()
             if fault is not None and drawn is None:
                 if isinstance(outcome, Evidence):  # a short limit would let a busy machine choose the words

@@ -128,11 +128,11 @@ def build(mutant: Mutant, exercise: str, reference: Callable[..., Any], imports:
     return replace(mutant, exercise=exercise, fn=namespace[reference.__name__])
 
 
-def compiled(reference: Callable[..., Any], text: str) -> Callable[..., Any]:
-    """Return the function of a text in the reference's place, with the names that the reference knows."""
+def compiled(reference: Callable[..., Any], text: str, file: str = "<slip>") -> Callable[..., Any]:
+    """Return the function of a text in a function's place, with the names that this one knows."""
     namespace = dict(inspect.unwrap(reference).__globals__)
     flags = __future__.annotations.compiler_flag  # a rank may not know the names of types
-    exec(compile(text, "<slip>", "exec", flags=flags, dont_inherit=True), namespace)
+    exec(compile(text, file, "exec", flags=flags, dont_inherit=True), namespace)
     return functools.wraps(reference)(namespace[reference.__name__])
 
 

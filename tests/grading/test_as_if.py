@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.grading import load_lesson, reference_of
+from distlab.grading.causes.changes import REDUCTIONS, Change, changed, changes_of, reductions
 from distlab.grading.check import examine
-from distlab.grading.variation.changes import REDUCTIONS, Change, changed, changes_of, reductions
 
 
 def told(name: str, fn: Callable[..., Any], world: int = 1) -> str:

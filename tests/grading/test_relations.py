@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from distlab.grading.causes.relations import relation
 from distlab.grading.diagnosis.moved import which
-from distlab.grading.variation.relations import relation
 
 CASES = [  # what each of six calls was given, and the right result
     ({"num_ranks": 2, "mode": "sum", "is_last": True}, 3.5),

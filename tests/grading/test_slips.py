@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from distlab.grading import load_lesson, reference_of
+from distlab.grading.causes.changes import changed, slips_of
 from distlab.grading.check import examine
 from distlab.grading.sealed import seal, unseal
 from distlab.grading.slips.generate import Slip, slips
-from distlab.grading.variation.changes import changed, slips_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

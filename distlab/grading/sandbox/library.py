@@ -56,7 +56,12 @@ _MEMORY = ("simulator.memory", "simulator.models")
 _CALLS = ("distlab.comm.record.alike", "distlab.comm.record.matching", "distlab.comm.where")
 _MEETING = ("distlab.comm.rendezvous", "distlab.elastic.agents")
 
-_CHECK = ("distlab.grading.diagnosis.values", "distlab.grading.variation", "distlab.grading.mutant")
+_CHECK = (
+    "distlab.grading.diagnosis.values",
+    "distlab.grading.variation",
+    "distlab.grading.causes",
+    "distlab.grading.mutant",
+)
 
 TWINS: dict[str, tuple[str, ...]] = {
     "01.fit": ("simulator.hardware.fit", "distlab.measure.machine.fit"),

@@ -165,15 +165,11 @@ def _other_values(value: object, scope: Scope) -> list[Any]:
 def _turns(iterated: ast.expr) -> Iterator[tuple[ast.expr, str]]:
     shown = short(ast.unparse(iterated))
     whole = ast.Call(ast.Name("list", ast.Load()), [iterated], [])
-    one, last, back = (
-        ast.Constant(1),
-        ast.UnaryOp(ast.USub(), ast.Constant(1)),
-        ast.UnaryOp(ast.USub(), ast.Constant(1)),
-    )
+    one, minus_one = ast.Constant(1), ast.UnaryOp(ast.USub(), ast.Constant(1))
     for cut, words in (
         (ast.Slice(one, None, None), "leaving out the first"),
-        (ast.Slice(None, last, None), "leaving out the last"),
-        (ast.Slice(None, None, back), "from back to front"),
+        (ast.Slice(None, minus_one, None), "leaving out the last"),
+        (ast.Slice(None, None, minus_one), "from back to front"),
         (ast.Slice(None, one, None), "and stopping after the first"),
     ):
         yield ast.Subscript(whole, cut, ast.Load()), f"going through `{shown}` {words}"

@@ -2,6 +2,6 @@
 
 Read `draw` (seeded arguments, and `Vary`, which an exercise declares) and `calls` (runs on every rank) first. `owned`
 compares what belongs to the caller, `left` finds hooks and attributes that stay behind, and `near` says whether two
-results are equal. `verdict` names the fault. `as_if` finds what a wrong result is right for, among `changes` of the
-reference, and `relations` how it follows from the right one. `axes` says what the draws cover.
+results are equal. `verdict` names the fault, with what `distlab.grading.causes` finds. `axes` says what is
+covered.
 """

@@ -6,23 +6,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distlab.grading.causes.as_if import cause_of
+from distlab.grading.causes.mend import mend_of
+from distlab.grading.causes.reached import flow, not_reached
 from distlab.grading.exercise import Evidence, Exercise, Fault
-from distlab.grading.variation.as_if import cause_of
 from distlab.grading.variation.calls import call_varied
-from distlab.grading.variation.near import is_telling, near
+from distlab.grading.variation.near import is_telling, near, outcome
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-UNNAMED = {
-    "values",
-    "shape",
-    "order",
-    "scale",
-    "zeros",
-    "nan",
-    "returned",
-}  # codes of faults that are seen, with no mistake to blame
+UNNAMED = {*("values", "shape", "order", "scale", "zeros", "nan", "returned")}  # what is seen: no mistake to blame
 CAUSE_ENDS = " Seen: "
 
 
@@ -51,8 +45,15 @@ def varied_fault(
 
 
 def _fault(
-    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
+    exercise: Exercise,
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    ranks: Ranks,
+    seed: int,
+    *,
+    is_wrong: bool = False,
 ) -> Fault | None:
+    """Make the drawn calls and compare them; `is_wrong`: the exercise's own cases have shown a fault without a name."""
     from dataclasses import replace
 
     from distlab.comm import RankError
@@ -61,31 +62,48 @@ def _fault(
 
     assert exercise.vary is not None
     drive = functools.partial(call_varied, vary=exercise.vary, seed=seed, names_of=reference)
-    outcome = run_world(replace(exercise, drive=drive), fn, ranks)
-    if isinstance(outcome, Fault):
-        return outcome
-    num_calls, taking_part, num_bytes = outcome.records.num_calls(), _taking_part(outcome), _all_sent(outcome)
+    answered = run_world(replace(exercise, drive=drive), fn, ranks)
+    if isinstance(answered, Fault):
+        is_seen = is_wrong or answered.code in UNNAMED
+        return _after(_mend_alone(exercise, fn, reference, ranks, seed), answered) if is_seen else answered
+    num_calls, taking_part, num_bytes = answered.records.num_calls(), _taking_part(answered), _all_sent(answered)
+    reached = flow(answered)
     try:
         wanted = ranks.run(drive, reference)
     except RankError as error:
         raise Unavailable(f"the reference itself failed with seed {seed}: {error}") from error
-    got = outcome.results
-    num_calls_wanted = ranks.records().num_calls()
+    got = answered.results
+    reference_run = Evidence(ranks.world_size, wanted, ranks.records())
+    num_calls_wanted, reaches = reference_run.records.num_calls(), flow(reference_run)
     faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
     fault = next(faults, None)
-    in_place = all(call["result"] is None for run in wanted for call in run["calls"])
+    in_place = all(call["result"] is None for each in wanted for call in each["calls"])
     if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
-        fault = _after(cause_of(exercise, reference, ranks, seed, got, wanted), fault)
+        cause = cause_of(exercise, fn, reference, ranks=ranks, seed=seed, got=got, wanted=wanted)
+        wrong = (rank for rank in range(len(got)) if _is_wrong(got[rank], wanted[rank], exercise.vary.scale))
+        fault = _after(cause or not_reached(reached, reaches, wrong, exercise.vary.num_calls), fault)
     fault = fault or _unseen(got, num_calls, num_calls_wanted)
-    reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     if fault is None:
         fault = _not_taking_part(taking_part, _taking_part(reference_run))
     if fault is None:
         least = _all_sent(reference_run) * exercise.vary.least_bytes
         fault = _too_few(num_bytes, num_calls, least, ranks.world_size)
     if fault is None and exercise.vary.same_messages:
-        fault = _messages(outcome, reference_run)
+        fault = _messages(answered, reference_run)
     return fault
+
+
+def _mend_alone(
+    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
+) -> str:
+    """Say where an answer is wrong that did not come to the end of its drawn calls, or "": fresh ranks look for it."""
+    from distlab.comm import RankError
+
+    try:
+        wanted = ranks.run(call_varied, reference, exercise.vary, seed, reference)
+    except RankError:
+        return ""
+    return mend_of(exercise, fn, reference, ranks=ranks, seed=seed, got=(), wanted=wanted)
 
 
 def with_cause(
@@ -94,9 +112,14 @@ def with_cause(
     """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause."""
     if fault.code not in UNNAMED or exercise.vary is None:
         return fault
-    drawn = _fault(exercise, fn, reference, ranks, seed)
+    drawn = _fault(exercise, fn, reference, ranks, seed, is_wrong=True)
     cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
     return _after(cause, fault) if is_there else fault
+
+
+def is_named(fault: Fault) -> bool:
+    """Whether a fault of drawn calls says where it comes from."""
+    return CAUSE_ENDS in fault.message
 
 
 def _after(cause: str, fault: Fault) -> Fault:
@@ -132,6 +155,12 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             for moved in [place for place in mine["moved"] if place not in theirs["moved"]][:1]:
                 text = f"{where}right at first, but a later call changed {moved}{_on(rank, n)}: both calls share memory"
                 yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
+
+
+def _is_wrong(mine: dict[str, Any], right: dict[str, Any], scale: float) -> bool:
+    """Whether a rank has a wrong result."""
+    pairs = zip(mine["calls"], right["calls"], strict=True)
+    return any(not near(outcome(one), outcome(other), scale) for one, other in pairs)
 
 
 def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distlab_lesson_01.checks.shared import (
     TO_ITSELF,
+    WAITS,
     deadlock,
     from_scratch,
     never_waited,
@@ -106,10 +107,22 @@ def shift_failure(error: RankError, world_size: int) -> Fault | None:
     if OUTSIDE.search(str(error)):
         words = f"{on_ranks(world_size)} a rank sends to or receives from a rank outside 0 to {world_size - 1}"
         return Fault("no such rank", f"{words}: at the ends the circle must close, so take (rank + 1) % world_size")
+    if (fault := _from_the_wrong_side(error, world_size)) is not None:
+        return fault
     advice = "A send ends when the other side receives, so one of them must receive first"
     if "send to" not in waiting(error):
         advice = "All of them receive first, so nothing has been sent that could arrive"
     return deadlock(error, world_size, f"{advice}: start both with isend and irecv, then wait for both")
+
+
+def _from_the_wrong_side(error: RankError, world_size: int) -> Fault | None:
+    """Say so where a rank waits for one that is not the rank before it."""
+    for rank, call in WAITS.findall(str(error)):
+        source, before = call.removeprefix("recv from "), (int(rank) - 1) % world_size
+        if source.isdecimal() and int(source) != before:
+            text = f"{on_ranks(world_size)} no rank can go on: {waiting(error)}. Rank {rank} is to receive from rank"
+            return Fault("wrong neighbour", f"{text} {before}, the one before it: (rank - 1) % world_size")
+    return None
 
 
 def shift_budget(evidence: Evidence) -> list[str]:

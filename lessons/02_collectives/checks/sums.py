@@ -25,7 +25,10 @@ def judge_sum(evidence: Evidence) -> Iterator[Fault]:
         for case in all_ranks:
             where = f"{case.name}: the sum on rank {case.ranks[case.rank]}"
             if n > 1 and torch.equal(case.after, make(case.rank, length)):
-                text = f"{case.name}: rank {case.ranks[case.rank]}'s tensor is as before: the sum must stand in the"
+                text = f"{case.name}: rank {case.ranks[case.rank]}'s tensor is as before"
+                if not case.calls:
+                    yield Fault("nothing sent", f"{text}, and it sent nothing: a ring of {n} takes {n - 1} steps")
+                text = f"{text}: the sum must stand in the"
                 yield Fault("as before", f"{text} tensor that was passed in, not in a copy")
             if shared.is_coded(all_ranks):
                 yield from shared.explain_parts(case.after, where, n)

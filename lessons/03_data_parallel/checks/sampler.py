@@ -126,8 +126,10 @@ def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
     text = f"{name} has {len(together)} samples, {batch}, where it should have {wanted}"
     if world_size > 1 and all(samples == batch[0] for samples in batch):
         return Fault("the same for all", f"{text}: every rank got the whole batch; give each its own part")
-    if world_size == 1:
+    if world_size == 1 and _is_whole_when_cut(rows, position // num_samples, num_samples):
         return Fault("beyond the epoch", f"{text}: it goes on beyond the epoch's end; let the last batch be smaller")
+    if world_size == 1:
+        return Fault("values", text)
     if len(together) == len(set(together)) == batch_size * world_size:
         return Fault("a batch each", f"{text}: batch_size counts the samples of all ranks, not of one")
     epoch = [row[3] for row in rows if row[1] // num_samples == position // num_samples]
@@ -137,6 +139,12 @@ def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
     return Fault("too many samples", f"{text}: cut the batch first, then deal it to the ranks")
 
 
+def _is_whole_when_cut(rows: list[tuple[str, int, int, list[list[int]]]], epoch: int, num_samples: int) -> bool:
+    """Whether the first samples of each batch, as many as it should have, are those of one epoch."""
+    shown = [index for _, at, wanted, (samples,) in rows if at // num_samples == epoch for index in samples[:wanted]]
+    return sorted(shown) == list(range(num_samples))
+
+
 def _too_few(case: Case, position: int, batch: list[list[int]], wanted: int) -> Fault:
     """Say why a batch has fewer samples than it should."""
     num_samples, batch_size = case[:2]
@@ -144,6 +152,8 @@ def _too_few(case: Case, position: int, batch: list[list[int]], wanted: int) -> 
     if position >= num_samples and not any(batch):
         why = "position counts over all epochs; position % num_samples is how far into its epoch it is"
         return Fault("second epoch empty", f"{text}: {why}")
+    if wanted == batch_size and len(batch) == 1:
+        return Fault("values", text)
     if wanted == batch_size:
         return Fault("samples lost", f"{text}: give out what does not divide evenly too; ranks may differ by one")
     return Fault("samples lost", f"{text}: the last batch is smaller, ranks may differ by one or have none")

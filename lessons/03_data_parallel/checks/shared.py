@@ -50,6 +50,10 @@ def judge_means(own: Sequence[dict[str, Tensor]], gradients: Sequence[dict[str, 
         return
     if any(right):
         good, bad = right.index(True), right.index(False)
+        wrong = [name for name, want in wanted.items() if not _right(gradients[bad].get(name), want)]
+        if all(gradients[bad].get(name) is None for name in wrong):
+            text = f"rank {bad}'s gradient of {wrong[0]} is None still, rank {good}'s is the mean"
+            yield Fault("missing gradient", f"{text}: a rank without one counts as zeros, and needs the mean as well")
         text = f"rank {good} holds the means, rank {bad} does not: replicas will differ after the next update"
         yield Fault("only some ranks", f"{text}; all ranks need the result (all_reduce, not reduce)")
     yield from found(_missing_counted(own, gradients, wanted))

@@ -30,6 +30,9 @@ WRONG_SAMPLER = (
     Mutant("hash of a text", "not repeatable", "when asked for again", 1, races=True).edit(
         'derive_seed(seed, 0, f"epoch {epoch}")', 'hash(f"{seed}, epoch {epoch}") % 2**31'
     ),
+    Mutant("batches for samples", "values", "takes position for the number of the batch", 1)
+    .edit("divmod(position, num_samples)", "divmod(position * batch_size, num_samples)")
+    .known("takes position for the number of the batch: it counts samples"),
 )
 WRONG_UNEVEN = (
     Mutant("micro-batches for ranks", "weights", "tokens x 2 ranks", 2).edit(

@@ -99,13 +99,18 @@ def judge_ring(evidence: Evidence) -> Iterator[Fault]:
                 text = f"{name}: rank {rank}'s query, key or value was changed; receive into a tensor of its own"
                 yield Fault("changed argument", text)
             if isinstance(got, Tensor) and not bool(got.isfinite().all()):
-                yield _hides_itself(evidence, name, steep) or _not_finite(int((~got.isfinite()).sum()), name, rank)
+                yield _hides_itself(evidence, name, steep) or _not_finite(got, attention_of(rank, n, steep), name, rank)
             if fault := compare(got, attention_of(rank, n, steep), what, 1):
                 yield _named(evidence, name, steep) or fault
         yield from _judge_traffic(evidence, name)
 
 
-def _not_finite(count: int, name: str, rank: int) -> Fault:
+def _not_finite(got: Tensor, want: Tensor, name: str, rank: int) -> Fault:
+    count, finite = int((~got.isfinite()).sum()), got.isfinite()
+    if got.shape != want.shape or not torch.allclose(got[finite], want.to(got.dtype)[finite], rtol=0.0, atol=1e-4):
+        return Fault(
+            "nan", f"{name}: rank {rank}'s result has {count} numbers that are not finite, and others are wrong"
+        )
     if name == "large scores":
         text = f"{name}: rank {rank}'s result has {count} numbers that are not finite: exp of a score of hundreds is"
         return Fault("overflow", f"{text} infinite; subtract the log_sum (or the largest score) before the exponential")
