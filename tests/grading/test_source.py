@@ -78,7 +78,7 @@ UNTOUCHED: dict[str, tuple[str, ...]] = {
     "a module's function": ("import math", "math.pop(gone)", F.format("math.gcd(1)")),
     "it is given away": ("C = {'a': 1}", "gone(C)\nD = []\nD.append(gone(C))", F.format("C['a']")),
     "a function's own name": ("C = {'a': 1}", "def g():\n    C = []\n    C.append(1)\ngone(g())", F.format("C['a']")),
-    "a comprehension's own name": ("C = {'a': 1}", "[C for C in gone()]", "{C: n for n, C in gone()}", F.format("C['a']")),
+    "a comprehension's own name": ("C = {'a': 1}", "[C for C in gone()]", "{C: 1 for C in gone()}", F.format("C['a']")),
     "it is not called": ("C = {'a': 1}", "def g():\n    C.clear()\nlambda: C.pop()\ngone(g)", F.format("C['a']")),
     "a pool of ranks": ("C = [1]", "C.close()", F.format("C[0]")),
 }  # fmt: skip

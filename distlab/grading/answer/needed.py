@@ -20,7 +20,9 @@ _CHANGES = re.compile(
 
 def reason(error: BaseException) -> str:
     """Say why a text cannot be read."""
-    return str(getattr(error, "msg", error)) or "too deeply nested for Python"  # MemoryError says nothing
+    if isinstance(error, RecursionError | MemoryError):  # their own words differ between versions of Python
+        return "too deeply nested for Python"
+    return str(getattr(error, "msg", error))
 
 
 def needed_statements(
@@ -135,7 +137,9 @@ def _changed_in(statements: Sequence[ast.stmt], known: set[str]) -> list[set[str
 def _changed_by_call(function: ast.FunctionDef | ast.AsyncFunctionDef, fixed: set[str]) -> set[str]:
     """Return the global names that a call of a function changes; "" among them: what it is given."""
     inside = set[str]().union(*(_changed(part, {}, fixed) for part in function.body))
-    own_scope = (each for each in _scopes(function) if (each.get_type(), each.get_name()) == ("function", function.name))
+    own_scope = (
+        each for each in _scopes(function) if (each.get_type(), each.get_name()) == ("function", function.name)
+    )
     symbols = next(own_scope).get_symbols()
     rebound = {each.get_name() for each in symbols if each.is_declared_global() and each.is_assigned()}
     own = {each.get_name() for each in symbols if each.is_local()}
