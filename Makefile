@@ -3,6 +3,7 @@
 #   make setup PIP_FLAGS="--index-url URL"   another build of torch (README, "Install")
 #   make setup CONSTRAINTS=                  the newest versions instead of the pinned ones
 PYTHON ?= python3
+OTHER_PYTHONS := 3.12 3.13
 PIP_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
@@ -106,10 +107,18 @@ test-exports:
 	$(MAKE) setup VENV=.venv-exports EXTRAS=test,exports CONSTRAINTS=
 	OMP_NUM_THREADS=1 .venv-exports/bin/python -m pytest tests/simulator/export
 
-# Environments with the oldest and the newest torch, in which `make promises ONLY=R14` compares techniques with one process.
-versions:
+# Environments of other versions, in which `make promises ONLY=R14` compares techniques with one process: the oldest and
+# the newest torch, and the pinned one with other Pythons. Those have all packages: `make test VENV=.venv-python-3.13`.
+# A Python is looked for by its name and among pyenv's; `make versions PYTHON_3.13=PATH` says where one is.
+versions: $(addprefix python-,$(OTHER_PYTHONS))
 	$(MAKE) setup VENV=.venv-torch-2.11 EXTRAS=labs CONSTRAINTS= PIP_FLAGS='$(PIP_FLAGS) "torch==2.11.*"'
 	$(MAKE) setup VENV=.venv-torch-newest EXTRAS=labs CONSTRAINTS=
+
+python-%:
+	@for python in $(or $(PYTHON_$*),python$* "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$*.*/bin/python); do \
+		if "$$python" -m venv --help >/dev/null 2>&1; then \
+			exec $(MAKE) --no-print-directory setup VENV=.venv-python-$* PYTHON="$$python"; fi; done; \
+	echo "Python $*: not found as python$* nor among pyenv's, so left out; make versions PYTHON_$*=PATH names it."
 
 # The website, in build/site: pages are read from where they stand, notebooks are not run, and a warning is an error.
 docs: setup

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 import torch
@@ -50,8 +51,8 @@ EXPECTED = "[6.0, 6.0, 6.0] ['__main__', '__main__'] [-3]\nimported once\n"
 def test_works_from_a_script_without_a_guard_and_imports_it_once_with_all_names_that_a_function_reads(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = python(str(script))
-    assert done.stdout == EXPECTED, done.stderr
+    done = python("-W", "default", str(script))
+    assert (done.stdout, done.stderr) == (EXPECTED, "")  # nor a warning: of sockets, or of forks beside threads
 
 
 def test_functions_of_a_module_that_was_loaded_by_path_travel_by_value(tmp_path):
@@ -62,6 +63,20 @@ def test_functions_of_a_module_that_was_loaded_by_path_travel_by_value(tmp_path)
     sys.modules["lesson_by_path"] = module
     spec.loader.exec_module(module)
     assert run(module.work, 1) == [5]
+
+
+def test_the_lines_of_what_ranks_run_are_named_though_cloudpickle_leaves_the_file_out(monkeypatch):
+    table, kind = cloudpickle.Pickler.dispatch_table.maps[0], type(python.__code__)
+    plain = table[kind]
+
+    def without_file(code):  # cloudpickle 3.1.3
+        make, parts = plain(code)
+        return make, tuple("<dynamic-code>" if part == code.co_filename else part for part in parts)
+
+    monkeypatch.setitem(table, kind, without_file)
+    with pytest.raises(RankError) as failed:
+        run(lambda: [[].pop() for _ in range(1)], 1)
+    assert f'File "{__file__}", line {failed.traceback[0].lineno + 1}, in <lambda>' in str(failed.value)
 
 
 class Reading:

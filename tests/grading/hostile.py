@@ -6,6 +6,7 @@ returns the right mean, which it found out in another way, or zeros.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +68,10 @@ LOOKS = {
     "referrers": "gc.get_referrers(tensor)",
     "threads' frames": "sys._current_frames()",
 }
+if sys.version_info >= (3, 12):
+    LOOKS["what functions return"] = (
+        "m = sys.monitoring; m.use_tool_id(4, 'me'); m.register_callback(4, m.events.PY_RETURN, print)"
+    )
 TAMPERS = {
     "torch.equal": ("torch.equal = lambda *a: True", "replaced torch.equal"),
     "torch.allclose": ("torch.allclose = lambda *a, **k: True", "replaced torch.allclose"),

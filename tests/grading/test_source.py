@@ -39,6 +39,7 @@ NEEDED: dict[str, tuple[tuple[str, ...], object]] = {
         3,
     ),
     "a comprehension and a lambda": (("A = 2\ng = lambda n: n * A", F.format("[g(n) for n in (1, 2)]")), [2, 4]),
+    "a comprehension's own variable": (("A = 3\nD = {A: 1 for A in (4, 5)}", F.format("sum({A for A in D}) + A")), 12),
     "a learner's own check": (("def check(a, b):\n    return a + b", "A = check(1, 2)", F.format("A")), 3),
     "a name of the extension": (("%load_ext distlab.notebook", F.format("dist.is_available()")), True),
 }
@@ -77,6 +78,7 @@ UNTOUCHED: dict[str, tuple[str, ...]] = {
     "a module's function": ("import math", "math.pop(gone)", F.format("math.gcd(1)")),
     "it is given away": ("C = {'a': 1}", "gone(C)\nD = []\nD.append(gone(C))", F.format("C['a']")),
     "a function's own name": ("C = {'a': 1}", "def g():\n    C = []\n    C.append(1)\ngone(g())", F.format("C['a']")),
+    "a comprehension's own name": ("C = {'a': 1}", "[C for C in gone()]", "{C: 1 for C in gone()}", F.format("C['a']")),
     "it is not called": ("C = {'a': 1}", "def g():\n    C.clear()\nlambda: C.pop()\ngone(g)", F.format("C['a']")),
     "a pool of ranks": ("C = [1]", "C.close()", F.format("C[0]")),
 }  # fmt: skip

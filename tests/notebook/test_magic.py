@@ -147,7 +147,7 @@ def test_an_error_shows_the_cells_own_line_and_the_cause_first(notebook):
 def test_frames_inside_torch_are_left_out_and_python_points(notebook):
     _, error = notebook.cell("%%ranks 1\nvalue = torch.zeros(3)\nprint(value.view(7), 1)")
     assert "           " + "^" * len("value.view(7)") not in error.splitlines()[0]
-    assert "          ^^^^^^^^^^^^^" in error
+    assert re.search(r"^ {10}(\^{13}|~{10}\^{3})$", error, re.MULTILINE), error  # from 3.13 on ~ is what is called
     _, error = notebook.cell("%%ranks 1\ndist.all_reduce('no tensor')")
     assert "site-packages" not in error
     assert "dist.all_reduce('no tensor')" in error

@@ -228,6 +228,9 @@ class Server:
             time.sleep(0.005)
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+        signal.set_wakeup_fd(-1)
+        for end in (self.control, self.wake, self.waker):  # who asks Python for all warnings reads of open sockets
+            end.close()
 
 
 def load(modules: Sequence[str]) -> None:

@@ -173,13 +173,14 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
 
 
 def _dump(value: object) -> bytes:
-    """Pickle by value as cloudpickle does, with three repairs.
+    """Pickle by value as cloudpickle does, with four repairs.
 
     First, every module is sent by its name. Otherwise a function that names `torch` and some attribute `.ops` makes
     cloudpickle send the module torch.ops, whose class it cannot pickle. Second, a class written inside the function may
     read names in its body (bases, annotations). cloudpickle overlooks them; they are sent with the function.
     Third, the step of an optimizer that was used here has torch's hooks around it. A copy of these would call none of
-    the rank's hooks, such as the trial of an optimizer of shards; so the step travels bare.
+    the rank's hooks, such as the trial of an optimizer of shards; so the step travels bare. Fourth, code keeps the name
+    of its file, with which errors name a line; cloudpickle 3.1.3 writes "<dynamic-code>" instead.
     """
     import cloudpickle
 
@@ -193,6 +194,10 @@ def _dump(value: object) -> bytes:
                 return importlib.import_module, (obj.__name__,)
             if isinstance(obj, types.FunctionType) and getattr(obj, "hooked", False) and hasattr(obj, "__wrapped__"):
                 return _with_hooks, (obj.__wrapped__,)
+            if isinstance(obj, types.CodeType):
+                make, parts = self.dispatch_table[types.CodeType](obj)
+                file = {"<dynamic-code>": obj.co_filename}
+                return make, tuple(file.get(part, part) if isinstance(part, str) else part for part in parts)
             return super().reducer_override(obj)
 
         def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import symtable
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,9 @@ _CHANGES = re.compile(
 
 def reason(error: BaseException) -> str:
     """Say why a text cannot be read."""
-    return str(getattr(error, "msg", error)) or "too deeply nested for Python"  # MemoryError says nothing
+    if isinstance(error, RecursionError | MemoryError):  # their own words differ between versions of Python
+        return "too deeply nested for Python"
+    return str(getattr(error, "msg", error))
 
 
 def needed_statements(
@@ -88,15 +91,30 @@ def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
     """Return the global names that a statement binds ("*": any), and those it uses, in functions too."""
     if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
         return {"*"}, set()
-    table = symtable.symtable(ast.unparse(statement), "cell", "exec")
+    table, *inner = _scopes(statement)
     binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
     uses = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
-    scopes = table.get_children()
+    return binds, uses.union(*({one.get_name() for one in each.get_symbols() if one.is_global()} for each in inner))
+
+
+def _scopes(statement: ast.stmt) -> Iterator[symtable.SymbolTable]:
+    """Go through the scopes of a statement's names, each before those inside it."""
+    scopes = [symtable.symtable(ast.unparse(_Generators().visit(copy.deepcopy(statement))), "cell", "exec")]
     while scopes:
-        scope = scopes.pop()
-        uses |= {one.get_name() for one in scope.get_symbols() if one.is_global()}
-        scopes += scope.get_children()
-    return binds, uses
+        yield (scope := scopes.pop(0))
+        scopes = [*scope.get_children(), *scopes]
+
+
+class _Generators(ast.NodeTransformer):
+    """Makes a generator of each comprehension: from Python 3.12 on, others have no scope, and their names leak."""
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        return self.generic_visit(ast.GeneratorExp(node.elt, node.generators))
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        return self.generic_visit(ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators))
 
 
 def _changed_in(statements: Sequence[ast.stmt], known: set[str]) -> list[set[str]]:
@@ -119,7 +137,10 @@ def _changed_in(statements: Sequence[ast.stmt], known: set[str]) -> list[set[str
 def _changed_by_call(function: ast.FunctionDef | ast.AsyncFunctionDef, fixed: set[str]) -> set[str]:
     """Return the global names that a call of a function changes; "" among them: what it is given."""
     inside = set[str]().union(*(_changed(part, {}, fixed) for part in function.body))
-    symbols = symtable.symtable(ast.unparse(function), "cell", "exec").get_children()[-1].get_symbols()
+    own_scope = (
+        each for each in _scopes(function) if (each.get_type(), each.get_name()) == ("function", function.name)
+    )
+    symbols = next(own_scope).get_symbols()
     rebound = {each.get_name() for each in symbols if each.is_declared_global() and each.is_assigned()}
     own = {each.get_name() for each in symbols if each.is_local()}
     parameters = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}

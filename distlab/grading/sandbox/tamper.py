@@ -28,6 +28,7 @@ _LOOKS = {
     "sys._current_exceptions",
     "sys.settrace",
     "sys.setprofile",
+    "sys.monitoring.register_callback",  # from Python 3.12 on
     "sys.addaudithook",
     "gc.get_objects",
     "gc.get_referrers",
