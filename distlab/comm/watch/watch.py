@@ -62,7 +62,8 @@ class Watch:
         """Return why the job cannot go on, as this rank or another one has found it; else ""."""
         if said := self.said():
             return said
-        if not all(self.watchdog.is_finished(rank) for rank in self.watchdog.ranks if rank < self.rank):
+        finished = self.watchdog.is_finished
+        if not all(map(finished, [rank for rank in self.watchdog.ranks if rank < self.rank])) or finished(self.rank):
             return ""
         words = self.watchdog.check()
         return "" if words is None else self.tell(self.prefix + words)
