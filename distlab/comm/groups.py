@@ -34,14 +34,7 @@ from distlab.comm import device as gpus
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
-from distlab.comm.rendezvous import (
-    Address,
-    interface_explained,
-    make_store,
-    network_interface,
-    read_environment,
-    variables,
-)
+from distlab.comm.rendezvous import Address, explained, make_store, network_interface, read_environment, variables
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
@@ -130,7 +123,7 @@ def init_group(
     if chosen == shared_memory.NAME:
         shared_memory.register()
     timeout = timedelta(seconds=timeout_s)
-    with interface_explained(rank):
+    with explained(rank):
         dist.init_process_group(
             chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options
         )

@@ -218,7 +218,7 @@ def network_interface(address: Address) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interface_explained(rank: int) -> Iterator[None]:
+def explained(rank: int) -> Iterator[None]:
     """Say what to do where gloo, made in the block, finds no address on the network interface that it is to use.
 
     Raises:

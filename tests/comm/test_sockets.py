@@ -17,7 +17,7 @@ import psutil
 import pytest
 from lab_on_ranks import QUICK
 
-from distlab.comm.rendezvous import interface_explained, is_loopback
+from distlab.comm.rendezvous import explained, is_loopback
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "DISTLAB_TEST_SOCKETS"
@@ -123,5 +123,5 @@ def test_gloo_without_a_loopback_interface_says_what_to_do(tmp_path):
 def test_a_network_interface_that_is_not_there_is_told_with_those_that_are(monkeypatch):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     with pytest.raises(RuntimeError, match=r"rank 3: gloo finds .* eth7; this machine has lo, eth0: set GLOO_SOCKET_"):
-        with interface_explained(3):
+        with explained(3):
             raise RuntimeError("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth7")
