@@ -34,7 +34,7 @@ from distlab.comm import device as gpus
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
-from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
+from distlab.comm.rendezvous import Address, explained, make_store, network_interface, read_environment, variables
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
@@ -123,7 +123,10 @@ def init_group(
     if chosen == shared_memory.NAME:
         shared_memory.register()
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
+    with explained(rank):
+        dist.init_process_group(
+            chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options
+        )
     return chosen
 
 

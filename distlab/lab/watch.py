@@ -58,7 +58,7 @@ class Guard:
             self._is_looking = False
 
     def _look(self) -> None:
-        while not self._done.wait(LOOK_S):
+        while not self._done.wait(LOOK_S if self.watch is None else self.watch.look_s):
             watch, words = self.watch, ""
             if time.monotonic() > self.deadline:
                 words = "\n".join([f"{self.what} did not finish in {self.limit_s:g} s (--limit-s)", *self._waits()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -118,12 +119,13 @@ def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
 
 
 def _is_binary(path: Path) -> bool:
-    """Whether a file that is there begins neither as JSON does, nor as gzip."""
+    """Whether a file that is there begins neither as JSON does (in UTF-8, 16 or 32), nor as gzip."""
     begin = b"{"
     if path.is_file():
         with path.open("rb") as file:
             begin = file.read(64)
-    return begin[:2] != b"\x1f\x8b" and begin.strip().removeprefix(b"\xef\xbb\xbf")[:1] not in (b"{", b"[", b"")
+    text = begin.decode(json.detect_encoding(begin), "replace")
+    return begin[:2] != b"\x1f\x8b" and text.strip()[:1] not in ("{", "[", "")
 
 
 def _understood(trace: Trace, path: Path) -> Trace:

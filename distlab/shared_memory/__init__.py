@@ -9,11 +9,11 @@ gloo. Results are equal on all ranks and from run to run, bit for bit. Calls tha
 meets the others, naming what each calls. A rank that ends, leaves or fails ends the others' calls within 0.1 s
 (one that is killed in a group of 64: 0.4 s).
 
-Memory: per group at most 8 MiB per rank, and 2 MiB for each pair of ranks that sends messages one way; only pages that
-were used exist. Messages that are received in another order than they were sent lie with the receiver meanwhile.
-Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets of `DataParallel`, and shards
-and gradients of `FullyShard`, lie where all ranks of the group reach them (`collectives.buffers`): their collectives
-copy about half as much.
+Memory: per group at most 8 MiB per rank (of more than 16 ranks 128 MiB together), and 2 MiB for each pair of ranks that
+sends messages one way; only pages that were used exist. Messages that are received in another order than they were sent
+lie with the receiver meanwhile. Nothing has a name in /dev/shm or anywhere else, so nothing can be left behind. Buckets
+of `DataParallel`, and shards and gradients of `FullyShard`, lie where all ranks of the group reach them
+(`collectives.buffers`): their collectives copy about half as much.
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
 process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named, all

@@ -4,6 +4,8 @@ The group's first rank makes it (memfd: it has no name in any folder) and tells 
 `/proc`. Once all have mapped it, nobody holds it open: it is gone with the last of them, however they end.
 
     headers     one page per rank: its step, its state, its bell, who it is
+    roll        of even and of odd steps: how many all ranks together have posted, and what each calls; how many ranks
+                have gone
     slots       two per rank: what it shows to the others in even and in odd steps
     lanes       one for each ordered pair of ranks: messages from the one to the other
 
@@ -26,15 +28,17 @@ from distlab.shared_memory import futex
 
 PAGE = 4096
 STEP, STATE, BELL, REASON = 0, 64, 128, 256  # places in a header
+_NUM_GONE, _MARKS, _MARK_BYTES = 8, 64, 8  # places in the roll, behind the two counts
 PRESENT, LEFT, FAILED = 1, 2, 3
 REASON_BYTES = 1024
 LOOK_S = 0.05  # how often a rank that waits looks whether the others still live
-SLOT_BYTES = 4 << 20
+MAX_SLOT_BYTES, MIN_SLOT_BYTES = 4 << 20, 256 << 10
+MAX_SLOTS_BYTES = 128 << 20  # of all ranks together, as far as the least of a slot allows
 RECORD_BYTES = 512  # at the head of a slot: what its rank calls
 NUM_PIECES = 8  # of a lane
 MAX_LANE_BYTES = 2 << 20
 MAX_LANES_BYTES = 64 << 20
-MIN_PIECE_BYTES = 8 << 10
+MIN_PIECE_BYTES = 16 << 10
 TOO_LITTLE = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG)
 LANE_HEAD_BYTES = 5 * PAGE  # counters, letters and receipts
 
@@ -45,8 +49,11 @@ class Layout:
 
     size: int
     piece_bytes: int = field(init=False)
+    slot_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * self.size) // PAGE * PAGE))
+        object.__setattr__(self, "slot_bytes", slot_bytes)
         share = min(MAX_LANE_BYTES, MAX_LANES_BYTES // self.size**2) // NUM_PIECES
         object.__setattr__(self, "piece_bytes", max(MIN_PIECE_BYTES, share // PAGE * PAGE))
 
@@ -54,9 +61,23 @@ class Layout:
         """Where a rank's header begins."""
         return rank * PAGE
 
+    @property
+    def roll(self) -> int:
+        """Where the roll begins, with the counts first."""
+        return self.size * PAGE
+
+    def count(self, parity: int) -> int:
+        """Where the number of steps stands that all ranks together have posted."""
+        return self.roll + 4 * parity
+
+    def marks(self, parity: int) -> int:
+        """Where the marks of all ranks' calls stand, one after the other."""
+        return self.roll + _MARKS + parity * _MARK_BYTES * self.size
+
     def slot(self, rank: int, parity: int) -> int:
         """Where a rank's slot begins, with its record first."""
-        return (self.size + (2 * rank + parity) * (1 + SLOT_BYTES // PAGE)) * PAGE
+        pages_before = self.size + -(-(self.marks(2) - self.roll) // PAGE)
+        return (pages_before + (2 * rank + parity) * (1 + self.slot_bytes // PAGE)) * PAGE
 
     def data(self, rank: int, parity: int) -> int:
         """Where the data of a rank's slot begins."""
@@ -87,6 +108,7 @@ class Arena:
         self.owner = os.getpid()
         self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         self._states = [futex.word_at(self.header(r) + STATE) for r in range(size)]
+        self._num_gone = futex.word_at(self.base + self.layout.roll + _NUM_GONE)
 
     def header(self, rank: int) -> int:
         """Address of a rank's header."""
@@ -96,13 +118,18 @@ class Arena:
         """The data of a slot as a tensor."""
         key = (dtype, rank, parity)
         if key not in self._views:
-            count, start = SLOT_BYTES // dtype.itemsize, self.layout.data(rank, parity)
+            count, start = self.layout.slot_bytes // dtype.itemsize, self.layout.data(rank, parity)
             self._views[key] = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start)
         return self._views[key]
 
     def state(self, rank: int) -> int:
         """How a rank stands to the group: PRESENT, LEFT or FAILED; 0 while it has not come."""
         return self._states[rank].value
+
+    @property
+    def is_anyone_gone(self) -> bool:
+        """Whether a rank has left or failed."""
+        return self._num_gone.value > 0
 
     def change_state(self, state: int, reason: str = "") -> None:
         """Say how this rank stands to the group, and let everyone look who waits for it."""
@@ -111,7 +138,11 @@ class Arena:
         ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
         futex.fence()
         self._states[self.rank].value = state
+        if state > PRESENT:
+            futex.count(ctypes.addressof(self._num_gone))
         futex.wake(mine + STEP)
+        for parity in (0, 1):
+            futex.wake(self.base + self.layout.count(parity))
         for rank in range(self.size):
             futex.add(self.header(rank) + BELL)
 

@@ -4,8 +4,8 @@ In a step a rank writes into one of its two slots, by turns, and then posts: its
 others wrote in their step of the same number, once they have posted it. It begins to write the next step when all have
 posted the last one. So no rank is more than one step ahead, and a slot is written again only after all have read it.
 
-With each step a rank shows a record of its call: operation, dtype, shape, root, reduction. Who reads compares it with
-its own.
+With each step a rank shows a record of its call: operation, dtype, shape, root, reduction. A number that stands for it
+is entered on a roll; who reads compares it with its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import random
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ from distlab.shared_memory.arena import FAILED, PRESENT, RECORD_BYTES, STEP, Are
 from distlab.shared_memory.join import join
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
-_HEAD = 16
+_HEAD = 8
 _MAX_KNOWN = 4096
-MANY = 8  # ranks; of more one may wait for all and speak for them, and the order counts in which they are waited for
+_ALL = -1  # in place of a rank
+MANY = 8  # ranks; of more one may wait for all and speak for them, and who waits for all sleeps until the last has come
 RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
 
 
@@ -39,15 +40,14 @@ class Record:
     def __init__(self, text: str) -> None:
         self.text = text
         whole = text.encode()
-        mark = hashlib.blake2b(whole, digest_size=8).digest()
         shown = whole[: RECORD_BYTES - _HEAD]
-        self.data = mark + len(shown).to_bytes(8, "little") + shown
-        self.mark = int.from_bytes(mark, "little")
+        self.data = len(shown).to_bytes(_HEAD, "little") + shown
+        self.mark = int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little")
 
 
 def record_at(address: int) -> str:
     """Return the text of a record in shared memory."""
-    length = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
+    length = int.from_bytes(ctypes.string_at(address, _HEAD), "little")
     return ctypes.string_at(address + _HEAD, min(length, RECORD_BYTES - _HEAD)).decode(errors="replace")
 
 
@@ -83,10 +83,7 @@ class Meeting:
         self.rank, self.size = arena.rank, arena.size
         self.me = members[arena.rank]
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        if self.size > MANY:
-            # Where each waits for the ranks in the order in which they come, it sleeps and wakes once for each of them.
-            # In an order of chance it sleeps for the latest so far alone: ln n times of n.
-            random.Random(self.rank).shuffle(self.others)
+        self.is_many = self.size > MANY
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
@@ -95,12 +92,14 @@ class Meeting:
         self.record = Record("")
         self._posted = self.record  # the record shown with the last step
         self._all_came = True
+        layout, base, both = arena.layout, arena.base, (0, 1)
         self._steps = [arena.header(rank) + STEP for rank in range(self.size)]
         self._words = [futex.word_at(address) for address in self._steps]
-        layout, base, both = arena.layout, arena.base, (0, 1)
+        self._counts = [base + layout.count(parity) for parity in both]
+        self._counted = [futex.word_at(address) for address in self._counts]
         self._slots = [[base + layout.slot(rank, parity) for parity in both] for rank in range(self.size)]
         self._data = [[base + layout.data(rank, parity) for parity in both] for rank in range(self.size)]
-        self._marks = [[ctypes.c_uint64.from_address(slot) for slot in slots] for slots in self._slots]
+        self._marks = [(ctypes.c_uint64 * self.size).from_address(base + layout.marks(parity)) for parity in both]
         self._look = futex.timeout_at(look_s(self.size))
 
     def begin(self, record: Record) -> None:
@@ -136,9 +135,14 @@ class Meeting:
         """Show what was written since `open`, and the call's record with it."""
         record, parity = self.record, 1 - self.parity
         ctypes.memmove(self._slots[self.rank][parity], record.data, len(record.data))
+        self._marks[parity][self.rank] = record.mark
         self.step, self.parity, self._posted = self.step + 1, parity, record
         self._all_came = self.size == 1
         futex.add(self._steps[self.rank])
+        if self.is_many:
+            futex.count(self._counts[parity])
+            if not self._is_behind(_ALL, self.step):
+                futex.wake(self._counts[parity])  # this rank is the last one
 
     def read(self, rank: int) -> int:
         """Wait until a rank has posted this step too; return where its data stand.
@@ -147,12 +151,10 @@ class Meeting:
             ValueError: it makes another call.
             RuntimeError: it has ended, left or failed, or does not come in time.
         """
-        word = self._words[rank]
-        if (word.value - self.step) & 0x80000000:
-            self._await(rank, word, self.step)
-        futex.fence()
-        if self._differs(rank):
-            self._refuse()
+        if not self._all_came:
+            self._await(rank, self.step)
+            if self._differs(rank):
+                self._refuse()
         return self._data[rank][self.parity]
 
     def hear(self, leader: int) -> int:
@@ -165,47 +167,63 @@ class Meeting:
             ValueError: the ranks do not make the same call.
             RuntimeError: the leader has ended, left or failed, or a rank does not come in time.
         """
-        try:
-            self._await(leader, self._words[leader], self.step + 1)
-        except RuntimeError:
-            if any(not self._is_behind(r) and self._differs(r) for r in self.others):
-                self._refuse()
-            raise
+        self._await(leader, self.step + 1)
         self.post()
+        place = self.read(leader)
         self._all_came = True
-        return self.read(leader)
+        return place
+
+    def read_each(self) -> Iterator[tuple[int, int]]:
+        """Yield the other ranks and where their data stand: of few ranks each as soon as it has come."""
+        if self.is_many:
+            self.read_all()
+        for rank in self.others:
+            yield rank, self.read(rank)
 
     def read_all(self) -> list[int]:
         """Wait for all; return where each rank's data stand, one's own too."""
-        step, parity, mark, words, marks = self.step, self.parity, self._posted.mark, self._words, self._marks
-        for rank in self.others:  # as `read`, which takes twice as long for one of many
-            word = words[rank]
-            if (word.value - step) & 0x80000000:
-                self._await(rank, word, step)
+        step, mark, marks, words = self.step, self._posted.mark, self._marks[self.parity], self._words
+        if self.is_many:
+            self._await(_ALL, step)
+            if bytes(marks) != mark.to_bytes(8, sys.byteorder) * self.size:
+                self._refuse()
+        for rank in () if self.is_many else self.others:  # as `read`, which takes twice as long for one of several
+            if (words[rank].value - step) & 0x80000000:
+                self._await(rank, step)
             futex.fence()
-            if marks[rank][parity].value != mark:
+            if marks[rank] != mark:
                 self._refuse()
         self._all_came = True
-        return [places[parity] for places in self._data]
+        return [places[self.parity] for places in self._data]
 
-    def _await(self, rank: int, word: ctypes.c_int32, step: int) -> None:
-        address, deadline = self._steps[rank], 0.0
+    def _await(self, rank: int, step: int) -> None:
+        """Sleep until a rank, or _ALL, have posted a step."""
+        address, word, deadline, looks = self._steps[rank], self._words[rank], 0.0, 0
+        if rank == _ALL:
+            address, word = self._counts[step & 1], self._counted[step & 1]
         while True:
             seen = word.value
-            if not (seen - step) & 0x80000000:
-                return
+            if not self._is_behind(rank, step):
+                break
             futex.wait(address, seen, self._look)
-            if word.value != seen:  # else: does it still live? To read that takes 25 us
+            if word.value != seen:  # else: do they still live? To read that of one takes 25 us
+                continue
+            if any(not self._is_behind(other, self.step) and self._differs(other) for other in self.others):
+                self._refuse()
+            late = [other for other in self.others if rank in (other, _ALL) and self._is_behind(other, step)]
+            if not late:
                 continue
             now = time.monotonic()
-            deadline = deadline or now + self.timeout_s
-            reason = self.failure or why_gone(self.arena, rank, self.members)
+            deadline, looks = deadline or now + self.timeout_s, looks + 1
+            gone = next((one for one in late if self.arena.state(one) > PRESENT), late[looks % len(late)])
+            reason = self.failure or why_gone(self.arena, gone, self.members)
             if now > deadline:
-                late = next(filter(self._is_behind, (rank, *self.others)), rank)  # for whom the leader waits
-                late, call = self.members[late], self._posted.text
-                reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {late} to make its call of {call}"
-            if reason and (word.value - step) & 0x80000000:
+                for_whom = next((one for one in (*late, *self.others) if self._is_behind(one, self.step)), late[0])
+                whom, call = self.members[for_whom], self._posted.text  # the leader waits for others
+                reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {whom} to make its call of {call}"
+            if reason and self._is_behind(rank, step):
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
+        futex.fence()
 
     def _refuse(self) -> None:
         """Name what every rank calls in this step.
@@ -216,9 +234,9 @@ class Meeting:
         limit = time.monotonic() + GRACE_S
         lines = []
         for rank in range(self.size):
-            while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
+            while self._is_behind(rank, self.step) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
                 futex.wait(self._steps[rank], self._words[rank].value, self._look)
-            if self._is_behind(rank):
+            if self._is_behind(rank, self.step):
                 lines.append(f"  rank {self.members[rank]} has not called it yet")
             else:
                 text = record_at(self._slots[rank][self.parity])
@@ -227,10 +245,13 @@ class Meeting:
         raise ValueError("\n".join([head, *lines, RULE]))
 
     def _differs(self, rank: int) -> bool:
-        return bool(self._marks[rank][self.parity].value != self._posted.mark)
+        return self._marks[self.parity][rank] != self._posted.mark
 
-    def _is_behind(self, rank: int) -> bool:
-        return bool((self._words[rank].value - self.step) & 0x80000000)
+    def _is_behind(self, rank: int, step: int) -> bool:
+        """Whether a rank, or any (_ALL), has yet to post a step; words go on from their largest value to the least."""
+        if rank == _ALL:  # even and odd steps count apart: one rank may post the next step before all post this one
+            return bool((self._counted[step & 1].value - (step + 1) // 2 * self.size) & 0x80000000)
+        return bool((self._words[rank].value - step) & 0x80000000)
 
     def fail(self, error: BaseException) -> None:
         """Remember that a call failed, and let the others know, who may wait for this rank."""

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,8 +27,7 @@ from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Workload
 from simulator import Step, simulate
 
-UPDATES = 10
-TOLERANCE = 1e-5  # fp32, SGD with momentum
+UPDATES, TOLERANCE = 10, 1e-5  # fp32, SGD with momentum
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
 CONTEXT = 64  # bytes in a sample
 Batch = tuple[Tensor, Tensor]
@@ -120,16 +120,16 @@ class Trainer:
 
 def run(lab: Lab[Settings]) -> None:
     """Train in one process, then with every rung; then time those that are right."""
-    settings = lab.settings
-    text = python_documentation() if settings.data is None else read_text(settings.data, CONTEXT)
-    corpus = ByteCorpus(text, CONTEXT)
+    data = lab.settings.data
+    corpus = ByteCorpus(python_documentation() if data is None else read_text(data, CONTEXT), CONTEXT)
     wanted = train_alone(lab, corpus)
     broadcast = lab.function("03.broadcast")
     right = [trainer for rung in ladder(lab) if (trainer := train(lab, corpus, rung, broadcast, wanted)) is not None]
     alone = Trainer(lab, Rung("no averaging", lambda model: (model, None), "", 0), None)
-    before = measure_round(lab.member.device)
+    calibrate = partial(measure_round, lab.member.device, works={}, largest_bytes=wanted.nbytes)
+    before = calibrate()
     time_steps(lab, corpus, [alone, *right])
-    report_times(lab, alone, right, median_round([before, measure_round(lab.member.device)]))
+    report_times(lab, alone, right, median_round([before, calibrate()]))
 
 
 def ladder(lab: Lab[Settings]) -> list[Rung]:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,3 +98,28 @@ def test_training_goes_on_while_one_ranks_disk_is_full(capfd, record_property):
             assert ranks.run(train) == [4.0, 4.0], job
             record_property("seconds", time.monotonic() - begin)
     assert capfd.readouterr().out.count("recorded no more") == 1
+
+
+PRINTS = """
+import sys
+from distlab.comm import Ranks
+
+def loud(turn):
+    print("x" * 3000)
+    return turn
+
+with Ranks(2) as ranks:
+    sys.stderr.write(repr([ranks.run(loud, turn) for turn in range(1, 4)]))
+"""
+
+
+def test_a_job_goes_on_where_what_its_ranks_print_finds_no_room(tmp_path):
+    """The launcher's own output, such as a file on a full disk."""
+    (tmp_path / "script.py").write_text(PRINTS)
+    with Path("/dev/full").open("w") as full_disk:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "script.py"], stdout=full_disk, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    assert "[[1, 1], [2, 2], [3, 3]]" in done.stderr
+    assert done.stderr.count("the ranks go on, but what they print is shown no more (No space left on device") == 1
+    assert "Traceback" not in done.stderr.partition("Exception ignored")[0]

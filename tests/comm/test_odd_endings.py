@@ -22,7 +22,7 @@ from distlab.comm.launch import fork_client, torchrun
 from distlab.comm.launch import ranks as rounds
 from distlab.comm.launch.failures import describe_exit
 from distlab.comm.launch.fork_client import ForkServer, fork_server
-from distlab.comm.launch.output import Output
+from distlab.comm.launch.output import Output, Screen
 from distlab.comm.launch.pool import Pool
 
 
@@ -137,7 +137,7 @@ def test_a_program_whose_output_takes_few_letters_or_is_closed_goes_on(monkeypat
     os.close(write)
     narrow = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", narrow)
-    assert not Output(0, read, echo=True).read()
+    assert not Output(0, read, Screen()).read()
     narrow.flush()
     assert narrow.buffer.getvalue() == b"[rank 0] 5 \xb5s \\u2713\n"
     os.close(read)

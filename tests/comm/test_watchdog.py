@@ -11,6 +11,7 @@ from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
 from distlab.comm.watch import watchdog as module
 from distlab.comm.watch.standing import describe, standings_of
+from distlab.comm.watch.watch import TELL_S, Watch
 from distlab.comm.watch.watchdog import Watchdog, find_deadlock
 
 
@@ -357,3 +358,20 @@ def test_a_rank_that_says_itself_that_it_has_finished_is_taken_for_finished(job,
     job.writers[1].finish()
     job.wait(0, "all_reduce")
     assert "rank 1 has returned without it" in verdict(job)
+
+
+def test_who_asks_whether_one_rank_has_finished_opens_no_other_record(job):
+    """Each rank of a large job asks for those before it; where each opened all, n * n files would be opened."""
+    job = job(4)
+    watchdog = Watchdog(job.folder, 4, since_ns=0)
+    assert not watchdog.is_finished(0)
+    job.writers[0].finish()
+    assert watchdog.is_finished(0)
+    assert set(watchdog._readers) == {0}
+    assert not Watchdog(job.folder / "nowhere", 4, since_ns=0).is_finished(0)
+
+
+def test_ranks_of_a_large_job_look_less_often_and_before_one_that_ends_is_gone(job, tmp_path):
+    seconds = [Watch(0, Watchdog(tmp_path, ranks, since_ns=0), tmp_path / "board").look_s for ranks in (2, 16, 32, 999)]
+    assert seconds == [0.25, 0.25, 0.5, 0.75]
+    assert seconds[-1] < TELL_S

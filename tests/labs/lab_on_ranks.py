@@ -88,7 +88,7 @@ def start(
     import torch.distributed as dist
 
     measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
-    preload("distlab.lab", *measured, "distlab.collectives", "distlab.data_parallel", "distlab.grading")
+    preload("distlab.lab", *measured, "distlab.collectives", "distlab.data_parallel", "lab_on_ranks:load_lessons")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = (script, arguments, store.port, str(folder))
     started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
@@ -99,6 +99,14 @@ def start(
             said = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
             error.add_note(f"--- the lab on rank {path.parent.name} ---\n{said}")
         raise
+
+
+def load_lessons() -> None:
+    """Load in the fork server what each rank of a lab would load alike."""
+    from distlab.grading import load_lesson
+
+    for number in QUICK:
+        load_lesson(number)
 
 
 def run_as_torchrun_does(

@@ -104,10 +104,12 @@ def test_64_ranks_start_soon(record_property):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", ["01", "03"])
 def test_a_lab_on_64_ranks(lab, number, record_property):
+    """Time and memory each in a run of its own: a look at the pages of 64 ranks takes a third of a core."""
     begin = time.perf_counter()
+    facts(lab(number, 64, "--json"))
+    within(record_property, f"lab {number} on 64 ranks in", time.perf_counter() - begin, 20, "s")
     with Peak() as peak:
         facts(lab(number, 64, "--json"))
-    within(record_property, f"lab {number} on 64 ranks in", time.perf_counter() - begin, 20, "s")
     within(record_property, f"lab {number} on 64 ranks holds", peak.num_bytes / 2**30, 4, "GiB")
 
 

@@ -1,9 +1,12 @@
 import numpy as np
 import pytest
+import torch
 
 from distlab.measure import Round, fit_cluster, median_round
+from distlab.measure.machine import speed
 from distlab.measure.machine.speed import MESSAGE_BYTES, Observation, fit_device
 from distlab.plan import Contention, Work
+from simulator import all_reduce_s
 
 WORKS = [Work(1e6 * k**2, 1e5 * (7 - k) ** 2, 10 + k) for k in range(1, 7)]
 
@@ -52,6 +55,26 @@ def test_rounds_combine_by_median_and_fit_to_a_cluster():
     assert cluster.num_devices == 4
     assert cluster.device.matmul_flops_per_s == pytest.approx(2e10 / 1.1)
     assert cluster.contention.compute_slowdown == pytest.approx(1.65)
+
+
+def messages_timed(largest_bytes):
+    """Return the sizes whose all-reduces a round times, with steps and all-reduces that take a time by their size."""
+    timed = []
+    speed._time_reference = lambda *_: observed(1e-5, 2e10, 5e9)
+    speed._time_contention = lambda device: (0.9, 0.9)
+    speed._time_all_reduce = lambda size, *_: timed.append(size) or 1e-4 + size / 1e9
+    device, named = torch.device("cpu"), {} if largest_bytes is None else {"largest_bytes": largest_bytes}
+    found = speed.measure_round(device, works={"counted": Work()}, **named)
+    link = fit_cluster(found, 2).intra_node
+    return timed, len(found.all_reduce_s), all_reduce_s(1e6, 2, link)
+
+
+@pytest.mark.parametrize(("largest_bytes", "num_sizes"), [(1, 3), (524_288, 3), (524_289, 4), (1 << 30, 5), (None, 5)])
+def test_messages_up_to_the_largest_one_to_be_predicted_are_timed(ranks, largest_bytes, num_sizes):
+    for timed, length, second_s in ranks(2).run(messages_timed, largest_bytes):
+        assert timed == list(MESSAGE_BYTES[:num_sizes])
+        assert length == num_sizes
+        assert second_s == pytest.approx(1e-4 + 1e-3, rel=0.05), "what is not timed follows from what is"
 
 
 def test_one_rank_has_no_link_to_fit():

@@ -226,6 +226,17 @@ def test_ranks_of_one_process_number_are_told_by_their_files(tmp_path):
     assert measured.num_steps == 2
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_a_trace_in_another_encoding_says_the_same(tmp_path, encoding):
+    """Windows' PowerShell writes UTF-16 where a program's output goes into a file by `>`."""
+    path = marked(tmp_path, "rank1.json")
+    wanted = read_files([path]).measured
+    path.write_bytes(f"\r\n{path.read_text()}".encode(encoding))
+    found = read_files([path]).measured
+    assert (found.ranks, found.num_steps) == ((1,), 2)
+    assert str(found) == str(wanted)
+
+
 def test_of_many_ranks_without_a_trace_the_number_is_told(tmp_path):
     """A billion ranks, which a file may claim, take no room."""
     path = marked(tmp_path, "rank3.json")

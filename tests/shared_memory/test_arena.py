@@ -7,7 +7,6 @@ import pytest
 from distlab.shared_memory.arena import (
     LANE_HEAD_BYTES,
     NUM_PIECES,
-    SLOT_BYTES,
     Layout,
 )
 from distlab.shared_memory.messages.letters import LETTER_BYTES, LETTERS, NUM_LETTERS, NUM_RECEIPTS, RECEIPTS, Letter
@@ -18,9 +17,10 @@ MIB = 1 << 20
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 64])
 def test_nothing_overlaps(size):
     layout, ranks = Layout(size), range(size)
-    spans = [(layout.header(rank), 4096) for rank in ranks]
+    spans = [(layout.header(rank), 4096) for rank in ranks] + [(layout.roll, 64)]
+    spans += [(layout.marks(parity), 8 * size) for parity in (0, 1)]
     spans += [
-        (layout.slot(rank, parity), layout.data(rank, parity) + SLOT_BYTES - layout.slot(rank, parity))
+        (layout.slot(rank, parity), layout.data(rank, parity) + layout.slot_bytes - layout.slot(rank, parity))
         for rank in ranks
         for parity in (0, 1)
     ]
@@ -36,8 +36,9 @@ def test_nothing_overlaps(size):
 def test_it_is_as_small_as_the_package_says(size):
     layout = Layout(size)
     assert NUM_PIECES * layout.piece_bytes <= 2 * MIB
-    assert 2 * SLOT_BYTES == 8 * MIB
-    assert layout.num_bytes <= size * (8 * MIB + 3 * 4096) + size**2 * (2 * MIB + LANE_HEAD_BYTES)
+    assert layout.slot_bytes <= 4 * MIB
+    assert 2 * size * layout.slot_bytes <= 128 * MIB
+    assert layout.num_bytes <= size * (8 * MIB + 3 * 4096) + 4096 + size**2 * (2 * MIB + LANE_HEAD_BYTES)
 
 
 def test_letters_stand_before_the_pieces():

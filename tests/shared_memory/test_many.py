@@ -81,6 +81,31 @@ def test_one_rank_reads_all_and_combines_in_the_order_of_ranks():
                     assert waits == 0, (rank, place)
 
 
+def waited_for():
+    """Return for which ranks this one waits in calls in which each needs something of all."""
+    seen, waits, n = [], meeting.Meeting._await, dist.get_world_size()
+
+    def noted(self, rank, step):
+        seen.append(rank)
+        waits(self, rank, step)
+
+    meeting.Meeting._await = noted
+    try:
+        dist.all_reduce(torch.ones(200_000))
+        dist.all_gather([torch.empty(3) for _ in range(n)], torch.ones(3))
+        dist.all_to_all_single(torch.empty(n), torch.ones(n))
+        dist.barrier()
+    finally:
+        meeting.Meeting._await = waits
+    return set(seen)
+
+
+def test_of_many_ranks_each_waits_for_all_at_once():
+    """It sleeps once, and not once for each rank that comes."""
+    with Ranks(NUM_RANKS, backend="shared", timeout_s=120) as ranks:
+        assert set().union(*ranks.run(waited_for)) == {meeting._ALL}
+
+
 def told(how):
     """Return what each rank is told when rank 5 calls something else, ends, or comes too late."""
     group = dist.new_group(timeout=timedelta(seconds=2 if how == "late" else 60))
@@ -88,10 +113,10 @@ def told(how):
     mine = dist.get_rank() == 5
     if mine and how == "ends":
         os._exit(3)
-    if mine and how == "late":
+    if (mine and how == "late") or (dist.get_rank() == 7 and how == "differs, and one is late"):
         time.sleep(4)
     try:
-        dist.all_reduce(torch.ones(5 if mine and how == "differs" else 4), group=group)
+        dist.all_reduce(torch.ones(5 if mine and "differs" in how else 4), group=group)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -101,13 +126,19 @@ def told(how):
     ("how", "kind", "says"),
     [
         ("differs", "ValueError", "  rank 5: all_reduce float32[5]\n  rank 6: all_reduce float32[4]"),
+        (
+            "differs, and one is late",
+            "ValueError",
+            "  rank 5: all_reduce float32[5]\n  rank 6: all_reduce float32[4]\n  rank 7 has not called it yet",
+        ),
         ("late", "RuntimeError", "timed out waiting 2000 ms for rank 5 to make its call of all_reduce float32[4]"),
     ],
 )
 def test_each_of_many_ranks_is_told_which_rank_it_is(how, kind, says):
     with Ranks(NUM_RANKS, backend="shared", timeout_s=120, record=False) as ranks:
         for rank, (name, text) in enumerate(ranks.run(told, how)):
-            assert how == "late" and rank == 5 or (name == kind and says in text), (rank, text)
+            is_late = "late" in how and rank == (5 if how == "late" else 7)
+            assert is_late or (name == kind and says in text), (rank, text)
 
 
 def test_of_many_ranks_one_that_ended_is_the_cause():

@@ -143,6 +143,24 @@ def test_each_side_is_rung_at_every_piece_that_it_can_move():
     assert rung()[1] == 3 * arena.NUM_PIECES - 1, "the caller rings at the end"
 
 
+def test_small_pieces_are_moved_together_before_the_other_side_is_rung(monkeypatch):
+    """In a large group: to wake the other side takes longer than to copy some of them."""
+    monkeypatch.setattr(arena, "MAX_LANE_BYTES", arena.NUM_PIECES * arena.MIN_PIECE_BYTES)
+    out, lane, rung, _memory = both_ends()
+    source = torch.arange(3 * arena.MAX_LANE_BYTES // 8)
+    target = torch.zeros_like(source)
+    send, receive = (Message(1 - k, 0, one, 0, "", SharedWork([]), 0.0) for k, one in enumerate((source, target)))
+    out.waiting.append(send)
+    turns = 0
+    while not receive.work.is_over:
+        assert out.advance(), "the caller rings"
+        assert lane.advance([] if turns else [receive])
+        turns += 1
+    assert turns == 3
+    assert rung() == [0, 0]
+    assert torch.equal(source, target)
+
+
 def test_receipts_for_which_there_is_no_room_come_later():
     (out, lane, _, _memory), count = both_ends(), NUM_RECEIPTS + 88
     sends = [Message(1, tag, torch.full((1,), tag), 0, "", SharedWork([]), 0.0) for tag in range(count)]

@@ -21,7 +21,7 @@ from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, f
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.output import Output
+from distlab.comm.launch.output import Output, Screen
 from distlab.comm.launch.worker import stack_path
 from distlab.nodes import Nodes
 
@@ -83,6 +83,7 @@ class Pool:
     def __post_init__(self) -> None:
         self._server = fork_server()
         self._selector = selectors.DefaultSelector()
+        self._screen = Screen(is_on=self.echo)
         self._is_down = False
         self.folder = self._server.make_folder()
         self._name = self.folder.name
@@ -120,7 +121,7 @@ class Pool:
         ours, theirs = socket.socketpair()
         output_r, output_w = os.pipe()
         status_r, status_w = os.pipe()
-        process = RankProcess(rank, Connection(ours.detach()), Output(rank, output_r, self.echo), status_r)
+        process = RankProcess(rank, Connection(ours.detach()), Output(rank, output_r, self._screen), status_r)
         self.ranks.append(process)
         for fileobj, name in ((process.connection, "reply"), (output_r, "output"), (status_r, "status")):
             self._selector.register(fileobj, selectors.EVENT_READ, (rank, name))
@@ -171,8 +172,8 @@ class Pool:
                 event = self._read_reply(rank)  # its last word, which may have arrived after the select
                 self._read_output(rank)
                 events.append(event or Event(rank, None))
-        if names["output"] and self.echo and sys.stdout is not None:
-            sys.stdout.flush()
+        if names["output"]:
+            self._screen.flush()
         return events
 
     def _read_output(self, rank: int) -> None:

@@ -33,6 +33,7 @@ from distlab.comm.watch.watchdog import Watchdog
 from distlab.shared_memory.join import kernel_and_user
 
 LOOK_S = 0.25
+LOOKERS = 16  # of more ranks each looks less often, so that all together do no more than so many
 TELL_S = 1.0  # for the other ranks to say where they stand
 GRACE_S = 0.5  # for the other ranks' calls to be made, when this one has failed
 _OWN = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py", "distlab/shared_memory/", "<frozen runpy>")
@@ -52,11 +53,17 @@ class Watch:
         self.rank, self.watchdog, self.prefix = rank, watchdog, prefix
         self._board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
+    @property
+    def look_s(self) -> float:
+        """Seconds from one look to the next: less than one that ends leaves the others to tell where they stand."""
+        return min(0.75 * TELL_S, LOOK_S * max(1.0, self.watchdog.world_size / LOOKERS))
+
     def look(self) -> str:
         """Return why the job cannot go on, as this rank or another one has found it; else ""."""
         if said := self.said():
             return said
-        if not all(self.watchdog.is_finished(rank) for rank in self.watchdog.ranks if rank < self.rank):
+        finished = self.watchdog.is_finished
+        if not all(map(finished, [rank for rank in self.watchdog.ranks if rank < self.rank])) or finished(self.rank):
             return ""
         words = self.watchdog.check()
         return "" if words is None else self.tell(self.prefix + words)
@@ -151,7 +158,7 @@ def _looking(eye: Watch, recorder: Recorder) -> Iterator[None]:
 
 
 def _look(eye: Watch, done: threading.Event, main: int) -> None:
-    while not done.wait(LOOK_S):
+    while not done.wait(eye.look_s):
         try:
             words = eye.look()
         except Exception as error:

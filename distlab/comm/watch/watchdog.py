@@ -209,9 +209,8 @@ class Watchdog:
 
     def is_finished(self, rank: int) -> bool:
         """Tell whether a rank's record says that it makes no more calls."""
-        if rank not in self._readers:
-            self._follow()
-        return rank in self._readers and self._readers[rank].header().is_finished
+        reader = self._reader(rank)
+        return reader is not None and reader.header().is_finished
 
     def open(self) -> None:
         """Open all records that are there, so that their files may be removed."""
@@ -220,12 +219,18 @@ class Watchdog:
     def _new_ledger(self) -> Ledger:
         return Ledger(unseen=set(range(self.world_size)) - set(self.ranks))
 
+    def _reader(self, rank: int) -> RecordReader | None:
+        """Return what reads a rank's record, once that is there."""
+        if rank not in self._readers:
+            path = self.folder / f"rank{rank}.rec"
+            if path.exists() and RecordReader.is_ready(path):
+                self._readers[rank] = RecordReader(path)
+        return self._readers.get(rank)
+
     def _follow(self) -> None:
         """Find the ranks that have begun this job; begin anew when they have begun another."""
         for rank in self.ranks:
-            path = self.folder / f"rank{rank}.rec"
-            if rank not in self._readers and path.exists() and RecordReader.is_ready(path):
-                self._readers[rank] = RecordReader(path)
+            self._reader(rank)
         headers = {rank: reader.header() for rank, reader in self._readers.items()}
         here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
         if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):

@@ -34,6 +34,7 @@ from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import fit_link
 
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
+LEAST_SIZES = 3  # of MESSAGE_BYTES: latency and bandwidth come from two, and one more tells how well they fit
 OVERLAP_MESSAGE_BYTES = 1_048_576
 REPEATS = 3  # of each reference model's step in a round
 SOURCE = "fitted by distlab calibrate"
@@ -85,7 +86,7 @@ class Round:
 
     Attributes:
         observations: compute, by reference model and phase.
-        all_reduce_s: seconds of one all-reduce, for each of MESSAGE_BYTES; where there are nodes, inside a node.
+        all_reduce_s: seconds of one all-reduce, for the first of MESSAGE_BYTES; where there are nodes, inside a node.
         contention: slow-downs of computing and communicating at the same time.
         between_s: likewise between the ranks of one place in all nodes; () where there is one node.
     """
@@ -101,6 +102,7 @@ def measure_round(
     *,
     works: dict[str, Work] | None = None,
     nodes: Mapping[str, dist.ProcessGroup] | None = None,
+    largest_bytes: int = MESSAGE_BYTES[-1],
 ) -> Round:
     """Take one round of measurements. Every rank calls it at the same time.
 
@@ -108,6 +110,7 @@ def measure_round(
         device: where the rank computes.
         works: counts of an earlier round, to save counting again; filled in by the first.
         nodes: this rank's `node_groups`, where the link inside nodes and the one between them are to be told apart.
+        largest_bytes: the largest message to be predicted; messages up to the next of MESSAGE_BYTES are timed.
     """
     works = {} if works is None else works
     if not works:
@@ -115,13 +118,14 @@ def measure_round(
     starter = Starter(device)
     observations = [row for reference in REFERENCES for row in _time_reference(reference, starter, works)]
     groups = [None] if nodes is None else [nodes["local"], nodes["node"]]
-    times = [_time_all_reduce(size, device, group) for group in groups for size in MESSAGE_BYTES]
+    sizes = MESSAGE_BYTES[: max(LEAST_SIZES, 1 + sum(size < largest_bytes for size in MESSAGE_BYTES))]
+    times = [_time_all_reduce(size, device, group) for group in groups for size in sizes]
     speeds = _time_contention(device)
     means = mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device)
     observations = [replace(row, seconds=mean) for row, mean in zip(observations, means, strict=False)]
     contention = Contention(max(1.0, 1 / means[-2]), max(1.0, 1 / means[-1]))
     found = tuple(means[len(observations) : -2])
-    return Round(tuple(observations), found[: len(MESSAGE_BYTES)], contention, found[len(MESSAGE_BYTES) :])
+    return Round(tuple(observations), found[: len(sizes)], contention, found[len(sizes) :])
 
 
 def median_round(rounds: Sequence[Round]) -> Round:
@@ -152,7 +156,7 @@ def fit_cluster(
 
 
 def _fit_ring(seconds: Sequence[float], num_ranks: int, name: str) -> Link:
-    return fit_link(MESSAGE_BYTES, seconds, num_ranks, "ring", name=name, source=SOURCE)
+    return fit_link(MESSAGE_BYTES[: len(seconds)], seconds, num_ranks, "ring", name=name, source=SOURCE)
 
 
 def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:

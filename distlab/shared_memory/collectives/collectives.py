@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from distlab.shared_memory.arena import SLOT_BYTES
 from distlab.shared_memory.collectives.buffers import Buffers, combine
 from distlab.shared_memory.collectives.dense import bytes_of
 from distlab.shared_memory.collectives.reductions import Reduction
@@ -34,7 +33,8 @@ class Collectives:
     def __init__(self, meeting: Meeting) -> None:
         self.meeting, self.rank, self.size, self.others = meeting, meeting.rank, meeting.size, meeting.others
         self.buffers = Buffers(meeting)
-        self._share_bytes = SLOT_BYTES // self.size // ALIGN * ALIGN  # of a slot, for one rank
+        self._slot_bytes = meeting.arena.layout.slot_bytes
+        self._share_bytes = self._slot_bytes // self.size // ALIGN * ALIGN  # of a slot, for one rank
         self._views: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
 
     def barrier(self) -> None:
@@ -115,9 +115,9 @@ class Collectives:
         """Copy out the results of the others' shares."""
         if root not in (-1, self.rank):
             return
-        for rank in self.others:
+        for rank, shown in self.meeting.read_each():
             start, length = parts[rank]
-            source = self.meeting.read(rank) + rank * (self._share_bytes // itemsize) * itemsize
+            source = shown + rank * (self._share_bytes // itemsize) * itemsize
             copy(base + start * itemsize, source, length * itemsize)
 
     def _small(self, flat: torch.Tensor, reduction: Reduction, root: int, *, is_led: bool) -> None:
@@ -200,17 +200,17 @@ class Collectives:
                 copy(outputs[rank], flats[rank].data_ptr(), num_bytes)
             self.barrier()
             return
-        for start, length in pieces(num_bytes, SLOT_BYTES):
+        for start, length in pieces(num_bytes, self._slot_bytes):
             copy(meeting.open(), source + start, length)
             meeting.post()
             copy(outputs[self.rank] + start, source + start, length)
-            for rank in self.others:
-                copy(outputs[rank] + start, meeting.read(rank), length)
+            for rank, shown in meeting.read_each():
+                copy(outputs[rank] + start, shown, length)
 
     def broadcast(self, address: int, num_bytes: int, root: int) -> None:
         """Copy the root's bytes to all; the root goes on once it has shown them."""
         meeting = self.meeting
-        for start, length in pieces(num_bytes, SLOT_BYTES):
+        for start, length in pieces(num_bytes, self._slot_bytes):
             slot = meeting.open()
             if root == self.rank:
                 copy(slot, address + start, length)
@@ -221,15 +221,15 @@ class Collectives:
     def gather(self, outputs: Sequence[int], source: int, num_bytes: int, root: int) -> None:
         """Copy every rank's bytes to the root's addresses `outputs`."""
         meeting = self.meeting
-        for start, length in pieces(num_bytes, SLOT_BYTES):
+        for start, length in pieces(num_bytes, self._slot_bytes):
             slot = meeting.open()
             if root != self.rank:
                 copy(slot, source + start, length)
             meeting.post()
             if root == self.rank:
                 copy(outputs[root] + start, source + start, length)
-                for rank in self.others:
-                    copy(outputs[rank] + start, meeting.read(rank), length)
+                for rank, shown in meeting.read_each():
+                    copy(outputs[rank] + start, shown, length)
 
     def scatter(self, output: int, sources: Sequence[int], num_bytes: int, root: int) -> None:
         """Copy to each rank the bytes at the root's address of its number."""
@@ -259,9 +259,9 @@ class Collectives:
                 address, length = inputs[rank]
                 copy(slot + rank * share, address + start, max(0, min(share, length - start)))
             meeting.post()
-            for rank in self.others:
+            for rank, shown in meeting.read_each():
                 address, length = outputs[rank]
-                copy(address + start, meeting.read(rank) + me * share, max(0, min(share, length - start)))
+                copy(address + start, shown + me * share, max(0, min(share, length - start)))
 
     def agree_on_sizes(self, outputs: Sequence[tuple[int, int]], inputs: Sequence[tuple[int, int]]) -> int:
         """Check that each rank sends as many bytes as its peer expects; return the largest number.

@@ -30,6 +30,7 @@ from distlab.shared_memory.work import SharedWork
 POSTED, WRITTEN, HEARD = 0, 64, 68  # places of a lane's counters: the sender's (letters, pieces, receipts)
 READ, NOTED, TOLD = 128, 132, 192  # and the receiver's (pieces, letters, receipts)
 _WRAP = 1 << 30
+WORTH_A_RING = 64 << 10  # bytes of a piece from which on both ends copy at once; to copy fewer is faster than to wake
 copy = ctypes.memmove
 
 
@@ -38,6 +39,7 @@ class _Lane:
 
     Attributes:
         ring: lets the other end look.
+        copies_at_once: whether the receiver copies one piece while the sender writes the next.
     """
 
     def __init__(self, arena: Arena, source: int, destination: int) -> None:
@@ -45,6 +47,7 @@ class _Lane:
         other = destination if arena.rank == source else source
         self.ring = functools.partial(futex.add, arena.header(other) + BELL)
         self.piece_bytes = arena.layout.piece_bytes
+        self.copies_at_once = self.piece_bytes >= WORTH_A_RING
         self.posted = futex.word_at(base + POSTED)
         self.written = futex.word_at(base + WRITTEN)
         self.heard = futex.word_at(base + HEARD)
@@ -130,8 +133,8 @@ class OutLane(_Lane):
             written = (written + 1) % _WRAP
             futex.fence()
             self.written.value = written
-            if message.moved < message.num_bytes:
-                self.ring()  # the receiver copies this piece while the next one is written
+            if self.copies_at_once and message.moved < message.num_bytes:
+                self.ring()
         return written != first
 
 
@@ -225,7 +228,7 @@ class InLane(_Lane):
             read = (read + 1) % _WRAP
             futex.fence()
             self.read.value = read
-            if self._moved + NUM_PIECES * self.piece_bytes < message.num_bytes:
+            if self.copies_at_once and self._moved + NUM_PIECES * self.piece_bytes < message.num_bytes:
                 self.ring()  # the sender has waited for this place
             self._moved += length
 

@@ -81,7 +81,7 @@ class Messages:
     def settle(self) -> None:
         """Before this rank leaves: say to senders which of their messages it has taken."""
         limit = time.monotonic() + END_S
-        while self._is_silent() and not self._is_anyone_gone() and time.monotonic() < limit:
+        while self._is_silent() and not self.arena.is_anyone_gone and time.monotonic() < limit:
             with self._lock:
                 self._advance()
             time.sleep(SETTLE_S)
@@ -120,11 +120,8 @@ class Messages:
     def _sleep(self, seen: int) -> None:
         """Sleep until another rank rings; after a long silence, look whether the others still live."""
         futex.wait(self._bell, seen, self._look)
-        if self._word.value == seen or self._is_anyone_gone():
+        if self._word.value == seen or self.arena.is_anyone_gone:
             self._give_up()
-
-    def _is_anyone_gone(self) -> bool:
-        return any(self.arena.state(rank) > 1 for rank in self.meeting.others)
 
     def _is_silent(self) -> bool:
         """Whether a sender has yet to be told of messages that were taken."""
