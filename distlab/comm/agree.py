@@ -60,10 +60,9 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
     import torch.distributed as dist
 
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group_device(group))
-    gathered = mine.new_empty(dist.get_world_size(group) * len(data))
-    dist.all_gather_into_tensor(gathered, mine, group=group)
-    every = gathered.cpu().numpy().tobytes()
-    return [every[start : start + len(data)] for start in range(0, len(every), len(data))]
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return [tensor.cpu().numpy().tobytes() for tensor in gathered]
 
 
 def _explain(texts: list[str], names: list[int], what: str) -> str:
