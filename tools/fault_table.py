@@ -57,7 +57,7 @@ def what_it_says(message: str) -> str:
     line = re.sub(r"\S*/(?=[\w.]+\.py\b)", "", line)
     line = line.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
     line = " ".join(line.split())
-    return line if len(line) <= 260 else line[:257] + "..."
+    return line if len(line) <= 260 else re.sub(r"\S+$", "", line[:257]) + "..."  # no half words
 
 
 def table(found: Iterable[tuple[Lesson, Mutant, Report]]) -> str:
