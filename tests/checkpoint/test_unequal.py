@@ -146,7 +146,7 @@ def test_per_rank_parts_are_refused_on_another_number_of_ranks_or_by_another_mod
         assert weight == before
     for text, _ in ranks(first).run(lambda: resume(torch.nn.Linear(3, 5))):
         assert "build the same model" in text
-    with pytest.raises(ValueError, match="noise is saved per rank as it is"):
+    with pytest.raises(ValueError, match="noise is saved per rank already"):
         PerRank({"noise": torch.Generator()})
 
 

@@ -132,5 +132,5 @@ class Exits:
     ],
 )
 def test_bytes_of_another_hand_run_nothing(data):
-    with pytest.raises(ValueError, match="no plain data"):
+    with pytest.raises(ValueError, match="not plain data"):
         unpack(data)
