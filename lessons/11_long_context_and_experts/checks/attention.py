@@ -62,9 +62,7 @@ def judge_merge(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("changed argument", f"{name}: an argument was changed in place; make new tensors")
         if all(isinstance(one, Tensor) for one in got) and not all(bool(one.isfinite().all()) for one in got):
             if name == "large scores":
-                text = (
-                    f"{name}: exp({float(want[1].max()):.0f}) is not a number, and inf / inf is NaN; only differences"
-                )
+                text = f"{name}: exp({float(want[1].max()):.0f}) is infinite, and inf / inf is NaN; only differences"
                 text = f"{text} may go through exp: subtract the larger log_sum first (torch.logaddexp does)"
                 yield Fault("overflow", text)
             if name.startswith("a part"):
