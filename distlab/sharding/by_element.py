@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from distlab.sharding.askers import for_a_user
 from distlab.sharding.shard_gradient import WHOLE, FlatShard
@@ -87,38 +84,41 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> str:
 
 
 def refuse_whole_tensor_optimizers(
-    model: nn.Module, then: Callable[[torch.optim.Optimizer], None], undo: Callable[[torch.optim.Optimizer], None]
+    then: Callable[[torch.optim.Optimizer], None], undo: Callable[[torch.optim.Optimizer], None]
 ) -> None:
-    """While a model of flat shards lives, each optimizer of shards is tried before its first step.
+    """From now on, each optimizer of shards is tried before its first step.
 
     The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank;
     `then` is called before any other. A closure that the step calls makes gradients anew: around it, what `then` did is
-    undone and done again.
+    undone and done again. The hook stays: another thread may free a model while an optimizer steps, and a hook that
+    went with its model would leave half of a step undone.
     """
-    tried: set[type] = set()
+    tried: set[tuple[type, str]] = set()
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer) -> None:
+        _refuse_empty_groups(optimizer)
         kind = type(optimizer)
-        if optimizer not in seen and _has_shards(optimizer):
-            _refuse_empty_groups(optimizer)
-            seen.add(optimizer)
-        if kind in KNOWN or kind in tried or not _has_shards(optimizer):
-            return
-        if what_it_needs(optimizer) != "elements":
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            raise ValueError(
-                f"rank {rank}: {kind.__name__} updates a part of a tensor in another way than the whole. It takes "
-                "a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters "
-                f"seen as one long vector (LBFGS): {WHOLE}"
-            )
-        tried.add(kind)
+        as_it_is = kind, str([_options(group) for group in optimizer.param_groups])
+        if kind not in KNOWN and as_it_is not in tried:
+            if what_it_needs(optimizer) != "elements":
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                raise ValueError(
+                    f"rank {rank}: {kind.__name__} updates a part of a tensor in another way than the whole. It takes "
+                    "a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters "
+                    f"seen as one long vector (LBFGS): {WHOLE}"
+                )
+            tried.add(as_it_is)
+        seen.add(optimizer)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        check(optimizer)
-        has_shards = _has_shards(optimizer)
+        undo(optimizer)  # what a step that an error ended has left
+        if not _has_shards(optimizer):
+            return None
+        if optimizer not in seen:
+            check(optimizer)
         then(optimizer)
-        return _with_closures(args, kwargs, around) if has_shards else None
+        return _with_closures(args, kwargs, around)
 
     def around(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         of_a_user = for_a_user(closure)  # shards refuse it what they refuse outside of a step
@@ -131,7 +131,7 @@ def refuse_whole_tensor_optimizers(
 
         return wrapped
 
-    weakref.finalize(model, remove_hook, register_optimizer_step_pre_hook(before))
+    register_optimizer_step_pre_hook(before)
 
 
 def _refuse_empty_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -145,20 +145,6 @@ def _refuse_empty_groups(optimizer: torch.optim.Optimizer) -> None:
             "ShardedOptimizer, whose groups are made of whole parameters; or groups of whole units, by "
             "model.units[i].name and .shard; or leave the empty group out"
         )
-
-
-def remove_hook(hook: RemovableHandle) -> None:
-    """Take a hook out of torch's list of hooks around a step.
-
-    Inside a step torch goes through that list, so it must not change: a hook of a model that is freed there stays, and
-    does no harm.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_filename == torch_optimizer.__file__:
-            return
-    hook.remove()
 
 
 def _with_closures(args: Any, kwargs: Any, around: Callable[..., Callable[[], Any]]) -> Any:

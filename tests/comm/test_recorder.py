@@ -3,6 +3,8 @@
 import inspect
 import sys
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -263,6 +265,27 @@ def test_torch_is_not_kept_alive_by_finished_calls(tmp_path):
     assert not front._works
     assert not front._addresses
     recorder.close()
+
+
+def let_go_of_a_result_that_was_late():
+    """On each rank: how many storages of results are freed after the wait, while no other call is made."""
+    rank, freed = dist.get_rank(), []
+    dist.barrier()
+    result = torch.empty(500)
+    weakref.finalize(result.untyped_storage(), freed.append, rank)
+    if rank == 1:
+        time.sleep(0.2)
+    work = getattr(dist, SCATTER_FROM)(result, torch.ones(1000), async_op=True)
+    FrontEnd.look()  # the other rank finds it under way
+    work.wait()
+    del work, result
+    return freed
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_the_memory_of_a_result_is_free_after_the_wait(ranks, backend, monkeypatch):
+    monkeypatch.setenv("DISTLAB_BACKEND", backend)
+    assert ranks(2).run(let_go_of_a_result_that_was_late) == [[0], [1]]
 
 
 def test_a_call_that_outlives_its_recorder_ends_in_peace():

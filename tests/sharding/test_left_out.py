@@ -2,6 +2,7 @@
 
 import gc
 import io
+import threading
 import warnings
 
 import pytest
@@ -150,8 +151,15 @@ def test_the_saved_state_counts_the_steps_of_each_tensor(ranks):
         assert got[1]["state"]["pooler.weight"] == {}
 
 
-def closures(name):
-    """The optimizer's step asks for gradients itself; its zero_grad() forgets those of the step before."""
+def closures(name, *, frees_another=False):
+    """The optimizer's step asks for gradients itself; its zero_grad() forgets those of the step before.
+
+    With `frees_another`, another thread frees another model in the middle of a step, as any thread may.
+    """
+    if frees_another:
+        gc.collect()
+        gc.disable()
+        FullyShard(Encoder(1))  # garbage in a cycle
     place = dist.get_rank(), dist.get_world_size()
     model = FullyShard(Encoder(place[0]))
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -162,16 +170,22 @@ def closures(name):
             loss = loss_of(model, step, *place)
             loss.backward()
             model.synchronize()
+            if frees_another and step == 2:
+                collector = threading.Thread(target=gc.collect)
+                collector.start()
+                collector.join()
             return loss
 
         optimizer.step(closure)
+    gc.enable()
     return full_state_dict(model), None
 
 
+@pytest.mark.parametrize("frees_another", [False, True])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_step_with_a_closure_leaves_alone_what_the_closure_left_out(ranks, name):
+def test_a_step_with_a_closure_leaves_alone_what_the_closure_left_out(ranks, name, frees_another):
     expected = one_process(name)
-    for got in ranks(2).run(closures, name):
+    for got in ranks(2).run(lambda: closures(name, frees_another=frees_another)):
         check(expected, got)
 
 

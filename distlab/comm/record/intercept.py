@@ -63,12 +63,12 @@ class FrontEnd:
         self.finder = SiteFinder()
         self._main = threading.main_thread().ident
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
-        self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first
+        self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first; `_live` alone keeps them
         self._over: Any = weakref.WeakKeyDictionary()  # those that were seen to be over before a wait
         self._over_at: dict[int, list[Token]] = {}  # the same by the address of the result
         self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
         self._addresses: dict[Any, int] = {}
-        self._head: Any = None
+        self._head: Any = None  # the reference to the oldest that was looked at and not over
         self._looked_ns = 0
         self._real_wait = vars(dist.Work)["wait"]
         self._has_gpu = False
@@ -210,13 +210,13 @@ class FrontEnd:
             if len(self._live) > MAX_UNWAITED:
                 self._forget(next(iter(self._live)))
         elif not waits_itself:
-            self._unwaited.append(work)
+            self._unwaited.append(weakref.ref(work))
             first = next(tensors_in(args[0]), None)
             if first is not None and first.layout is torch.strided:
                 address = first.data_ptr()
                 self._works[address], self._addresses[work] = work, address
             if len(self._unwaited) > MAX_UNWAITED:
-                self._forget(self._unwaited.popleft())
+                self._forget(self._unwaited.popleft()())
 
     def _forget(self, work: Any) -> list[Token]:
         """Drop a Work (and so its tensors), and return its rows."""
@@ -238,20 +238,21 @@ class FrontEnd:
         """
         while self._unwaited:
             try:
-                work = self._unwaited.popleft()
+                oldest = self._unwaited.popleft()
             except IndexError:  # another thread looked too
                 return
-            if work not in self._live:
+            work = oldest()
+            if work is None or work not in self._live:  # the program has waited for it
                 continue
             if not work.is_completed():
-                self._unwaited.appendleft(work)
-                self._head, self._looked_ns = work, time.monotonic_ns()
+                self._unwaited.appendleft(oldest)
+                self._head, self._looked_ns = oldest, time.monotonic_ns()
                 return
             address = self._addresses.get(work, 0)
             self._over[work] = self._over_at[address] = tokens = self._forget(work)
             if len(self._over_at) > MAX_UNWAITED:
                 del self._over_at[next(iter(self._over_at))]
-            self._close(tokens, DONE, self._looked_ns if work is self._head else 0)
+            self._close(tokens, DONE, self._looked_ns if oldest is self._head else 0)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
@@ -277,7 +278,7 @@ class FrontEnd:
                 if state == DONE and work in self._collectives and not work.is_completed():
                     for writer, number in tokens:
                         writer.go_on(number)
-                    self._unwaited.append(work)
+                    self._unwaited.append(weakref.ref(work))
                 else:
                     self._close(self._forget(work), state)
             return result

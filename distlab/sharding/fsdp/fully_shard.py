@@ -124,7 +124,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        step_by_pieces(self)
+        step_by_pieces()
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""

@@ -14,6 +14,7 @@ Adam's steps, is kept per tensor where tensors differ, also in what is saved.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distlab.plan import FlatLayout
 from distlab.plan.sharding import Piece
-from distlab.sharding.by_element import refuse_whole_tensor_optimizers, remove_hook
+from distlab.sharding.by_element import refuse_whole_tensor_optimizers
 from distlab.sharding.shard_gradient import FlatShard
 from distlab.sharding.state.assemble import BY_TENSOR, of_row
 
@@ -109,27 +110,27 @@ class _Taken(NamedTuple):
     cut: list[tuple[FlatShard, list[nn.Parameter]]]
 
 
-def step_by_pieces(model: nn.Module) -> None:
-    """While a model of flat shards lives, optimizers pass by the tensors that no rank has a gradient of.
+@functools.cache  # one pair of hooks for all models
+def step_by_pieces() -> None:
+    """From now on, optimizers of flat shards pass by the tensors that no rank has a gradient of.
 
     Those that do not work by element are refused.
     """
-    taken: dict[int, list[_Taken]] = {}
+    taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Taken]] = weakref.WeakKeyDictionary()
 
-    def before(optimizer: torch.optim.Optimizer) -> None:
-        after(optimizer)  # of a step that an error ended
-        taken[id(optimizer)] = [
+    def take_apart(optimizer: torch.optim.Optimizer) -> None:
+        taken[optimizer] = [
             _take_apart(optimizer, group) for group in optimizer.param_groups if _needs(optimizer, group)
         ]
 
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, parameters, cut in taken.pop(id(optimizer), []):
+    def put_together(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, parameters, cut in taken.pop(optimizer, []):
             group["params"] = parameters
             for shard, pieces in cut:
                 _put_together(optimizer.state, shard, pieces)
 
-    refuse_whole_tensor_optimizers(model, before, after)
-    weakref.finalize(model, remove_hook, register_optimizer_step_post_hook(after))
+    refuse_whole_tensor_optimizers(take_apart, put_together)
+    register_optimizer_step_post_hook(put_together)
 
 
 def _needs(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
