@@ -21,8 +21,8 @@ SMALLER = {
     },
     "05": {
         "NUM_STEPS = 80": "NUM_STEPS = 40",
-        "compression, num_steps=7)": "compression, num_steps=2)",
-        "def side_by_side(name, num_steps=12)": "def side_by_side(name, num_steps=4)",
+        "compression, num_steps=7)": "compression, num_steps=4)",
+        "def side_by_side(name, num_steps=12)": "def side_by_side(name, num_steps=5)",
     },
     "06": {
         "num_steps=60, lr=3e-4": "num_steps=12, lr=3e-4",
