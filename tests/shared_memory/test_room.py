@@ -53,7 +53,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.soak_where(limited=[0], kind=["RLIMIT_AS"])
+@pytest.mark.soak_where(limited=[0])  # test_choice.py has a limit of files
 @pytest.mark.parametrize(("limited", "kind"), [(0, "RLIMIT_AS"), (1, "RLIMIT_AS"), (0, "RLIMIT_FSIZE")])
 def test_a_rank_with_too_little_room_is_named_on_all(tmp_path, limited, kind):
     commands = [
@@ -79,6 +79,7 @@ mount --rbind {folder} /dev
 test ! -e /dev/shm"""
 
 
+@pytest.mark.soak_where(command=[FULL])  # tests/comm/test_machine_faults.py fills it, and makes a group there
 @pytest.mark.parametrize("command", [FULL, MISSING], ids=["full", "missing"])
 def test_a_dev_shm_that_is_full_or_missing_is_no_matter(tmp_path, command):
     """As in a container, where /dev/shm has 64 MB: the memory lies in no folder."""
