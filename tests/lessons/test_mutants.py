@@ -155,5 +155,6 @@ def test_wrong_version_on_every_number_of_ranks(lesson: Lesson, index: int) -> N
         if world == mutant.world:
             assert (report.verdict, report.fault) == ("wrong", mutant.fault), str(report)
             assert mutant.says in report.message, f"on {world} ranks: {report}"
+            assert FAULTS.kept_words()[mutant.exercise, mutant.name] == FAULTS.words_of(mutant, report)
         if report.verdict == "wrong":
             assert report.message, f"on {world} ranks"
