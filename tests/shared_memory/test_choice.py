@@ -118,6 +118,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.timeout(300)
 def test_ranks_of_a_job_choose_the_same(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -139,7 +140,7 @@ def test_ranks_of_a_job_choose_the_same(tmp_path):
         for rank in range(2)
     ]
     for program in programs:
-        said, errors = program.communicate(timeout=90)
+        said, errors = program.communicate(timeout=120)
         assert [line.split()[0] for line in said.splitlines()] == ["shared", "gloo", "gloo"], errors
         assert said.count("[2.0, 2.0]") == 3
 
