@@ -246,6 +246,7 @@ FAILING = """
 """
 
 
+@pytest.mark.soak  # test_odd_endings.py and tests/labs/test_failures.py have ranks of torchrun whose error is told
 def test_torchrun_shows_why_a_rank_failed(tmp_path):
     done = torchrun(tmp_path, FAILING)
     assert done.returncode != 0
@@ -265,6 +266,7 @@ ENDLESS = """
 """
 
 
+@pytest.mark.soak  # test_standby.py and tests/labs/test_failures.py kill torchrun too, and nothing stays
 def test_ranks_go_when_torchrun_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(ENDLESS))
