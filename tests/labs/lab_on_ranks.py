@@ -130,7 +130,8 @@ def run_as_torchrun_does(
         "TORCHELASTIC_ERROR_FILE": str(own / "error.json"),
     }
     sys.argv = [script, *arguments]
-    hide(hidden)
+    if hidden:
+        hide(hidden)
     if not calibrated:
         calibrate_in_no_time()
     if updates is not None:
