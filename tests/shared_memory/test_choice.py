@@ -128,7 +128,7 @@ def test_ranks_of_a_job_choose_the_same(tmp_path):
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
     }
-    shared |= {"DISTLAB_PORT_FILE": str(tmp_path / "port"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    shared |= {"DISTLAB_STORE_FILE": str(tmp_path / "store"), "PYTHONPATH": str(Path(__file__).parents[2])}
     programs = [
         subprocess.Popen(
             [sys.executable, str(script)],
