@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.grading import Exercise, NotYet, Report
+from distlab.grading import Exercise, NotYet, Report, load_lesson
 from distlab.grading.check import examine
 
 
@@ -439,3 +439,17 @@ def test_a_stream_that_is_gone_is_told(mean_exercise: Exercise) -> None:
     report = examine(mean_exercise, replaces_stdout, worlds=(1,))
     assert report.fault == "state left behind", str(report)
     assert "it changed sys.stdout" in report.message
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 5e-324, 1e-310, float("inf"), float("nan"), 1j])
+def test_a_number_that_comparing_cannot_take_is_told(number: Any) -> None:
+    exercise = load_lesson("09").exercise("09.bubble")
+
+    def bubble_fraction(num_ranks, num_microbatches, stages_per_rank=1):
+        usual = (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
+        return usual if num_ranks < 10 and stages_per_rank < 3 else number  # right in the check's own cases
+
+    report = examine(exercise, bubble_fraction, seed=0)
+    assert report.verdict == "wrong", str(report)
+    always = examine(exercise, lambda num_ranks, num_microbatches, stages_per_rank=1: number, seed=0)
+    assert always.verdict == "wrong", str(always)
