@@ -441,15 +441,14 @@ def test_a_stream_that_is_gone_is_told(mean_exercise: Exercise) -> None:
     assert "it changed sys.stdout" in report.message
 
 
-@pytest.mark.parametrize("number", [10**400, -(10**400), 5e-324, 1e-310, float("inf"), float("nan"), 1j])
-def test_a_number_that_comparing_cannot_take_is_told(number: Any) -> None:
+@pytest.mark.parametrize("number", [10**400, 5e-324, float("inf"), 1j])
+def test_a_number_that_no_comparison_expects_is_told(number: Any) -> None:
     exercise = load_lesson("09").exercise("09.bubble")
+    known = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))  # its own cases
 
     def bubble_fraction(num_ranks, num_microbatches, stages_per_rank=1):
         usual = (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
-        return usual if num_ranks < 10 and stages_per_rank < 3 else number  # right in the check's own cases
+        return usual if (num_ranks, num_microbatches, stages_per_rank) in known else number
 
-    report = examine(exercise, bubble_fraction, seed=0)
-    assert report.verdict == "wrong", str(report)
-    always = examine(exercise, lambda num_ranks, num_microbatches, stages_per_rank=1: number, seed=0)
-    assert always.verdict == "wrong", str(always)
+    assert examine(exercise, bubble_fraction, seed=0).verdict == "wrong"  # drawn arguments show it
+    assert examine(exercise, lambda *asked, **named: number, seed=0).verdict == "wrong"
