@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from distlab.grading.causes.as_if import cause_of
 from distlab.grading.causes.mend import mend_of
 from distlab.grading.causes.reached import flow, not_reached
@@ -50,8 +52,12 @@ def varied_fault(
         fault = not_judged(error)
     if fault is None or fault.code == "not attempted":
         return fault
+    return Fault(fault.code, f"{fault.message}{_again(exercise, seed)}")
+
+
+def _again(exercise: Exercise, seed: int) -> str:
     again = f'check("{exercise.name}", {exercise.function}, seed={seed})'
-    return Fault(fault.code, f"{fault.message}\n  these arguments are drawn; the same ones again: {again}")
+    return f"\n  these arguments are drawn; the same ones again: {again}"
 
 
 def _fault(
@@ -85,7 +91,11 @@ def _fault(
     got = answered.results
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     num_calls_wanted, reaches = reference_run.records.num_calls(), flow(reference_run)
-    faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
+    faults = (
+        _judge(exercise, got, wanted, is_smallest_first=is_wrong)
+        if _is_whole(got, exercise.vary.num_calls)
+        else iter(())
+    )
     fault = next(faults, None)
     in_place = all(call["result"] is None for each in wanted for call in each["calls"])
     if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
@@ -119,7 +129,10 @@ def _mend_alone(
 def with_cause(
     fault: Fault, exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
 ) -> Fault:
-    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause."""
+    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause.
+
+    Where they show none, the smallest of them that is wrong is told: it can be worked out by hand.
+    """
     if fault.code not in UNNAMED or exercise.vary is None:
         return fault
     from distlab.grading.fresh import Unavailable
@@ -131,7 +144,12 @@ def with_cause(
     except Exception:  # of a comparison: the fault that was seen says enough
         return fault
     cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
-    return _after(cause, fault) if is_there else fault
+    if is_there:
+        return _after(cause, fault)
+    if drawn is None or drawn.code not in UNNAMED:
+        return fault
+    smallest = f"the smallest drawn arguments for which it is wrong: {drawn.message}"
+    return Fault(fault.code, f"{fault.message}\n  {smallest}{_again(exercise, seed)}")
 
 
 def is_named(fault: Fault) -> bool:
@@ -147,7 +165,9 @@ def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
     return all(isinstance(result, dict) and len(result.get("calls", ())) == num_calls for result in results)
 
 
-def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Fault]:
+def _judge(
+    exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any], *, is_smallest_first: bool = False
+) -> Iterator[Fault]:
     """Yield what differs, call by call: results first, then arguments, then the state of the process."""
     name, n = exercise.function, len(got)
     scale = exercise.vary.scale if exercise.vary is not None else 1.0
@@ -158,7 +178,9 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             fault = _result(got[rank]["calls"], wanted[rank]["calls"], call, _what(rank, n), n, scale)
             if fault is not None:
                 wrong.setdefault(call, (rank, fault))
-    for call, (rank, fault) in wrong.items():
+    order = sorted(wrong, key=lambda call: _size(wanted[0]["calls"][call])) if is_smallest_first else wrong
+    for call in order:
+        rank, fault = wrong[call]
         words = wanted[rank]["calls"][call]["words"]
         right = [wanted[rank]["calls"][other]["words"] for other in range(num_calls) if other not in wrong]
         seen = f"; right for {name}({right[0]})" if right and fault.code != "kept" else ""
@@ -172,6 +194,14 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             for moved in [place for place in mine["moved"] if place not in theirs["moved"]][:1]:
                 text = f"{where}right at first, but a later call changed {moved}{_on(rank, n)}: both calls share memory"
                 yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
+
+
+def _size(call: dict[str, Any]) -> float:
+    """Return how much a call was given: elements of tensors, and whole numbers as they are."""
+    given = [value for _, value in call["before"]]
+    return sum(
+        value.numel() if isinstance(value, Tensor) else abs(value) if type(value) is int else 1 for value in given
+    )
 
 
 def _is_wrong(mine: dict[str, Any], right: dict[str, Any], scale: float) -> bool:
