@@ -91,17 +91,15 @@ def _fault(
     got = answered.results
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     num_calls_wanted, reaches = reference_run.records.num_calls(), flow(reference_run)
-    faults = (
-        _judge(exercise, got, wanted, is_smallest_first=is_wrong)
-        if _is_whole(got, exercise.vary.num_calls)
-        else iter(())
-    )
-    fault = next(faults, None)
+    fault = next(_judge(exercise, got, wanted), None) if _is_whole(got, exercise.vary.num_calls) else None
     in_place = all(call["result"] is None for each in wanted for call in each["calls"])
     if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
         cause = cause_of(fn, Drawn(exercise, reference, ranks, seed, got, wanted))
         wrong = (rank for rank in range(len(got)) if _is_wrong(got[rank], wanted[rank], exercise.vary.scale))
-        fault = _after(cause or not_reached(reached, reaches, wrong, exercise.vary.num_calls), fault)
+        cause = cause or not_reached(reached, reaches, wrong, exercise.vary.num_calls)
+        if is_wrong and not cause:
+            fault = next(_judge(exercise, got, wanted, is_smallest_first=True))
+        fault = _after(cause, fault)
     fault = fault or unseen(got, num_calls, num_calls_wanted)
     if fault is None:
         fault = not_taking_part(took_part, taking_part(reference_run))
