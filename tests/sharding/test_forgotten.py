@@ -214,3 +214,22 @@ def test_torchs_checkpoint_around_the_whole_model(ranks, reentrant):
     for got in ranks(2).run(computed_again, True, reentrant):
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+def built_twice():
+    model = net()
+    first = DataParallel(model)
+    texts = [text_of(lambda: DataParallel(model)), text_of(lambda: ShardedOptimizer(model[1], adamw))]
+    first.close()
+    second = ShardedOptimizer(model, adamw)
+    texts.append(text_of(lambda: ShardedOptimizer(model, adamw, stage=2)))
+    second.close()
+    return texts, text_of(lambda: DataParallel(model))
+
+
+def test_gradients_are_averaged_by_one_technique_alone(ranks):
+    """Two would both divide them: the first step would be wrong, and only the second one told."""
+    for rank, (texts, right) in enumerate(ranks(2).run(built_twice)):
+        for text in texts:
+            assert f"rank {rank}: gradients of this module are averaged already" in text
+        assert right == "no error"

@@ -66,26 +66,28 @@ class Coming:
     def __init__(self, shard: FlatShard, memory: Tensor) -> None:
         self.whole: Tensor | None = None
         self.summed: Tensor | None = None
-        self._shard, self._mark = shard, absent(memory, memory[:0], ComingGradient)
-        self._is_under_way = False
+        self._shard, self._mark = shard, absent(memory, memory, ComingGradient)
+        self._is_under_way, self._num_sums = False, 0
 
-    def begin(self) -> None:
-        """Put the mark in the gradient's place."""
+    def begin(self, *, sums: bool) -> None:
+        """Put the mark in the gradient's place: a sum will come, or a gradient is about to be kept whole."""
         if not self._is_under_way:
             self.summed, self._shard.grad, self._is_under_way = self._shard.grad, self._mark, True
+        self._num_sums += sums
 
     def add(self, total: Tensor) -> None:
         """Add a sum that has come, unless it was forgotten; with the last one the gradient is back in its place.
 
         Shapes: total [L]
         """
+        self._num_sums -= 1
         if self._is_forgotten:
             return
         if self._mark.is_zeroed:
             total.zero_()
             self._zero()
         self.summed = of_shard(total) if self.summed is None else self.summed.add_(total)
-        if self.whole is None:
+        if self.whole is None and not self._num_sums:
             self._shard.grad, self.summed, self._is_under_way = self.summed, None, False
 
     def heed_zero_grad(self, *finish: Callable[[], None]) -> None:

@@ -185,7 +185,7 @@ class Unit:
         if self._coming.whole is not None:
             flat.add_(self._coming.whole)
             self._coming.whole = None
-        self._coming.begin()
+        self._coming.begin(sums=self.sends)
         if self.sends:
             self.start_scatter(flat)
             self._left_out = set()

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather
 from distlab.comm import agree
+from distlab.gradients.flat_gradients import refuse_second
 from distlab.gradients.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
@@ -137,6 +138,7 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not trained:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to update")
+        refuse_second(parameter for _, parameter in trained)
         self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
