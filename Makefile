@@ -26,8 +26,8 @@ SLOWEST := --durations 10 --durations-min 1
 SHORT := -p tests.lessons.short_kernels
 CELLS := -p tests.lessons.pictures_in_kernels -p nbval.plugin --nbval-lax --nbval-cell-timeout 240 --timeout 300
 # A lesson's notebook is its solution's with stubs for functions; after a check it goes on with the reference. So the
-# solutions say whether cells work, tests/lessons/test_bodies.py tries every stub, and one lesson runs as it is given out.
-NOTEBOOKS := $(sort $(wildcard lessons/*/solution.ipynb)) lessons/START.ipynb lessons/01_ranks_and_messages/lesson.ipynb
+# solutions say whether cells work, tests/lessons/test_bodies.py tries every stub, and a browser runs one as it is given out.
+NOTEBOOKS := $(sort $(wildcard lessons/*/solution.ipynb)) lessons/START.ipynb
 
 # One thread of torch a process: three that each ask for all cores mostly spin while they wait for one another.
 test quick: export OMP_NUM_THREADS = 1

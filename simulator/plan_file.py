@@ -138,6 +138,8 @@ def read_plan_file(path: Path | str) -> PlanFile:
         return plan_of_text(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
     except UnicodeDecodeError:
         raise ValueError(f"{path}: this is not text in UTF-8; save it as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{path}: tables or lists are nested too deeply; a plan file has two levels") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

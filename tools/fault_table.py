@@ -1,12 +1,20 @@
-"""Write lessons/FAULTS.md: every wrong version that the checks know, and what a check says to it, from a run."""
+"""Write lessons/FAULTS.md: every wrong version that the checks know, and what a check says to it, from a run.
+
+    python tools/fault_table.py          # run the lessons whose checks have changed since the last run
+    python tools/fault_table.py --all    # run all of them
+
+Next to the table it keeps a digest for each lesson: of the files that decide what its checks say. While they are what
+they were, the rows of the last run stand, and tests/lessons/test_mutants.py runs some of the wrong versions anew.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +24,7 @@ from distlab.grading.variation.axes import AXES, COVERED, coverage
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "lessons" / "FAULTS.md"
+DIGESTS = ROOT / "tests" / "lessons" / "digests_of_faults.json"
 SEED = 0  # of the drawn arguments
 VARIES = """## What varies
 
@@ -46,6 +55,41 @@ def examine_mutant(lesson: Lesson, mutant: Mutant, *, world: int | None = None) 
     return examine(exercise, mutant.fn, worlds=(mutant.world if world is None else world,), seed=SEED)
 
 
+def deciding_files(lesson: Lesson) -> list[Path]:
+    """Return the files that decide what a lesson's checks say: its own, and those of the checks of all lessons."""
+    own = [lesson.folder / "solutions.py", lesson.folder / "exercises.py", *lesson.folder.glob("checks/*.py")]
+    return sorted([*own, *(ROOT / "distlab" / "grading").rglob("*.py")])
+
+
+def digest_of(lesson: Lesson) -> str:
+    """Return 16 digits that change with each file that decides what a lesson's checks say."""
+    found = hashlib.sha256()
+    for path in deciding_files(lesson):
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(ROOT).as_posix()} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:16]
+
+
+def is_kept(lesson: Lesson) -> bool:
+    """Tell whether a lesson's rows in the table are those of its checks as they are now."""
+    return _kept_digests().get(lesson.number) == digest_of(lesson)
+
+
+def _kept_digests() -> dict[str, str]:
+    return json.loads(DIGESTS.read_text(encoding="utf-8")) if DIGESTS.exists() else {}
+
+
+def kept_words() -> dict[tuple[str, str], str]:
+    """Return what the table says that a check says, by exercise and wrong version."""
+    rows = (re.split(r"(?<!\\) \| ", line[2:-2]) for line in TABLE.read_text(encoding="utf-8").splitlines())
+    return {(row[0], row[1]): row[3] for row in rows if len(row) == 5}
+
+
+def words_of(mutant: Mutant, report: Report) -> str:
+    """Return what the table says of a report."""
+    return f"... {mutant.says} ..." if mutant.races else what_it_says(report.message)
+
+
 def what_it_says(message: str) -> str:
     """Return the first line of a message without what differs from run to run."""
     line = message.strip().splitlines()[0]
@@ -60,18 +104,15 @@ def what_it_says(message: str) -> str:
     return line if len(line) <= 260 else re.sub(r"\S+$", "", line[:257]) + "..."  # no half words
 
 
-def table(found: Iterable[tuple[Lesson, Mutant, Report]]) -> str:
-    """Return the file's text."""
+def table(courses: Iterable[Lesson], words: Mapping[tuple[str, str], str]) -> str:
+    """Return the file's text; words are those of each wrong version, by exercise and name."""
     lines = [HEAD.rstrip()]
-    lesson_seen = ""
-    for lesson, mutant, report in found:
-        if lesson.number != lesson_seen:
-            lesson_seen = lesson.number
-            lines += ["", f"## {lesson.number} {lesson.title}", ""]
-            lines += ["| exercise | wrong version | ranks | what the check says | seen in |", "|---|---|---|---|---|"]
-        says = f"... {mutant.says} ..." if mutant.races else what_it_says(report.message)
-        cells = (mutant.exercise, mutant.name, str(mutant.world), says, mutant.source)
-        lines.append("| " + " | ".join(cells) + " |")
+    for lesson in courses:
+        lines += ["", f"## {lesson.number} {lesson.title}", ""]
+        lines += ["| exercise | wrong version | ranks | what the check says | seen in |", "|---|---|---|---|---|"]
+        for one in lesson.mutants:
+            cells = (one.exercise, one.name, str(one.world), words[one.exercise, one.name], one.source)
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n" + how_many() + what_varies()
 
 
@@ -120,19 +161,30 @@ def what_varies() -> str:
     return "\n".join(rows) + "\n"
 
 
-def all_reports() -> Iterable[tuple[Lesson, Mutant, Report]]:
-    """Check every wrong version of every lesson."""
-    for number in lessons(ROOT / "lessons"):
-        lesson = load_lesson(number, ROOT / "lessons")
+def run_anew(courses: Iterable[Lesson]) -> dict[tuple[str, str], str]:
+    """Check every wrong version of some lessons; return what is said of each."""
+    found = {}
+    for lesson in courses:
         for mutant in lesson.mutants:
-            yield lesson, mutant, examine_mutant(lesson, mutant)
+            report = examine_mutant(lesson, mutant)
+            if report.verdict != "wrong" or report.fault != mutant.fault or mutant.says not in report.message:
+                sys.exit(
+                    f"{mutant.exercise}, {mutant.name}: {mutant.fault!r} and {mutant.says!r} expected, got {report}"
+                )
+            found[mutant.exercise, mutant.name] = words_of(mutant, report)
+    return found
 
 
-def main() -> int:
-    TABLE.write_text(table(all_reports()), encoding="utf-8")
-    print(f"wrote {TABLE.relative_to(ROOT)}")
+def main(arguments: Collection[str]) -> int:
+    courses = [load_lesson(number, ROOT / "lessons") for number in lessons(ROOT / "lessons")]
+    changed = [lesson for lesson in courses if "--all" in arguments or not is_kept(lesson)]
+    digests = {lesson.number: digest_of(lesson) for lesson in courses}  # of the files as they are before the run
+    words = (kept_words() if TABLE.exists() else {}) | run_anew(changed)
+    TABLE.write_text(table(courses, words), encoding="utf-8")
+    DIGESTS.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {TABLE.relative_to(ROOT)}; ran lessons {', '.join(lesson.number for lesson in changed) or 'none'}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,8 +3,9 @@
 A job whose ranks are all on this machine keeps to the loopback interface. torch's own TCPStore listens on every
 interface even when it is given 127.0.0.1; here the store's socket is bound to the named address before torch gets it.
 
+A launcher of one machine sets DISTLAB_STORE_FILE: its ranks meet in that file, which needs no port and no name.
 torchrun looks for a free MASTER_PORT seconds before rank 0 listens there, and another program may take it meanwhile.
-A launcher of one machine sets DISTLAB_PORT_FILE: rank 0 takes any free port and writes it there for the others.
+Each client of a TCPStore asks the name server what ::ffff:127.0.0.1 is called: 64 ranks at once waited 10 s for that.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 
 import torch.distributed as dist
 
-PORT_FILE = "DISTLAB_PORT_FILE"
+STORE_FILE = "DISTLAB_STORE_FILE"
 _NO_ADDRESS = re.compile(r"Unable to find address for: (\S+)")
-_stores = count()  # a job may open several, one after the other: each has a port of its own
+_stores = count()  # a job may open several, one after the other: each has a file of its own
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Address:
     restart: int
     uses_agent_store: bool
     has_parent: bool
-    port_file: str = ""
+    store_file: str = ""
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -86,7 +85,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Address:
         restart=_number(env, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         has_parent="TORCHELASTIC_RUN_ID" in env,
-        port_file=env.get(PORT_FILE, ""),
+        store_file=env.get(STORE_FILE, ""),
     )
 
 
@@ -114,20 +113,16 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     Then rank 0 serves a store that is new at each start and needs no prefix.
 
     Raises:
-        RuntimeError: rank 0 cannot listen on the address, or no process answers there.
+        RuntimeError: rank 0 cannot listen on the address, no process answers there, or ranks do not come to the file.
     """
     timeout = timedelta(seconds=timeout_s)
     if address.world_size == 1 and address.master_port == 0:
         return dist.HashStore()  # type: ignore[attr-defined]
+    if address.store_file:
+        return _meet_in_file(address, timeout)
     serves = address.rank == 0 and not address.uses_agent_store
-    port_file = Path(f"{address.port_file}.{next(_stores)}") if address.port_file else None
-    if port_file:
-        address = replace(address, master_port=0 if serves else _read_port(port_file, address.rank, timeout_s))
     where = f"{address.master_address}:{address.master_port}"
     listen_fd = _listen(address, where) if serves else None
-    if port_file and listen_fd is not None:
-        address = replace(address, master_port=_port_of(listen_fd))
-        _write_port(port_file, address.master_port)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address.master_address,
@@ -146,25 +141,21 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     return dist.PrefixStore(f"restart{address.restart}", store) if address.uses_agent_store else store  # type: ignore[attr-defined]
 
 
-def _port_of(listen_fd: int) -> int:
-    with socket.socket(fileno=os.dup(listen_fd)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def _write_port(path: Path, port: int) -> None:
-    """Write a port where the other ranks look, in one step: they read all of it or nothing."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(f"{port}")
-    fresh.replace(path)
-
-
-def _read_port(path: Path, rank: int, timeout_s: float) -> int:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            return int(path.read_text())
-        time.sleep(0.01)
-    raise RuntimeError(f"rank {rank}: rank 0 wrote no port into {path} within {timeout_s:g} s; is rank 0 running?")
+def _meet_in_file(address: Address, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    path = f"{address.store_file}.{address.restart}.{next(_stores)}"
+    store = dist.FileStore(path, address.world_size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    store.set(f"here/{address.rank}", "")
+    keys = [f"here/{rank}" for rank in range(address.world_size)]
+    try:
+        store.wait(keys)
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"rank {address.rank}: ranks {missing} did not come to the file {path} within "
+            f"{timeout.total_seconds():g} s, where all ranks meet; are they running?"
+        ) from error
+    return store
 
 
 def _listen(address: Address, where: str) -> int | None:

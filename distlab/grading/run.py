@@ -75,12 +75,14 @@ def judge(exercise: Exercise, evidence: Evidence, fn: Callable[..., Any]) -> tup
         from distlab.grading.diagnosis.values import describe
 
         shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))
-        meaning = in_words(str(error))
-        words = f": {meaning}" if meaning else ""
-        return Fault(
-            "returned",
-            f"what it returned cannot be judged{words} ({type(error).__name__}: {error}); the check got {shown}",
-        ), ()
+        return not_judged(error, f"; the check got {shown}"), ()
+
+
+def not_judged(error: Exception, shown: str = "") -> Fault:
+    """Say that a value ended the code that judges it; `shown` are words on the value."""
+    meaning = in_words(str(error))
+    words = f": {meaning}" if meaning else ""
+    return Fault("returned", f"what it returned cannot be judged{words} ({type(error).__name__}: {error}){shown}")
 
 
 def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., Any]) -> Fault | None:

@@ -1140,7 +1140,7 @@ for inputs, targets in [batch for rank in range(4) for batch in cut(rank)]:
 one = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 for weights_of in (mean_of_means, token_weights):
     error = float((ranks.run(uneven_gradient, weights_of)[0] - one).norm() / one.norm())
-    shown = "less than 1e-12" if error < 1e-12 else f"{error:.0%}"
+    shown = "less than 1e-12" if error < 1e-12 else "more than half" if error > 0.5 else f"{error:.0%}"
     print(f"{weights_of.__name__:14} differs from one process by {shown}")
 
 # %% [markdown]

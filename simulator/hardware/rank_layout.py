@@ -67,7 +67,11 @@ class Layout:
 
     def placements(self, axes: Sequence[str], pipeline: int = 0) -> tuple[NodePlacement, ...]:
         """Return how the groups along some axes at a place in the pipeline sit in their nodes, each way once."""
-        return _placements(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
+        return self.at_places(axes)[pipeline]
+
+    def at_places(self, axes: Sequence[str]) -> tuple[tuple[NodePlacement, ...], ...]:
+        """Return `placements` at every place in the pipeline."""
+        return _placements(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)
 
     def slowest(self, axes: Sequence[str], pipeline: int = 0) -> Group:
         """Return the group along these axes in which a large all-reduce takes longest; the others wait for it."""

@@ -17,8 +17,6 @@ from simulator.stage.recomputed import between_kept, without_last_product
 from simulator.stage.shaped import with_shapes
 from simulator.units import to_ns
 
-PARAMETERS = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters")  # fields of a layer
-
 
 class LayerTimes(NamedTuple):
     """The passes F, B, I and W of one layer: nanoseconds, and what is sent inside of each."""
@@ -157,14 +155,13 @@ def local_layers(layers: Sequence[Layer], kinds: Sequence[int], plan: Plan) -> t
     """
     if plan.tensor * plan.expert == 1:
         return tuple(layers)
-    known: dict[int, dict[str, object]] = {}
+    known: dict[int, Layer] = {}
     made = []
     for kind, layer in zip(kinds, layers, strict=True):
         if kind not in known:
-            checked = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
-            known[kind] = {name: getattr(checked, name) for name in PARAMETERS}
+            known[kind] = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
         other = object.__new__(Layer)  # a layer is frozen, and `replace` would check each again
-        vars(other).update(vars(layer) | known[kind])
+        vars(other).update(vars(known[kind]), name=layer.name)
         made.append(other)
     return tuple(made)
 

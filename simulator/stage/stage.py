@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from distlab.plan import Layer, Link, Plan, Work, Workload, balance
@@ -109,15 +110,17 @@ def make_stages(
         whole = chosen(recomputed(workload, layout.plan, (0, len(whole))), whole, kept[0])
     cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
     known: dict[object, _Upkeep] = {}
+    links = [None, *(_link(layout, here, there) for here, there in pairwise(rank_of_stage)), None]
     stages = []
     for index, (first, stop) in enumerate(cuts):
-        place, here, layers = _Place(index, tuple(rank_of_stage)), rank_of_stage[index], own[first:stop]
+        here, layers = rank_of_stage[index], own[first:stop]
         alike = (workload.kinds[first:stop], layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
         if alike not in known:
             known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
         before = workload.layers[first - 1] if first else None
         again = recomputed(workload, layout.plan, (first, stop))
         times = chosen(again, at[here][first:stop], kept[here][first:stop])
+        place = _Place(here, links[index], links[index + 1])
         stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
     return tuple(stages)
 
@@ -126,8 +129,7 @@ def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes
     """Cost the layers at each rank of the pipeline: once for those whose groups all cost alike."""
     known: dict[object, list[LayerTimes]] = {}
     found = []
-    for place in range(layout.plan.pipeline):
-        placements = tuple(layout.placements((axis,), place) for axis in INSIDE)
+    for place, placements in enumerate(zip(*(layout.at_places((axis,)) for axis in INSIDE), strict=True)):
         if placements not in known:
             known[placements] = time_layers(workload, layout, place)
         found.append(known[placements])
@@ -178,29 +180,23 @@ def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None
 
 
 class _Place(NamedTuple):
-    """Where a stage is: its number, and the rank of the pipeline of every stage."""
+    """Where a stage is: its rank, and the links to the stages before and behind; None where there is none."""
 
-    number: int
-    rank_of_stage: tuple[int, ...]
+    rank: int
+    before: Link | None
+    behind: Link | None
 
-    def link_behind(self, layout: Layout) -> Link | None:
-        """Return the link to the stage behind: None where there is none, or where it is on the same rank.
 
-        Where only some of the ranks cross nodes the step waits for those.
-        """
-        here, there = (
-            self.rank_of_stage[self.number],
-            self.rank_of_stage[min(self.number + 1, len(self.rank_of_stage) - 1)],
-        )
-        if here == there:
-            return None
-        if (own := layout.links.get("send")) is not None:
-            return own
-        return layout.cluster.inter_node if layout.crosses_nodes(here, there) else layout.cluster.intra_node
+def _link(layout: Layout, here: int, there: int) -> Link | None:
+    """Return the link between the ranks of two neighbouring stages: None where both are on one rank.
 
-    def link_before(self, layout: Layout) -> Link | None:
-        """Return the link to the stage before, or None where there is none or it is on the same rank."""
-        return None if self.number == 0 else _Place(self.number - 1, self.rank_of_stage).link_behind(layout)
+    Where only some of the ranks cross nodes the step waits for those.
+    """
+    if here == there:
+        return None
+    if (own := layout.links.get("send")) is not None:
+        return own
+    return layout.cluster.inter_node if layout.crosses_nodes(here, there) else layout.cluster.intra_node
 
 
 def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -272,8 +268,8 @@ def _stage(
     upkeep: _Upkeep,
 ) -> Stage:
     (layers, last_before), plan = own, layout.plan
-    behind, before = place.link_behind(layout), place.link_before(layout)
-    parts, here = parts_of_messages(layout), place.rank_of_stage[place.number]
+    here, before, behind = place
+    parts = parts_of_messages(layout)
     forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan) // parts
     backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan) // parts
     forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)

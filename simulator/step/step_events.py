@@ -21,7 +21,7 @@ from simulator.engine import event_engine as engine
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
-from simulator.pipeline.schedule_arrays import B, F, Floats, I, Ints, last_actions
+from simulator.pipeline.schedule_arrays import B, Bools, F, Floats, I, Ints, last_actions
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import BucketParts, BucketTimes, ShardCall, Timing, call_of, layer_times
 from simulator.step.trace import exchanges
@@ -73,7 +73,9 @@ class _StepGraph:
         ends = set((self.order.offsets[1:] - 1).tolist())
         alone = np.full(len(order), self.in_layers or self.each_pass)  # more than a pass and its message
         alone[[*self.last, *ends]] = True
-        so_far = 0
+        early = self._before_all(alone)[order]
+        self._passes(order[early])
+        order, so_far = order[~early], 0
         for place in np.flatnonzero(alone[order]).tolist():
             self._passes(order[so_far:place])
             so_far, action = place + 1, int(order[place])
@@ -83,6 +85,13 @@ class _StepGraph:
                 self._exchange(rank, self.finished[rank])
                 update = sum(self.stages[number].optimizer_ns for number in self.finished[rank])
                 self.updates[rank] = self.graph.add(rank, COMPUTE, update)
+
+    def _before_all(self, alone: Bools) -> Bools:
+        """Return which actions come before the first of these on their rank; none, where some of them need another."""
+        so_far, first, needed = np.cumsum(alone), self.order.offsets[:-1], self.compiled.needed
+        early = so_far == np.repeat(so_far[first] - alone[first], np.diff(self.order.offsets))
+        is_closed = not (early & (needed >= 0) & ~early[needed]).any()
+        return np.asarray(early & is_closed, np.bool_)
 
     def _passes(self, actions: Ints) -> None:
         """Add actions that are one operation each, and the messages after them, at once."""

@@ -1,6 +1,7 @@
 """A newcomer's way: `distlab lesson start`, open a lesson, run all cells, and move what moves.
 
-`make test` opens lesson 03 as it is given out; `make soak` opens every other lesson, with the solutions in its cells.
+`make test` opens lesson 01 as it is given out, the shortest with a panel and a timeline; `make soak` opens every other
+lesson, with the solutions in its cells.
 """
 
 import json
@@ -16,7 +17,7 @@ import pytest
 from browser_lab import SETTINGS, end, open_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
-LESSON = "03_data_parallel"
+LESSON = "01_ranks_and_messages"
 OTHERS = sorted(path.parent.name for path in ROOT.glob("lessons/*/solution.ipynb") if path.parent.name != LESSON)
 SOLUTION = "solution.ipynb"
 # Whatever takes the focus or shows a picture in an output, and has no name that a screen reader could say.
@@ -69,7 +70,7 @@ def lesson(server, tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-def test_every_cell_of_lesson_03_runs_and_its_pictures_move(lesson, shots):
+def test_every_cell_of_lesson_01_runs_and_its_pictures_move(lesson, shots):
     lesson.run_all(timeout_s=220)
     assert lesson.trouble() == []
     page = lesson.page
@@ -82,9 +83,9 @@ def test_every_cell_of_lesson_03_runs_and_its_pictures_move(lesson, shots):
     for place in range(timelines.count()):
         timelines.nth(place).scroll_into_view_if_needed()
         page.wait_for_timeout(300)
-        lesson.shoot(shots / f"lesson-03-timeline-{place}.png")
+        lesson.shoot(shots / f"lesson-01-timeline-{place}.png")
     move_panel(page, panels_of(page).first)
-    lesson.shoot(shots / "lesson-03-panel.png")
+    lesson.shoot(shots / "lesson-01-panel.png")
     output = page.locator(".jp-OutputArea-output pre").first
     assert output.evaluate("(text) => getComputedStyle(text).wordBreak") == "normal"  # lines end between words
     move_timeline(page, timelines.first)

@@ -205,3 +205,10 @@ def test_products_wider_than_16_bits_are_said_to_be_timed_as_those(capsys):
     wide, narrow = (json.loads(said(capsys, *flags, kind))["notes"] for kind in ("float32", "bfloat16"))
     assert wide[0].startswith("float32: products are timed at the device's one rate")
     assert not any("one rate" in note for note in narrow)
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["export", "--to", "torchtitan"]])
+def test_an_empty_name_of_a_plan_file_is_not_a_plan_of_defaults(capsys, command):
+    """A script whose variable is empty was once told the step of the default plan."""
+    assert main([*command, ""]) == 2
+    assert "directory" in capsys.readouterr().err

@@ -37,6 +37,7 @@ def test_a_rank_is_killed_and_the_final_bits_are_those_of_the_uninterrupted_run(
     assert len({token for _, token, *_ in notes(folder)}) == len(times) + 1
 
 
+@pytest.mark.soak  # one rank that is asked is below; test_run.py goes on with another number of ranks
 def test_asked_to_end_the_ranks_save_and_leave_and_another_number_of_them_goes_on(uninterrupted, tmp_path):
     changes = {"num_samples": 96, "dropout": 0.0, "dtype": "float64", "optimizer": "sgd"}
     expected = uninterrupted(2, **changes)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.grading import Exercise, NotYet, Report
+from distlab.grading import Exercise, NotYet, Report, load_lesson
 from distlab.grading.check import examine
 
 
@@ -439,3 +439,16 @@ def test_a_stream_that_is_gone_is_told(mean_exercise: Exercise) -> None:
     report = examine(mean_exercise, replaces_stdout, worlds=(1,))
     assert report.fault == "state left behind", str(report)
     assert "it changed sys.stdout" in report.message
+
+
+@pytest.mark.parametrize("number", [10**400, 5e-324, float("inf"), 1j])
+def test_a_number_that_no_comparison_expects_is_told(number: Any) -> None:
+    exercise = load_lesson("09").exercise("09.bubble")
+    known = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))  # its own cases
+
+    def bubble_fraction(num_ranks, num_microbatches, stages_per_rank=1):
+        usual = (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
+        return usual if (num_ranks, num_microbatches, stages_per_rank) in known else number
+
+    assert examine(exercise, bubble_fraction, seed=0).verdict == "wrong"  # drawn arguments show it
+    assert examine(exercise, lambda *asked, **named: number, seed=0).verdict == "wrong"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distlab.grading import load_lesson, reference_of
 from distlab.grading.answer.submission import isolated_submission
@@ -114,6 +115,25 @@ def far_from_right(arrivals):
 
 def test_nothing_is_said_where_no_change_of_one_place_makes_it_right() -> None:
     assert "all results are right" not in told("13.late", far_from_right)
+
+
+def rows_of_heads(weight, num_heads, num_shared, num_ranks, rank):
+    if num_heads % num_ranks or num_shared % num_ranks:
+        raise ValueError("heads do not divide")
+    depth = weight.shape[0] // (num_heads + 2 * num_shared)
+    query = weight[: num_heads * depth]
+    key = weight[num_heads * depth : (num_heads + num_shared) * depth]
+    value = weight[num_heads * depth : num_heads * depth + num_shared * depth]  # both ends are wrong
+    return torch.cat([part.chunk(num_ranks)[rank] for part in (query, key, value)])
+
+
+def test_where_no_cause_is_found_the_smallest_drawn_call_is_told() -> None:
+    words = told("08.heads", rows_of_heads)
+    first, smallest, again = words.splitlines()
+    assert "rank 0's rows[" in first
+    assert smallest.startswith("  the smallest drawn arguments for which it is wrong: call ")
+    assert ": the result[" in smallest
+    assert again.endswith("seed=3)")
 
 
 def test_what_holds_for_one_seed_alone_is_not_said(monkeypatch) -> None:

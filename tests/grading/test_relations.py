@@ -45,6 +45,7 @@ def runs(result: Callable[[dict[str, Any], float], Any], cases: list[tuple[dict[
         (lambda given, right: right - given["num_ranks"], "is num_ranks less than what is right."),
         (lambda given, right: abs(right) if right < 0 else right, ""),
         (lambda given, right: right**2, "is the square of what is right."),
+        (lambda given, right: 0.0, ""),  # a number less its mean is zero too
         (
             lambda given, right: right if given["mode"] == "sum" else 0.123,
             "in all 6 drawn calls what it returns is wrong where mode is 'mean', and right elsewhere.",

@@ -304,6 +304,7 @@ def test_loading_in_this_process_tells_what_went_wrong(folder: Path, lesson: Les
     assert set(load_submission("reference", lesson)) == {"91.mean", "91.double", "91.repair"}
 
 
+@pytest.mark.soak  # tests/test_wheel.py runs `distlab check` from an installed package
 def test_the_command_itself(folder: Path) -> None:
     (folder / "answers.py").write_text(GOOD)
     command = [sys.executable, "-m", "distlab", "check", "91.double", "--impl", "answers.py"]

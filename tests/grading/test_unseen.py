@@ -28,7 +28,7 @@ import torch.distributed as dist
 from distlab.grading import Exercise, Fault, load_lesson, reference_of
 from distlab.grading.check import examine
 from distlab.grading.sandbox.guard import MAX_FILE_BYTES
-from distlab.grading.variation.verdict import _not_taking_part, _taking_part
+from distlab.grading.variation.sent import not_taking_part, taking_part
 
 
 def mean(tensor):
@@ -250,7 +250,7 @@ def test_what_libraries_do_with_files_is_not_refused(mean_exercise: Exercise) ->
 
 
 class Run(NamedTuple):
-    """What `_taking_part` needs of a run."""
+    """What `taking_part` needs of a run."""
 
     world_size: int
     records: Any
@@ -267,12 +267,12 @@ class Records:
 
 
 def test_a_rank_that_carries_no_number_is_told() -> None:
-    barrier, right = _taking_part(Run(2, Records(0))), _taking_part(Run(2, Records(8)))
-    fault = _not_taking_part(barrier, right)
+    barrier, right = taking_part(Run(2, Records(0))), taking_part(Run(2, Records(8)))
+    fault = not_taking_part(barrier, right)
     assert fault is not None
     assert "rank 0 sent and received 0 bytes through torch.distributed" in fault.message
-    assert _not_taking_part(right, right) is None
-    assert _not_taking_part(right, barrier) is None
+    assert not_taking_part(right, right) is None
+    assert not_taking_part(right, barrier) is None
 
 
 def loads_the_reference() -> Callable[..., object]:

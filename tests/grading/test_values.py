@@ -324,6 +324,14 @@ def test_two_numbers_that_differ_are_never_shown_as_equal(one: float, gap: float
         assert first != second
 
 
+@pytest.mark.parametrize("got", [5e-324, 1e-310, 1.7e308, math.inf, -math.inf, math.nan])
+def test_numbers_at_the_ends_of_their_range_are_compared(got: float) -> None:
+    fault = compare(torch.tensor([got], dtype=torch.float64), torch.tensor([1.5], dtype=torch.float64))
+    assert fault is not None
+    assert fault.code in ("values", "nan", "scale")
+    assert compare(got, 1.5) is not None
+
+
 def test_a_factor_near_one_is_not_shown_as_one() -> None:
     assert times_of(1.00002) == "1.00002x too large"
     assert times_of(0.25) == "4x too small"

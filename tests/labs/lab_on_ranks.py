@@ -18,6 +18,7 @@ from typing import NamedTuple
 from distlab.comm import RankError, run
 from distlab.comm.launch import torchrun
 from distlab.comm.launch.fork_client import preload
+from distlab.comm.rendezvous import STORE_FILE
 
 QUICK = {
     "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
@@ -85,12 +86,9 @@ def start(
     updates: Path | None = None,
 ) -> list[Ended]:
     """Run a script on forked ranks; the folder gets one of each rank."""
-    import torch.distributed as dist
-
     measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
     preload("distlab.lab", *measured, "distlab.collectives", "distlab.data_parallel", "lab_on_ranks:load_lessons")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    call = (script, arguments, store.port, str(folder))
+    call = (script, arguments, str(folder))
     started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
     try:
         return run(started_so, num_ranks, args=call, timeout_s=LIMIT_S, record=False, echo=False)
@@ -112,7 +110,6 @@ def load_lessons() -> None:
 def run_as_torchrun_does(
     script: str,
     arguments: list[str],
-    port: int,
     folder: str,
     *,
     hidden: tuple[str, ...],
@@ -128,12 +125,13 @@ def run_as_torchrun_does(
     own.mkdir()
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": "29500",
+        STORE_FILE: f"{folder}/store",
         "TORCHELASTIC_ERROR_FILE": str(own / "error.json"),
     }
     sys.argv = [script, *arguments]
-    hide(hidden)
+    if hidden:
+        hide(hidden)
     if not calibrated:
         calibrate_in_no_time()
     if updates is not None:

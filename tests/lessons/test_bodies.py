@@ -1,4 +1,4 @@
-"""What a notebook's cell says is enough: each solution reads names of its own cell alone."""
+"""A solution's cell is enough: it reads names of its own cell alone and is right; a lesson's cell is not right yet."""
 
 import ast
 import builtins
@@ -9,7 +9,7 @@ from types import CodeType
 
 import pytest
 
-from distlab.grading import lessons, load_lesson
+from distlab.grading import NotYet, lessons, load_lesson
 from distlab.grading.check import examine
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
@@ -18,17 +18,28 @@ EXERCISES = [(lesson.folder, exercise) for lesson in FOUND for exercise in lesso
 WORLDS = {(mutant.exercise, mutant.name): mutant.world for lesson in FOUND for mutant in lesson.mutants}
 
 
+def run_cell(text: str, name: str, **given: object) -> dict[str, object]:
+    """Execute a cell alone, with its text where IPython puts it; return its names."""
+    names = {"__builtins__": builtins, "__name__": "__main__", **given}
+    cell = f"<{name}>"
+    linecache.cache[cell] = len(text), None, text.splitlines(keepends=True), cell
+    exec(compile(text, cell, "exec"), names)
+    return names
+
+
 @pytest.mark.parametrize(("folder", "exercise"), EXERCISES, ids=[exercise.name for _, exercise in EXERCISES])
-def test_the_solutions_cell_uses_no_name_of_another_cell(build, folder, exercise):
-    # That the function is right, the notebook's own check tells, and tests/lessons/test_mutants.py.
+def test_the_solutions_cell_is_right_and_uses_no_name_of_another_cell(build, folder, exercise):
+    """On the first number of ranks, and on 3 or the last; the kernels of notebooks rely on it (short_kernels.py)."""
     from lesson_notebook import solution_cell
 
-    code = compile(solution_cell(exercise, folder), f"<{exercise.name}>", "exec")
-    alone = {"__builtins__": builtins, "__name__": "__main__"}
-    exec(code, alone)
-    assert callable(alone[exercise.function])
-    missing = names_read(code) - set(alone) - set(dir(builtins))
+    text = solution_cell(exercise, folder)
+    alone = run_cell(text, exercise.name)
+    missing = names_read(compile(text, "<cell>", "exec")) - set(alone) - set(dir(builtins))
     assert not missing, f"{exercise.name} needs {sorted(missing)}, which its cell does not import"
+    worlds = sorted({exercise.worlds[0], 3 if 3 in exercise.worlds else exercise.worlds[-1]})
+    report = examine(exercise, alone[exercise.function], worlds=worlds)
+    assert report.passed, str(report)
+    assert report.worlds == tuple(worlds)
 
 
 def names_read(code: CodeType) -> set[str]:
@@ -49,17 +60,11 @@ def test_the_lessons_cell_can_be_run_and_is_not_right(build, folder, exercise):
     from lesson_notebook import student_cell
 
     text = student_cell(exercise, folder)
-    alone = {"__builtins__": builtins, "__name__": "__main__"}
     if exercise.broken is None:
-        from distlab.grading import NotYet
-
-        alone["NotYet"] = NotYet
         function = ast.parse(text).body[-1]
         assert isinstance(function, ast.FunctionDef)
         assert len(function.body) == 2, "a docstring and raise NotYet"
-    cell = f"<{exercise.name}>"
-    linecache.cache[cell] = len(text), None, text.splitlines(keepends=True), cell  # as IPython does
-    exec(compile(text, cell, "exec"), alone)
+    alone = run_cell(text, exercise.name, NotYet=NotYet)
     world = WORLDS.get((exercise.name, exercise.broken), exercise.worlds[0])  # that reveals a version to repair
     report = examine(exercise, alone[exercise.function], worlds=(world,))
     assert report.verdict == ("not attempted" if exercise.broken is None else "wrong"), str(report)

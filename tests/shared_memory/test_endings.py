@@ -299,10 +299,11 @@ assert not dist.irecv(torch.ones(9), 1 - rank).is_completed()
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_program_that_ends_without_leaving_its_group_ends_well(tmp_path):
     """A receive is open and the group's threads run, as in a script that calls no destroy_process_group."""
     commands = [[sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")] for rank in range(2)]
     programs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for program in programs:
-        _, said = program.communicate(timeout=100)
+        _, said = program.communicate(timeout=120)
         assert program.returncode == 0, said

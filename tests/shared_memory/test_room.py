@@ -53,7 +53,8 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.soak_where(limited=[0], kind=["RLIMIT_AS"])
+@pytest.mark.timeout(300)
+@pytest.mark.soak_where(limited=[0])  # test_choice.py has a limit of files
 @pytest.mark.parametrize(("limited", "kind"), [(0, "RLIMIT_AS"), (1, "RLIMIT_AS"), (0, "RLIMIT_FSIZE")])
 def test_a_rank_with_too_little_room_is_named_on_all(tmp_path, limited, kind):
     commands = [
@@ -61,7 +62,7 @@ def test_a_rank_with_too_little_room_is_named_on_all(tmp_path, limited, kind):
     ]
     programs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     for program in programs:
-        said, _ = program.communicate(timeout=60)
+        said, _ = program.communicate(timeout=120)
         assert len(said.splitlines()) == 1, said
         assert re.match(
             rf"backend 'shared': rank {limited} cannot map \d+ MiB of addresses, of which a group of 2 ranks", said
@@ -79,6 +80,8 @@ mount --rbind {folder} /dev
 test ! -e /dev/shm"""
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.soak_where(command=[FULL])  # tests/comm/test_machine_faults.py fills it, and makes a group there
 @pytest.mark.parametrize("command", [FULL, MISSING], ids=["full", "missing"])
 def test_a_dev_shm_that_is_full_or_missing_is_no_matter(tmp_path, command):
     """As in a container, where /dev/shm has 64 MB: the memory lies in no folder."""
@@ -90,7 +93,7 @@ def test_a_dev_shm_that_is_full_or_missing_is_no_matter(tmp_path, command):
         "print(run(total, 2, backend='shared'))\n"
     )
     lines = f"set -e\n{command.format(folder=folder)}\nexec {sys.executable} {script}"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", lines], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", lines], capture_output=True, text=True, timeout=250)
     if "unshare failed" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"this user may not mount: {done.stderr.splitlines()[0]}")
     assert done.stdout == "[2.0, 2.0]\n", done.stderr

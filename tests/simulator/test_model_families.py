@@ -31,6 +31,14 @@ MODELS = {
     "gemma-3-1b": (sizes("gemma3_text", 1152, 26, 4, 1, 6912, 262144, head_dim=256, sliding_window_pattern=6), 1.000),
     "olmo-7b": (sizes("olmo", 4096, 32, 32, 32, 11008, 50304, clip_qkv=None, **NO_TIES), 6.888),
     "olmoe": (sizes("olmoe", 2048, 16, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8, **NO_TIES), 6.919),
+    "olmo-3-7b": (sizes("olmo3", 4096, 32, 32, 32, 11008, 100278, sliding_window=4096, attention_bias=False), 7.298),
+    "seed-oss-36b": (sizes("seed_oss", 5120, 64, 80, 8, 27648, 155136, head_dim=128, residual_dropout=0.1), 36.15),
+    "qwen-3-vl-8b, text": (sizes("qwen3_vl_text", 4096, 36, 32, 8, 12288, 151936, head_dim=128), 8.191),
+    "qwen-3-vl-30b-a3b, text": (
+        sizes("qwen3_vl_moe_text", 2048, 48, 32, 4, 6144, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8)
+        | {"moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        30.53,
+    ),
     "stablelm-2-1.6b": (sizes("stablelm", 2048, 24, 32, 32, 5632, 100352, use_qkv_bias=True), 1.645),
     "phi-2": (sizes("phi", 2560, 32, 32, None, 10240, 51200, partial_rotary_factor=0.4, qk_layernorm=False), 2.780),
     "phi-4-mini": (sizes("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True, lm_head_bias=False), 3.836),
@@ -128,6 +136,49 @@ def test_what_is_no_decoder_of_this_kind_is_refused_in_one_line(family):
     with pytest.raises(ValueError, match=r"^config: model_type is .*; known are llama, ") as refused:
         workload_from_config(sizes(family, 64, 2, 4, 4, 128, 100))
     assert "\n" not in str(refused.value)
+
+
+def test_olmo_3_sees_all_positions_in_every_fourth_layer_alone():
+    whole, short = (dict(MODELS["olmo-3-7b"][0], sliding_window=size) for size in (None, 128))
+    flops = [
+        [each.forward.attention_flops for each in workload_from_config(own).layers[1:-1]] for own in (whole, short)
+    ]
+    assert [one == other for one, other in zip(*flops, strict=True)] == [False, False, False, True] * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model_type": "llama", "hidden_size": 64, "hidden_size": 128}', "hidden_size is there twice, write it once"),
+        ('{"a": {"b": 1, "b": 2}}', "b is there twice, write it once"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ("", r"not JSON \(Expecting value"),
+    ],
+)
+def test_a_file_that_json_takes_or_dies_of_is_refused_in_one_line(tmp_path, text, said):
+    """The standard library takes the last of two equal fields, and ends with RecursionError where lists nest."""
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"config.json: {said}.*pass the config.json of a model$") as refused:
+        workload_from_config(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_key_value_heads": 5}, "^config: Llama: .*key-value heads the heads"),
+        ({"hidden_size": 65}, "^config: Llama: .*heads must divide the hidden size"),
+        ({"hidden_size": 0}, "^config: hidden_size is 0; write a whole number of at least 1"),
+        ({"_name_or_path": ["x"]}, "^config: _name_or_path is .*; write a text of one line"),
+        ({"_name_or_path": "a\nb\x1b[31m"}, "^config: _name_or_path is .*; write a text of one line"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_told_with_their_file(changes, said):
+    """Names are printed: one with a line's end or an escape would write over the terminal."""
+    with pytest.raises(ValueError, match=said):
+        workload_from_config(sizes("llama", 64, 2, 4, 4, 128, 100) | changes)
 
 
 def test_a_table_inside_of_a_configuration_must_be_one():

@@ -198,6 +198,14 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path, before, after, text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a = " + "[" * 50_000, "[plan]\nsharding = " + "{a=" * 3000 + "1" + "}" * 3000])
+def test_a_file_that_nests_without_end_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="plan.toml: tables or lists are nested too deeply"):
+        read_plan_file(path)
+
+
 def test_files_that_editors_save_otherwise(tmp_path):
     """A mark at the start, as Windows' editors write it, is no fault; other alphabets and empty files are."""
     path = tmp_path / "plan.toml"

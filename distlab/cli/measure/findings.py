@@ -60,6 +60,8 @@ class Findings:
     def table(self) -> str:
         """Lay the findings out for a terminal."""
         measured_s, predicted_s, last = self.measured_step_s, self.predicted_step_s, self.updates - 1
+        more = self.sent_bytes - self.predicted_bytes  # the last bucket's flag, rounded up to 64 bytes per rank
+        why = f" ({more:,} more: a flag that tells of faults, and padding)" if more > 0 else ""
         rows = [
             ("", "one process", f"{self.ranks} ranks"),
             ("loss at the start", f"{self.losses_one_process[0]:.4f}", f"{self.losses[0]:.4f}"),
@@ -67,7 +69,7 @@ class Findings:
             ("loss at the end", "-", f"{self.losses[-1]:.4f}"),
             ("weights equal?", "", f"{'yes' if self.equal else 'NO'} (largest difference {self.max_difference:.1e})"),
             ("", "predicted", "measured"),
-            ("bytes sent, rank, step", f"{self.predicted_bytes:,}", f"{self.sent_bytes:,}"),
+            ("bytes sent, rank, step", f"{self.predicted_bytes:,}", f"{self.sent_bytes:,}{why}"),
             ("median step, as drawn", f"{predicted_s * 1e3:.1f} ms", f"{measured_s * 1e3:.1f} ms"),
             ("exposed communication", f"{self.exposed_s * 1e3:.1f} ms", "see the picture"),
             ("error of the prediction", "", f"{predicted_s / measured_s - 1:+.1%}"),

@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     from simulator import ClusterDescription, PlanFile, read_plan_file
     from simulator.export import Wish, export
 
-    if arguments.file:
+    if arguments.file is not None:
         check_alone(arguments)
         said = read_plan_file(arguments.file)
     else:

@@ -49,7 +49,7 @@ def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, t
     """
     from simulator import read_plan_file
 
-    if arguments.file:
+    if arguments.file is not None:
         check_alone(arguments)
         said = read_plan_file(arguments.file)
         check_size(said.plan)

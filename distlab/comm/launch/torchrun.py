@@ -34,7 +34,7 @@ from distlab.comm.command import runnable
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
 from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
-from distlab.comm.rendezvous import PORT_FILE
+from distlab.comm.rendezvous import STORE_FILE
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
 REFUSED = 2  # of one that was asked for something that cannot be: one line is enough
@@ -80,7 +80,7 @@ def run_script(
         flags += ["--role", "rank", "--tee", "3", "--log-dir", folder, "--monitor-interval", "0.1"]
         agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), folder]
         command = [*agent, *flags, str(script), *arguments]
-        with _started(command, {PORT_FILE: f"{folder}/port"}) as process:
+        with _started(command, {STORE_FILE: f"{folder}/store"}) as process:
             own_words = _pass_on(process, echo, limit_s)
         return _conclude(Path(folder), num_ranks, process.returncode, own_words)
 
@@ -124,7 +124,7 @@ def _started(command: Sequence[str], more: dict[str, str]) -> Iterator[subproces
 
 def own_environment() -> dict[str, str]:
     """Return the environment for a new job: this process may be a rank itself, so without its own job's variables."""
-    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PORT_FILE)
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE)
     prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
     root = str(Path(__file__).resolve().parents[3])  # the agent finds this very distlab, whatever is installed

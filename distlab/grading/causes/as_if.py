@@ -10,73 +10,41 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from distlab.grading.causes.changes import Change, changed, changes_of, reductions, slips_of
 from distlab.grading.causes.mend import mend_of
 from distlab.grading.causes.relations import relation
-from distlab.grading.causes.search import Agreed, agreed, explained, is_evidence, next_size, results_of
-from distlab.grading.exercise import Exercise
+from distlab.grading.causes.search import Agreed, Drawn, agreed, explained, is_evidence, next_size, results_of
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import near, outcome
-
-if TYPE_CHECKING:
-    from distlab.comm import Ranks
 
 BUDGET_S = 2.0  # of a rank's processor time, for all changes of one answer: a busy machine changes no verdict
 LIMIT_S = 10.0  # of a batch: a changed argument may make the reference's ranks wait for each other
 
 
-def cause_of(
-    exercise: Exercise,
-    fn: Callable[..., Any],
-    reference: Callable[..., Any],
-    *,
-    ranks: Ranks,
-    seed: int,
-    got: Sequence[dict[str, Any]],
-    wanted: Sequence[dict[str, Any]],
-) -> str:
+def cause_of(fn: Callable[..., Any], drawn: Drawn) -> str:
     """Return in words what the results of all drawn calls are right for, or where the answer's own text is wrong.
 
     "" where no change of the reference has these results, and no change of the answer makes them right.
-
-    Args:
-        exercise: whose calls were drawn.
-        fn: the answer.
-        reference: the right function.
-        ranks: those that made the calls; a change that they do not survive ends the search.
-        seed: of the draws.
-        got: for each rank what `call_varied` returned for the answer.
-        wanted: the same for the reference.
     """
-    return _as_if(exercise, reference, ranks, seed, got, wanted) or mend_of(
-        exercise, fn, reference, ranks=ranks, seed=seed, got=got, wanted=wanted
-    )
+    return _as_if(drawn) or mend_of(fn, drawn)
 
 
-def _as_if(
-    exercise: Exercise,
-    reference: Callable[..., Any],
-    ranks: Ranks,
-    seed: int,
-    got: Sequence[dict[str, Any]],
-    wanted: Sequence[dict[str, Any]],
-) -> str:
+def _as_if(drawn: Drawn) -> str:
     """Return in words what the results of all drawn calls are right for, or "" where no change explains them."""
-    if not _is_of_one_kind(got, wanted):
+    if not _is_of_one_kind(drawn.got, drawn.wanted):
         return ""
-    written = _written(wanted)
-    other = changes_of(exercise, reference, seed, len(got))
+    written, n = _written(drawn.wanted), len(drawn.got)
+    other = changes_of(drawn.exercise, drawn.reference, drawn.seed, n)
     changes = chain(
         (change for change in other if change.how != "tensor" or change.what not in written),
-        slips_of(reference, len(got)),
+        slips_of(drawn.reference, n),
     )
-    other_rank = _of_another_rank(exercise, got, wanted)
-    found = other_rank or _of_a_change(exercise, reference, ranks, seed, got, wanted, changes)
-    return found or relation(got, wanted, exercise.vary.scale if exercise.vary is not None else 1.0)
+    found = _of_another_rank(drawn) or _of_a_change(drawn, changes)
+    return found or relation(drawn.got, drawn.wanted, drawn.vary.scale)
 
 
 def _is_of_one_kind(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> bool:
@@ -99,9 +67,9 @@ def _written(wanted: Sequence[dict[str, Any]]) -> set[str]:
     return {name.partition(".")[0].partition("[")[0] for name, old, new in pairs if compare(new, old) is not None}
 
 
-def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> str:
+def _of_another_rank(drawn: Drawn) -> str:
     """Say so where each rank returns, in every call, what another rank should return."""
-    n, scale = len(got), exercise.vary.scale if exercise.vary is not None else 1.0
+    got, wanted, n, scale = drawn.got, drawn.wanted, len(drawn.got), drawn.vary.scale
     turns = [(f"rank {other}", [other] * n) for other in range(n)]
     turns += [(f"rank r {sign} 1", [(rank + step) % n for rank in range(n)]) for sign, step in (("+", 1), ("-", -1))]
     for whose, others in turns if n > 1 else ():
@@ -118,30 +86,23 @@ def _of_another_rank(exercise: Exercise, got: Sequence[dict[str, Any]], wanted: 
     return ""
 
 
-def _of_a_change(
-    exercise: Exercise,
-    reference: Callable[..., Any],
-    ranks: Ranks,
-    seed: int,
-    got: Sequence[dict[str, Any]],
-    wanted: Sequence[dict[str, Any]],
-    changes: Iterator[Change],
-) -> str:
+def _of_a_change(drawn: Drawn, changes: Iterator[Change]) -> str:
+    """Say so where the reference with one change has the answer's results, or one part of them."""
     from distlab.comm import RankError
 
+    got, wanted, ranks, vary = drawn.got, drawn.wanted, drawn.ranks, drawn.vary
     results = [(results_of(got, rank), results_of(wanted, rank)) for rank in range(len(got))]
     answers = [mine for mine, _ in results]
-    assert exercise.vary is not None
     spent_s, size, limit_s = 0.0, 1, ranks.timeout_s
     perhaps: list[str] = []  # where few results are wrong, one change of all must explain them
     is_in_place = all(call["result"] is None for run in wanted for call in run["calls"])
     ranks.timeout_s = min(limit_s, LIMIT_S)
     try:
         while spent_s < BUDGET_S and (batch := list(islice(changes, size))):
-            found, took_s = zip(*ranks.run(_tried, reference, exercise.vary, seed, batch, answers), strict=True)
+            found, took_s = zip(*ranks.run(_tried, drawn.reference, vary, drawn.seed, batch, answers), strict=True)
             spent_s += took_s[0]
             for index, change in enumerate(batch):
-                part, is_sure = explained([of_rank[index] for of_rank in found], results, exercise.vary.scale)
+                part, is_sure = explained([of_rank[index] for of_rank in found], results, vary.scale)
                 if part is not None:
                     whole = "what it leaves in its arguments" if is_in_place else "what it returns"
                     whose = f"the result{part}" if part else whole

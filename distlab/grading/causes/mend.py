@@ -18,11 +18,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from distlab.grading.causes.search import Agreed, agreed, explained, first_wrong, next_size, part_of, results_of
+from distlab.grading.causes.search import Agreed, Drawn, agreed, explained, first_wrong, next_size, part_of, results_of
 from distlab.grading.diagnosis.blame import file_of, label
-from distlab.grading.exercise import Exercise
+from distlab.grading.exercise import Refused
 from distlab.grading.mutant import compiled
 from distlab.grading.sandbox.library import twins_of
 from distlab.grading.sealed import is_sealed
@@ -30,9 +30,6 @@ from distlab.grading.slips.generate import Slip, last_call, mends
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import is_telling, near, parts
-
-if TYPE_CHECKING:
-    from distlab.comm import Ranks
 
 BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer
 LIMIT_S = 10.0  # of a batch of them
@@ -110,36 +107,17 @@ class Versions:
         return self._now(*arguments, **keywords)
 
 
-def mend_of(
-    exercise: Exercise,
-    fn: Callable[..., Any],
-    reference: Callable[..., Any],
-    *,
-    ranks: Ranks,
-    seed: int,
-    got: Sequence[dict[str, Any]],
-    wanted: Sequence[dict[str, Any]],
-) -> str:
-    """Return in words where an answer is wrong, by a change that makes all results right; "" where none does.
-
-    Args:
-        exercise: whose calls were drawn.
-        fn: the answer.
-        reference: the right function.
-        ranks: those that made the calls; a change that they do not survive ends the search.
-        seed: of the draws.
-        got: for each rank what `call_varied` returned for the answer; empty where it did not come to an end.
-        wanted: the same for the reference.
-    """
+def mend_of(fn: Callable[..., Any], drawn: Drawn) -> str:
+    """Return in words where an answer is wrong, by a change that makes all results right; "" where none does."""
     from distlab.comm import RankError
 
-    text, limit_s = text_of_answer(fn), ranks.timeout_s
+    text, ranks = text_of_answer(fn), drawn.ranks
     if text is None:
         return ""
+    limit_s = ranks.timeout_s
     ranks.timeout_s = min(limit_s, LIMIT_S)
-    search = _Search(exercise, fn, reference, ranks, text.head)
     try:
-        return search.run(text, seed, got, wanted)
+        return _Search(fn, drawn, text.head).run(text)
     except (RankError, RuntimeError, OSError):
         return ""
     finally:
@@ -147,23 +125,21 @@ def mend_of(
 
 
 class _Search(NamedTuple):
-    exercise: Exercise
     fn: Callable[..., Any]
-    reference: Callable[..., Any]
-    ranks: Ranks
+    drawn: Drawn
     head: str
 
-    def run(self, text: Text, seed: int, got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> str:
+    def run(self, text: Text) -> str:
         """Try one batch of mends after another, and each that holds on the draws of another seed."""
         from distlab.comm import RankError, RankTimeout
 
-        assert self.exercise.vary is not None
+        got, wanted, seed, scale = self.drawn.got, self.drawn.wanted, self.drawn.seed, self.drawn.vary.scale
         right = [results_of(wanted, rank) for rank in range(len(wanted))]
         mine = [results_of(got, rank) for rank in range(len(got))] or [[None] * len(one) for one in right]
         results = list(zip(mine, right, strict=True))
         changes: Iterator[Slip] = iter(_in_order(text.function, len(wanted)))
         others: dict[int, list[list[Any]]] = {}
-        spent_s, size, needed = 0.0, 1, first_wrong(results, self.exercise.vary.scale)
+        spent_s, size, needed = 0.0, 1, first_wrong(results, scale)
         lost = 0
         while spent_s < BUDGET_S and (batch := list(islice(changes, size))):
             try:
@@ -177,14 +153,14 @@ class _Search(NamedTuple):
             spent_s += took_s
             for number, slip in enumerate(batch):
                 of_ranks = [of_rank[number] for of_rank in found]
-                part, _ = explained(of_ranks, results, self.exercise.vary.scale)
-                if part is None or (part and _breaks(of_ranks, results, self.exercise.vary.scale)):
+                part, _ = explained(of_ranks, results, scale)
+                if part is None or (part and _breaks(of_ranks, results, scale)):
                     continue
                 others = others or {other: self.right(other) for other in _other_seeds(seed, results)}
                 holds = all(self.holds(slip, part, other, given) for other, given in others.items())
                 if holds and self.holds_on_more(slip, part, seed):
                     calls = (1 + len(others)) * len(results[0][0])
-                    return _words(text, slip, part, calls, len(wanted), is_hidden=is_sealed(self.reference))
+                    return _words(text, slip, part, calls, len(wanted), is_hidden=is_sealed(self.drawn.reference))
             size = next_size(size, took_s)
         return ""
 
@@ -194,11 +170,12 @@ class _Search(NamedTuple):
         """Make the calls of a seed with each version of the answer, behind the fence that the answer is behind."""
         from distlab.grading.sandbox.guard import drive_on_rank
 
-        assert self.exercise.vary is not None
-        drive = functools.partial(_drive, len(batch), self.exercise.vary, seed, self.reference, given, needed)
+        drive = functools.partial(_drive, len(batch), self.drawn.vary, seed, self.drawn.reference, given, needed)
         versions = Versions(self.fn, [f"{self.head}\n{textwrap.indent(slip.body, '    ')}" for slip in batch])
-        limit, twins = self.exercise.memory_limit_bytes, twins_of(self.exercise)
-        found, took_s = zip(*self.ranks.run(drive_on_rank, drive, versions, limit, twins), strict=True)
+        exercise = self.drawn.exercise
+        limit, twins = exercise.memory_limit_bytes, twins_of(exercise)
+        tried = functools.partial(drive_on_rank, is_looked_at=False)  # once for each version: most calls take less time
+        found, took_s = zip(*self.drawn.ranks.run(tried, drive, versions, limit, twins), strict=True)
         return list(found), took_s[0]
 
     def holds(self, slip: Slip, part: str, seed: int, given: Sequence[Sequence[Any]]) -> bool:
@@ -211,11 +188,11 @@ class _Search(NamedTuple):
         from distlab.comm import RankError
         from distlab.grading.fresh import start_ranks
 
-        more = min((world for world in self.exercise.worlds if world > 1), default=1)
-        if self.ranks.world_size > 1 or more == 1:
+        more = min((world for world in self.drawn.exercise.worlds if world > 1), default=1)
+        if self.drawn.ranks.world_size > 1 or more == 1:
             return True
         with start_ranks(more, LIMIT_S) as ranks:
-            search = self._replace(ranks=ranks)
+            search = self._replace(drawn=self.drawn._replace(ranks=ranks))
             try:
                 return search.holds(slip, part, seed, search.right(seed))
             except RankError:
@@ -223,7 +200,8 @@ class _Search(NamedTuple):
 
     def right(self, seed: int) -> list[list[Any]]:
         """Return the reference's results for another seed, on each rank."""
-        made = self.ranks.run(call_varied, self.reference, self.exercise.vary, seed, self.reference)
+        reference = self.drawn.reference
+        made = self.drawn.ranks.run(call_varied, reference, self.drawn.vary, seed, reference)
         return [results_of(made, rank) for rank in range(len(made))]
 
 
@@ -268,12 +246,21 @@ def _drive(
     """On a rank, make all calls with each version of the answer; fn is the fence around them."""
     versions: Any = fn.__wrapped__  # type: ignore[attr-defined]
 
+    refused: list[int] = []
+
     @contextlib.contextmanager
     def made(number: int) -> Iterator[Callable[..., Any]]:
         versions.choose(number)
-        yield fn
+        try:
+            yield fn
+        finally:
+            try:
+                fn.look()  # type: ignore[attr-defined]
+            except Refused:  # told here, it would be one more vote
+                refused.append(number)
 
-    return agreed(made, count, vary, seed, reference, given, needed=needed)
+    found, took_s = agreed(made, count, vary, seed, reference, given, needed=needed)
+    return [{} if number in refused else alike for number, alike in enumerate(found)], took_s
 
 
 def _breaks(found: Sequence[Agreed], results: Sequence[tuple[list[Any], list[Any]]], scale: float) -> bool:

@@ -9,20 +9,49 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from distlab.grading.exercise import Refused
+from distlab.grading.exercise import Exercise, Refused
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import is_telling, near, outcome, parts
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
 
 BATCH_S = 0.2  # of a rank's processor time, for functions that are tried one after another
 ONE_S = 0.3  # of that, for one function: another condition may make a loop without end
 MOST = 64  # functions of a batch
 FEWEST = 3  # wrong results without a drawn number in them that a change must explain
 Agreed = dict[str, list[bool]]  # for each part of the results, call by call, whether it is the given one's
+
+
+class Drawn(NamedTuple):
+    """The drawn calls of an answer and of the reference, and what it takes to make them again.
+
+    Attributes:
+        exercise: whose calls were drawn.
+        reference: the right function.
+        ranks: those that made the calls; a change that they do not survive ends a search.
+        seed: of the draws.
+        got: for each rank what `call_varied` returned for the answer; empty where it did not come to an end.
+        wanted: the same for the reference.
+    """
+
+    exercise: Exercise
+    reference: Callable[..., Any]
+    ranks: Ranks
+    seed: int
+    got: Sequence[dict[str, Any]]
+    wanted: Sequence[dict[str, Any]]
+
+    @property
+    def vary(self) -> Vary:
+        """How the calls vary."""
+        assert self.exercise.vary is not None
+        return self.exercise.vary
 
 
 def results_of(run: Sequence[dict[str, Any]], rank: int) -> list[Any]:

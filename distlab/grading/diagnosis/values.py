@@ -224,7 +224,7 @@ def times_of(ratio: float) -> str:
 
 def _is_simple(ratio: float) -> bool:
     """Whether one number's ratio tells anything: a small whole number or its inverse."""
-    return any(abs(x - round(x)) < 1e-9 and 2 <= abs(round(x)) <= 64 for x in (ratio, 1 / ratio))
+    return any(1.5 < abs(x) < 64.5 and abs(x - round(x)) < 1e-9 for x in (ratio, 1 / ratio))
 
 
 def _order(got: Tensor, want: Tensor) -> str | None:

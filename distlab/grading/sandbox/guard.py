@@ -57,9 +57,23 @@ class Board:
 
 
 def drive_on_rank(
-    drive: Callable[..., Any], fn: Callable[..., Any], memory_limit_bytes: int, twins: Twins | None = None
+    drive: Callable[..., Any],
+    fn: Callable[..., Any],
+    memory_limit_bytes: int,
+    twins: Twins | None = None,
+    *,
+    is_looked_at: bool = True,
 ) -> Any:
-    """Drive a learner's function on this rank under limits, and return what the drive returns."""
+    """Drive a learner's function on this rank under limits, and return what the drive returns.
+
+    Args:
+        drive: calls the function.
+        fn: the learner's.
+        memory_limit_bytes: for what it adds to this process.
+        twins: functions of the library that it may not lead to.
+        is_looked_at: after each call, at what it must leave as it was; else the drive does so, with the `look` of what
+            it is given.
+    """
     from distlab.grading.variation.left import restored
 
     limit_process(memory_limit_bytes)
@@ -77,7 +91,7 @@ def drive_on_rank(
         with restored():
             if (load := getattr(fn, "load", None)) is not None:  # or the first call would be judged with the whole file
                 guarded(load, untouched, fence)()
-            result = drive(guarded(fn, untouched, fence))
+            result = drive(guarded(fn, untouched, fence, is_looked_at=is_looked_at))
         untouched.check()  # the drive may have called what the function returned
         return result
     finally:
@@ -157,14 +171,11 @@ def in_python_numbers(value: Any, depth: int = 20) -> Any:
     return value
 
 
-def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Callable[..., Any]:
-    """Wrap a function so that what it must leave as it was is looked at after each call."""
-    import torch
-    import torch.distributed as dist
-
-    from distlab.grading.variation.left import kept
-
-    dtype, device, group, state = torch.get_default_dtype(), torch.get_default_device(), dist.group.WORLD, kept()
+def guarded(
+    fn: Callable[..., Any], untouched: Untouched, fence: Fence, *, is_looked_at: bool = True
+) -> Callable[..., Any]:
+    """Wrap a function in the fence; what it must leave as it was is looked at after each call, or by `look`."""
+    look = _look(untouched)
 
     def call(*args: Any, **named: Any) -> Any:
         allowed = fence.ways.allow((*args, *named.values()))
@@ -175,6 +186,26 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
         finally:
             fence.is_up = was_up
             fence.ways.put_back(allowed)
+        if is_looked_at:
+            look()
+        return _fenced(in_python_numbers(result), fence, (*args, *named.values()))
+
+    with contextlib.suppress(Exception):
+        functools.update_wrapper(call, fn)
+    call.look = look  # type: ignore[attr-defined]
+    return call
+
+
+def _look(untouched: Untouched) -> Callable[[], None]:
+    """Return a function that refuses where something is no longer what it is now."""
+    import torch
+    import torch.distributed as dist
+
+    from distlab.grading.variation.left import kept
+
+    dtype, device, group, state = torch.get_default_dtype(), torch.get_default_device(), dist.group.WORLD, kept()
+
+    def look() -> None:
         untouched.check()
         if not dist.is_initialized() or dist.group.WORLD is not group:
             raise Refused(
@@ -199,11 +230,8 @@ def guarded(fn: Callable[..., Any], untouched: Untouched, fence: Fence) -> Calla
         if (after := kept()) != state:
             what = next(name for name in state if after[name] != state[name])
             raise Refused("state left behind", f"it changed {what}, for everything that comes after: put it back")
-        return _fenced(in_python_numbers(result), fence, (*args, *named.values()))
 
-    with contextlib.suppress(Exception):
-        functools.update_wrapper(call, fn)
-    return call
+    return look
 
 
 def _fenced(result: Any, fence: Fence, given: tuple[Any, ...]) -> Any:

@@ -6,12 +6,16 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from distlab.grading.causes.as_if import cause_of
 from distlab.grading.causes.mend import mend_of
 from distlab.grading.causes.reached import flow, not_reached
+from distlab.grading.causes.search import Drawn
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.near import is_telling, near, outcome
+from distlab.grading.variation.sent import all_sent, not_taking_part, other_messages, taking_part, too_few, unseen
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -25,8 +29,8 @@ def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..
     assert exercise.vary is not None
     results = ranks.run(exercise.drive, reference)
     wanted = Evidence(ranks.world_size, results, ranks.records())
-    sent, least = _all_sent(evidence), _all_sent(wanted) * exercise.vary.least_bytes
-    return _too_few(sent, evidence.records.num_calls(), least, ranks.world_size)
+    sent, least = all_sent(evidence), all_sent(wanted) * exercise.vary.least_bytes
+    return too_few(sent, evidence.records.num_calls(), least, ranks.world_size)
 
 
 def varied_fault(
@@ -37,11 +41,23 @@ def varied_fault(
     Raises:
         Unavailable: the ranks went for a reason that is not the function's.
     """
-    fault = _fault(exercise, fn, reference, ranks, seed)
+    from distlab.grading.fresh import Unavailable
+    from distlab.grading.run import not_judged
+
+    try:
+        fault = _fault(exercise, fn, reference, ranks, seed)
+    except Unavailable:
+        raise
+    except Exception as error:  # of a comparison: a whole number that no float holds, say
+        fault = not_judged(error)
     if fault is None or fault.code == "not attempted":
         return fault
+    return Fault(fault.code, f"{fault.message}{_again(exercise, seed)}")
+
+
+def _again(exercise: Exercise, seed: int) -> str:
     again = f'check("{exercise.name}", {exercise.function}, seed={seed})'
-    return Fault(fault.code, f"{fault.message}\n  these arguments are drawn; the same ones again: {again}")
+    return f"\n  these arguments are drawn; the same ones again: {again}"
 
 
 def _fault(
@@ -66,30 +82,34 @@ def _fault(
     if isinstance(answered, Fault):
         is_seen = is_wrong or answered.code in UNNAMED
         return _after(_mend_alone(exercise, fn, reference, ranks, seed), answered) if is_seen else answered
-    num_calls, taking_part, num_bytes = answered.records.num_calls(), _taking_part(answered), _all_sent(answered)
+    num_calls, took_part, num_bytes = answered.records.num_calls(), taking_part(answered), all_sent(answered)
     reached = flow(answered)
     try:
         wanted = ranks.run(drive, reference)
-    except RankError as error:
+    except (RankError, RuntimeError, OSError) as error:
         raise Unavailable(f"the reference itself failed with seed {seed}: {error}") from error
     got = answered.results
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
     num_calls_wanted, reaches = reference_run.records.num_calls(), flow(reference_run)
-    faults = _judge(exercise, got, wanted) if _is_whole(got, exercise.vary.num_calls) else iter(())
+    faults = (
+        _judge(exercise, got, wanted, is_smallest_first=is_wrong)
+        if _is_whole(got, exercise.vary.num_calls)
+        else iter(())
+    )
     fault = next(faults, None)
     in_place = all(call["result"] is None for each in wanted for call in each["calls"])
     if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
-        cause = cause_of(exercise, fn, reference, ranks=ranks, seed=seed, got=got, wanted=wanted)
+        cause = cause_of(fn, Drawn(exercise, reference, ranks, seed, got, wanted))
         wrong = (rank for rank in range(len(got)) if _is_wrong(got[rank], wanted[rank], exercise.vary.scale))
         fault = _after(cause or not_reached(reached, reaches, wrong, exercise.vary.num_calls), fault)
-    fault = fault or _unseen(got, num_calls, num_calls_wanted)
+    fault = fault or unseen(got, num_calls, num_calls_wanted)
     if fault is None:
-        fault = _not_taking_part(taking_part, _taking_part(reference_run))
+        fault = not_taking_part(took_part, taking_part(reference_run))
     if fault is None:
-        least = _all_sent(reference_run) * exercise.vary.least_bytes
-        fault = _too_few(num_bytes, num_calls, least, ranks.world_size)
+        least = all_sent(reference_run) * exercise.vary.least_bytes
+        fault = too_few(num_bytes, num_calls, least, ranks.world_size)
     if fault is None and exercise.vary.same_messages:
-        fault = _messages(answered, reference_run)
+        fault = other_messages(answered, reference_run)
     return fault
 
 
@@ -103,18 +123,33 @@ def _mend_alone(
         wanted = ranks.run(call_varied, reference, exercise.vary, seed, reference)
     except RankError:
         return ""
-    return mend_of(exercise, fn, reference, ranks=ranks, seed=seed, got=(), wanted=wanted)
+    return mend_of(fn, Drawn(exercise, reference, ranks, seed, (), wanted))
 
 
 def with_cause(
     fault: Fault, exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
 ) -> Fault:
-    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause."""
+    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause.
+
+    Where they show none, the smallest of them that is wrong is told: it can be worked out by hand.
+    """
     if fault.code not in UNNAMED or exercise.vary is None:
         return fault
-    drawn = _fault(exercise, fn, reference, ranks, seed, is_wrong=True)
+    from distlab.grading.fresh import Unavailable
+
+    try:
+        drawn = _fault(exercise, fn, reference, ranks, seed, is_wrong=True)
+    except Unavailable:
+        raise
+    except Exception:  # of a comparison: the fault that was seen says enough
+        return fault
     cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
-    return _after(cause, fault) if is_there else fault
+    if is_there:
+        return _after(cause, fault)
+    if drawn is None or drawn.code not in UNNAMED:
+        return fault
+    smallest = f"the smallest drawn arguments for which it is wrong: {drawn.message}"
+    return Fault(fault.code, f"{fault.message}\n  {smallest}{_again(exercise, seed)}")
 
 
 def is_named(fault: Fault) -> bool:
@@ -130,7 +165,9 @@ def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
     return all(isinstance(result, dict) and len(result.get("calls", ())) == num_calls for result in results)
 
 
-def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Fault]:
+def _judge(
+    exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any], *, is_smallest_first: bool = False
+) -> Iterator[Fault]:
     """Yield what differs, call by call: results first, then arguments, then the state of the process."""
     name, n = exercise.function, len(got)
     scale = exercise.vary.scale if exercise.vary is not None else 1.0
@@ -141,7 +178,9 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             fault = _result(got[rank]["calls"], wanted[rank]["calls"], call, _what(rank, n), n, scale)
             if fault is not None:
                 wrong.setdefault(call, (rank, fault))
-    for call, (rank, fault) in wrong.items():
+    order = sorted(wrong, key=lambda call: _size(wanted[0]["calls"][call])) if is_smallest_first else wrong
+    for call in order:
+        rank, fault = wrong[call]
         words = wanted[rank]["calls"][call]["words"]
         right = [wanted[rank]["calls"][other]["words"] for other in range(num_calls) if other not in wrong]
         seen = f"; right for {name}({right[0]})" if right and fault.code != "kept" else ""
@@ -155,6 +194,14 @@ def _judge(exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> Ite
             for moved in [place for place in mine["moved"] if place not in theirs["moved"]][:1]:
                 text = f"{where}right at first, but a later call changed {moved}{_on(rank, n)}: both calls share memory"
                 yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
+
+
+def _size(call: dict[str, Any]) -> float:
+    """Return how much a call was given: elements of tensors, and whole numbers as they are."""
+    given = [value for _, value in call["before"]]
+    return sum(
+        value.numel() if isinstance(value, Tensor) else abs(value) if type(value) is int else 1 for value in given
+    )
 
 
 def _is_wrong(mine: dict[str, Any], right: dict[str, Any], scale: float) -> bool:
@@ -232,64 +279,3 @@ def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: 
             yield Fault("argument changed", f"{text} ({fault.message}); leave it as it is, or work on a copy")
         else:
             yield Fault(fault.code, f"{where}{fault.message}")
-
-
-def _messages(got: Evidence, wanted: Evidence) -> Fault | None:
-    """Compare the number of messages of each rank with the reference's."""
-    from distlab.grading.diagnosis.traffic import calls
-
-    for rank in range(got.world_size):
-        for op in ("send", "recv"):
-            made, needed = len(calls(got, rank, op)), len(calls(wanted, rank, op))
-            if made != needed:
-                text = f"rank {rank} made {made} {op}s in {len(wanted.results[rank]['calls'])} calls"
-                return Fault("wrong number of messages", f"{text}; expected {needed}: use every argument")
-    return None
-
-
-def _taking_part(evidence: Evidence) -> list[int]:
-    """Return the ranks that sent or received numbers: a barrier carries none."""
-    from distlab.grading.diagnosis.traffic import calls
-
-    return [rank for rank in range(evidence.world_size) if any(call.num_bytes for call in calls(evidence, rank))]
-
-
-def _not_taking_part(got: Sequence[int], wanted: Sequence[int]) -> Fault | None:
-    """Find a rank that neither sent nor received a number, though the others cannot know its numbers."""
-    rank = next((rank for rank in wanted if rank not in got), None)
-    if rank is None:
-        return None
-    text = f"right results, but rank {rank} sent and received 0 bytes through torch.distributed"
-    return Fault("unseen", f"{text}, and no rank can know the others' numbers: send them with dist's own functions")
-
-
-def _all_sent(evidence: Evidence) -> int:
-    """Return the bytes that all ranks sent together."""
-    from distlab.grading.diagnosis.traffic import sent_bytes
-
-    return sum(sent_bytes(evidence, rank) for rank in range(evidence.world_size))
-
-
-def _too_few(got: int, num_calls: int, least: float, n: int) -> Fault | None:
-    """Find results that the recorded bytes cannot have brought about; a call's bytes may be rounded down by one."""
-    from distlab.grading.diagnosis.traffic import in_megabytes
-
-    if got + num_calls >= least:
-        return None
-    text = f"right results, but the {n} ranks together sent {in_megabytes(got)} through torch.distributed"
-    text = f"{text}, where any right answer sends {in_megabytes(least)} or more"
-    return Fault("unseen", f"{text}: what is needed must travel, whole, by dist's own functions")
-
-
-def _unseen(got: Sequence[Any], num_calls: int, num_calls_wanted: int) -> Fault | None:
-    """Find communication that the record of calls does not show."""
-    counted = sum(result.get("num_collectives", 0) for result in got if isinstance(result, dict))
-    if counted > max(2, len(got)) * num_calls:  # torch counts some calls twice, and a reduce_scatter once per rank
-        text = (
-            f"right results, but torch counted {counted} collectives on {len(got)} ranks, and {num_calls} were called"
-        )
-        return Fault("unseen", f"{text} through torch.distributed: call dist's own functions, not what is below them")
-    if num_calls_wanted and not num_calls and len(got) > 1:
-        text = "right results, but no rank called torch.distributed, and no rank can know the others' numbers"
-        return Fault("unseen", f"{text}: send them with dist's own functions")
-    return None

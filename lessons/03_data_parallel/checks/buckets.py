@@ -16,6 +16,7 @@ BUCKET_CASES: tuple[tuple[list[int], int], ...] = (
     ([], 100),
     ([7] * 10, 21),
     ([1, 2, 3], 1),
+    ([3, 4, 5, 10], 10),  # the second bucket is one byte short before its last
 )
 
 

@@ -86,10 +86,12 @@ def _draw_flip(draw: Draw) -> tuple[Any, ...]:
     import torch
 
     steps, tensors = draw.one_of(1, 2, draw.integer(3, 30)), draw.one_of(1, draw.integer(2, 6))
-    sums = draw.tensor(steps, tensors, dtype=torch.int64, same=True, strided=True)
+    sums = draw.tensor(steps, tensors, dtype=torch.int64, same=True)
     sums *= 2**52  # a flip of the lowest bit is lost where sums become floating point
     flipped, bit = draw.one_of(True, True, False), draw.one_of(1, 2**40)
     step, tensor, rank = draw.integer(0, steps - 1), draw.integer(0, tensors - 1), draw.integer(0, draw.world_size - 1)
+    if flipped:  # no message takes its rows as they are
+        sums = torch.stack([sums, torch.zeros_like(sums)], -1)[..., 0]
     if flipped and draw.rank == rank:
         sums[step, tensor] += bit
         sums[step + 1 :] += 1

@@ -16,7 +16,7 @@ from simulator.models.attention_kernel import with_kernel
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
 from simulator.models.hugging_face.families import LLAMAS
 from simulator.models.hugging_face.fields import Fields
-from simulator.models.llama import llama_workload
+from simulator.models.llama import LlamaSizes, llama_workload
 
 MOST_TOKENS = 4096  # of a sequence, where the caller does not say how long it is
 
@@ -88,11 +88,12 @@ def workload_from_config(
             "write text_config to a file of its own, and pass that"
         )
     if family not in FAMILIES:
-        raise ValueError(f"{where}: model_type is {family!r}; known are {', '.join(FAMILIES)}")
-    name = values.get("_name_or_path") or None
+        fix = "write one of these only where the layers are the same"
+        raise ValueError(f"{where}: model_type is {family!r}; known are {', '.join(FAMILIES)}; {fix}")
+    name = fields.name()
     learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if family in LLAMAS:
-        sizes = LLAMAS[family](fields)
+        sizes = _sizes(fields, family)
     else:
         gpt, learned = _gpt(fields, str(family))
     most = learned or fields.count("max_position_embeddings", MOST_TOKENS)
@@ -101,18 +102,37 @@ def workload_from_config(
     if learned and length > learned:
         raise ValueError(f"{where}: the model has {learned} positions; sequences of {length} do not fit: use fewer")
     if family in LLAMAS:
-        workload = llama_workload(sizes, sequence_length=length, **own, name=str(name) if name else None)
+        workload = llama_workload(sizes, sequence_length=length, **own, name=name)
         return with_kernel(workload, attention or "flash")
     plain = gpt_workload(**gpt, sequence_length=length, **own)
     released = with_own_head(plain) if family == "gpt_neox" else as_released(plain, learned)
     return with_kernel(released, attention or "plain")
 
 
+def _sizes(fields: Fields, family: str) -> LlamaSizes:
+    try:
+        return LLAMAS[family](fields)
+    except ValueError as error:  # of one field, or of sizes that do not go together
+        text = str(error)
+        raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
+
+
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # not UTF-8, or not JSON
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once_each)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON ({error}); pass the config.json of a model") from None
+    except (ValueError, RecursionError) as error:  # a field twice, a number of thousands of digits, lists in lists
+        raise ValueError(f"{path}: {error}; pass the config.json of a model") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of fields, got {type(values).__name__}; pass a config.json")
     return values
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a table of the file, in which no field may be twice: JSON would take the last one without a word."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice, write it once")
+    return table

@@ -71,6 +71,11 @@ def _qwen3_moe(fields: Fields) -> LlamaSizes:
     return _llama(fields, head_norms=True, head_size=128, mixture=mixture, windows=windows_behind(fields))
 
 
+def _seed_oss(fields: Fields) -> LlamaSizes:
+    biases = {"attention_biases": fields.flag("attention_bias", default=True)}
+    return _llama(fields, **biases, output_bias=fields.flag("attention_out_bias"), head_size=128)
+
+
 def _gemma2(fields: Fields) -> LlamaSizes:
     own = windows(fields, pattern=2, default=4096)
     return _llama(fields, head_size=256, ties=True, num_norms=4, windows=own)
@@ -208,14 +213,7 @@ def _gptj(fields: Fields) -> LlamaSizes:
     """Take the sizes of GPT-J and CodeGen: one norm in a block, biases in its feed-forward part and in the head."""
     fields.call(**OF_GPT2)
     fields.assume(intermediate_size=4 * fields.count("hidden_size"))
-    own: dict[str, Any] = {
-        "feed_forward_biases": True,
-        "head_bias": True,
-        "is_gated": False,
-        "num_norms": 1,
-        "norm_parameters": 2,
-    }
-    return _llama(fields, **own)
+    return _llama(fields, feed_forward_biases=True, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
 
 
 def _gpt_neo(fields: Fields) -> LlamaSizes:
@@ -258,11 +256,15 @@ LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "gemma3_text": _gemma3,
         "olmo": partial(_llama, norm_parameters=0),
         "olmo2": partial(_llama, wide_norms=True),  # its norms follow attention and feed-forward part
+        "olmo3": lambda fields: _llama(fields, wide_norms=True, windows=windows(fields, pattern=4, default=4096)),
         "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
         "qwen2": lambda fields: _llama(fields, attention_biases=True, windows=windows_behind(fields)),
         "qwen2_moe": _qwen2_moe,
         "qwen3": lambda fields: _llama(fields, head_norms=True, head_size=128, windows=windows_behind(fields)),
         "qwen3_moe": _qwen3_moe,
+        "qwen3_vl_text": partial(_llama, head_norms=True, head_size=128),
+        "qwen3_vl_moe_text": _qwen3_moe,
+        "seed_oss": _seed_oss,
         "glm": lambda fields: _llama(fields, attention_biases=fields.flag("attention_bias", default=True)),
         "glm4": lambda fields: _llama(fields, attention_biases=fields.flag("attention_bias"), num_norms=4),
         "glm4_moe": _glm4_moe,

@@ -55,6 +55,17 @@ class Fields:
             if self.values.get(own := self.names.get(name, name)) is None:
                 self.values = {**self.values, own: value}
 
+    def name(self) -> str | None:
+        """Return what the file calls the model, if it does.
+
+        Raises:
+            ValueError: it is not a text of one line.
+        """
+        value = self.values.get("_name_or_path") or None
+        if not (value is None or (isinstance(value, str) and value.isprintable())):
+            raise ValueError(f"{self.where}: _name_or_path is {value!r}; write a text of one line, or leave it out")
+        return value
+
     def inner(self, name: str) -> Fields:
         """Return the fields of a table inside of this one; there are none where it is missing.
 
