@@ -75,6 +75,8 @@ class Bucket(GradientSlots):
         """Copy a parameter's gradient to its place and make that place the gradient; where there is none, zeros."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
+        if gradient is not None and gradient is not view and self.statuses[slot] == UNUSED:  # set by hand
+            self.statuses[slot] = USED
         if gradient is None:
             view.zero_()
         elif gradient.layout is not torch.strided:

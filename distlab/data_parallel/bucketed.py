@@ -29,7 +29,7 @@ from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
 from distlab.data_parallel.steps import broadcast_parameters, in_buckets, trainable
 from distlab.gradient_hook import GradientHook
-from distlab.gradients.flat_gradients import SendInBackward
+from distlab.gradients.flat_gradients import SendInBackward, refuse_second
 from distlab.gradients.gradient_status import UNUSED, Reports, gather_reports
 from distlab.modules.every_parameter import every_parameter
 from distlab.replicate import Registered, agree_on_parameters
@@ -77,7 +77,8 @@ class DataParallel:
 
     Raises:
         ValueError: on every rank: ranks hold different models or options, no parameter requires a
-            gradient, or a SyncBatchNorm shares the group while ranks may leave parameters unused.
+            gradient, another technique averages it, or a SyncBatchNorm shares the group while ranks may leave
+            parameters unused.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2. Buckets here are fixed; there they are rebuilt in the
         order of the first backward pass. The flag replaces a bitmap that is reduced each step.
@@ -112,6 +113,7 @@ class DataParallel:
         parameters = trainable(self._names)
         if not parameters:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to average")
+        refuse_second(parameters)
         self._registered = Registered(module, "DataParallel")
         members = in_buckets(parameters, bucket_bytes, first_bucket_bytes)
         # What the host knows by itself can be told without asking the GPU, which then never has to be waited for.

@@ -10,7 +10,7 @@ How a bucket packs and sends is each technique's own: all-reduce (data paralleli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -116,6 +116,7 @@ class SendInBackward(Generic[Slots]):
                 if bucket.full:
                     self.start_full(self._num_early)
 
+        gradient_ready.sends = True  # type: ignore[attr-defined]
         return gradient_ready
 
     def start_full(self, end: int | None = None) -> None:
@@ -134,6 +135,20 @@ class SendInBackward(Generic[Slots]):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def refuse_second(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters whose gradients another technique sends: they would be sent and divided twice.
+
+    Raises:
+        ValueError: on every rank that built the same techniques.
+    """
+    for parameter in parameters:
+        if any(getattr(hook, "sends", False) for hook in (parameter._post_accumulate_grad_hooks or {}).values()):
+            raise ValueError(
+                f"rank {dist.get_rank()}: gradients of this module are averaged already, by a DataParallel or "
+                "ShardedOptimizer that was built before; call close() of that one first, or build the module anew"
+            )
 
 
 class TimedWork:

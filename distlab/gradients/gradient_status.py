@@ -40,7 +40,8 @@ FAULTS = {
     SPARSE: ("got a sparse gradient, and buckets hold dense ones", "Build the layer with sparse=False"),
     TWICE: (
         "got a second gradient before synchronize()",
-        "Call synchronize() after each backward, or run all but the last backward inside `with no_sync():`",
+        "Call synchronize() after each backward, also of a step that you skip; or run all but the last backward "
+        "inside `with no_sync():`",
     ),
     MOVED: (
         "left the buckets: the parameter's memory was replaced since construction",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distlab.sharding.askers import for_a_user
-from distlab.sharding.shard_gradient import WHOLE, FlatShard
+from distlab.sharding.shard_gradient import WHOLE, AbsentGradient, FlatShard
 from distlab.sharding.zero.offload import OffloadedOptimizer
 
 NUM_STEPS, NUM_STEPS_OF_LARGE = 100, 3
@@ -88,7 +88,8 @@ def refuse_whole_tensor_optimizers(
 ) -> None:
     """From now on, each optimizer of shards is tried before its first step.
 
-    The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank;
+    The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank,
+    and one before `synchronize()` RuntimeError;
     `then` is called before any other. A closure that the step calls makes gradients anew: around it, what `then` did is
     undone and done again. The hook stays: another thread may free a model while an optimizer steps, and a hook that
     went with its model would leave half of a step undone.
@@ -115,6 +116,7 @@ def refuse_whole_tensor_optimizers(
         undo(optimizer)  # what a step that an error ended has left
         if not _has_shards(optimizer):
             return None
+        _refuse_coming(optimizer)
         if optimizer not in seen:
             check(optimizer)
         then(optimizer)
@@ -132,6 +134,13 @@ def refuse_whole_tensor_optimizers(
         return wrapped
 
     register_optimizer_step_pre_hook(before)
+
+
+def _refuse_coming(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step before the gradients have come, before any shard is updated."""
+    for one in (one for group in optimizer.param_groups for one in group["params"]):
+        if isinstance(one.grad, AbsentGradient):
+            raise RuntimeError(f"rank {dist.get_rank()}: {one.grad.why}")
 
 
 def _refuse_empty_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ knows of parts (`askers`), or asks for the part: `to_local()`. What work by elem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ REFUSED_FOR_SHARDS: dict[Any, str] = {
         (Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__),  # type: ignore[attr-defined]
         f"the number of dimensions of a shard (groups for weight decay use it): {DIMENSIONS}",
     ),
+    torch.autograd.grad: "torch.autograd.grad by a shard, whose gradient is summed over ranks: call loss.backward() "
+    "and synchronize(), and read shard.grad",
 }
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SHAPES = ("shape", "size", "__len__", "dim", "ndimension", "ndim")
@@ -106,7 +108,7 @@ class ShardGradient(_Part):
         Raises:
             ValueError: the function would take a part for the whole.
         """
-        return _unless_refused(REFUSED_FOR_GRADIENTS, func, args, kwargs)
+        return _unless_refused(REFUSED_FOR_GRADIENTS, func, types, args, kwargs)
 
 
 class ShardValues(_Part):
@@ -121,7 +123,7 @@ class ShardValues(_Part):
         Raises:
             ValueError: the function would take a part for the whole.
         """
-        return _unless_refused(_refused_for(types), func, args, kwargs)
+        return _unless_refused(_refused_for(types), func, types, args, kwargs)
 
 
 class FlatShard(nn.Parameter, _Part):
@@ -144,11 +146,17 @@ class FlatShard(nn.Parameter, _Part):
         Raises:
             ValueError: the function would take a part for the whole.
         """
-        return _unless_refused(_refused_for(types), func, args, kwargs)
+        return _unless_refused(_refused_for(types), func, types, args, kwargs)
 
 
 class AbsentGradient(Tensor):
     """The gradient of a whole parameter while the mean gradients are in pieces: it has a shape, and no values."""
+
+    why = (
+        "the module's parameters have no gradients after ShardedOptimizer.synchronize(): the mean is in this rank's "
+        f"pieces (named_pieces()). In place of torch's clip_grad_norm_, {OWN_CLIP}; to forget gradients, call the "
+        "optimizer's zero_grad()"
+    )
 
     @classmethod
     def __torch_function__(
@@ -163,11 +171,7 @@ class AbsentGradient(Tensor):
         if name in METHODS or (name == "__get__" and func.__self__.__name__ in ATTRIBUTES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(
-            f"rank {_rank()}: the module's parameters have no gradients after ShardedOptimizer.synchronize(): the mean "
-            f"is in this rank's pieces (named_pieces()). In place of torch's clip_grad_norm_, {OWN_CLIP}; to forget "
-            "gradients, call the optimizer's zero_grad()"
-        )
+        raise ValueError(f"rank {_rank()}: {cls.why}")
 
 
 def of_shard(gradient: Tensor) -> Tensor:
@@ -189,17 +193,21 @@ def taken_over(now: Tensor | None, gradient: Tensor) -> Tensor | None:
     return None if now is None else gradient
 
 
-def absent(parameter: Tensor, memory: Tensor) -> Tensor:
+Absent = TypeVar("Absent", bound=AbsentGradient)
+
+
+def absent(parameter: Tensor, memory: Tensor, kind: type[Absent]) -> Absent:
     """Return what stands for a parameter's gradient while there is none; it takes no memory of its own.
 
     Args:
         parameter: whose gradient it is.
         memory: a tensor of the same dtype and device; one number of it stands for all.
+        kind: what to return.
 
     Shapes: any, [E]; the same as the parameter's
     """
     one = memory[:1] if memory.numel() else torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-    nothing: Tensor = one.as_strided(parameter.shape, [0] * parameter.dim()).as_subclass(AbsentGradient)
+    nothing: Absent = one.as_strided(parameter.shape, [0] * parameter.dim()).as_subclass(kind)
     return nothing
 
 
@@ -210,8 +218,14 @@ def _refused_for(types: Sequence[type]) -> dict[Any, str]:
 
 
 def _unless_refused(
-    refused: Mapping[Any, str], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    refused: Mapping[Any, str],
+    func: Any,
+    types: Sequence[type],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
 ) -> Any:
+    if any(issubclass(one, AbsentGradient) for one in types):
+        return NotImplemented  # it answers by itself
     if func in refused:
         raise ValueError(f"rank {_rank()}: {refused[func]}")
     name = _name_of(func)

@@ -205,12 +205,19 @@ class RefusesCopies:
         vars(self._module).pop("__reduce_ex__", None)
 
 
-def check_nothing_added(module: nn.Module) -> None:
-    """Refuse parameters that a module got after it was sharded.
+def check_nothing_added(module: nn.Module, units: Sequence[Unit], shards: nn.ParameterList) -> None:
+    """Refuse parameters that a module got after it was sharded, and other tensors in the place of shards.
 
     Raises:
         RuntimeError: there is one; the text names it.
     """
+    for unit, shard in zip(units, shards._parameters.values(), strict=True):
+        if shard is not unit.shard:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: the shard of unit {unit.name or 'root'!r} was replaced by another tensor (by "
+                "functional_call, or load_state_dict(assign=True)?), and units compute with their own. Change its "
+                "values in place; or build FullyShard of a module that computes with changed parameters"
+            )
     for path, one in module.named_modules():
         for attribute, parameter in one._parameters.items():
             if parameter is not None and not isinstance(parameter, FreedParameter):

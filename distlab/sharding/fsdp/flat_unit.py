@@ -23,11 +23,12 @@ from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import device
 from distlab.comm.p2p import needs_batches
 from distlab.plan import FlatLayout
+from distlab.sharding.fsdp.coming import Coming
 from distlab.sharding.fsdp.host_gradient import HostGradient
 from distlab.sharding.fsdp.left_out import Pieces, mark, put_end_to_end, refuse_sparse
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
-from distlab.sharding.shard_gradient import FlatShard, of_shard
+from distlab.sharding.shard_gradient import FlatShard
 from distlab.shared_memory.group_base import zeros
 from distlab.trace import OpenCall
 
@@ -78,7 +79,7 @@ class Unit:
         self._call: OpenCall | None = None  # of the gather
         self._sum_call: OpenCall | None = None
         self._host_gradient = HostGradient(options.to_host)
-        self._whole_gradient: Tensor | None = None
+        self._coming = Coming(self.shard, memory)
         self._left_out: set[int] = set()  # tensors that got no gradient here: of what comes next,
         self._left_out_of_sum: set[int] = set()  # and of the sum on its way
         self._scatter: DirectScatter | None = None
@@ -163,7 +164,7 @@ class Unit:
     @property
     def gradient_tensors(self) -> list[Tensor]:
         """Whole gradients that are kept or travel, and what arrives of other ranks'."""
-        kept = [] if self._whole_gradient is None else [self._whole_gradient]
+        kept = [] if self._coming.whole is None else [self._coming.whole]
         return [*kept, *([] if self._scatter is None else [self._scatter._full, *self._scatter.arriving])]
 
     # Gradients: sum over the ranks, keep the own part
@@ -171,8 +172,9 @@ class Unit:
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
+        self.heed_zero_grad()
         left_out = {number for number, one in enumerate(gradients) if one is None}
-        self._left_out = left_out if self._whole_gradient is None else left_out & self._left_out
+        self._left_out = left_out if self._coming.whole is None else left_out & self._left_out
         refuse_sparse(self.layout.names, gradients)
         size, dtype = self.layout.padded_size, self.reduce_dtype
         if self.sends:
@@ -180,14 +182,15 @@ class Unit:
         else:
             flat = torch.empty(size, dtype=dtype, device=self._full.device)
         put_end_to_end(flat, gradients, self.layout)
-        if self._whole_gradient is not None:
-            flat.add_(self._whole_gradient)
-            self._whole_gradient = None
+        if self._coming.whole is not None:
+            flat.add_(self._coming.whole)
+            self._coming.whole = None
+        self._coming.begin(sums=self.sends)
         if self.sends:
             self.start_scatter(flat)
             self._left_out = set()
         else:
-            self._whole_gradient = flat
+            self._coming.whole = flat
 
     def start_scatter(self, flat: Tensor) -> None:
         """Begin to sum a flat gradient over the group.
@@ -238,35 +241,33 @@ class Unit:
         """Divide, once, and add to the shard's gradient."""
         self.finish_host_copy()
         assert self.shard.parts is not None, "made with it"
-        self.shard.parts.note(total, self._left_out_of_sum, adds=self.shard.grad is not None)
+        self.shard.parts.note(total, self._left_out_of_sum, adds=self._coming.summed is not None)
         if self.reduce_dtype is not torch.float16:
             total.div_(self.options.num_gradients)
         total = total.to(self.shard.dtype)
         if self._is_offloaded:
-            self._host_gradient.start(total, self.shard.grad)
+            self._host_gradient.start(total, self._coming.summed)
         else:
-            self._add(total)
+            self._coming.add(total)
 
     @torch.no_grad()
     def finish_host_copy(self) -> None:
         """Let the host wait for an offloaded gradient that is on its way."""
         arrived = self._host_gradient.finish()
         if arrived is not None:
-            self._add(arrived)
+            self._coming.add(arrived)
 
-    def _add(self, total: Tensor) -> None:
-        if self.shard.grad is None:
-            self.shard.grad = of_shard(total)
-        else:
-            self.shard.grad.add_(total)
+    def heed_zero_grad(self) -> None:
+        """Drop what an optimizer's zero_grad() has forgotten while it was on its way; or let it be zeros."""
+        self._coming.heed_zero_grad(self.finish_scatter, self.finish_replica_sum, self.finish_host_copy)
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop accumulated gradients, also those on their way; or, without set_to_none, make them zeros."""
-        self.finish_scatter()
-        self.finish_replica_sum()
-        self._host_gradient.finish()
-        self._whole_gradient = None
-        self.shard.grad = None if set_to_none or self.shard.grad is None else self.shard.grad.zero_()
+        if set_to_none:
+            self.shard.grad = None
+        elif self.shard.grad is not None:
+            self.shard.grad.zero_()
+        self.heed_zero_grad()
 
     def _started_call(self) -> OpenCall | None:
         return None if self.options.spans is None else self.options.spans.call()

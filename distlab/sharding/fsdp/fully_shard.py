@@ -26,7 +26,7 @@ from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_s
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.gradient_memory import GradientMemory
-from distlab.sharding.fsdp.hooks import Running, WatchedModule
+from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
@@ -143,7 +143,9 @@ class FullyShard(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. An error in it leaves nothing gathered."""
-        if self.running:  # what an error in a part of the module left, which was called by itself
+        if runs_in_backward():  # for torch's checkpoint, which ends it by an error of its own
+            return self.module(*args, **kwargs)
+        if self.running:  # what an error left in a part of the module, called by itself
             self._free_all()
         try:
             return self.module(*args, **kwargs)
@@ -160,7 +162,7 @@ class FullyShard(nn.Module):
         if not self._has_buffers:
             check_buffers(self.module)
             self._has_buffers = True
-        check_nothing_added(self.module)
+        check_nothing_added(self.module, self.units, self.shards)
         self.free_finished(root=True)
         self.order.start_pass()
 
@@ -189,11 +191,10 @@ class FullyShard(nn.Module):
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
         self.order.end_step()
         self._free_all()
-        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy):
+        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy, Unit.heed_zero_grad):
             for unit in self.units:
                 finish(unit)
-        self._last = None
-        self.step += 1
+        self._last, self.step = None, self.step + 1
 
     def free_finished(self, *, root: bool = False) -> None:
         """Free units whose gradients exist, once another begins: backward has passed their inputs. The root stays."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.zero.offload import OffloadedOptimizer
-from distlab.sharding.zero.shard_bucket import Origin, OwnPiece
+from distlab.sharding.zero.pieces import Origin, OwnPiece
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -13,7 +13,6 @@ tell the others. Read from top to bottom:
    during backward, so whole gradients are never in memory at once.
 
 Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how), `state`.
-
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 """
@@ -32,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather
 from distlab.comm import agree
+from distlab.gradients.flat_gradients import refuse_second
 from distlab.gradients.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
@@ -134,9 +134,10 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         agree_on_parameters(named := parameters_to_shard(module), group)
         agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
         _check_options(stage, split, unused)
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        trained = [(name, one) for name, one in named if one.requires_grad]
         if not trained:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to update")
+        refuse_second(one for _, one in trained)
         self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
@@ -295,5 +296,5 @@ def _check_options(stage: int, split: str, unused: str) -> None:
         ("unused", unused, ("error", "zeros")),
     ):
         if value not in allowed:
-            more = "; for stage 3 use FullyShard" if name == "stage" else ""
-            raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}{more}")
+            more = f"{', '.join(map(str, allowed))}{'; for stage 3 use FullyShard' if name == 'stage' else ''}"
+            raise ValueError(f"{name} is {value!r}; choose one of {more}")

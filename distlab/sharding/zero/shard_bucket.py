@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,36 +22,12 @@ from torch.distributed import ProcessGroup
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import started
 from distlab.gradients.flat_gradients import GradientSlots
-from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE
+from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.plan import FlatLayout
 from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard, taken_over
 from distlab.sharding.zero.buffers import Kind, Lent
+from distlab.sharding.zero.pieces import Origin, OwnPiece
 from distlab.trace import SpanWriter
-
-
-class Origin(NamedTuple):
-    """Name and shape of the parameter that a piece was cut from: `piece.origin`, for `make_optimizer` to tell apart."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-class OwnPiece(NamedTuple):
-    """What this rank owns of one parameter.
-
-    Attributes:
-        name: of the whole parameter.
-        slot: place of the parameter in its bucket.
-        start: first element of the parameter, seen as a row.
-        stop: one past its last element.
-        parameter: shares the memory of those elements; what the optimizer updates.
-    """
-
-    name: str
-    slot: int
-    start: int
-    stop: int
-    parameter: nn.Parameter
 
 
 class ShardBucket(GradientSlots):
@@ -113,7 +88,7 @@ class ShardBucket(GradientSlots):
         self.has_gradient = [False] * len(named)
         self._is_marked = [False] * len(named)  # with an `AbsentGradient`, since `hand_out`
         self._carried: Tensor | None = None
-        self._absent = [absent(parameter, self.shard) for parameter in self.parameters]
+        self._absent = [absent(parameter, self.shard, AbsentGradient) for parameter in self.parameters]
         lent.gradients.add(self.kind, self.whole.numel())
         lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -144,7 +119,16 @@ class ShardBucket(GradientSlots):
             self.forget_sums()
         elif isinstance(parameter.grad, AbsentGradient):
             parameter.grad = None
+        elif self._is_marked[slot]:
+            self._replace_sum(slot)
         self._is_marked[slot] = False
+
+    def _replace_sum(self, slot: int) -> None:
+        """Forget one parameter's sum: a gradient that was set by hand stands for all that was summed before."""
+        begin, size, _ = self._places[slot]
+        for flat in (self.shard, self._carried):
+            if flat is not None:
+                flat[max(begin - self.bounds[0], 0) : max(begin + size - self.bounds[0], 0)].zero_()
 
     def lost_mark(self, slot: int) -> bool:
         """Whether a parameter's `AbsentGradient` was taken away since `hand_out`."""
@@ -157,6 +141,9 @@ class ShardBucket(GradientSlots):
             self._open()
         view, parameter = self._place(self._buffer, slot), self.parameters[slot]
         gradient = parameter.grad
+        if gradient is not None and self.statuses[slot] == UNUSED:  # set by hand
+            self._replace_sum(slot)
+            self.statuses[slot] = USED
         if gradient is not None and gradient.layout is not torch.strided:
             self.statuses[slot], gradient = SPARSE, None
         elif parameter.data_ptr() != self._place(self.whole, slot).data_ptr():
