@@ -246,8 +246,9 @@ def sharded(whole):
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(3):
         optimizer.zero_grad()
-        with model.no_sync() if step == 1 else contextlib.nullcontext():
-            model(torch.randn(8, 60, generator=generator)).square().mean().backward()
+        for keeps_whole in (True, False) if step == 1 else (False,):
+            with model.no_sync() if keeps_whole else contextlib.nullcontext():
+                model(torch.randn(8, 60, generator=generator)).square().mean().backward()
         model.synchronize()
         optimizer.step()
     buffers.Buffers.of_all = real
