@@ -88,11 +88,12 @@ def refuse_whole_tensor_optimizers(
 ) -> None:
     """From now on, each optimizer of shards is tried before its first step.
 
-    The step of one that does not work by element, or has a group without parameters, raises ValueError, on every rank,
-    and one before `synchronize()` RuntimeError;
-    `then` is called before any other. A closure that the step calls makes gradients anew: around it, what `then` did is
-    undone and done again. The hook stays: another thread may free a model while an optimizer steps, and a hook that
-    went with its model would leave half of a step undone.
+    The step of one that does not work by element, or has a group without parameters, raises ValueError on every rank. A
+    step before `synchronize()` raises RuntimeError. Before any other step `then` is called. A closure that the step
+    calls makes gradients anew: around it, what `then` did is undone and done again.
+
+    The hook stays when a model goes. Another thread may free a model while an optimizer steps, and a hook that went
+    with it would leave half of a step undone.
     """
     tried: set[tuple[type, str]] = set()
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -47,7 +47,8 @@ def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
     assert set(traces) == {"measured", "predicted"}
     drawn = traces["measured"]
     drawn_s = max(drawn.select(drawn.rank == rank).duration_s for rank in (0, 1))  # first to last span of a rank
-    assert 0 < drawn_s <= facts["measured_step_s"]  # the step: that of its slowest rank, which may begin late
+    # The step is that of its slowest rank, which may begin late on a busy machine; a wrong unit is off by a thousand.
+    assert 0.05 * facts["measured_step_s"] < drawn_s <= facts["measured_step_s"]
     for trace in traces.values():
         assert trace.ranks == (0, 1)
         kinds = {span.kind for span in trace}
