@@ -208,7 +208,10 @@ def test_a_limit_of_open_files_is_named():
 
 
 def test_a_limit_of_processes_is_named_by_the_server(tmp_path, monkeypatch):
-    """The third rank cannot be forked; the two before it end with the job. This server starts without torch._dynamo."""
+    """The third rank cannot be forked; the two before it end with the job. This server starts without torch._dynamo.
+
+    The second time the launcher is slow: it writes to the third rank when the server has closed that rank's channel.
+    """
     (tmp_path / "few_forks.py").write_text(FEW_FORKS)
     monkeypatch.syspath_prepend(str(tmp_path))
     modules = fork_client.OPTIMIZERS, "cloudpickle", "distlab.comm.launch.worker", "few_forks"
@@ -217,12 +220,22 @@ def test_a_limit_of_processes_is_named_by_the_server(tmp_path, monkeypatch):
     fork_client.start_without(fork_client.OPTIMIZERS)
     monkeypatch.setattr(fork_client._Current, "server", None)  # the other tests' ranks stay with theirs
     try:
-        for _ in range(2):
+        for settings in (SETTINGS, settings_when_the_third_is_closed):
+            monkeypatch.setattr(Pool, "_settings", settings)
             with pytest.raises(RankError, match=r"rank 2 of 3 could not be started \(Resource temporarily unavailable"):
                 run(dist.barrier, 3)
+        monkeypatch.setattr(Pool, "_settings", SETTINGS)
         assert run(has_what_optimizers_load, 1) == [(False, True)]
     finally:
         fork_client.shut_down()
+
+
+SETTINGS = Pool._settings
+
+
+def settings_when_the_third_is_closed(pool, rank):
+    assert pool.ranks[2].connection.poll(30), "its end of file"
+    return SETTINGS(pool, rank)
 
 
 def has_what_optimizers_load():

@@ -91,7 +91,8 @@ class Pool:
             for rank in range(self.world_size):
                 self._start(rank)
             for process in self.ranks:
-                process.connection.send_bytes(pickle.dumps(self._settings(process.rank)))
+                with contextlib.suppress(ConnectionError):  # one that was not forked, or is dead: `poll` tells why
+                    process.connection.send_bytes(pickle.dumps(self._settings(process.rank)))
         except BaseException as error:
             self.kill()
             if not isinstance(error, OSError):
