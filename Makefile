@@ -10,13 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 
-# One file of tests more than there are cores: some tests wait for processes, and each of these programs loads all tests
-# and its own torch (15 s). Browsers and notebooks run beside the others, one file for each core, and are shown when they
+# Two files of tests more than there are cores: many tests wait for processes or for a limit of time. Each of these
+# programs loads all tests and its own torch (15 s). Browsers and notebooks run beside the others, one file for each core, and are shown when they
 # are done. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run would
 # never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 BY_FILE := --maxprocesses 8 --dist loadfile --max-worker-restart 0
-SIDE_BY_SIDE := --numprocesses $(shell expr 1 + $(CORES)) $(BY_FILE)
+SIDE_BY_SIDE := --numprocesses $(shell expr 2 + $(CORES)) $(BY_FILE)
 BESIDE := build/beside.txt
 # Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder
@@ -52,8 +52,8 @@ gates: setup
 quick: setup
 	$(BIN)/python tools/quick.py $(BASE)
 
-test: gates
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-files test-screens
+test: setup
+	@$(MAKE) --no-print-directory --keep-going --jobs 3 gates test-files test-screens
 
 test-files: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \

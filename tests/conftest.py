@@ -46,6 +46,7 @@ TECHNIQUES = (
     *(f"distlab.{name}" for name in ("data", "elastic", "expert_parallel", "hybrid", "large_batch", "models")),
     *(f"distlab.{name}" for name in ("pipeline", "profile", "sharding", "tensor_parallel")),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    "torch.distributed.optim",  # it compiles optimizers for TorchScript: half a second
 )
 # A run that a shell put in the background ignores interrupts, and all that it starts would too: tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
