@@ -3,8 +3,8 @@
 That the reference passes, its cell shows: test_bodies.py.
 
 The table of faults keeps the words of the last run of all wrong versions (tools/fault_table.py). While no file that
-decides them has changed, a lesson's rows stand, and one wrong version is run for each exercise and number of ranks,
-and each that ends otherwise than by a judge. Of a lesson whose files have changed, all are run.
+decides them has changed, a lesson's rows stand, and one wrong version is run for each exercise, and each that ends
+otherwise than by a judge. Of a lesson whose files have changed, all are run.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def run_in_any_case(lesson: Lesson) -> set[int]:
     """Return the places of the wrong versions that are run although the table of faults has their words."""
     if not FAULTS.is_kept(lesson):
         return set(range(len(lesson.mutants)))
-    first: dict[tuple[str, int], int] = {}
+    first: dict[str, int] = {}
     for index, mutant in enumerate(lesson.mutants):
-        first.setdefault((mutant.exercise, mutant.world), index)
+        first.setdefault(mutant.exercise, index)
     return {*first.values(), *(i for i, mutant in enumerate(lesson.mutants) if mutant.fault in FROM_BELOW)}
 
 
