@@ -9,7 +9,7 @@ are not the same; left alone it would be n times too large.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ from torch.distributed import ProcessGroup
 from distlab.clip import Gradient, clip_counted_
 from distlab.comm.p2p import group_rank
 from distlab.expert_parallel.layer import ExpertParallel
-from distlab.flat import same_kind
+from distlab.gradients.flat_gradients import sum_and_divide
 from distlab.modules.every_parameter import every_parameter
-from distlab.precision import all_reduce_in_float32
 
 
 def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -59,30 +58,8 @@ def reduce_gradients(
     more = [] if replicas is None else [replicas]
     total = math.prod(map(dist.get_world_size, [group, *more]))
     replicated, experts = split_parameters(model)
-    _sum_and_divide([*replicated.values()], [group, *more], total)
-    _sum_and_divide([*experts.values()], more, total)
-
-
-def _sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup | None], divisor: int) -> None:
-    """Sum gradients over groups, one after the other, as flat rows; then divide."""
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    if not groups:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
-        return
-    for same in same_kind(parameters):
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
-            + [same[0].new_tensor([float(p.grad is not None) for p in same])]
-        )
-        for group in groups:
-            all_reduce_in_float32(flat, group)
-        *parts, present = flat.split([*(p.numel() for p in same), len(same)])
-        for parameter, part, ranks in zip(same, parts, present.tolist(), strict=True):
-            if ranks:
-                mean = part.view(parameter.shape) / divisor
-                parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
+    sum_and_divide([*replicated.values()], [group, *more], total)
+    sum_and_divide([*experts.values()], more, total)
 
 
 def clip_gradients_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
