@@ -1,10 +1,11 @@
 """Causal attention over a sequence spread over ranks, forward and backward, against torch's own ring.
 
 The bar: ring attention, and all-to-all attention, on 2 and on 4 ranks take at most as long as torch's ring. torch's
-public `context_parallel` does not run on the CPU (2.13: its dispatcher has no rule for the CPU kernel), so the peer is
-the ring inside it, `_templated_ring_attention` and its backward pass, given the CPU's fused kernel: the same blocks by
-the same kernel in the same zig-zag order, with torch's default way of passing keys and values on (one all-gather), and
-with the other (an all-to-all a step). Rows without a bar: one rank with the whole sequence while the others idle.
+public `context_parallel` does not run on the CPU (2.13: its dispatcher has no rule for the CPU kernel). So the peer is
+the ring inside it, `_templated_ring_attention` and its backward pass, given the CPU's fused kernel. It computes the
+same blocks by the same kernel in the same zig-zag order. It passes keys and values on in torch's default way (one
+all-gather), and in the other (an all-to-all per step). Rows without a bar: one rank with the whole sequence while the
+others idle.
 
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. Recording is off. CPU, gloo, float32, one thread per rank.

@@ -1,4 +1,4 @@
-"""A layer of 8 experts, 2 a token: sorted rows against loops over experts; split over ranks against copies on all.
+"""A layer of 8 experts, 2 per token: sorted rows against loops over experts; split over ranks against copies on all.
 
 In one process: forward and backward of `MixtureOfExperts` against a loop that finds each expert's tokens by a mask. The
 other peer is the dense loop, in which every expert works on every token and most weights are zero. On 2 and 4 ranks: a

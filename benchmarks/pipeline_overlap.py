@@ -2,10 +2,10 @@
 
 - Stages that sleep instead of computing, on 2, 4 and 8 ranks: the step takes at most 1 / 0.9 of the schedule's own
   length, which the simulator says. Sleeping needs no core, so this holds on any machine that is otherwise idle. What
-  is left over: 0.3 to 0.5 ms of Python an action, and a millisecond a message where cores are fewer than ranks.
+  is left over: 0.3 to 0.5 ms of Python per action, and a millisecond per message where cores are fewer than ranks.
 - I and W together take as long as one full backward, on one thread: a median of at most 1.05 times, and an interval
-  that reaches 1. Width 128 only informs: its products take some tens of microseconds each, as long as the Python that
-  a deferred layer costs and as the allocator's whims, so that row says more about those than about the split.
+  that reaches 1. Width 128 only informs: its products take some tens of microseconds each. So do the Python of a
+  deferred layer and the allocator's whims, and that row says more about those than about the split.
 
     python benchmarks/pipeline_overlap.py            # rows
     python benchmarks/pipeline_overlap.py --quick    # shorter blocks, 2 and 4 ranks: shows that it runs

@@ -5,7 +5,7 @@ as long as DTensor's with ColwiseParallel and RowwiseParallel for the same layer
 of the formula: 8 (t-1)/t B S H elements per layer, and what embedding, output layer and loss need (`parallelize`). All
 programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is
 that of the slowest rank. Recording is off while time is taken. torch cannot split a fused query, key and value by
-heads, so its model has three layers in its place, whose input's gradient is summed once; both begin with the same
+heads. So its model has three layers in its place, whose input's gradient is summed once. Both begin with the same
 weights and end with the same loss.
 
     python benchmarks/tensor_parallel.py            # rows

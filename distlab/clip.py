@@ -135,12 +135,12 @@ def _explain(named: dict[str, nn.Parameter], norm: float, group: ProcessGroup | 
 
 
 @torch.no_grad()
-def counted_norm(gradients: Iterable[Gradient], groups: Sequence[ProcessGroup]) -> Tensor:
+def counted_norm(gradients: Iterable[Gradient], groups: Sequence[ProcessGroup | None]) -> Tensor:
     """Return the norm that one process would find for the gradients of the whole model.
 
     Args:
         gradients: what is here.
-        groups: over which ranks to sum, one after the other: the axes of a grid.
+        groups: over which ranks to sum, one after the other: the axes of a grid; None is all ranks.
 
     Cost: an all-reduce of 8 bytes for each group.
     Error: as one process', up to the order of additions; the same bits on every rank.
@@ -158,7 +158,7 @@ def counted_norm(gradients: Iterable[Gradient], groups: Sequence[ProcessGroup]) 
 
 @torch.no_grad()
 def clip_counted_(
-    gradients: Iterable[Gradient], max_norm: float, groups: Sequence[ProcessGroup], *, check_finite: bool = True
+    gradients: Iterable[Gradient], max_norm: float, groups: Sequence[ProcessGroup | None], *, check_finite: bool = True
 ) -> Tensor:
     """Scale all gradients in place so that the whole model's norm is at most `max_norm`; return what it was.
 

@@ -18,9 +18,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from varied_axes import AXES, COVERED, coverage
+
 from distlab.grading import Lesson, Mutant, Report, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.variation.axes import AXES, COVERED, coverage
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "lessons" / "FAULTS.md"

@@ -2,9 +2,9 @@
 
 Gather: each rank sends its shard to every other rank, straight into its place in their full buffer. Reduce-scatter:
 each rank sends every other rank the part that it keeps, and adds up what arrives. Both send (n-1)/n of the whole, as a
-ring does, and a rank does nothing until it wants the result. A ring must pass chunks on: on the CPU that takes a thread
-that competes with backward. gloo's own all-gather works in a second buffer as large as the first and copies. nccl does
-better than both, and so does shared memory: there the group's own calls are made.
+ring does, and a rank does nothing until it wants the result. A ring must pass chunks on. On the CPU that takes a thread
+that competes with backward. gloo's own all-gather works in a second buffer as large as the first, and copies. nccl and
+shared memory do better than both, so their own calls are made there.
 
 The price of the reduce-scatter is memory: n-1 parts arrive at once, where a ring holds one or two pieces.
 """

@@ -73,9 +73,9 @@ def doubling_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
     """Fill a tensor in place from the ranks' chunks by recursive doubling.
 
     Shapes: as `ring_all_gather`: tensor of L elements of which this rank has filled its chunk; returns `tensor`.
-    Cost: where n is a power of two, log2(n) steps and the bytes of the blocks of 1, 2, ..., n/2 chunks that hold r,
-        which is (n-1)/n S where n divides L. Otherwise log2(p) + 2 steps: a folded rank sends S_r; its partner S, in
-        addition to the blocks of 1, 2, ..., p/2 ranks' chunks.
+    Cost: where n is a power of two, log2(n) steps, in which r sends the blocks of 1, 2, ..., n/2 chunks that hold it:
+        (n-1)/n S where n divides L. Otherwise log2(p) + 2 steps: a folded rank sends S_r; its partner S, in addition
+        to the blocks of 1, 2, ..., p/2 ranks' chunks.
     Error: exact: bytes are copied.
 
     Raises:

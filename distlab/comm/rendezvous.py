@@ -3,9 +3,9 @@
 A job whose ranks are all on this machine keeps to the loopback interface. torch's own TCPStore listens on every
 interface even when it is given 127.0.0.1; here the store's socket is bound to the named address before torch gets it.
 
-A launcher of one machine sets DISTLAB_STORE_FILE: its ranks meet in that file, which needs no port and no name.
+A launcher of one machine sets DISTLAB_STORE_FILE. Its ranks meet in that file, which needs no port and no name.
 torchrun looks for a free MASTER_PORT seconds before rank 0 listens there, and another program may take it meanwhile.
-Each client of a TCPStore asks the name server what ::ffff:127.0.0.1 is called: 64 ranks at once waited 10 s for that.
+Each client of a TCPStore asks the name server what ::ffff:127.0.0.1 is called; 64 ranks at once waited 10 s for that.
 """
 
 from __future__ import annotations

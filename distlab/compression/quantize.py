@@ -20,7 +20,7 @@ from distlab.compression.bits import pack_bits, unpack_bits
 from distlab.plan.compression import BLOCK, check_bits, packed_bytes
 
 CHUNK = 64 * BLOCK  # elements worked on at a time: they stay in the cache from one operation to the next
-HAIR = 2.0**-20  # steps are wider by this, so that rounding up never leads beyond the last code
+STEP_MARGIN = 2.0**-20  # steps are wider by this, so that rounding up never leads beyond the last code
 
 
 class Quantized(NamedTuple):
@@ -64,7 +64,7 @@ def quantize(vector: Tensor, bits: int, generator: torch.Generator | None = None
     check_vector(vector)
     lows = per_block(vector, lambda part: part.amin(dim=1))
     highs = per_block(vector, lambda part: part.amax(dim=1))
-    steps = (highs - lows) / (2**bits - 1) * (1 + HAIR)
+    steps = (highs - lows) / (2**bits - 1) * (1 + STEP_MARGIN)
     steps[steps < torch.finfo(vector.dtype).tiny] = 0  # a step whose inverse overflows: the block counts as equal
     inverse = torch.where(steps > 0, 1 / steps, 0)
     parts = []

@@ -3,9 +3,9 @@
 Begin with `placement` (who holds which positions, and why in a zig-zag) and `plain` (ring attention by hand on one
 screen: keys and values go round, means are merged by their log-sum-exp, autograd does backward).
 
-Then `block` (attention to some of the keys, forward and backward, by torch's fused kernel) and `ring` (the ring that
-computes only what the mask leaves, while the next keys travel). `all_to_all` is the other way: trade positions for
-heads and back. `parallelize` makes a GPT of either.
+Then `block`: attention to some of the keys, forward and backward, by torch's fused kernel. `ring` computes only what
+the mask leaves, while the next keys travel. `all_to_all` is the other way: trade positions for heads and back.
+`parallelize` makes a GPT of either.
 """
 
 from distlab.context_parallel.all_to_all import all_to_all_attention

@@ -21,7 +21,7 @@ from distlab.comm.p2p import group_rank
 from distlab.context_parallel.all_to_all import all_to_all_attention, require_heads
 from distlab.context_parallel.placement import position_ids, require_divisible
 from distlab.context_parallel.ring import ring_attention
-from distlab.flat import FlatBuffer, same_kind
+from distlab.gradients.flat_gradients import sum_and_divide
 from distlab.models import GPT, Attention
 from distlab.modules.every_parameter import every_parameter
 from distlab.replicate import broadcast_each
@@ -85,18 +85,7 @@ def average_gradients_(model: nn.Module, group: ProcessGroup | None = None) -> N
     for name, parameter in trained.items():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ValueError(f"rank {group_rank(group)}: {name} has a sparse gradient; use sparse=False")
-    for parameters in same_kind(trained.values()):
-        used = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0])
-        flat = FlatBuffer([*parameters, used])
-        flat.pack([*(p.grad for p in parameters), used])
-        dist.all_reduce(flat.buffer, group=group)
-        flat.views[-1].mul_(num_ranks)
-        flat.buffer.div_(num_ranks)
-        for parameter, mean, count in zip(parameters, flat.views, flat.views[-1].tolist(), strict=False):
-            if count and parameter.grad is None:
-                parameter.grad = mean.clone()
-            elif count and parameter.grad is not None:
-                parameter.grad.copy_(mean)
+    sum_and_divide([*trained.values()], [group], num_ranks)
 
 
 class ContextParallelAttention(Attention):

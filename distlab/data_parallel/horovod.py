@@ -69,8 +69,8 @@ class HorovodOptimizer:
         backward_passes_per_step: gradients add up on the rank for so many passes, and are sent in the last. They are
             summed as torch sums them: divide the loss for a mean.
 
-    Cost: one all-reduce a buffer, about G / fusion_bytes, together of G bytes; every gradient is copied in and out. At
-        construction agreement (80 bytes).
+    Cost: one all-reduce per buffer, about G / fusion_bytes, together of G bytes; every gradient is copied in and out.
+        At construction agreement (80 bytes).
     Error: as one process up to the order of additions, where every parameter is used by some rank; repeats bit for bit.
 
     Raises:
@@ -100,7 +100,8 @@ class HorovodOptimizer:
             raise ValueError("no parameter of the optimizer requires a gradient; there is nothing to average")
         self._buffers = [FusionBuffer(members) for members in in_buckets(parameters, fusion_bytes)]
         facts = parameter_facts((name, parameter) for parameter, name in self._names.items())
-        agree([facts, fusion_bytes, backward_passes_per_step], group, what="parameters, fusion_bytes and passes a step")
+        options = [facts, fusion_bytes, backward_passes_per_step]
+        agree(options, group, what="parameters, fusion_bytes and passes per step")
         values = {name: _digest(parameter) for parameter, name in self._names.items()}
         agree(values, group, what="the parameters' values (call broadcast_parameters(module) first); their digests")
         self._num_passes = dict.fromkeys(parameters, 0)  # backward passes since the last average

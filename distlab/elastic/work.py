@@ -37,7 +37,7 @@ class BatchRule:
     """How many samples a step takes on any number of ranks, and what becomes of the learning rate.
 
         BatchRule(64)                               # 64 samples per step, on any number of ranks
-        BatchRule(64, world_size=4, lr="linear")    # 16 a rank; on 8 ranks 128 a step at twice the rate
+        BatchRule(64, world_size=4, lr="linear")    # 16 per rank; on 8 ranks 128 per step at twice the rate
 
     Attributes:
         batch: samples of a step, over all ranks.

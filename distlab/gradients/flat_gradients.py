@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from distlab.flat import same_kind
 from distlab.gradient_hook import Pending
 from distlab.gradients.gradient_status import TWICE, UNUSED, USED
+from distlab.precision import all_reduce_in_float32
 from distlab.trace import SpanWriter
 
 
@@ -184,3 +188,31 @@ class TimedWork:
         """Draw it on the communication lane, up to now where its end was not seen earlier."""
         if self._call is not None:
             self._call.draw(name, "all_reduce", lane="communication", num_bytes=num_bytes)
+
+
+@torch.no_grad()
+def sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup | None], divisor: int) -> None:
+    """Sum gradients over groups, one after the other, as flat rows; then divide. For what is averaged after backward.
+
+    A parameter without a gradient on every rank keeps None; where only some have one, the others count as zero.
+
+    Cost: per dtype and group one all-reduce of the parameters' elements, and of one flag per parameter.
+    """
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if not groups:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        return
+    for same in same_kind(parameters):
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
+            + [same[0].new_tensor([float(p.grad is not None) for p in same])]
+        )
+        for group in groups:
+            all_reduce_in_float32(flat, group)
+        *parts, present = flat.split([*(p.numel() for p in same), len(same)])
+        for parameter, part, ranks in zip(same, parts, present.tolist(), strict=True):
+            if ranks:
+                mean = part.view(parameter.shape) / divisor
+                parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)

@@ -2,8 +2,8 @@
 
 Sharding needs to know nothing of the other axes. A tensor-parallel rank's half of a layer is a layer to it, and the
 ranks that hold the same half are the group. Two things must be minded here. Experts have other copies than the rest, so
-they are sharded apart (stages 1 and 2). And a flat shard may begin in a parameter that tensor-parallel ranks split and
-end in one that all have whole, so the norm of gradients goes by pieces, not by shards.
+they are sharded apart (stages 1 and 2). And a flat shard may begin in a parameter that tensor-parallel ranks split, and
+end in one that all have whole. So the norm of gradients goes by pieces, not by shards.
 
 Symbols: n copies of all but the experts.
 """

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from distlab.measure.machine.saved import DEFAULT_PATH, Calibration, calibrate, load_calibration
     from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
     from distlab.measure.memory.measured import KINDS, MeasuredMemory, MemoryLimitError, storage_bytes, track_memory
-    from distlab.measure.runs.beside import overlay_of, overlay_of_run, time_beside
     from distlab.measure.runs.calibrate import CalibrationOfRun
     from distlab.measure.runs.calls import measure_messages
     from distlab.measure.runs.codec import measure_codec, median_codec
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         time_training,
         windows_of,
     )
+    from distlab.measure.runs.timed_program import overlay_of, overlay_of_run, time_beside
     from distlab.measure.runs.windows import Verdict, Window, judge
 
 _NAMES = {
@@ -46,7 +46,7 @@ _NAMES = {
     "memory.measured": ["KINDS", "MemoryLimitError", "MeasuredMemory", "storage_bytes", "track_memory"],
     "runs.run": ["RankReport", "RunResult", "TrainingRun", "time_on_new_ranks", "time_training", "windows_of"],
     "runs.predict": ["CalibrationRound", "median_calibration", "predict_step"],
-    "runs.beside": ["overlay_of", "overlay_of_run", "time_beside"],
+    "runs.timed_program": ["overlay_of", "overlay_of_run", "time_beside"],
     "runs.calibrate": ["CalibrationOfRun"],
     "runs.calls": ["measure_messages"],
     "runs.codec": ["measure_codec", "median_codec"],

@@ -63,8 +63,8 @@ class Pipeline:
         order: computations of this rank's last step in the order in which they ended.
         peak_in_flight: most micro-batches, counted once per stage, that this rank held at once in the last step.
         on_last_backward: set it to be called with a stage's number before its last backward pass (B or W) of a step.
-        on_stage_complete: set it to be called with a stage's number when its gradients of the step are complete, so
-            that they can be averaged over other pipelines while this one goes on. Those of tied parameters are complete
+        on_stage_complete: set it to be called with a stage's number when its gradients of the step are complete: they
+            can then be averaged over other pipelines while this one goes on. Those of tied parameters are complete
             when `step` returns. After a failure it is called all the same, with incomplete ones: others wait for it.
         on_failure: set it to be called at once with what a stage of this rank raised. What it raises itself ends the
             step here, and the other ranks are told nothing. It is for ranks that others wait for inside a stage.

@@ -101,7 +101,7 @@ class Wire:
         """Return the kinds of the tensors that a send or receive carries."""
         maker = message.stage - (1 if message.kind in ("RECV_F", "SEND_B") else 0)  # whose output it is, or belongs to
         layout = self._layouts[maker]
-        return layout.kinds if message.kind.endswith("F") else layout.wanting
+        return layout.kinds if message.kind.endswith("F") else layout.with_gradient
 
     def post(self, receive: Action) -> None:
         """Start a receive, and those before it, unless they were started ahead already."""

@@ -25,7 +25,7 @@ class Device:
         host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
             reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
         host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
-            50e9 is an eighth of two sockets with eight channels of DDR4-3200 each, 410 GB/s by specification.
+            50e9 is an eighth of 410 GB/s: two sockets with eight channels of DDR4-3200 each, by specification.
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
     """
 

@@ -68,6 +68,27 @@ class CutLayers(NamedTuple):
         split = self.splits.get(name)
         return None if split is None else split.slab(dist.get_world_size(self.group), dist.get_rank(self.group))
 
+    def whole_state(
+        self,
+        state: Mapping[str, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        names: Sequence[Sequence[str]],
+    ) -> dict[str, Any]:
+        """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it.
+
+        Args:
+            state: of each tensor here, by name.
+            groups: the optimizer's options.
+            names: of the tensors of each group, in the order of one process.
+        """
+        return {
+            "state": {name: {k: self.whole(name, v) for k, v in state[name].items()} for own in names for name in own},
+            "param_groups": [
+                {**{key: value for key, value in one.items() if key != "names"}, "params": list(own)}
+                for one, own in zip(groups, names, strict=True)
+            ],
+        }
+
     def named_for_all(self, parts: Mapping[str, SavedPart]) -> dict[str, SavedPart]:
         """Say of each saved part what it holds of the whole model's tensor."""
         return {

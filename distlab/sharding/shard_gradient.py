@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from distlab.comm.together import place_in
 from distlab.sharding.askers import knows_of_parts
 
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
@@ -78,14 +78,14 @@ class HeldCount(int):
     """How many numbers a rank holds of a unit: to be added up and shown. Parameters cannot be told apart by it."""
 
     def _refuse(self, other: object) -> bool:
-        raise ValueError(f"rank {_rank()}: the size of a shard compared (groups of parameters): {DIMENSIONS}")
+        raise ValueError(f"rank {place_in(None)[0]}: the size of a shard compared (groups of parameters): {DIMENSIONS}")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __hash__ = int.__hash__
 
 
 class _Part(Tensor):
-    """What is a part, or was computed from parts."""
+    """What is a part, or was computed from parts: a tensor as any other for work by element; the rest is refused."""
 
     def to_local(self) -> Tensor:
         """Return this rank's part as a plain tensor, with the same memory: for code that knows what it holds.
@@ -95,38 +95,27 @@ class _Part(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
 
-
-class ShardGradient(_Part):
-    """The gradient of a shard: a tensor as any other for work by element; every rank refuses the rest in words."""
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what is in `REFUSED_FOR_GRADIENTS`, and to those who do not know of parts, all but work by element.
+        """Refuse what `_refused_for` names, and to those who do not know of parts, all but work by element.
 
         Raises:
-            ValueError: the function would take a part for the whole.
+            ValueError: the function would take a part for the whole; every rank raises it.
         """
-        return _unless_refused(REFUSED_FOR_GRADIENTS, func, types, args, kwargs)
+        return _unless_refused(_refused_for(types), func, types, args, kwargs)
+
+
+class ShardGradient(_Part):
+    """The gradient of a shard."""
 
 
 class ShardValues(_Part):
     """The `data` of a shard, and what is computed from it by element: it refuses what the shard refuses."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Refuse what is in `REFUSED_FOR_SHARDS`, and to those who do not know of parts, all but work by element.
 
-        Raises:
-            ValueError: the function would take a part for the whole.
-        """
-        return _unless_refused(_refused_for(types), func, types, args, kwargs)
-
-
-class FlatShard(nn.Parameter, _Part):
+class FlatShard(_Part, nn.Parameter):
     """A parameter in which several whole ones lie end to end, this rank's part of them. Optimizers update it.
 
     Attributes:
@@ -136,17 +125,6 @@ class FlatShard(nn.Parameter, _Part):
 
     is_shard = True
     parts: Any = None
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Refuse what is in `REFUSED_FOR_SHARDS`, and to those who do not know of parts, all but work by element.
-
-        Raises:
-            ValueError: the function would take a part for the whole.
-        """
-        return _unless_refused(_refused_for(types), func, types, args, kwargs)
 
 
 class AbsentGradient(Tensor):
@@ -171,7 +149,7 @@ class AbsentGradient(Tensor):
         if name in METHODS or (name == "__get__" and func.__self__.__name__ in ATTRIBUTES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(f"rank {_rank()}: {cls.why}")
+        raise ValueError(f"rank {place_in(None)[0]}: {cls.why}")
 
 
 def of_shard(gradient: Tensor) -> Tensor:
@@ -212,9 +190,11 @@ def absent(parameter: Tensor, memory: Tensor, kind: type[Absent]) -> Absent:
 
 
 def _refused_for(types: Sequence[type]) -> dict[Any, str]:
-    """Return the functions that refuse a shard; where an argument is a shard's gradient, those for gradients, too."""
-    has_gradient = any(issubclass(one, ShardGradient) for one in types)
-    return REFUSED_FOR_SHARDS | REFUSED_FOR_GRADIENTS if has_gradient else REFUSED_FOR_SHARDS
+    """Return the functions that refuse a shard's gradient, a shard, or both, whichever are among the arguments."""
+    if not any(issubclass(one, ShardGradient) for one in types):
+        return REFUSED_FOR_SHARDS
+    has_shard = any(issubclass(one, (FlatShard, ShardValues)) for one in types)
+    return REFUSED_FOR_SHARDS | REFUSED_FOR_GRADIENTS if has_shard else REFUSED_FOR_GRADIENTS
 
 
 def _unless_refused(
@@ -227,7 +207,7 @@ def _unless_refused(
     if any(issubclass(one, AbsentGradient) for one in types):
         return NotImplemented  # it answers by itself
     if func in refused:
-        raise ValueError(f"rank {_rank()}: {refused[func]}")
+        raise ValueError(f"rank {place_in(None)[0]}: {refused[func]}")
     name = _name_of(func)
     if name in ("__reduce_ex__", "__deepcopy__") and not isinstance(args[0], FlatShard):
         return getattr(args[0].to_local(), name)(*args[1:])
@@ -238,7 +218,7 @@ def _unless_refused(
     parts = [one for one in tree_leaves([args, kwargs]) if isinstance(one, _Part)]
     kind = ShardGradient if any(isinstance(one, ShardGradient) for one in parts) else ShardValues
     if not knows and name in (*SHAPES, *MIXES):
-        raise ValueError(f"rank {_rank()}: {_why(name)}")
+        raise ValueError(f"rank {place_in(None)[0]}: {_why(name)}")
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **(kwargs or {}))
         if func == DATA:  # is no way around what is refused
@@ -256,7 +236,7 @@ def _marked(one: Any, shapes: set[torch.Size], kind: type[_Part], name: str) -> 
     if isinstance(one, _Part) or one is None or isinstance(one, (str, torch.dtype, torch.device, torch.layout)):
         return one
     if not isinstance(one, Tensor) or one.shape not in shapes:
-        raise ValueError(f"rank {_rank()}: {_why(name)}")
+        raise ValueError(f"rank {place_in(None)[0]}: {_why(name)}")
     return one.as_subclass(kind)
 
 
@@ -270,7 +250,3 @@ def _name_of(func: Any) -> str:
     """Return the name of a function, or of the attribute that is read."""
     name = str(getattr(func, "__name__", ""))
     return str(getattr(func.__self__, "__name__", "")) if name == "__get__" else name
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -19,10 +19,10 @@ Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and 
 process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named, all
 take gloo (`choice`).
 
-Read `arena` (the memory), `join` (how ranks come to map it), `meeting` (steps), `collectives`, `messages` (sends and
-receives), `work` (what runs where), `group_base` (what all calls share) and `group` (what torch sees). `choice` decides
-between this and gloo, `room` knows how much memory there is, `futex` talks to the kernel, `untraced` keeps
-torch.compile out.
+Read `arena` (the memory), `join` (how ranks come to map it) and `meeting` (steps). Then `collectives`, `messages`
+(sends and receives), `work` (what runs where), `group_base` (what all calls share) and `group` (what torch sees).
+`choice` decides between this and gloo, `room` knows how much memory there is, `futex` talks to the kernel, `untraced`
+keeps torch.compile out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensor parallelism: every layer cut over a group of ranks, which work on the same samples.
 
 Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `async_calls`).
-Then `linear` (column- and row-parallel layers), `attention` (its heads split, also where there are fewer heads of keys
-and values than ranks), `vocabulary` (embedding, and cross-entropy that never gathers the scores).
+Then `linear` (column- and row-parallel layers) and `vocabulary` (embedding, and cross-entropy that never gathers the
+scores). `attention` has its heads split, also where there are fewer heads of keys and values than ranks.
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
 regions by positions. `dropout` has masks that must be equal, and those that must not. `norm` is the gradients' norm,

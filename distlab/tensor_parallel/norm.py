@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -23,7 +22,7 @@ def tensor_parallel_norm(model: nn.Module, group: ProcessGroup | None = None) ->
     Cost: an all-reduce of 8 bytes.
     Error: as one process', up to the order of additions.
     """
-    return counted_norm(_gradients(model, group), [_ranks(group)])
+    return counted_norm(_gradients(model, group), [group])
 
 
 def clip_tensor_parallel_(
@@ -37,7 +36,7 @@ def clip_tensor_parallel_(
         ValueError: max_norm is not a positive number.
         NotFiniteError: the norm is not finite, on every rank; nothing is changed.
     """
-    return clip_counted_(_gradients(model, group), max_norm, [_ranks(group)], check_finite=check_finite)
+    return clip_counted_(_gradients(model, group), max_norm, [group], check_finite=check_finite)
 
 
 def _gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator[Gradient]:
@@ -45,9 +44,3 @@ def _gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator[Gradien
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             yield Gradient(name, parameter.grad, name in split or counts_whole)
-
-
-def _ranks(group: ProcessGroup | None) -> ProcessGroup:
-    everyone = dist.group.WORLD
-    assert everyone is not None, "ranks run"
-    return everyone if group is None else group

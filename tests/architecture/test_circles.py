@@ -2,10 +2,6 @@
 
 import grimp
 
-KNOWN = {  # must shrink to nothing; add none
-    frozenset({"distlab.sharding.fsdp.fully_shard", "distlab.sharding.fsdp.hooks"}),
-}
-
 
 def circles(graph: grimp.ImportGraph) -> set[frozenset[str]]:
     """Return the groups of modules in which each one reaches every other one by imports."""
@@ -26,10 +22,8 @@ def reachable(graph: grimp.ImportGraph, module: str) -> set[str]:
 
 def test_modules_do_not_import_in_circles():
     found = circles(grimp.build_graph("distlab", "simulator", cache_dir=None))
-    new = [" <-> ".join(sorted(group)) for group in found - KNOWN]
-    assert not new, f"new circles of imports, end them (move what both need into a third file): {sorted(new)}"
-    ended = [" <-> ".join(sorted(group)) for group in KNOWN - found]
-    assert not ended, f"these circles have ended, take them off the list: {sorted(ended)}"
+    named = sorted(" <-> ".join(sorted(group)) for group in found)
+    assert not named, f"circles of imports, end them (move what both need into a third file): {named}"
 
 
 def test_a_circle_through_a_third_module_is_found():

@@ -314,18 +314,3 @@ def test_the_backend_that_nobody_names_can_be_chosen_outside(monkeypatch):
     monkeypatch.setenv("DISTLAB_BACKEND", "telepathy")
     with pytest.raises(ValueError, match="DISTLAB_BACKEND is 'telepathy'; pass one of gloo, shared"):
         run(dist.get_backend, 2)
-
-
-LONG_TURNS = """
-import os
-from distlab.comm import run
-os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-for num_ranks in (4, 5):
-    print([policy == os.SCHED_BATCH for policy in run(os.sched_getscheduler, num_ranks, args=(0,), timeout_s=100)])
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduler")
-def test_ranks_take_long_turns_where_more_than_four_share_a_core():
-    done = python("-c", LONG_TURNS)
-    assert done.stdout.splitlines() == [str([False] * 4), str([True] * 5)], done.stderr

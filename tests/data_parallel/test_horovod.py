@@ -300,7 +300,7 @@ BAD = {
     one_name_twice: "ValueError: named_parameters has weight more than once",
     frozen: "ValueError: no parameter of the optimizer requires a gradient",
     never_broadcast: "ValueError: ranks disagree on the parameters' values (call broadcast_parameters(module) first)",
-    other_shapes: "ValueError: ranks disagree on parameters, fusion_bytes and passes a step",
+    other_shapes: "ValueError: ranks disagree on parameters, fusion_bytes and passes per step",
     sparse: "ValueError: rank {rank}: weight has a sparse gradient, fusion buffers hold dense ones",
     added_later: "RuntimeError: rank {rank}: a parameter of shape [3] was added or thawed after",
     thawed_later: "RuntimeError: rank {rank}: bias was added or thawed after HorovodOptimizer was built",

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
+from varied_axes import AXES, coverage, stale_reasons
 
 from distlab.grading import Exercise, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
-from distlab.grading.variation.axes import AXES, coverage, stale_reasons
 
 FOLDER = Path(__file__).resolve().parents[2] / "lessons"
 LESSONS = [load_lesson(number, FOLDER) for number in lessons(FOLDER)]

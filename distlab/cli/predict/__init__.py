@@ -1,5 +1,5 @@
 """Commands that compute and start no rank: what a step, a run, a plan takes, and the same plan for other tools.
 
-Read `simulate` (one step; `plan_arguments` and `clusters` read its flags), `plan` (the best of all plans), `cost` (a
-whole run), `export` (a plan in the words of other tools) and `validate` (published figures, predicted again).
+Read `simulate` (one step), `plan` (the best of all plans) and `cost` (a whole run). `plan_arguments` and `clusters`
+read their flags. `export` writes a plan in the words of other tools; `validate` predicts published figures again.
 """

@@ -12,7 +12,6 @@ from pathlib import Path
 
 JOB_VARIABLE = "DISTLAB_JOB"  # in each rank's environment: the name of its set's folder
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CROWD = 4  # ranks to a core
 
 
 def close_all(fds: Sequence[int]) -> None:
@@ -26,17 +25,6 @@ def prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def take_long_turns(num_ranks: int) -> None:
-    """Where many ranks share a core, let each compute until it waits: one that wakes takes the core from no other.
-
-    Ranks of a crowd wait for the slowest all the same. 64 of them on two cores were interrupted 20,000 times and no
-    longer 56,000, and took 2 to 5 % less processor time (Linux's SCHED_BATCH; elsewhere nothing).
-    """
-    if hasattr(os, "SCHED_BATCH") and num_ranks > CROWD * len(os.sched_getaffinity(0)):
-        with contextlib.suppress(OSError):  # a sandbox may forbid it, and ranks are right without
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def kill_group(pid: int) -> None:

@@ -27,7 +27,7 @@ from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.processes import JOB_VARIABLE, kill_group, take_long_turns
+from distlab.comm.launch.processes import JOB_VARIABLE, kill_group
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
@@ -195,7 +195,6 @@ class _Rank:
         """Join the default process group through a file in the private folder."""
         settings = self.settings
         torch.set_num_threads(1)
-        take_long_turns(settings.world_size)
         chosen, timeout_s = settings.backend or choose_backend(settings.world_size), settings.group_timeout_s
         if "nccl" in chosen:
             device.device_of("cuda", settings.rank)

@@ -1,9 +1,13 @@
-"""Where each rank stands, from its record: what it waits in, which ranks it waits for, and that in words."""
+"""Where each rank stands, from its record: what it waits in, for which ranks, and that in words.
+
+`is_settled` tells whether ranks can go on together after an error.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -105,3 +109,27 @@ def _excuse(rank: int, wanted: Any, standings: Mapping[int, Standing]) -> str:
     if row is not None:
         return f"{missing}: it is in {call_of(rank, row, standing.names)}"
     return f"{missing}: its last call was {call_of(rank, standing.last, standing.names)}"
+
+
+def is_settled(records: Records, ranks: Collection[int]) -> bool:
+    """Return whether the ranks' calls are all over, every message was received, and every collective was made by all.
+
+    `ranks` are those that had a job; the others' calls belong to an earlier one. In doubt the answer is no.
+    """
+    made: dict[int, Counter[tuple[tuple[int, ...], str]]] = {rank: Counter() for rank in ranks}
+    under_way = 0
+    for rank in ranks:
+        if rank not in records.by_rank or records.dropped(rank):
+            return False
+        for call in records.calls(rank):
+            if call.state != "done":
+                return False
+            if call.op in ("send", "recv"):
+                under_way += 1 if call.op == "send" else -1
+            else:
+                made[rank][call.group, call.op] += 1
+    for count in made.values():
+        for (group, op), number in count.items():
+            if any(made.get(other, Counter())[group, op] != number for other in group):
+                return False
+    return under_way == 0

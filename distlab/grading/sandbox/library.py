@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -280,8 +280,3 @@ def _refusing(real: Callable[..., Any], what: Any, twins: Twins, is_up: Callable
 def is_twin(value: Any) -> bool:
     """Return whether a function was wrapped by `refuse_twins`."""
     return hasattr(value, "_is_twin")
-
-
-def without_twins(names: Sequence[str]) -> list[str]:
-    """Return the exercises of these names for which nothing is listed and no reason is given."""
-    return [name for name in names if name not in TWINS and name not in WITHOUT]

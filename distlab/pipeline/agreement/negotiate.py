@@ -89,7 +89,9 @@ def negotiate(
             given = layouts[-1] if number else inputs
             assert given is not None, "inputs were checked on the rank of stage 0"
             text = _answer(stages[number], given, rank, device, on_failure=on_failure)
-        answer = json.loads(broadcast_text(text, owner, group))
+        said = [text]
+        dist.broadcast_object_list(said, group_src=owner, group=group, device=group_device(group))
+        answer = json.loads(said[0])
         if isinstance(answer, str):
             raise ValueError(answer)
         layouts.append(Layout.from_json(answer))
@@ -115,18 +117,6 @@ def check_sizes(sizes: Mapping[str, int], home: Sequence[int], group: ProcessGro
             f"a batch of {known['inputs']} inputs (rank {home[0]}) has {known['targets']} targets (rank {home[-1]}); "
             "pass as many of both"
         )
-
-
-def broadcast_text(text: str, source: int, group: ProcessGroup | None = None) -> str:
-    """Give every rank one rank's text."""
-    device = group_device(group)
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    length = torch.tensor([data.numel()], device=device)
-    dist.broadcast(length, group=group, group_src=source)
-    if group_rank(group) != source:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=source)
-    return data.cpu().numpy().tobytes().decode()
 
 
 def _answer(

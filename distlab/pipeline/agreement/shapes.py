@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         return _as_text(_tree(self.structure), self.kinds)
 
     @property
-    def wanting(self) -> tuple[TensorKind, ...]:
+    def with_gradient(self) -> tuple[TensorKind, ...]:
         """Kinds of the tensors whose gradients travel back."""
         return tuple(kind for kind in self.kinds if kind.wants_gradient)
 

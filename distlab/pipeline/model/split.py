@@ -83,7 +83,7 @@ def split_gpt(
         layers_per_stage: blocks of each stage, in place of an even split; not with costs.
 
     Returns:
-        One module a stage. A weight that first and last stage share stays one parameter here; see
+        One module per stage. A weight that first and last stage share stays one parameter here; see
         `distlab.pipeline.model.tied` for stages on different ranks.
 
     Raises:

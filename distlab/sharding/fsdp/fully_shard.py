@@ -25,10 +25,9 @@ from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from
 from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Unit
-from distlab.sharding.fsdp.gradient_memory import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.left_out import step_by_pieces
-from distlab.sharding.fsdp.options import Options
+from distlab.sharding.fsdp.options import GradientMemory, Options
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter

@@ -13,7 +13,7 @@ before backward; it stays whole until the last call whose backward has begun is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,7 @@ from distlab.sharding.any_model.checks import check_place
 from distlab.sharding.any_model.freed import FreedParameter, RefusesCopies
 from distlab.sharding.any_model.inputs import cast_inputs, kept_in, watch_inputs
 from distlab.sharding.fsdp.flat_unit import Unit
-from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
-
-if TYPE_CHECKING:
-    from distlab.sharding.fsdp.fully_shard import FullyShard
+from distlab.sharding.fsdp.prefetch import Order, ShardedModel, SubmoduleUnits
 
 Views = list[tuple[Tensor, ...]]
 
@@ -108,7 +105,7 @@ class WatchedModule(SubmoduleUnits):
         stays: backward may begin where no hook sees it, so the units are freed only after the step.
     """
 
-    def __init__(self, name: str, module: nn.Module, units: list[Unit], model: FullyShard) -> None:
+    def __init__(self, name: str, module: nn.Module, units: list[Unit], model: ShardedModel) -> None:
         super().__init__(name, units)
         self.module, self.model = module, model
         self.open = 0

@@ -93,20 +93,7 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
         model, "gather the optimizer's state", lambda: save_parts(shared, optimizer, parameters=False)
     )
     state, groups = gather_whole(shared, parts, groups, model.group, keeps=keeps)
-    if not keeps:
-        return {}
-    names = _in_order(model, groups)
-    return {
-        "state": {
-            name: {key: model.cut.whole(name, value) for key, value in state[name].items()}
-            for own in names
-            for name in own
-        },
-        "param_groups": [
-            {**{key: value for key, value in one.items() if key != "names"}, "params": own}
-            for one, own in zip(groups, names, strict=True)
-        ],
-    }
+    return model.cut.whole_state(state, groups, _in_order(model, groups)) if keeps else {}
 
 
 def load_full_state_dict(

@@ -4,5 +4,5 @@ Read `optimizer` (`PlainSharded`, then `ShardedOptimizer`), `scatter_in_backward
 `shard_bucket` (one bucket's way) and `buffers` (the memory lent to it). `gradients.gradient_status` makes one error on
 all ranks. `state` is what is saved. `offload` updates in the host's memory.
 
-`groups` builds the optimizer of this rank's pieces from groups of whole parameters.
+`groups` says what a rank's pieces are, and builds their optimizer from groups of whole parameters.
 """

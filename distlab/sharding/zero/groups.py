@@ -1,4 +1,4 @@
-"""Build an optimizer of pieces whose groups were made with whole parameters in view.
+"""Pieces: what a rank owns of parameters; and an optimizer of pieces, whose groups are made of whole parameters.
 
 `make_optimizer` is called with whole parameters, so groups by `p.dim()`, by shape or by name are those of one process.
 Then each whole parameter is replaced by the piece that this rank owns.
@@ -14,9 +14,33 @@ from torch import Tensor, nn
 
 from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.zero.offload import OffloadedOptimizer
-from distlab.sharding.zero.pieces import Origin, OwnPiece
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Origin(NamedTuple):
+    """Name and shape of the parameter that a piece was cut from: `piece.origin`, for `make_optimizer` to tell apart."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class OwnPiece(NamedTuple):
+    """What this rank owns of one parameter.
+
+    Attributes:
+        name: of the whole parameter.
+        slot: place of the parameter in its bucket.
+        start: first element of the parameter, seen as a row.
+        stop: one past its last element.
+        parameter: shares the memory of those elements; what the optimizer updates.
+    """
+
+    name: str
+    slot: int
+    start: int
+    stop: int
+    parameter: nn.Parameter
 
 
 class Grouped(NamedTuple):

@@ -26,7 +26,7 @@ from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED,
 from distlab.plan import FlatLayout
 from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard, taken_over
 from distlab.sharding.zero.buffers import Kind, Lent
-from distlab.sharding.zero.pieces import Origin, OwnPiece
+from distlab.sharding.zero.groups import Origin, OwnPiece
 from distlab.trace import SpanWriter
 
 

@@ -114,18 +114,7 @@ class SavesShards:
         state, groups = gather_whole(
             shared, *save_parts(shared, self.optimizer, parameters=False), self.group, keeps=keeps
         )
-        named = [
-            {**{key: one[key] for key in one if key != "names"}, "params": list(names)}
-            for one, names in zip(groups, self.group_names, strict=True)
-        ]
-        if not keeps:
-            return None
-        state = {
-            name: {key: self.cut.whole(name, value) for key, value in state[name].items()}
-            for names in self.group_names
-            for name in names
-        }
-        return {"state": state, "param_groups": named}
+        return self.cut.whole_state(state, groups, self.group_names) if keeps else None
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.

@@ -117,5 +117,5 @@ def strategy_panel(
     return Panel(
         draw,
         wire=widgets.Dropdown(options=list(wires), description="between nodes"),
-        batch_size=widgets.Dropdown(options=[64, 256, 1024], value=256, description="samples a step"),
+        batch_size=widgets.Dropdown(options=[64, 256, 1024], value=256, description="samples per step"),
     )

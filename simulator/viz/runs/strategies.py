@@ -112,4 +112,4 @@ def _setting(cells: Sequence[MapCell]) -> str:
         return ""
     question = chosen.question
     name, wire = question.cluster.name, question.cluster.inter_node.name
-    return f"{question.batch_size} samples a step, {name}, {wire} between nodes; MFU and degrees of the fastest plan."
+    return f"{question.batch_size} samples per step, {name}, {wire} between nodes; MFU and degrees of the fastest plan."

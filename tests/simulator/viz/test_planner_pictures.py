@@ -100,7 +100,7 @@ def test_the_panels_follow_their_controls_and_refuse_what_they_cannot_show():
     fields = strategy_panel(("gpt-2-1.5b",), (1, 8), wires=("infiniband-ndr", "ethernet-10g"))
     assert "on 8 GPUs: " in fields.text
     fields.controls["batch_size"].value = 64
-    assert fields.text.startswith("One device: ") or "64 samples a step" in fields.text
+    assert fields.text.startswith("One device: ") or "64 samples per step" in fields.text
     with pytest.raises(ValueError, match="there is no model"):
         planner_panel(())
     with pytest.raises(ValueError, match="no number of GPUs"):

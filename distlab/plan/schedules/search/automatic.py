@@ -78,8 +78,8 @@ def automatic(
 
     The search takes well under a second for 64 ranks x 1,024 micro-batches (benchmarks/zero_bubble.py measures it); a
     longer step takes no more than writing it down. A search by rules finds good schedules, not provably the best. Over
-    200 random pipelines its span was never more than 0.6 % above that of zb_h1 or zb_h2 where those fit, nor was a
-    tiled step's above that of one planned whole.
+    200 random pipelines its span was at most 0.6 % above that of zb_h1 or zb_h2, where those fit. A tiled step's was
+    at most as much above that of one planned whole.
 
     Raises:
         ValueError: a count below 1, a time that is negative or not one per stage, a limit below 1, a part outside 0..1.

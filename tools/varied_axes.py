@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.grading.exercise import Exercise
+from distlab.grading import Exercise
 from distlab.grading.variation.calls import split
 from distlab.grading.variation.draw import AXES, Members
 from distlab.grading.variation.owned import named, said
