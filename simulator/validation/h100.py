@@ -168,7 +168,7 @@ def torchtitan() -> list[Case]:
     return cases
 
 
-# 1.34 and 8.86 billion: huggingface/nanotron, scripts/scaling_benchmarks.py, 2025; embedding and head tied in the smaller.
+# 1.34 and 8.86 billion: nanotron, scripts/scaling_benchmarks.py, 2025; embedding and head tied in the smaller.
 NANOTRON = {
     "1.34": LlamaSizes(2048, 16, 32, 32, 8192, 131072, ties_embedding=True),
     "8.86": LlamaSizes(4096, 32, 32, 32, 14336, 131072),
