@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from distlab.plan import Device, Link, Protocol, Work
+from simulator import link
 from simulator.hardware import cost
-from simulator.hardware.presets import link
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))
 MIB = 2**20
