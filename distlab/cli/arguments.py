@@ -49,7 +49,7 @@ def counts_of_devices(text: str) -> tuple[int, ...]:
 
 
 def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
-    """Refuse a path that cannot be written, before the work whose result it is for; its folder is made.
+    """Refuse a path that cannot be written, before the work whose result it is for; a file's folder is made, and told.
 
     Args:
         flag: the flag that names the path.
@@ -64,6 +64,7 @@ def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
         found = "a folder" if path.is_dir() else "a file"
         raise ValueError(f"{flag} {path}: expected the path of {expected}, got {found}; pass another path")
     where = path if folder else path.parent
+    is_new = not where.exists()
     try:
         where.mkdir(parents=True, exist_ok=True)
         if path.is_file():
@@ -74,6 +75,8 @@ def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
         raise ValueError(
             f"{flag} {path}: cannot be written ({where}: {error.strerror}); pass a path where you may write"
         ) from None
+    if is_new and not folder:
+        print(f"{flag} {path}: made the folder {where}", file=sys.stderr)
 
 
 def load_script(name: str, path: Path) -> Any:

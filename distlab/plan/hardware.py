@@ -93,6 +93,7 @@ class Link:
         source: where the numbers come from, with a date.
         start_s: fixed time of a collective: its kernel starts, and the ranks meet.
         switch: protocols of an all-reduce whose sums the switch makes; (): it makes none.
+        idle_steps: of each round of a ring, in which every rank sends a chunk 2(n-1) times: steps that carry nothing.
     """
 
     name: str
@@ -100,10 +101,12 @@ class Link:
     source: str = ""
     start_s: float = 0.0
     switch: tuple[Protocol, ...] = ()
+    idle_steps: float = 0.0
 
     def __post_init__(self) -> None:
         require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
         require(self.start_s >= 0, f"Link {self.name!r}: start_s is {self.start_s!r}; pass a time >= 0")
+        require(self.idle_steps >= 0, f"Link {self.name!r}: idle_steps is {self.idle_steps!r}; pass a number >= 0")
         last = self.protocols[-1].most_bytes
         require(last == math.inf, f"Link {self.name!r}: its last protocol ends at {last} bytes; give it no most_bytes")
 

@@ -654,7 +654,7 @@ ranks.close()
 # %% [markdown]
 # ## 8. Two kinds of wire
 #
-# Eight GPUs of a DGX A100 talk over NVLink at 231 GB/s (fitted to published nccl-tests, 2025); machines talk over
+# Eight GPUs of a DGX A100 talk over NVLink at 240 GB/s (fitted to published nccl-tests, 2025); machines talk over
 # InfiniBand at 25 GB/s for each GPU (HDR). A ring through all 64 GPUs moves at the pace of its slowest wire. Better:
 #
 # 1. reduce-scatter **inside** each machine, over the fast wire: each GPU holds 1/8 of the machine's sum;

@@ -31,10 +31,12 @@ class Steps(NamedTuple):
     Attributes:
         num_latencies: messages that follow one another.
         bytes_factor: bytes that a rank's link carries one way, as a multiple of the message's size.
+        idle_factor: bytes that it would carry in one more step of a ring (see `Link.idle_steps`), as such a multiple.
     """
 
     num_latencies: float
     bytes_factor: float
+    idle_factor: float = 0.0
 
 
 def compute_s(work: Work, device: Device) -> float:
@@ -63,10 +65,15 @@ def busy_s(work: Work, device: Device) -> float:
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:
     """Return the time of a collective on a link: its start, a number of latencies, and bytes over bandwidth.
 
+    A ring works in rounds. In a round each rank's wire carries 2(n-1) chunks, and for `link.idle_steps` steps nothing:
+    the first chunk is read and the last one copied meanwhile. So rings of few ranks reach less of the wire.
+
     Raises:
         ValueError: the size is negative, infinite or not a number.
     """
     start_s = link.start_s if steps.num_latencies else 0.0
+    if link.idle_steps:
+        steps = Steps(steps.num_latencies, steps.bytes_factor + link.idle_steps * steps.idle_factor)
     return start_s + _fastest_s(num_bytes, steps, link.protocols)
 
 
@@ -103,7 +110,7 @@ def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
     if n == 1:
         return Steps(0, 0.0)
     if algorithm == "ring":
-        return Steps(2 * (n - 1), 2 * (n - 1) / n)
+        return Steps(2 * (n - 1), 2 * (n - 1) / n, 1 / n)
     if algorithm == "tree":
         return Steps(2 * math.ceil(math.log2(n)), 2.0)
     if algorithm == "in_network":
@@ -117,7 +124,7 @@ def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
 def reduce_scatter_steps(num_ranks: int) -> Steps:
     """Return the steps of a ring reduce-scatter, and of a ring all-gather: half of a ring all-reduce."""
     n = _check_ranks(num_ranks)
-    return Steps(n - 1, (n - 1) / n)
+    return Steps(n - 1, (n - 1) / n, 0.5 / n if n > 1 else 0.0)
 
 
 def broadcast_steps(num_ranks: int) -> Steps:

@@ -145,7 +145,7 @@ def link(name: str, *, measured: bool = True) -> Link:
     row = _row("links", name)
     row = row.get("measured", row) if measured else row
     protocols, switch = (tuple(Protocol(*numbers) for numbers in row.get(key, ())) for key in ("protocols", "switch"))
-    return Link(name, protocols, row["source"], row.get("start_s", 0.0), switch)
+    return Link(name, protocols, row["source"], row.get("start_s", 0.0), switch, row.get("idle_steps", 0.0))
 
 
 def stack(name: str) -> Stack:
@@ -191,7 +191,13 @@ def driven(bare: Cluster, stack: str | Stack | None = None) -> Cluster:
     """
     wanted = stack or _row("clusters", bare.name).get("stack", BEST_CASE)
     chosen = wanted if isinstance(wanted, Stack) else Stack(**_named("stacks", wanted))
-    return bare if chosen.name == BEST_CASE else chosen.on_cluster(bare)
+    if chosen.name == BEST_CASE:
+        return bare
+    found = chosen.on_cluster(bare)
+    if not _presets()["clusters"].get(bare.name, {}).get("launches_block"):
+        return found
+    device = found.device  # every launch waits for its kernel: their times add up
+    return replace(found, device=replace(device, kernel_s=device.kernel_s + device.launch_s, launch_s=0.0))
 
 
 def names(table: str) -> tuple[str, ...]:

@@ -98,6 +98,27 @@ def layer_times() -> Iterator[Derived]:
         yield Derived("Korthikanti Table 4, ms of a layer", row["experiment"], both, float(row["combined_ms"]))
 
 
+def profiled_layers() -> Iterator[Derived]:
+    """Derive forward and backward of a layer 1,024 wide, in ms, with nothing recomputed (vTrain, one node).
+
+    The source's times of steps were computed from profiled layers: they are linear in the number of micro-batches to
+    all digits. What a layer more adds to a micro-batch more is the layer's time.
+    """
+    steps = {}
+    for row in read_table("vtrain_ground_truth_single_node_a100"):
+        micro, tensor, layers = int(row["micro batch"]), int(row["tensor parallelism"]), int(row["# layers"])
+        count = int(row["global batch"]) // int(row["data parallelism"]) // micro
+        if row["# GPUs"] == "8" and row["pipeline parallelism"] == "1":
+            steps[micro, tensor, layers, count] = float(row["iteration time (ms)"])
+    machine = cluster("a100-4-cards")
+    for micro, tensor in sorted({key[:2] for key in steps if key[0] < 8}):  # of 8 samples there are 2 micro-batches
+        shallow, deep = (steps[micro, tensor, layers, 4] - steps[micro, tensor, layers, 2] for layers in (12, 24))
+        stage = simulate(gpt(1024, 24, 16, 1024, micro), machine, Plan(tensor=tensor)).stages[0]
+        both = (stage.forward_ns[1] + stage.backward_ns[1]) / 1e6
+        label = f"{micro} samples, {tensor} ranks"
+        yield Derived("vTrain, ms of a profiled layer", label, both, (deep - shallow) / 24)
+
+
 def pipeline_memory() -> Iterator[Derived]:
     """Derive the memory of the fullest rank; the table prints GiB as GB (2401.10241, Table 4)."""
     for case, row in zip(zero_bubble(), read_table("zerobubble_table4_throughput_memory"), strict=True):
@@ -196,6 +217,7 @@ EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
     zero_states,
     activations,
     layer_times,
+    profiled_layers,
     pipeline_memory,
     bubbles,
     products,

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 # The constants of each stack that its rows can tell; the others are carried from another stack, as presets.toml says.
 FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
-    "megatron-deepspeed": ("matmul_fraction", "memory_fraction", "kernel_s", "launch_s"),
+    "megatron-deepspeed": ("matmul_fraction",),
     "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction"),
     "fsdp-plain": ("memory_fraction",),
     "compiled-fsdp": ("matmul_fraction", "attention_fraction"),

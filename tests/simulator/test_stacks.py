@@ -57,6 +57,16 @@ def test_no_work_is_shorter_than_the_launches_of_its_kernels():
         replace(MACHINE.device, launch_s=-1)
 
 
+def test_launches_that_wait_for_their_kernels_add_to_them():
+    """BLOOM's cluster has CUDA_LAUNCH_BLOCKING=1: what else is in its stack stays."""
+    own = Stack("mine", kernel_s=1e-6, launch_s=5e-5)
+    blocks, ahead = (cluster(name, stack=own).device for name in ("jean-zay", "dgx-a100"))
+    few, large = Work(0.0, 0.0, 10), Work(1e13, 0.0, 10)
+    assert compute_s(few, blocks) == pytest.approx(10 * 51e-6)
+    assert compute_s(few, ahead) == pytest.approx(10 * 50e-6)
+    assert compute_s(large, blocks) - compute_s(large, ahead) == pytest.approx(10 * 50e-6)
+
+
 def test_tensor_parallelism_is_not_free_where_launches_bound_the_step():
     host_bound = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
     one, four = (simulate(WORKLOAD, host_bound, Plan(tensor=n)).duration_s for n in (1, 4))

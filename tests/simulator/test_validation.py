@@ -18,6 +18,7 @@ from simulator.validation.exact import (
     bubbles,
     checkpoints,
     layer_times,
+    profiled_layers,
     training_days,
     zero_states,
 )
@@ -95,9 +96,11 @@ def test_families_count_alike():
 
 
 def test_validate_prints_scores_and_json(few, capsys, tmp_path):
-    page = tmp_path / "page.md"
+    page = tmp_path / "new" / "page.md"
     assert main(["validate", "--json", "--page", str(page)]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    written = capsys.readouterr()
+    assert f"--page {page}: made the folder {page.parent}\n" in written.err
+    facts = json.loads(written.out)
     own = facts["families"]["zero-bubble"]
     assert set(own["scores"]) == set(report.MODES)
     assert own["scores"]["calibrated"]["error"] < own["scores"]["data sheet"]["error"]
@@ -107,7 +110,7 @@ def test_validate_prints_scores_and_json(few, capsys, tmp_path):
     assert "zero-bubble: " in text
     assert "Chosen after the errors were seen" in text
     assert "Published and not used" in text
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert main(["validate"]) == 0
     assert "zero-bubble Table 5" in capsys.readouterr().out
     assert main(["validate", "--refit"]) == 0
@@ -154,6 +157,37 @@ def test_published_times_of_a_layer_are_near_though_nothing_was_fitted_to_them()
     assert max(abs(row.predicted / row.published - 1) for row in layer_times()) < 0.035
 
 
+def test_vtrain_s_steps_on_one_node_were_computed_and_not_measured():
+    """What the page says: no measured times lie on one line to all digits."""
+    steps = {}
+    for row in read_table("vtrain_ground_truth_single_node_a100"):
+        degrees = tuple(row[f"{axis} parallelism"] for axis in ("tensor", "pipeline"))
+        micro, data, batch = int(row["micro batch"]), int(row["data parallelism"]), int(row["global batch"])
+        own = steps.setdefault((micro, row["# layers"], degrees), {}).setdefault(data, {})
+        own[batch // data // micro] = float(row["iteration time (ms)"])
+    between, groups = 0, 0
+    for replicas in steps.values():
+        slopes = []
+        for times in replicas.values():
+            few, *middle, many = sorted(times) if len(times) > 1 else (0, 0)
+            if few:
+                slopes.append((times[many] - times[few]) / (many - few))
+            for count in middle:
+                assert times[few] + slopes[-1] * (count - few) == pytest.approx(times[count], rel=1e-12)
+                between += 1
+        groups += len(slopes) > 1
+        assert all(slope == pytest.approx(slopes[0], rel=1e-12) for slope in slopes)
+    assert (between, groups) == (216, 72)
+
+
+def test_launches_take_what_profiled_layers_need():
+    """Layers that launches bound, on one and two ranks: products and memory have no part in them."""
+    rows = {row.label: row.predicted / row.published - 1 for row in profiled_layers()}
+    bound = [rows[f"{samples} samples, {ranks} ranks"] for samples in (1, 2) for ranks in (1, 2, 4)]
+    assert max(map(abs, bound)) < 0.06
+    assert abs(np.mean(bound)) < 0.03
+
+
 def test_published_days_and_checkpoints_are_derived_again():
     for row in training_days():
         assert row.predicted == pytest.approx(row.published, rel=0.01), row
@@ -168,6 +202,8 @@ def test_published_days_and_checkpoints_are_derived_again():
         ("Korthikanti", 0.04, 0.03),
         ("zero-bubble", 0.035, 0.02),
         ("BLOOM", 0.05, 0.03),
+        ("vTrain, 8 nodes", 0.08, 0.06),
+        ("SC21 ZeRO-3", 0.02, 0.02),
         ("MosaicML", 0.03, 0.02),
         ("Megatron-Core", 0.10, 0.05),
         ("Llama 3", 0.05, 0.05),
