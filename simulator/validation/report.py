@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
     "megatron-deepspeed": ("matmul_fraction",),
+    "vtrain-profile": ("matmul_fraction", "kernel_s"),
     "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction"),
     "fsdp-plain": ("memory_fraction",),
     "compiled-fsdp": ("matmul_fraction", "attention_fraction"),

@@ -203,6 +203,7 @@ def test_published_days_and_checkpoints_are_derived_again():
         ("zero-bubble", 0.035, 0.02),
         ("BLOOM", 0.05, 0.03),
         ("vTrain, 8 nodes", 0.08, 0.06),
+        ("vTrain, 1 node", 0.055, 0.02),
         ("SC21 ZeRO-3", 0.02, 0.02),
         ("MosaicML", 0.03, 0.02),
         ("Megatron-Core", 0.10, 0.05),
