@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from distlab.plan import Layer, Link, Plan, Work, Workload, balance
 from distlab.plan.partition import even_blocks
+from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
@@ -109,19 +110,24 @@ def make_stages(
     if layout.plan.recompute_method == "every":  # a stage's own first blocks ("block") follow from the cut
         whole = chosen(recomputed(workload, layout.plan, (0, len(whole))), whole, kept[0])
     cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
-    known: dict[object, _Upkeep] = {}
+    upkeeps: dict[object, _Upkeep] = {}
+    known: dict[object, Stage] = {}
     links = [None, *(_link(layout, here, there) for here, there in pairwise(rank_of_stage)), None]
     stages = []
     for index, (first, stop) in enumerate(cuts):
-        here, layers = rank_of_stage[index], own[first:stop]
-        alike = (workload.kinds[first:stop], layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
+        here, layers, kinds = rank_of_stage[index], own[first:stop], workload.kinds[first:stop]
+        shared = (kinds, layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
+        if shared not in upkeeps:
+            upkeeps[shared] = _upkeep(workload, layout, (layers, kinds), here, codec=codec)
+        times = at[here][first:stop]
+        if kept is not at:
+            times = chosen(recomputed(workload, layout.plan, (first, stop)), times, kept[here][first:stop])
+        upkeep, place = upkeeps[shared], _Place(here, links[index], links[index + 1])
+        alike = (id(upkeep), *map(id, times), *map(id, place[1:]), workload.kinds[first - 1] if first else None)
         if alike not in known:
-            known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
-        before = workload.layers[first - 1] if first else None
-        again = recomputed(workload, layout.plan, (first, stop))
-        times = chosen(again, at[here][first:stop], kept[here][first:stop])
-        place = _Place(here, links[index], links[index + 1])
-        stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
+            before = workload.layers[first - 1] if first else None
+            known[alike] = _stage(workload, layout, place, (layers, before), times=times, upkeep=upkeep)
+        stages.append(changed(known[alike], layers=layers, rank=here))
     return tuple(stages)
 
 
