@@ -7,7 +7,7 @@ worked on what it received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -94,31 +94,50 @@ class BucketCost(NamedTuple):
     load: Transfer | None = None
 
 
+class Costs(NamedTuple):
+    """What exchanging gradients costs in a group.
+
+    Attributes:
+        group: whose ranks exchange.
+        plain: from the bytes and tensors of a bucket, the time of copies before and after, of its all-reduce, and the
+            bytes that a rank sends. It costs equal buckets once: blocks are alike, and so are most buckets.
+    """
+
+    group: Group
+    plain: Callable[[int, int], tuple[int, int, int, float]]
+
+
+def costs_in(group: Group, gradient_sync: str) -> Costs:
+    """Return what exchanging gradients costs in a group."""
+
+    @cache
+    def plain(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
+        copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.flat_buffers)
+        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
+        return pack, unpack, group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+
+    return Costs(group, plain)
+
+
 def cost_buckets(
     layers: Sequence[Layer | Tensors],
     bytes_per_parameter: int,
+    costs: Costs,
     *,
-    group: Group,
     plan: Plan,
     codec: MeasuredCodec | None = None,
     whose: str = "",
 ) -> tuple[BucketCost, ...]:
     """Return what a stage exchanges, in the order in which it starts; each name ends with `whose`."""
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
+    group = costs.group
     if group.num_ranks == 1 or not sizes:
         return ()
     owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
     shapes = [shape for layer in layers for shape in layer.shapes] if plan.compression else []
 
-    @cache  # blocks are alike, and so are most buckets
-    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
-        copies = _copies(num_bytes, num_tensors, plan.gradient_sync, in_place=group.cluster.flat_buffers)
-        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
-        travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
-        return pack, unpack, *travel
-
     def cost(what: str, parameters: tuple[int, ...], num_bytes: int) -> BucketCost:
-        pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
+        pack_ns, unpack_ns, duration_ns, sent_bytes = costs.plain(num_bytes, len(parameters))
         plain = BucketCost(
             name=f"all_reduce {what}{whose}",
             num_bytes=num_bytes,
