@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from distlab.plan import Cluster, Device, Experts, Layer, Plan, Product, Region, Work
@@ -72,7 +71,7 @@ def _experts(
     for name, sides in zip(PASSES, SIDES, strict=True):
         work: Work = getattr(experts, name)
         factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None, most)
-        works[name] = replace(work, matmul_flops=work.matmul_flops * factor) + quantised.get(name, Work())
+        works[name] = changed(work, matmul_flops=work.matmul_flops * factor) + quantised.get(name, Work())
     return changed(experts, **works)
 
 
@@ -87,12 +86,12 @@ def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_ea
         own = whole.matmul_flops - (apart.matmul_flops if apart else 0.0)
         factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None)
         more = quantised.get(name, Work())
-        works[name] = replace(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
+        works[name] = changed(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
         if name == "forward" and region.again and plan.recompute == "operators":
             flops = region.again.matmul_flops - (inner.forward.matmul_flops if inner and not inner.is_fused else 0.0)
-            again = replace(region.again, matmul_flops=region.again.matmul_flops + (factor - 1) * flops)
+            again = changed(region.again, matmul_flops=region.again.matmul_flops + (factor - 1) * flops)
             works["again"] = again + more.times(flops / own)
-    beside = replace(region.beside, matmul_flops=region.beside.matmul_flops * factor)  # of weights, the last of PASSES
+    beside = changed(region.beside, matmul_flops=region.beside.matmul_flops * factor)  # of weights, the last of PASSES
     return changed(region, **works, beside=beside)
 
 
