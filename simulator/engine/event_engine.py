@@ -108,11 +108,7 @@ def _run_in_order(graph: Graph) -> Times | None:
 
 
 def whole_ns(times: list[int]) -> Ints:
-    """Return times in a column.
-
-    Raises:
-        ValueError: one is so long that its sums would not fit 64 bits.
-    """
+    """Return times in a column; refuse those of more than 146 years, which 64 bits do not hold."""
     try:
         found = np.array(times, np.int64)
     except OverflowError:

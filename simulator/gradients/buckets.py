@@ -18,6 +18,8 @@ from simulator.hardware.cost import compute_s
 from simulator.hardware.process_groups import Group
 from simulator.units import to_ns
 
+Costs = Callable[[int, int], tuple[int, int, int, float]]
+
 
 class Tensors(NamedTuple):
     """Some of a layer's parameter tensors: elements of each, and shapes."""
@@ -94,50 +96,37 @@ class BucketCost(NamedTuple):
     load: Transfer | None = None
 
 
-class Costs(NamedTuple):
-    """What exchanging gradients costs in a group.
-
-    Attributes:
-        group: whose ranks exchange.
-        plain: from the bytes and tensors of a bucket, the time of copies before and after, of its all-reduce, and the
-            bytes that a rank sends. It costs equal buckets once: blocks are alike, and so are most buckets.
-    """
-
-    group: Group
-    plain: Callable[[int, int], tuple[int, int, int, float]]
-
-
 def costs_in(group: Group, gradient_sync: str) -> Costs:
-    """Return what exchanging gradients costs in a group."""
+    """Return what a bucket costs in a group, from its bytes and tensors: copies before and after, all-reduce, sent."""
 
-    @cache
-    def plain(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
+    @cache  # blocks are alike, and so are most buckets
+    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
         copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.flat_buffers)
         pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
         return pack, unpack, group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
 
-    return Costs(group, plain)
+    return costs
 
 
 def cost_buckets(
     layers: Sequence[Layer | Tensors],
     bytes_per_parameter: int,
-    costs: Costs,
     *,
+    group: Group,
+    costs: Costs,
     plan: Plan,
     codec: MeasuredCodec | None = None,
     whose: str = "",
 ) -> tuple[BucketCost, ...]:
     """Return what a stage exchanges, in the order in which it starts; each name ends with `whose`."""
     sizes = [size * bytes_per_parameter for layer in layers for size in layer.parameter_sizes]
-    group = costs.group
     if group.num_ranks == 1 or not sizes:
         return ()
     owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
     shapes = [shape for layer in layers for shape in layer.shapes] if plan.compression else []
 
     def cost(what: str, parameters: tuple[int, ...], num_bytes: int) -> BucketCost:
-        pack_ns, unpack_ns, duration_ns, sent_bytes = costs.plain(num_bytes, len(parameters))
+        pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
         plain = BucketCost(
             name=f"all_reduce {what}{whose}",
             num_bytes=num_bytes,

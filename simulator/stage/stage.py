@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 from distlab.plan import Layer, Link, Plan, Workload, balance
 from distlab.plan.partition import even_blocks
@@ -112,14 +111,14 @@ def make_stages(
     stages = []
     for index, (first, stop) in enumerate(cuts):
         here, layers, kinds = rank_of_stage[index], own[first:stop], workload.kinds[first:stop]
-        upkeep, place = upkeeps.of(layers, kinds, here), _Place(here, links[index], links[index + 1])
+        upkeep, beside = upkeeps.of(layers, kinds, here), (links[index], links[index + 1])
         times = at[here][first:stop]
         if kept is not at:
             times = chosen(recomputed(workload, layout.plan, (first, stop)), times, kept[here][first:stop])
-        alike = (id(upkeep), *map(id, times), *map(id, place[1:]), workload.kinds[first - 1] if first else None)
+        alike = (id(upkeep), *map(id, times), *map(id, beside), workload.kinds[first - 1] if first else None)
         if alike not in known:
             before = workload.layers[first - 1] if first else None
-            known[alike] = _stage(workload, layout, place, (layers, before), times=times, upkeep=upkeep)
+            known[alike] = _stage(workload, layout, (layers, before), beside, here, times=times, upkeep=upkeep)
         stages.append(changed(known[alike], layers=layers, rank=here))
     return tuple(stages)
 
@@ -150,14 +149,6 @@ def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None
         )
 
 
-class _Place(NamedTuple):
-    """Where a stage is: its rank, and the links to the stages before and behind; None where there is none."""
-
-    rank: int
-    before: Link | None
-    behind: Link | None
-
-
 def _link(layout: Layout, here: int, there: int) -> Link | None:
     """Return the link between the ranks of two neighbouring stages: None where both are on one rank.
 
@@ -181,14 +172,15 @@ def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> t
 def _stage(
     workload: Workload,
     layout: Layout,
-    place: _Place,
     own: tuple[tuple[Layer, ...], Layer | None],
+    beside: tuple[Link | None, Link | None],
+    here: int,
     *,
     times: Sequence[LayerTimes],
     upkeep: Upkeep,
 ) -> Stage:
-    (layers, last_before), plan = own, layout.plan
-    here, before, behind = place
+    """Cost a stage, behind a layer of the stage before it: `beside` are the links to its neighbours on other ranks."""
+    (layers, last_before), (before, behind), plan = own, beside, layout.plan
     parts = parts_of_messages(layout)
     forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan) // parts
     backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan) // parts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan import Layer, Work, Workload
-from simulator.gradients.buckets import BucketCost, Costs, Tensors, Transfer, cost_buckets, costs_in
+from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
 from simulator.gradients.shard_costs import Shards, shards_of
@@ -34,7 +34,7 @@ class Upkeeps:
         self.workload, self.layout, self.codec = workload, layout, codec
         self.widths = widths_of(workload, layout.plan)
         self._known: dict[object, Upkeep] = {}
-        self._costs: dict[object, Costs] = {}
+        self._groups: dict[object, dict[str, Any]] = {}
 
     def of(self, layers: tuple[Layer, ...], kinds: tuple[int, ...], pipeline: int) -> Upkeep:
         """Return the upkeep of a stage at a place in the pipeline: of its layers as a rank has them, and their kinds.
@@ -74,11 +74,11 @@ class Upkeeps:
             ]
         for axes, parts, sets in sharing:
             placements = layout.placements(axes, pipeline)
-            if placements not in self._costs:
-                self._costs[placements] = costs_in(layout.slowest(axes, pipeline), plan.gradient_sync)
-            whose = " of experts" if axes == EXPERT_COPIES else ""
-            costs, width = self._costs[placements], self.widths.reduce
-            buckets = cost_buckets(parts, width, costs, plan=plan, codec=self.codec, whose=whose)
+            if placements not in self._groups:
+                group = layout.slowest(axes, pipeline)
+                self._groups[placements] = {"group": group, "costs": costs_in(group, plan.gradient_sync)}
+            own, whose = self._groups[placements], " of experts" if axes == EXPERT_COPIES else ""
+            buckets = cost_buckets(parts, self.widths.reduce, **own, plan=plan, codec=self.codec, whose=whose)
             if plan.sharding.stage:
                 buckets = scattered(buckets, sets, self.widths, plan.sharding.offload)
             found += buckets

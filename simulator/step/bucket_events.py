@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
+from simulator.gradients.buckets import BucketCost
 from simulator.pipeline.schedule_arrays import F
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import layer_times
@@ -25,7 +25,8 @@ class Exchanges:
         """`sync` says when gradients are exchanged (see `Plan.gradient_sync`)."""
         self.graph, self.stages, self.sync = Graph(), stages, sync
         self.buckets: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._packs: defaultdict[int, list[int]] = defaultdict(list)  # of each sent; its wire is the operation behind
+        # Of those sent, which pack each; its wire is the operation behind.
+        self._sent: defaultdict[int, list[tuple[BucketCost, int]]] = defaultdict(list)
 
     def layers(self, number: int, kind: int, factor: float | None, need: int, *, completes: bool) -> list[int]:
         """Add a pass of a stage layer by layer; where it completes gradients, buckets leave during it.
@@ -51,7 +52,7 @@ class Exchanges:
                 lane += (COMPUTE, COMMUNICATION)
                 duration += (waiting[sent].pack_ns, waiting[sent].duration_ns)
                 waits += (NONE, last)
-                self._packs[number].append(last)
+                self._sent[number].append((waiting[sent], last))
                 sent += 1
         self.graph.extend(stage.rank, lane, duration, waits)
         return [*found, last]
@@ -60,51 +61,35 @@ class Exchanges:
         """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive."""
         if self.sync != "overlapped":
             for number in numbers:
-                for index in range(len(self.stages[number].buckets)):
-                    self._start(number, index)
+                for bucket in self.stages[number].buckets:
+                    self._start(number, bucket)
                     if self.sync == "per_parameter":
                         self._receive(rank, [number])
         if self.sync != "per_parameter":
             self._receive(rank, numbers)
 
-    def take(self, number: int) -> list[tuple[int, ...]]:
-        """Return the operations of a stage's buckets, and forget them: its next backward exchanges again."""
-        self._packs.pop(number, None)
-        return self.buckets.pop(number, [])
-
-    def _start(self, number: int, index: int) -> None:
+    def _start(self, number: int, bucket: BucketCost) -> None:
         """Pack a bucket and send it."""
-        bucket, rank = self.stages[number].buckets[index], self.stages[number].rank
+        rank = self.stages[number].rank
         pack = self.graph.add(rank, COMPUTE, bucket.pack_ns)
         self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
-        self._packs[number].append(pack)
+        self._sent[number].append((bucket, pack))
 
     def _receive(self, rank: int, numbers: Sequence[int]) -> None:
         """Unpack each bucket of these stages that was sent, once it has come.
 
         Buckets that send a second time do so one after the other, once all have come the first time.
         """
-        add = self.graph.add
-        packs = [pack for number in numbers for pack in self._packs[number][len(self.buckets[number]) :]]
-        wires = [pack + 1 for pack in packs]
-        buckets = [
-            bucket
-            for number in numbers
-            for bucket in self.stages[number].buckets[len(self.buckets[number]) : len(self._packs[number])]
-        ]
-        again: dict[int, tuple[int, ...]] = {}
-        for place, bucket in enumerate(buckets):
+        add, again = self.graph.add, dict[int, tuple[int, ...]]()
+        sent = [(number, *each) for number in numbers for each in self._sent.pop(number, ())]
+        waits = [pack + 1 for _, _, pack in sent]
+        wires = waits.copy()
+        for place, (_, bucket, _) in enumerate(sent):
             if (later := bucket.later) is not None:
                 between = add(rank, COMPUTE, later.between_ns, needs=wires)
-                wire = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
-                again[place] = (between, wire, add(rank, COMPUTE, later.after_ns))
-        waits = [again[place][1] if place in again else wire for place, wire in enumerate(wires)] if again else wires
-        first, count = len(self.graph), len(packs)
-        unpacks = [bucket.unpack_ns for bucket in buckets]
-        self.graph.extend(rank, [COMPUTE] * count, unpacks, waits)
-        done = zip(packs, wires, range(first, first + count), strict=True)
-        rows: Iterator[tuple[int, ...]] = done
-        if again:
-            rows = ((*row, *again.get(place, ())) for place, row in enumerate(done))
-        for number in numbers:
-            self.buckets[number] += islice(rows, len(self._packs[number]) - len(self.buckets[number]))
+                waits[place] = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
+                again[place] = (between, waits[place], add(rank, COMPUTE, later.after_ns))
+        first = len(self.graph)
+        self.graph.extend(rank, [COMPUTE] * len(sent), [bucket.unpack_ns for _, bucket, _ in sent], waits)
+        for place, (number, _, pack) in enumerate(sent):
+            self.buckets[number].append((pack, pack + 1, first + place, *again.get(place, ())))

@@ -30,6 +30,8 @@ from simulator.stage.step_times import NO_BUCKETS, BucketParts, BucketTimes, Sha
 from simulator.step.bucket_events import Exchanges
 from simulator.step.trace import exchanges
 
+# How a rank ends its step: the operations of its stages' buckets, and the times of all; the last one is the update.
+_Ending = tuple[list[list[tuple[int, ...]]], engine.Times]
 SEND_FORWARD, SEND_BACKWARD = COMMUNICATION + 1, COMMUNICATION + 2
 
 
@@ -106,15 +108,8 @@ class _LastPass(NamedTuple):
     end_ns: int
 
 
-class _Ending(NamedTuple):
-    """How a rank ends its step: the operations of its stages' buckets, and the times of all; the last is the update."""
-
-    buckets: list[list[tuple[int, ...]]]
-    times: engine.Times
-
-
 def _end_of_rank(rank: int, passes: Sequence[_LastPass], exchanging: Exchanges) -> _Ending:
-    """Time a rank from its first pass that completes gradients on, other passes standing for the time they take."""
+    """Time a rank from its first pass that completes gradients on; other passes are the time that they take."""
     graph, now, own = exchanging.graph, 0, [each.stage for each in passes]
     for each in passes:
         graph.add(rank, COMPUTE, each.start_ns - now)
@@ -122,10 +117,10 @@ def _end_of_rank(rank: int, passes: Sequence[_LastPass], exchanging: Exchanges) 
         now = each.end_ns
     exchanging.exchange(rank, own)
     graph.add(rank, COMPUTE, sum(exchanging.stages[number].optimizer_ns for number in own))
-    return _Ending([exchanging.buckets[number] for number in own], engine.run(graph))
+    return [exchanging.buckets[number] for number in own], engine.run(graph)
 
 
-class _StepGraph:
+class _StepGraph(Exchanges):
     """Builds the graph of a step, each pass layer by layer, and remembers which operation is which."""
 
     def __init__(
@@ -137,32 +132,29 @@ class _StepGraph:
         factors: Floats | None,
         each_pass: bool,
     ) -> None:
-        self.order, self.compiled, self.stages = compiled.order, compiled, stages
-        self.factors, self.each_pass = factors, each_pass
-        self.exchanging = Exchanges(stages, sync)
-        self.graph = self.exchanging.graph
+        super().__init__(stages, sync)
+        self.order, self.compiled, self.factors, self.each_pass = compiled.order, compiled, factors, each_pass
         self.last = last_actions(compiled.order).tolist()
         self.send_ns = _sends_ns(stages).tolist()
         num_actions = len(compiled.order.kind)
         self.first = np.zeros(num_actions, np.int64)  # operation of each action: the first, the last one
         self.done = np.zeros(num_actions, np.int64)
         self.sent = np.full(num_actions, -1, np.int64)  # its message
-        self.layers: list[tuple[int, int, int]] = []  # action, layer, operation
+        self.rows: list[tuple[int, int, int]] = []  # action, layer, operation
         # Stage and micro-batch before the last one, and the operations of its buckets (sharding stage 2).
         self.earlier: list[tuple[int, int, list[tuple[int, ...]]]] = []
         self.updates = [0] * compiled.order.num_ranks
-        self.finished: list[list[int]] = [[] for _ in self.updates]  # stages of each rank whose gradients are complete
 
     def build(self) -> None:
         """Add all actions, then what follows a rank's last one."""
         # Actions in the order of their levels: what an action needs has been added before it.
-        ends = set((self.order.offsets[1:] - 1).tolist())
+        ends, own = set((self.order.offsets[1:] - 1).tolist()), finishing(self.order)
         for action in np.argsort(self.compiled.level, kind="stable").tolist():
             self._action(action)
             if action in ends:
                 rank = int(self.compiled.rank[action])
-                self.exchanging.exchange(rank, self.finished[rank])
-                update = sum(self.stages[number].optimizer_ns for number in self.finished[rank])
+                self.exchange(rank, own[rank])
+                update = sum(self.stages[number].optimizer_ns for number in own[rank])
                 self.updates[rank] = self.graph.add(rank, COMPUTE, update)
 
     def _action(self, action: int) -> None:
@@ -174,17 +166,15 @@ class _StepGraph:
         if self.compiled.remote[action] and self.sent[needed] >= 0:
             need = int(self.sent[needed])
         is_last = action == self.last[number]
-        completes = is_last or (self.each_pass and kind != F)
+        is_earlier = self.each_pass and kind != F and not is_last  # gradients that do not wait for the last ones
         factor = None if self.factors is None else float(self.factors[action])
-        *layers, last = self.exchanging.layers(number, kind, factor, need, completes=completes)
+        *layers, last = self.layers(number, kind, factor, need, completes=is_last or is_earlier)
         numbers = range(len(layers)) if kind == F else range(len(layers) - 1, -1, -1)
-        self.layers += zip([action] * len(layers), numbers, layers, strict=True)
+        self.rows += zip([action] * len(layers), numbers, layers, strict=True)
         self.first[action], self.done[action] = layers[0], last
-        if is_last:
-            self.finished[rank].append(number)
-        elif completes:
-            self.exchanging.exchange(rank, [number])
-            self.earlier.append((number, int(self.order.microbatch[action]), self.exchanging.take(number)))
+        if is_earlier:
+            self.exchange(rank, [number])
+            self.earlier.append((number, int(self.order.microbatch[action]), self.buckets.pop(number, [])))
         if duration := self.send_ns[number][kind]:
             lane, there = (SEND_FORWARD, number + 1) if kind == F else (SEND_BACKWARD, number - 1)
             self.sent[action] = self.graph.add(rank, lane, duration, needs=[last], peer=self.stages[there].rank)
@@ -193,7 +183,7 @@ class _StepGraph:
         """Return when everything happens, from the times of the operations."""
         start, end = times
         action_end, is_sent = end[self.done], self.sent >= 0
-        rows = np.array(self.layers, np.int64).reshape(-1, 3)
+        rows = np.array(self.rows, np.int64).reshape(-1, 3)
         earlier = [
             (self.stages[number], microbatch, BucketParts(buckets, start, end).times())
             for number, microbatch, buckets in self.earlier
@@ -205,7 +195,7 @@ class _StepGraph:
             end_ns=action_end,
             send_start_ns=np.where(is_sent, start[self.sent], action_end),
             send_end_ns=np.where(is_sent, end[self.sent], action_end),
-            parts=tuple(BucketParts(self.exchanging.buckets[n], start, end) for n in range(len(self.stages))),
+            parts=tuple(BucketParts(self.buckets[n], start, end) for n in range(len(self.stages))),
             optimizer=tuple((int(start[update]), int(end[update])) for update in self.updates),
             layers=np.stack([rows[:, 0], rows[:, 1], start[rows[:, 2]], end[rows[:, 2]]], axis=1),
             calls=calls,
