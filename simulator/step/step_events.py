@@ -14,6 +14,7 @@ Two ways lead to the same times:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,14 +22,14 @@ import numpy as np
 
 from distlab.plan import Contention
 from simulator.engine import event_engine as engine
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
+from simulator.gradients.buckets import BucketCost
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import stretched
 from simulator.pipeline.schedule_arrays import B, F, Floats, I, Ints, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import NO_BUCKETS, BucketParts, BucketTimes, ShardCall, Timing, call_of, finishing
-from simulator.step.bucket_events import Exchanges
-from simulator.step.trace import exchanges
+from simulator.stage.step_times import NO_BUCKETS, BucketParts, Timing, finishing, layer_times
+from simulator.step.zero_events import calls_of_earlier
 
 # How a rank ends its step: the operations of its stages' buckets, and the times of all; the last one is the update.
 _Ending = tuple[list[list[tuple[int, ...]]], engine.Times]
@@ -90,7 +91,7 @@ def _time_apart(compiled: CompiledSchedule, stages: Sequence[Stage], sync: str, 
         costs = [(stages[n].passes_ns[kinds[n]], id(stages[n].buckets), stages[n].optimizer_ns) for n in own]
         alike = (*(each[1:] for each in passes), *costs)
         if alike not in known:
-            known[alike] = _end_of_rank(rank, passes, Exchanges(stages, sync))
+            known[alike] = _end_of_rank(rank, passes, _Exchanges(stages, sync))
         buckets, times = known[alike]
         for number, operations in zip(own, buckets, strict=True):
             parts[number] = BucketParts(operations, times.start_ns + begin, times.end_ns + begin)
@@ -108,7 +109,7 @@ class _LastPass(NamedTuple):
     end_ns: int
 
 
-def _end_of_rank(rank: int, passes: Sequence[_LastPass], exchanging: Exchanges) -> _Ending:
+def _end_of_rank(rank: int, passes: Sequence[_LastPass], exchanging: _Exchanges) -> _Ending:
     """Time a rank from its first pass that completes gradients on; other passes are the time that they take."""
     graph, now, own = exchanging.graph, 0, [each.stage for each in passes]
     for each in passes:
@@ -120,7 +121,90 @@ def _end_of_rank(rank: int, passes: Sequence[_LastPass], exchanging: Exchanges) 
     return [exchanging.buckets[number] for number in own], engine.run(graph)
 
 
-class _StepGraph(Exchanges):
+class _Exchanges:
+    """Adds passes and exchanges of gradients to a graph, in the order in which each rank's program asks for them.
+
+    Attributes:
+        graph: the operations so far.
+        buckets: of each stage, and of each of its buckets that has been received, the operations that are the fields of
+            `BucketTimes`.
+    """
+
+    def __init__(self, stages: Sequence[Stage], sync: str) -> None:
+        """`sync` says when gradients are exchanged (see `Plan.gradient_sync`)."""
+        self.graph, self.stages, self.sync = Graph(), stages, sync
+        self.buckets: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        # Of those sent, which pack each; its wire is the operation behind.
+        self._sent: defaultdict[int, list[tuple[BucketCost, int]]] = defaultdict(list)
+
+    def layers(self, number: int, kind: int, factor: float | None, need: int, *, completes: bool) -> list[int]:
+        """Add a pass of a stage layer by layer; where it completes gradients, buckets leave during it.
+
+        Return the operation of each layer in the order in which they run, and the last operation of the pass.
+        """
+        stage = self.stages[number]
+        durations = layer_times(stage.passes_ns[kind], factor)
+        waiting = stage.buckets if completes and self.sync == "overlapped" else ()
+        so_far, sent, last = len(self.graph), 0, NONE
+        lane: list[int] = []
+        duration: list[int] = []
+        waits: list[int] = []
+        found: list[int] = []
+        for layer in range(len(durations)) if kind == F else range(len(durations) - 1, -1, -1):
+            last = so_far + len(lane)
+            found.append(last)
+            lane.append(COMPUTE)
+            duration.append(durations[layer])
+            waits.append(NONE if waits else need)
+            while sent < len(waiting) and waiting[sent].layer >= layer:
+                last = so_far + len(lane)
+                lane += (COMPUTE, COMMUNICATION)
+                duration += (waiting[sent].pack_ns, waiting[sent].duration_ns)
+                waits += (NONE, last)
+                self._sent[number].append((waiting[sent], last))
+                sent += 1
+        self.graph.extend(stage.rank, lane, duration, waits)
+        return [*found, last]
+
+    def exchange(self, rank: int, numbers: Sequence[int]) -> None:
+        """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive."""
+        if self.sync != "overlapped":
+            for number in numbers:
+                for bucket in self.stages[number].buckets:
+                    self._start(number, bucket)
+                    if self.sync == "per_parameter":
+                        self._receive(rank, [number])
+        if self.sync != "per_parameter":
+            self._receive(rank, numbers)
+
+    def _start(self, number: int, bucket: BucketCost) -> None:
+        """Pack a bucket and send it."""
+        rank = self.stages[number].rank
+        pack = self.graph.add(rank, COMPUTE, bucket.pack_ns)
+        self.graph.add(rank, COMMUNICATION, bucket.duration_ns, needs=[pack])
+        self._sent[number].append((bucket, pack))
+
+    def _receive(self, rank: int, numbers: Sequence[int]) -> None:
+        """Unpack each bucket of these stages that was sent, once it has come.
+
+        Buckets that send a second time do so one after the other, once all have come the first time.
+        """
+        add, again = self.graph.add, dict[int, tuple[int, ...]]()
+        sent = [(number, *each) for number in numbers for each in self._sent.pop(number, ())]
+        waits = [pack + 1 for _, _, pack in sent]
+        wires = waits.copy()
+        for place, (_, bucket, _) in enumerate(sent):
+            if (later := bucket.later) is not None:
+                between = add(rank, COMPUTE, later.between_ns, needs=wires)
+                waits[place] = add(rank, COMMUNICATION, later.duration_ns, needs=[between])
+                again[place] = (between, waits[place], add(rank, COMPUTE, later.after_ns))
+        first = len(self.graph)
+        self.graph.extend(rank, [COMPUTE] * len(sent), [bucket.unpack_ns for _, bucket, _ in sent], waits)
+        for place, (number, _, pack) in enumerate(sent):
+            self.buckets[number].append((pack, pack + 1, first + place, *again.get(place, ())))
+
+
+class _StepGraph(_Exchanges):
     """Builds the graph of a step, each pass layer by layer, and remembers which operation is which."""
 
     def __init__(
@@ -188,7 +272,7 @@ class _StepGraph(Exchanges):
             (self.stages[number], microbatch, BucketParts(buckets, start, end).times())
             for number, microbatch, buckets in self.earlier
         ]
-        calls, copies = _calls_of_earlier(earlier, self.order.num_ranks) if earlier else ((), ())
+        calls, copies = calls_of_earlier(earlier, self.order.num_ranks) if earlier else ((), ())
         return Timing(
             order=self.order,
             start_ns=start[self.first],
@@ -202,21 +286,3 @@ class _StepGraph(Exchanges):
             copies=copies,
             factors=self.factors,
         )
-
-
-def _calls_of_earlier(
-    earlier: Sequence[tuple[Stage, int, Sequence[BucketTimes]]], num_ranks: int
-) -> tuple[tuple[tuple[ShardCall, ...], ...], tuple[tuple[ShardCall, ...], ...]]:
-    """Return each rank's scatters and copies of micro-batches before the last one, under sharding stage 2."""
-    calls: list[list[ShardCall]] = [[] for _ in range(num_ranks)]
-    copies: list[list[ShardCall]] = [[] for _ in range(num_ranks)]
-    for stage, microbatch, buckets in earlier:
-        for bucket, times in zip(stage.buckets, buckets, strict=True):
-            for span, part in zip(exchanges(0, bucket, times), bucket.parts, strict=True):
-                pair = (span.start_ns, span.end_ns)
-                calls[stage.rank].append(call_of("scatter", span.name, part, pair, microbatch))
-            name = f"copies of {bucket.name.removeprefix(f'{bucket.kind} ')}"
-            copies[stage.rank] += [
-                ShardCall("compute", name, "copy", *pair, bucket.num_bytes) for pair in times.computing
-            ]
-    return tuple(map(tuple, calls)), tuple(map(tuple, copies))
