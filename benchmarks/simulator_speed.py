@@ -23,6 +23,7 @@ from simulator import (
     simulate,
     simulate_schedule,
 )
+from simulator.gradients import buckets
 from simulator.hardware import rank_layout
 from simulator.pipeline.schedule_arrays import F
 from simulator.step.schedule_of_plan import compile_family
@@ -35,6 +36,8 @@ BUILT_IN = (
     *("gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zb_h1", "zb_h2"),
     *("naive", "interleaved_zero_bubble", "zb_v", "v_half", "v_min", "dualpipe_v"),
 )
+# What calls keep of plans.
+KEPT = (compile_family, buckets._buckets, rank_layout._grid, rank_layout._rows, rank_layout._placements)
 SLOPE = (10_000, 100_000, 1_000_000, 10_000_000)  # operations
 # torch's names of its schedules, for its visualizer; sizes that it can draw in a moment.
 TORCH = {"gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved": "Interleaved1F1B", "zb_v": "ZBVZeroBubble"}
@@ -205,7 +208,7 @@ def _large(repeats: int) -> Iterator[Row]:
         machine = cluster("dgx-a100", num_devices)
 
         def fresh(plan: Plan = plan, machine: Cluster = machine) -> float:
-            for kept in (compile_family, rank_layout._grid, rank_layout._rows, rank_layout._placements):
+            for kept in KEPT:
                 kept.cache_clear()
             return simulate(workload, machine, plan).duration_s
 

@@ -56,9 +56,9 @@ class Cuts:
                 raise ValueError(f"layer {layer} costs {cost}; pass finite costs of at least 0")
         prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
         self._layers = np.arange(len(costs) + 1)
-        after = self._layers[:, None] < self._layers
-        self._stage_cost = np.where(after, prefix - prefix[:, None], np.inf)  # [j, i]: layers j to i - 1
-        self._best = self._stage_cost[0]
+        after = self._layers < self._layers[:, None]
+        self._stage_cost = np.where(after, prefix[:, None] - prefix, np.inf)  # [i, j]: layers j to i - 1
+        self._best = self._stage_cost[:, 0]
         self._cuts: list[NDArray[np.int64]] = []  # the first layer of the last of 2, 3, ... stages
 
     def into(self, stages: int) -> tuple[tuple[int, int], ...]:
@@ -73,9 +73,9 @@ class Cuts:
                 f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
             )
         while len(self._cuts) < stages - 1:
-            candidates = np.maximum(self._best[:, None], self._stage_cost)
-            cut = candidates.argmin(axis=0)
-            self._best = candidates[cut, self._layers]
+            candidates = np.maximum(self._best, self._stage_cost)
+            cut = candidates.argmin(axis=1)
+            self._best = candidates[self._layers, cut]
             self._cuts.append(cut)
         bounds = [num_layers]
         for cut in reversed(self._cuts[: stages - 1]):

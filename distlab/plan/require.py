@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeVar
 
 import numpy as np
 
+Record = TypeVar("Record")
 MOST = 2**62  # columns of numbers have 64 bits
 
 
@@ -13,6 +15,16 @@ def require(ok: bool, text: str) -> None:
     """Raise ValueError with the text unless ok."""
     if not ok:
         raise ValueError(text)
+
+
+def changed(record: Record, **values: Any) -> Record:
+    """Return a frozen record with other values of some fields: `replace`, without the checks of a new record.
+
+    For values that follow from checked ones, and records that keep nothing which follows from what changes.
+    """
+    other = object.__new__(type(record))
+    vars(other).update(vars(record), **values)
+    return other
 
 
 def require_positive(owner: str, **values: float) -> None:
@@ -24,6 +36,8 @@ def require_positive(owner: str, **values: float) -> None:
 def require_count(owner: str, **values: int) -> None:
     """Refuse a field that is not a whole number of at least 1."""
     for name, value in values.items():
+        if type(value) is int and 1 <= value <= MOST:
+            continue  # the usual case: the texts cost more than the check
         whole = isinstance(value, int) and not isinstance(value, bool)
         require(whole and value >= 1, f"{owner}: {name} is {value!r}; pass a whole number of at least 1")
         require(value <= MOST, f"{owner}: {name} has {len(str(value))} digits; pass at most {MOST:,}")

@@ -7,7 +7,7 @@ sharding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -140,21 +140,24 @@ class Candidates:
     microbatches: Ints
     sharding: Ints
     bound_s: Floats
+    _plans: dict[int, Plan] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.shape)
 
     def plan(self, row: int) -> Plan:
         """Return a row as a plan."""
-        per_rank = int(self.per_rank[row])
-        return self.shapes[int(self.shape[row])].plan(
-            data=int(self.data[row]),
-            pipeline=int(self.pipeline[row]),
-            num_microbatches=int(self.microbatches[row]),
-            schedule="interleaved" if per_rank > 1 else "one_f_one_b",
-            stages_per_rank=per_rank,
-            sharding=Sharding(int(self.sharding[row])),
-        )
+        if row not in self._plans:  # each bound asks for it
+            per_rank = int(self.per_rank[row])
+            self._plans[row] = self.shapes[int(self.shape[row])].plan(
+                data=int(self.data[row]),
+                pipeline=int(self.pipeline[row]),
+                num_microbatches=int(self.microbatches[row]),
+                schedule="interleaved" if per_rank > 1 else "one_f_one_b",
+                stages_per_rank=per_rank,
+                sharding=Sharding(int(self.sharding[row])),
+            )
+        return self._plans[row]
 
     def workload(self, row: int) -> Workload:
         """Return the model with a row's micro-batch."""

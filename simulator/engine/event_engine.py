@@ -103,11 +103,12 @@ def _run_in_order(graph: Graph) -> Times | None:
             end.append(now)
     except IndexError:  # what it needs has no end yet
         return None
-    ends = _whole(end)
+    ends = whole_ns(end)
     return Times(ends - np.array(graph.duration_ns, np.int64), ends)
 
 
-def _whole(times: list[int]) -> Ints:
+def whole_ns(times: list[int]) -> Ints:
+    """Return times in a column; refuse those of more than 146 years, which 64 bits do not hold."""
     try:
         found = np.array(times, np.int64)
     except OverflowError:
@@ -184,7 +185,7 @@ class _Contended:
                     heapq.heappush(self.events, (now, 1, follower, 0))
         if done < len(self.graph):
             raise ValueError(_deadlock(self.graph, waiting))
-        return Times(_whole(start), _whole(end))
+        return Times(whole_ns(start), whole_ns(end))
 
     def _change(self, operation: int, now: int, *, starts: bool) -> None:
         """Start or finish an operation; predict anew the end of every operation whose rate this changes."""

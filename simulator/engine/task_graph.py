@@ -63,23 +63,16 @@ class Graph:
             self.need.append(found[0] if found else NONE)
         return len(self.rank) - 1
 
-    def extend(
-        self,
-        rank: Sequence[int],
-        lane: Sequence[int],
-        duration_ns: Sequence[int],
-        need: Sequence[int],
-        peer: Sequence[int],
-    ) -> None:
-        """Add many operations that need one other or NONE, a column of each field, as `add` would one after the other.
+    def extend(self, rank: int, lane: Sequence[int], duration_ns: Sequence[int], need: Sequence[int]) -> None:
+        """Add many operations of a rank that need one other or NONE, in columns, as `add` would one after the other.
 
         Raises:
             ValueError: a duration is negative.
         """
         if min(duration_ns, default=0) < 0:
             raise ValueError(f"a duration is {min(duration_ns)} ns; pass times >= 0")
-        self.rank += rank
+        self.rank += [rank] * len(lane)
+        self.peer += [-1] * len(lane)
         self.lane += lane
         self.duration_ns += duration_ns
         self.need += need
-        self.peer += peer

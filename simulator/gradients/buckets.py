@@ -7,7 +7,7 @@ worked on what it received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_tim
 from simulator.hardware.cost import compute_s
 from simulator.hardware.process_groups import Group
 from simulator.units import to_ns
+
+Costs = Callable[[int, int], tuple[int, int, int, float]]
 
 
 class Tensors(NamedTuple):
@@ -94,11 +96,24 @@ class BucketCost(NamedTuple):
     load: Transfer | None = None
 
 
+def costs_in(group: Group, gradient_sync: str) -> Costs:
+    """Return what a bucket costs in a group, from its bytes and tensors: copies before and after, all-reduce, sent."""
+
+    @cache  # blocks are alike, and so are most buckets
+    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
+        copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.flat_buffers)
+        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
+        return pack, unpack, group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+
+    return costs
+
+
 def cost_buckets(
     layers: Sequence[Layer | Tensors],
     bytes_per_parameter: int,
     *,
     group: Group,
+    costs: Costs,
     plan: Plan,
     codec: MeasuredCodec | None = None,
     whose: str = "",
@@ -109,13 +124,6 @@ def cost_buckets(
         return ()
     owner = [number for number, layer in enumerate(layers) for _ in layer.parameter_sizes]
     shapes = [shape for layer in layers for shape in layer.shapes] if plan.compression else []
-
-    @cache  # blocks are alike, and so are most buckets
-    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
-        copies = _copies(num_bytes, num_tensors, plan.gradient_sync, in_place=group.cluster.flat_buffers)
-        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
-        travel = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
-        return pack, unpack, *travel
 
     def cost(what: str, parameters: tuple[int, ...], num_bytes: int) -> BucketCost:
         pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))

@@ -6,6 +6,7 @@ neighbouring numbers, so the order decides which exchanges stay inside nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -101,10 +102,10 @@ class Layout:
 @lru_cache(maxsize=128)
 def _grid(sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...]) -> Ints:
     """Return the ranks, those along `axes` in a row each [groups, ranks], rising."""
-    grid = np.arange(int(np.prod(sizes))).reshape(sizes)
+    grid = np.arange(math.prod(sizes)).reshape(sizes)
     inside = [place for place, axis in enumerate(order) if axis in axes]
     outside = [place for place, axis in enumerate(order) if axis not in axes]
-    length = int(np.prod([sizes[place] for place in inside]))
+    length = math.prod(sizes[place] for place in inside)
     return grid.transpose([*outside, *inside]).reshape(-1, length)
 
 
@@ -113,16 +114,14 @@ def _rows(
     sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return for each place in the pipeline the groups along `axes`, moved to the first node, each once."""
-    stage_of = np.empty(int(np.prod(sizes)), np.int64)
-    for place, ranks in enumerate(_grid(sizes, order, ("pipeline",)).T):
-        stage_of[ranks] = place
-    groups = _grid(sizes, order, axes)
-    at = stage_of[groups[:, 0]]
-    moved = list(map(tuple, (groups - groups[:, :1] // per_node * per_node).tolist()))
-    places: list[dict[tuple[int, ...], None]] = [{} for _ in range(sizes[order.index("pipeline")])]
-    for place, row in zip(at.tolist(), moved, strict=True):
-        places[place][row] = None
-    return tuple(map(tuple, places))
+    groups, at = _grid(sizes, order, axes), order.index("pipeline")
+    firsts = groups[:, 0]  # groups differ in their first rank alone
+    places = firsts // math.prod(sizes[at + 1 :]) % sizes[at]
+    seats: list[dict[int, None]] = [{} for _ in range(sizes[at])]
+    for place, seat in zip(places.tolist(), (firsts % per_node).tolist(), strict=True):
+        seats[place][seat] = None
+    rows = {seat: tuple((groups[0] + seat).tolist()) for seat in set[int]().union(*seats)}
+    return tuple(tuple(rows[seat] for seat in each) for each in seats)
 
 
 @lru_cache(maxsize=256)

@@ -56,6 +56,29 @@ class CompiledSchedule:
         """
         return self._runner.run(duration_ns, latency_ns)
 
+    def run_with_wires(self, duration_ns: Ints, message_ns: Ints) -> tuple[list[int], list[int]]:
+        """Return the end of each action, and of the message after it (the action's own where the message takes 0).
+
+        A rank sends one message at a time in each direction, in the order of its actions.
+        """
+        num_actions, num_ranks = len(self.rank), self.order.num_ranks
+        end, sent = [0] * num_actions, [0] * (num_actions + 1)  # what needs nothing from another rank reads the last
+        free, wires = [0] * num_ranks, [0] * (2 * num_ranks)
+        wire = 2 * self.rank + (self.order.kind != F)
+        by_level = np.argsort(self.level, kind="stable")
+        needed = np.where(self.remote, self.needed, num_actions)
+        columns = (by_level, *(c[by_level] for c in (self.rank, needed, duration_ns, message_ns, wire)))
+        for action, rank, need, duration, message, lane in zip(*(c.tolist() for c in columns), strict=True):
+            now, arrival = free[rank], sent[need]
+            if arrival > now:
+                now = arrival
+            free[rank] = end[action] = now = now + duration
+            if message:
+                begin = wires[lane]
+                wires[lane] = now = (now if now > begin else begin) + message
+            sent[action] = now
+        return end, sent[:-1]
+
     def run_rows(self, duration_ns: Ints, latency_ns: Ints, wanted: Ints) -> Ints:
         """Return the ends of some actions under rows of times of the stages' passes.
 

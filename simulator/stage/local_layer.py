@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Plan, Work, Workload
+from distlab.plan.require import changed
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Layout
@@ -109,7 +109,7 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
     own += experts * layer.experts.most_on_a_rank(plan.expert) / layer.experts.num_experts if layer.experts else 0
     whole = own * Shares.of(layer, plan).outside if is_shared(plan) else own  # not cut by positions
     sums = Work(memory_bytes=whole * (widths.parameter + 2 * widths.gradient), num_kernels=len(layer.parameter_sizes))
-    return replace(layer, weight_gradient=layer.weight_gradient + sums)
+    return changed(layer, weight_gradient=layer.weight_gradient + sums)
 
 
 def _whole(layer: Layer, layout: Layout, *, stops_early: bool) -> LayerTimes:
@@ -160,9 +160,7 @@ def local_layers(layers: Sequence[Layer], kinds: Sequence[int], plan: Plan) -> t
     for kind, layer in zip(kinds, layers, strict=True):
         if kind not in known:
             known[kind] = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
-        other = object.__new__(Layer)  # a layer is frozen, and `replace` would check each again
-        vars(other).update(vars(known[kind]), name=layer.name)
-        made.append(other)
+        made.append(changed(known[kind], name=layer.name))
     return tuple(made)
 
 
@@ -210,7 +208,7 @@ def _with_sizes(layer: Layer, sizes: Sequence[int]) -> Layer:
     own = tuple(sizes[index] for index in kept)
     pairs = zip(own, axes, strict=True) if axes else ()
     divided = sum(size for size, axis in pairs if axis == "tensor") if axes else 0
-    return replace(
+    return changed(
         layer,
         parameter_sizes=own,
         parameter_shapes=tuple(shapes),

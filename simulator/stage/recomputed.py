@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan, Work, Workload
+from distlab.plan.require import changed
 from distlab.plan.work import COLUMNS
 
 Bools = NDArray[np.bool_]
@@ -74,8 +75,8 @@ def without_last_product(layer: Layer) -> Layer:
     flops = [math.prod((product.rows, product.columns, product.depth)) for product in last.products]
     inner = last.attention.forward.matmul_flops if last.attention else 0.0
     left_out = Work((last.forward.matmul_flops - inner) * flops[-1] / sum(flops), 0, 1)
-    region = replace(last, forward=last.forward.without(left_out), output_bytes=0)
-    return replace(layer, forward=layer.forward.without(left_out), regions=(*layer.regions[:-1], region))
+    region = changed(last, forward=last.forward.without(left_out), output_bytes=0)
+    return changed(layer, forward=layer.forward.without(left_out), regions=(*layer.regions[:-1], region))
 
 
 def between_kept(layer: Layer) -> Layer:
@@ -85,7 +86,7 @@ def between_kept(layer: Layer) -> Layer:
         again = region.again or Work()
         is_kept = region.attention is not None and region.attention.is_fused
         forward = forward.without(region.forward) + again
-        regions.append(replace(region, forward=again, attention=None if is_kept else region.attention))
+        regions.append(changed(region, forward=again, attention=None if is_kept else region.attention))
     if layer.experts is None:
-        regions[-1] = replace(regions[-1], output_bytes=0)
-    return replace(layer, forward=forward, regions=tuple(regions))
+        regions[-1] = changed(regions[-1], output_bytes=0)
+    return changed(layer, forward=forward, regions=tuple(regions))

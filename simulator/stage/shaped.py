@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from distlab.plan import Cluster, Device, Experts, Layer, Plan, Product, Region, Work
+from distlab.plan.require import changed
 from simulator.hardware.products import slowdown
 from simulator.stage.parallel_passes import Shares
 
@@ -49,16 +49,16 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
     regions = []
     for region in layer.regions:
-        changed = _region(region, plan, Shares.of(layer, plan), device, bytes_each) if region.products else region
+        local = _region(region, plan, Shares.of(layer, plan), device, bytes_each) if region.products else region
         for name in PASSES:
-            works[name] = works[name].without(getattr(region, name)) + getattr(changed, name)
-        regions.append(changed)
+            works[name] = works[name].without(getattr(region, name)) + getattr(local, name)
+        regions.append(local)
     if experts is not None and experts.products:
-        changed_experts = _experts(experts, plan, Shares.of(layer, plan), device, bytes_each)
+        local_experts = _experts(experts, plan, Shares.of(layer, plan), device, bytes_each)
         for name in PASSES:
-            works[name] = works[name].without(getattr(experts, name)) + getattr(changed_experts, name)
-        experts = changed_experts
-    return replace(layer, **works, regions=tuple(regions), experts=experts)
+            works[name] = works[name].without(getattr(experts, name)) + getattr(local_experts, name)
+        experts = local_experts
+    return changed(layer, **works, regions=tuple(regions), experts=experts)
 
 
 def _experts(
@@ -71,8 +71,8 @@ def _experts(
     for name, sides in zip(PASSES, SIDES, strict=True):
         work: Work = getattr(experts, name)
         factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None, most)
-        works[name] = replace(work, matmul_flops=work.matmul_flops * factor) + quantised.get(name, Work())
-    return replace(experts, **works)
+        works[name] = changed(work, matmul_flops=work.matmul_flops * factor) + quantised.get(name, Work())
+    return changed(experts, **works)
 
 
 def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_each: tuple[int, int] | None) -> Region:
@@ -86,13 +86,13 @@ def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_ea
         own = whole.matmul_flops - (apart.matmul_flops if apart else 0.0)
         factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None)
         more = quantised.get(name, Work())
-        works[name] = replace(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
+        works[name] = changed(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
         if name == "forward" and region.again and plan.recompute == "operators":
             flops = region.again.matmul_flops - (inner.forward.matmul_flops if inner and not inner.is_fused else 0.0)
-            again = replace(region.again, matmul_flops=region.again.matmul_flops + (factor - 1) * flops)
+            again = changed(region.again, matmul_flops=region.again.matmul_flops + (factor - 1) * flops)
             works["again"] = again + more.times(flops / own)
-    beside = replace(region.beside, matmul_flops=region.beside.matmul_flops * factor)  # of weights, the last of PASSES
-    return replace(region, **works, beside=beside)
+    beside = changed(region.beside, matmul_flops=region.beside.matmul_flops * factor)  # of weights, the last of PASSES
+    return changed(region, **works, beside=beside)
 
 
 def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool, count: int = 1) -> float:

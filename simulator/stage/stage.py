@@ -15,22 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
-from distlab.plan import Layer, Link, Plan, Work, Workload, balance
+from distlab.plan import Layer, Link, Plan, Workload, balance
 from distlab.plan.partition import even_blocks
-from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets
+from distlab.plan.require import changed
+from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.gradients.compression import MeasuredCodec
-from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
-from simulator.gradients.shard_costs import Shards, shards_of
-from simulator.hardware.cost import compute_s
-from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
-from simulator.precision import Widths, widths_of
-from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
+from simulator.gradients.fsdp_units import UnitTimes
+from simulator.hardware.rank_layout import Layout
+from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, output_bytes, time_layers
 from simulator.stage.messages import message_ns, parts_of_messages
 from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.stage.recomputed import all_kept, chosen, keeps_some, recomputed
-from simulator.units import to_ns
+from simulator.stage.upkeep import Upkeep, Upkeeps
 
 
 @dataclass(frozen=True)
@@ -109,19 +106,20 @@ def make_stages(
     if layout.plan.recompute_method == "every":  # a stage's own first blocks ("block") follow from the cut
         whole = chosen(recomputed(workload, layout.plan, (0, len(whole))), whole, kept[0])
     cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
-    known: dict[object, _Upkeep] = {}
+    upkeeps, known = Upkeeps(workload, layout, codec), dict[object, Stage]()
     links = [None, *(_link(layout, here, there) for here, there in pairwise(rank_of_stage)), None]
     stages = []
     for index, (first, stop) in enumerate(cuts):
-        here, layers = rank_of_stage[index], own[first:stop]
-        alike = (workload.kinds[first:stop], layout.rows(COPIES, here), layout.rows(EXPERT_COPIES, here))
+        here, layers, kinds = rank_of_stage[index], own[first:stop], workload.kinds[first:stop]
+        upkeep, beside = upkeeps.of(layers, kinds, here), (links[index], links[index + 1])
+        times = at[here][first:stop]
+        if kept is not at:
+            times = chosen(recomputed(workload, layout.plan, (first, stop)), times, kept[here][first:stop])
+        alike = (id(upkeep), *map(id, times), *map(id, beside), workload.kinds[first - 1] if first else None)
         if alike not in known:
-            known[alike] = _upkeep(workload, layout, (layers, workload.kinds[first:stop]), here, codec=codec)
-        before = workload.layers[first - 1] if first else None
-        again = recomputed(workload, layout.plan, (first, stop))
-        times = chosen(again, at[here][first:stop], kept[here][first:stop])
-        place = _Place(here, links[index], links[index + 1])
-        stages.append(_stage(workload, layout, place, (layers, before), times=times, upkeep=known[alike]))
+            before = workload.layers[first - 1] if first else None
+            known[alike] = _stage(workload, layout, (layers, before), beside, here, times=times, upkeep=upkeep)
+        stages.append(changed(known[alike], layers=layers, rank=here))
     return tuple(stages)
 
 
@@ -134,34 +132,6 @@ def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes
             known[placements] = time_layers(workload, layout, place)
         found.append(known[placements])
     return found
-
-
-def _buckets(
-    own: tuple[tuple[Layer, ...], tuple[int, ...]],
-    layout: Layout,
-    shards: Shards,
-    widths: Widths,
-    pipeline: int,
-    *,
-    codec: MeasuredCodec | None,
-) -> tuple[BucketCost, ...]:
-    """Return the gradient buckets of ranks with equal copies; experts have fewer copies, so buckets of their own."""
-    (layers, kinds), plan = own, layout.plan
-    found: list[BucketCost] = []
-    sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]
-    if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
-        sharing = [
-            (COPIES, of_experts(layers, kinds, experts=False), shards),
-            (EXPERT_COPIES, of_experts(layers, kinds, experts=True), shards_of(layout, pipeline, axes=EXPERT_COPIES)),
-        ]
-    for axes, parts, sets in sharing:
-        group = layout.slowest(axes, pipeline)
-        whose = " of experts" if axes == EXPERT_COPIES else ""
-        buckets = cost_buckets(parts, widths.reduce, group=group, plan=plan, codec=codec, whose=whose)
-        if plan.sharding.stage:
-            buckets = scattered(buckets, sets, widths, plan.sharding.offload)
-        found += buckets
-    return tuple(sorted(found, key=lambda bucket: -bucket.layer)) if len(sharing) > 1 else tuple(found)
 
 
 def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None:
@@ -177,14 +147,6 @@ def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None
             f"the plan has {count} stages; workload {workload.name!r} has {len(workload.layers)} "
             f"layers; use at most {len(workload.layers)} stages"
         )
-
-
-class _Place(NamedTuple):
-    """Where a stage is: its rank, and the links to the stages before and behind; None where there is none."""
-
-    rank: int
-    before: Link | None
-    behind: Link | None
 
 
 def _link(layout: Layout, here: int, there: int) -> Link | None:
@@ -207,68 +169,18 @@ def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> t
     return balance(costs, num_stages)
 
 
-class _Upkeep(NamedTuple):
-    """What a rank of a stage does in addition to its passes: how it exchanges gradients and updates its parameters.
-
-    Stages share one `_Upkeep` if their layers have the same kinds and their copies are placed on nodes in the same way.
-    """
-
-    buckets: tuple[BucketCost, ...]
-    units: tuple[UnitTimes, ...]
-    optimizer_ns: int
-    faults: Transfer | None
-
-
-def _upkeep(
-    workload: Workload,
-    layout: Layout,
-    own: tuple[tuple[Layer, ...], tuple[int, ...]],
-    pipeline: int,
-    *,
-    codec: MeasuredCodec | None,
-) -> _Upkeep:
-    (layers, _), plan, shards = own, layout.plan, shards_of(layout, pipeline)
-    widths = widths_of(workload, plan)
-    if plan.sharding.stage == 3:
-        units = time_units(units_of(layers, plan.sharding.unit_layers), shards, widths, plan)
-        return _Upkeep((), units, _update_ns(workload, layers, layout, len(units)), None)
-    buckets = _buckets(own, layout, shards, widths, pipeline, codec=codec)
-    num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
-    if plan.sharding.stage == 0:
-        return _Upkeep(buckets, (), _update_ns(workload, layers, layout, num_tensors), None)
-    faults = shards.faults(num_tensors) if buckets else None
-    return _Upkeep(buckets, (), _update_ns(workload, layers, layout, -(-num_tensors // shards.num_shards)), faults)
-
-
-def _update_ns(workload: Workload, layers: tuple[Layer, ...], layout: Layout, num_tensors: int) -> int:
-    """Return the time of updating this rank's part of the layers' parameters, on the device or on its host."""
-    plan, device = layout.plan, layout.cluster.device
-    experts = sum(layer.expert_parameters for layer in layers) if plan.expert > 1 else 0
-    num_parameters = sum(layer.num_parameters for layer in layers) - experts
-    own = float(num_parameters + experts)
-    if plan.sharding.stage:
-        own = num_parameters / plan.sharding.num_shards(plan.copies)
-        own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
-    share = own / workload.num_parameters if workload.num_parameters else 0.0
-    tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
-    kernels = 1 if layout.cluster.flat_buffers else round(workload.optimizer.num_kernels * tensors)
-    work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
-    if plan.sharding.offload != "none":
-        return to_ns(work.memory_bytes / device.host_memory_bytes_per_s)
-    return to_ns(compute_s(work, device))
-
-
 def _stage(
     workload: Workload,
     layout: Layout,
-    place: _Place,
     own: tuple[tuple[Layer, ...], Layer | None],
+    beside: tuple[Link | None, Link | None],
+    here: int,
     *,
     times: Sequence[LayerTimes],
-    upkeep: _Upkeep,
+    upkeep: Upkeep,
 ) -> Stage:
-    (layers, last_before), plan = own, layout.plan
-    here, before, behind = place
+    """Cost a stage, behind a layer of the stage before it: `beside` are the links to its neighbours on other ranks."""
+    (layers, last_before), (before, behind), plan = own, beside, layout.plan
     parts = parts_of_messages(layout)
     forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan) // parts
     backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan) // parts

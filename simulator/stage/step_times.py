@@ -152,9 +152,11 @@ class Timing:
 def finishing(order: ScheduleArrays) -> tuple[tuple[int, ...], ...]:
     """Return each rank's stages, in the order in which their gradients are complete."""
     last = last_actions(order)
-    places = np.searchsorted(order.offsets, last, side="right") - 1
-    stages = np.argsort(last, kind="stable").tolist()
-    return tuple(tuple(stage for stage in stages if places[stage] == rank) for rank in range(order.num_ranks))
+    places = (np.searchsorted(order.offsets, last, side="right") - 1).tolist()
+    found: list[list[int]] = [[] for _ in range(order.num_ranks)]
+    for stage in np.argsort(last, kind="stable").tolist():
+        found[places[stage]].append(stage)
+    return tuple(map(tuple, found))
 
 
 def layer_times(layers_ns: Sequence[int], factor: float | None = None) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from distlab.plan import ActionTimes, Plan, Schedule, Workload, make_schedule, validate
+from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, Workload, make_schedule, validate
 from distlab.plan.schedules.families import TIMED
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import arrays_of
@@ -20,7 +20,7 @@ def ranks_of_stages(workload: Workload, plan: Plan, schedule: Schedule | None) -
     """
     if schedule is None:
         check_enough_layers(workload, plan, plan.pipeline * plan.stages_per_rank)
-        return _ranks_of_family(plan.schedule, plan.pipeline, plan.stages_per_rank)
+        return SCHEDULES[plan.schedule].home(plan.pipeline, plan.stages_per_rank)
     if (schedule.num_ranks, schedule.num_microbatches) != (plan.pipeline, plan.num_microbatches):
         raise ValueError(
             f"the schedule has {schedule.num_ranks} ranks and {schedule.num_microbatches} micro-batches; the plan has "
@@ -82,9 +82,3 @@ def compile_family(
             )
         )
     )
-
-
-@lru_cache(maxsize=32)
-def _ranks_of_family(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of each stage of a family, which does not depend on the number of micro-batches."""
-    return tuple(make_schedule(name, num_ranks, num_ranks, stages_per_rank=stages_per_rank).home.tolist())

@@ -1,7 +1,7 @@
 """What sharding stages 1 and 2 (ZeRO) add to the end of a step.
 
 The ranks tell one another of faulty gradients, and each updates its own part of the parameters; then each bucket's
-parameters are gathered.
+parameters are gathered. Stage 2 has scattered gradients in earlier micro-batches too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 from simulator.pipeline.schedule_arrays import F
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Timing, call_of
+from simulator.stage.step_times import BucketTimes, ShardCall, Timing, call_of
+from simulator.step.trace import exchanges
 
 
 def add_zero_calls(timing: Timing, stages: Sequence[Stage], *, gathers_ahead: bool = False) -> Timing:
@@ -75,3 +76,21 @@ def _shown(stages: Sequence[Stage], own: Sequence[int], first_ns: Sequence[int])
         hidden = first_ns[stage] - first_ns[order[0]] + sum(stages[stage].forward_ns)
         late = max(late, gathered - hidden)
     return late / gathered if gathered else 0.0
+
+
+def calls_of_earlier(
+    earlier: Sequence[tuple[Stage, int, Sequence[BucketTimes]]], num_ranks: int
+) -> tuple[tuple[tuple[ShardCall, ...], ...], tuple[tuple[ShardCall, ...], ...]]:
+    """Return each rank's scatters and copies of micro-batches before the last one, under sharding stage 2."""
+    calls: list[list[ShardCall]] = [[] for _ in range(num_ranks)]
+    copies: list[list[ShardCall]] = [[] for _ in range(num_ranks)]
+    for stage, microbatch, buckets in earlier:
+        for bucket, times in zip(stage.buckets, buckets, strict=True):
+            for span, part in zip(exchanges(0, bucket, times), bucket.parts, strict=True):
+                pair = (span.start_ns, span.end_ns)
+                calls[stage.rank].append(call_of("scatter", span.name, part, pair, microbatch))
+            name = f"copies of {bucket.name.removeprefix(f'{bucket.kind} ')}"
+            copies[stage.rank] += [
+                ShardCall("compute", name, "copy", *pair, bucket.num_bytes) for pair in times.computing
+            ]
+    return tuple(map(tuple, calls)), tuple(map(tuple, copies))

@@ -1,8 +1,11 @@
 """Records: checked fields, sums, and errors that say which field and what to pass."""
 
+from dataclasses import FrozenInstanceError, replace
+
 import pytest
 
 from distlab.plan import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Work, Workload
+from distlab.plan.require import changed
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))
 CPU = Device("cpu", 1e9, 1e9, 1e9)
@@ -16,6 +19,14 @@ def test_sums():
     assert Plan(data=2, pipeline=3).world_size == 6
     assert Plan(pipeline=3, schedule="interleaved", stages_per_rank=4).world_size == 3
     assert Plan(pipeline=3, schedule="v_half", stages_per_rank=2).world_size == 3
+
+
+def test_a_changed_record_equals_a_replaced_one_and_leaves_the_first():
+    other = changed(LAYER, name="other", forward=Work(5))
+    assert other == replace(LAYER, name="other", forward=Work(5))
+    assert (LAYER.name, LAYER.forward) == ("linear", Work(1, 2, 3))
+    with pytest.raises(FrozenInstanceError):
+        other.name = "third"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_negative_times_are_refused():
     with pytest.raises(ValueError, match="pass times >= 0"):
         Graph().add(0, COMPUTE, -1)
     with pytest.raises(ValueError, match="a duration is -1 ns; pass times >= 0"):
-        Graph().extend([0, 0], [COMPUTE] * 2, [3, -1], [NONE, NONE], [-1, -1])
+        Graph().extend(0, [COMPUTE] * 2, [3, -1], [NONE, NONE])
 
 
 def test_an_empty_graph_takes_no_time():

@@ -21,7 +21,6 @@ from distlab.plan import (
 from distlab.plan.records import GRADIENT_SYNCS, ONE_COPY_SCHEDULES
 from simulator import Jitter, Uneven, all_reduce_s, closed_form_bubble, simulate
 from simulator.engine.event_engine import SharedCores
-from simulator.step import step_events
 from simulator.step.schedule_of_plan import compile_schedule_of
 from simulator.step.step_events import time_step
 from simulator.step.trace import layer_rows
@@ -247,16 +246,12 @@ def test_whole_passes_equal_passes_run_layer_by_layer(seed):
     how = {"sync": plan.gradient_sync, "factors": step.timing.factors}
     whole = time_step(compiled, step.stages, **how)
     in_layers = time_step(compiled, step.stages, cores=SharedCores(plan.pipeline), **how)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_events, "FEW", 0)  # all passes that can be are added in columns
-        in_columns = time_step(compiled, step.stages, **how)
     for name in ("start_ns", "end_ns", "send_start_ns", "send_end_ns"):
         assert np.array_equal(getattr(whole, name), getattr(in_layers, name)), name
-        assert np.array_equal(getattr(in_columns, name), getattr(in_layers, name)), name
     assert whole.layers is None
     assert np.array_equal(np.sort(layer_rows(step.stages, whole), 0), np.sort(in_layers.layers, 0))
-    assert whole.buckets == in_layers.buckets == in_columns.buckets
-    assert whole.optimizer == in_layers.optimizer == in_columns.optimizer
+    assert whole.buckets == in_layers.buckets
+    assert whole.optimizer == in_layers.optimizer
 
 
 def test_a_slow_link_queues_messages_in_order():

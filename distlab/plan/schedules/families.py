@@ -52,6 +52,13 @@ class Family(NamedTuple):
             )
         return needed
 
+    def home(self, num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+        """Return the rank of each stage where there is one copy of the model."""
+        stages = range(num_ranks * stages_per_rank)
+        if self.placement == "v":
+            return tuple(min(stage, stages[-1] - stage) for stage in stages)
+        return tuple(stage % num_ranks for stage in stages)
+
 
 def _automatic(
     num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES, memory_limit: float | None = None

@@ -46,6 +46,8 @@ def test_any_size_is_valid_and_whole(name):
         schedule = make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages)
         num_stages = num_ranks * family.stages_per_rank(stages)
         report = validate(schedule, copies=copies)
+        if copies == 1:
+            assert family.home(num_ranks, family.stages_per_rank(stages)) == tuple(schedule.home.tolist())
         assert (report.num_ranks, report.num_stages, report.num_microbatches) == (
             num_ranks,
             num_stages,
