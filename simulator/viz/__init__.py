@@ -64,28 +64,25 @@ from simulator.viz.timeline.sections import describe_sections, draw_sections
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 
 if TYPE_CHECKING:
-    from simulator.viz.panels.collectives import race_panel, ring_panel
-    from simulator.viz.panels.degrees import degrees_panel
-    from simulator.viz.panels.gradients import compression_panel, train_step_panel
+    from simulator.viz.panels.communication import compression_panel, race_panel, ring_panel, train_step_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
-    from simulator.viz.panels.planner import planner_panel, strategy_panel
-    from simulator.viz.panels.runs import cost_panel, goodput_panel
+    from simulator.viz.panels.planner import cost_panel, degrees_panel, goodput_panel, planner_panel, strategy_panel
     from simulator.viz.panels.schedules import schedule_editor, schedule_panel
     from simulator.viz.timeline.timeline_widget import Timeline
 
 _HOMES = {
     "Panel": "panels.panel",
     "Timeline": "timeline.timeline_widget",
-    "ring_panel": "panels.collectives",
-    "race_panel": "panels.collectives",
-    "train_step_panel": "panels.gradients",
-    "compression_panel": "panels.gradients",
+    "ring_panel": "panels.communication",
+    "race_panel": "panels.communication",
+    "train_step_panel": "panels.communication",
+    "compression_panel": "panels.communication",
     "memory_panel": "panels.memory",
     "sharding_panel": "panels.memory",
-    "degrees_panel": "panels.degrees",
-    "cost_panel": "panels.runs",
-    "goodput_panel": "panels.runs",
+    "degrees_panel": "panels.planner",
+    "cost_panel": "panels.planner",
+    "goodput_panel": "panels.planner",
     "planner_panel": "panels.planner",
     "strategy_panel": "panels.planner",
     "schedule_panel": "panels.schedules",
