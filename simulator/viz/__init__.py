@@ -14,8 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from simulator.viz.collectives.fit_picture import describe_fit, draw_fit
-from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
+from simulator.viz.collectives.links import describe_fit, describe_link_times, draw_fit, draw_link_times
 from simulator.viz.collectives.messages import describe_message_diagram, draw_message_diagram
 from simulator.viz.collectives.race import describe_race, draw_race
 from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
@@ -24,8 +23,8 @@ from simulator.viz.compression.compression import describe_compression, draw_com
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
 from simulator.viz.drawing.bars import describe_bars, draw_bars
-from simulator.viz.drawing.dark import darkened
 from simulator.viz.drawing.mimebundle import picture_html
+from simulator.viz.drawing.paint import darkened
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
 from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
@@ -39,9 +38,8 @@ from simulator.viz.memory.compare import (
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.mesh.axis_order import describe_placement, placement_figure
-from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
+from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_planner, planner_figure
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
-from simulator.viz.mesh.planner import describe_planner, planner_figure
 from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
 from simulator.viz.runs.goodput import describe_goodput, draw_goodput
 from simulator.viz.runs.strategies import describe_strategy_map, draw_strategy_map
@@ -52,9 +50,8 @@ from simulator.viz.schedules.bubbles import (
     draw_memory_against_bubble,
 )
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules
-from simulator.viz.schedules.run import ScheduleRun, run_schedule
+from simulator.viz.schedules.run import ScheduleRun, run_schedule, sweep_memory, sweep_microbatches
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
-from simulator.viz.schedules.sweep import sweep_memory, sweep_microbatches
 from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure

@@ -24,39 +24,25 @@ HIERARCHICAL = "hierarchical"
 Floats = NDArray[np.float64]
 
 
-def _naive(num_ranks: int) -> Steps:
-    return Steps(num_ranks - 1, num_ranks - 1)
+def steps_of(algorithm: str, num_ranks: int) -> Steps:
+    """Return the steps of an algorithm on one link: those of the cost model, and of the two that lessons begin with."""
+    if algorithm == "naive":
+        return Steps(num_ranks - 1, num_ranks - 1)
+    if algorithm == "binomial_tree":
+        levels = math.ceil(math.log2(num_ranks)) if num_ranks > 1 else 0
+        return Steps(2 * levels, 2 * levels)
+    return all_reduce_steps(num_ranks, algorithm)
 
 
-def _binomial_tree(num_ranks: int) -> Steps:
-    levels = math.ceil(math.log2(num_ranks)) if num_ranks > 1 else 0
-    return Steps(2 * levels, 2 * levels)
-
-
-def _of_library(algorithm: str) -> Callable[[int], Steps]:
-    return lambda num_ranks: all_reduce_steps(num_ranks, algorithm)
-
-
-# Steps of each algorithm on one link: those of `simulator.hardware.cost`, and the two that lessons begin with.
-STEPS: Mapping[str, Callable[[int], Steps]] = MappingProxyType(
-    {
-        "naive": _naive,
-        "binomial_tree": _binomial_tree,
-        "ring": _of_library("ring"),
-        "tree": _of_library("tree"),
-        "halving_doubling": _of_library("halving_doubling"),
-        "in_network": _of_library("in_network"),
-    }
-)
 STYLES: Mapping[str, KindStyle] = MappingProxyType(
     {
+        "naive": KindStyle("#666666", "N", "ring of whole tensors"),
+        "binomial_tree": KindStyle("#D55E00", "B", "binomial tree"),
         "ring": KindStyle("#0072B2", "R", "ring"),
         "tree": KindStyle("#E69F00", "T", "double tree"),
         "halving_doubling": KindStyle("#009E73", "H", "halving-doubling"),
-        HIERARCHICAL: KindStyle("#CC79A7", "2", "hierarchical"),
-        "naive": KindStyle("#666666", "N", "ring of whole tensors"),
-        "binomial_tree": KindStyle("#D55E00", "B", "binomial tree"),
         "in_network": KindStyle("#332288", "S", "in the switch"),
+        HIERARCHICAL: KindStyle("#CC79A7", "2", "hierarchical"),
     }
 )
 
@@ -111,10 +97,9 @@ def race(
     spans = across is not None and num_ranks > ranks_per_node
     if algorithms is None:
         algorithms = ("ring", "tree", "halving_doubling", *((HIERARCHICAL,) if spans else ()))
-    known = [*STEPS, HIERARCHICAL]
-    wrong = [name for name in algorithms if name not in known]
+    wrong = [name for name in algorithms if name not in STYLES]
     if wrong or not algorithms:
-        raise ValueError(f"all-reduce algorithm is {wrong[0] if wrong else None!r}; choose of {', '.join(known)}")
+        raise ValueError(f"all-reduce algorithm is {wrong[0] if wrong else None!r}; choose of {', '.join(STYLES)}")
     if HIERARCHICAL in algorithms and (not spans or num_ranks % ranks_per_node):
         raise ValueError(
             f"hierarchical wants whole nodes and a link between them: {num_ranks} ranks in nodes of {ranks_per_node}, "
@@ -125,7 +110,7 @@ def race(
 
     def seconds(algorithm: str, num_bytes: float) -> float:
         if algorithm != HIERARCHICAL:
-            return max(steps_s(num_bytes, STEPS[algorithm](num_ranks), wire) for wire in links)
+            return max(steps_s(num_bytes, steps_of(algorithm, num_ranks), wire) for wire in links)
         nodes = num_ranks // ranks_per_node
         return hierarchical_all_reduce_s(num_bytes, ranks_per_node, nodes, intra_node=links[0], inter_node=links[1])
 

@@ -89,6 +89,15 @@ def mark_ticks(axis: Axis, where: Locator | Sequence[float], write: Callable[[fl
     axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
 
 
+def count_axis(axes: Axes, counts: Sequence[float], words: str, *, grid: bool = True) -> None:
+    """Make the x axis one of numbers that double, with ticks at these and what they count under it."""
+    axes.set_xscale("log", base=2)
+    mark_ticks(axes.xaxis, counts, lambda value: f"{value:,.0f}")
+    name_axes(axes, words)
+    if grid:
+        axes.grid(color=GRID, linewidth=0.6, zorder=0)
+
+
 def spread_apart(ends: Sequence[float], heights: Sequence[float], *, top: float = 1.0) -> list[float]:
     """Return places near `ends` for names of these heights, so that no two overlap and none is above `top`."""
     order = sorted(range(len(ends)), key=ends.__getitem__)

@@ -187,7 +187,7 @@ def _draw_table(pen: Pen, routes: Routes, top: float) -> None:
     count, between = routes.num_ranks, routes.between
     left = WIDTH_IN - TABLE_IN + 0.55
     cell = min(0.42, (TABLE_IN - 0.75) / count)
-    pen.words((left - 0.5, top - 0.02), "rows sent (all-to-all)", size=TEXT_PT, bold=True, side="left")
+    pen.heading((left - 0.5, top - 0.02), "rows sent (all-to-all)")
     most = max(1, int(between.max()))
     for to in range(count):
         pen.words((left + (to + 0.5) * cell, top - 0.27), f"to {to}" if cell > 0.38 else str(to), colour=FAINT)

@@ -18,8 +18,8 @@ from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.drawing.wording import percent
+from simulator.viz.mesh.degrees import COMPUTE, parts_of
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.mesh.step_parts import COMPUTE, Part, draw_parts, parts_of
 
 TOP_IN, FOOT_IN, LINE_IN, LEFT_IN, CHIP_IN, RIGHT_IN = 1.35, 0.95, 0.5, 0.25, 0.5, 2.2
 Order = Sequence[str]
@@ -61,7 +61,11 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
     for number, row in enumerate(shown):
         y = top - (number + 1) * LINE_IN
         _draw_chips(pen, row, y)
-        end = draw_parts(pen, parts_of(row.step), (left, y + 0.06), LINE_IN - 0.12, room / longest, _texts)
+        pieces = [
+            (part.seconds * room / longest, part.colour, (part.words if part.name == COMPUTE else part.letter,))
+            for part in parts_of(row.step)
+        ]
+        end = pen.bar((left, y + 0.06), LINE_IN - 0.12, pieces)
         pen.words((end + 0.1, y + LINE_IN / 2), _figures(row, shown[0]), side="left", bold=not number)
     used = {part.name: part for row in shown for part in parts_of(row.step) if part.seconds > 0}
     pen.legend([LegendBox(part.colour, "white", part.letter, part.words) for part in used.values()])
@@ -125,10 +129,6 @@ def _figures(row: _Row, best: _Row) -> str:
     slower = row.step.duration_s / best.step.duration_s - 1
     text = format_s(row.step.duration_s)
     return f"{text}, {percent(slower, 1, '+')}" if slower > 0 else text
-
-
-def _texts(part: Part) -> tuple[str, ...]:
-    return (part.words if part.name == COMPUTE else part.letter,)
 
 
 def _draw_chips(pen: Pen, row: _Row, y: float) -> None:

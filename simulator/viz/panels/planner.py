@@ -21,8 +21,14 @@ from simulator.runs.failures import RATES, Failures, checkpoint_bytes
 from simulator.runs.money import Run, bill, curve
 from simulator.runs.spread import counts_of, spread
 from simulator.step.simulate import Step, simulate
-from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_impossible, impossible_figure
-from simulator.viz.mesh.planner import describe_planner, planner_figure
+from simulator.viz.mesh.degrees import (
+    degrees_figure,
+    describe_degrees,
+    describe_impossible,
+    describe_planner,
+    impossible_figure,
+    planner_figure,
+)
 from simulator.viz.panels.memory import DEGREES, STAGES
 from simulator.viz.panels.panel import Panel, by_name
 from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve

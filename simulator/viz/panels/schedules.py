@@ -15,8 +15,7 @@ from simulator.viz.drawing.mimebundle import with_picture
 from simulator.viz.panels.panel import Redrawn, dress
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules, stack, words_of
 from simulator.viz.schedules.moment import moments_of, tell_moment
-from simulator.viz.schedules.run import ScheduleRun, run_schedule
-from simulator.viz.schedules.sweep import NAMES, play
+from simulator.viz.schedules.run import NAMES, ScheduleRun, play, run_schedule
 from simulator.viz.timeline.timeline_widget import Timeline
 
 MAX_LINES = 24  # of the grid under a fault

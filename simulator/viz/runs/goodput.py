@@ -17,6 +17,7 @@ from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import counted, format_span
 from simulator.viz.drawing.plot import (
     GRID,
+    count_axis,
     frame,
     mark_ticks,
     name_axes,
@@ -132,7 +133,7 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     counts = [count for count, _ in rows]
     parts = np.array([[getattr(each, name) for each in (good for _, good in rows)] for name in PARTS])
     tops = parts.cumsum(axis=0)
-    axes.set_xscale("log", base=2)
+    count_axis(axes, counts[:: -(-len(counts) // 5)], "devices", grid=False)
     for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
         below = tops[place - 1] if place else np.zeros(len(counts))
         axes.fill_between(counts, below, tops[place], color=colour, gid=name, linewidth=0, zorder=3)
@@ -140,8 +141,6 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     axes.set_xlim(counts[0], max(counts[-1], counts[0] * 2))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    mark_ticks(axes.xaxis, counts[:: -(-len(counts) // 5)], lambda value: f"{value:,.0f}")
-    name_axes(axes, "devices")
     shown = [
         (name, colour, tops[place][-1] - parts[place][-1] / 2)
         for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True))

@@ -191,7 +191,7 @@ def _draw_region(
     `place` is the left end, the top, and the height that the line leaves for weights.
     """
     left, top, tall = place
-    pen.words((left, top - 0.1), region.name, size=TEXT_PT, bold=True, side="left")
+    pen.heading((left, top - 0.1), region.name)
     base = top - HEAD_IN - tall / 2
     x = left
     heads = num_heads if any(len(card.shards.sections) == len(FUSED) for card in region.cards) else None
