@@ -20,6 +20,7 @@ from simulator.export.parts import (
     Exported,
     Wish,
     bucket_notes,
+    devices_per_node,
     has_master,
     of_every_block,
     order_is_usual,
@@ -85,9 +86,9 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     module, function = MODELS[said.workload.model or ""]
     notes = torchtitan_notes(said)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
+    nodes = -(-plan.world_size // devices_per_node(said))
     lines = [
-        f'"""{plan.world_size} ranks on {-(-plan.world_size // _per_node(said))} nodes: MODULE={NAME} CONFIG={NAME} '
-        './run_train.sh (torchtitan 0.3)."""',
+        f'"""{plan.world_size} ranks on {nodes} nodes: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
         "",
         *(f"# {note}" for note in notes),
         *([""] if notes else []),
@@ -132,10 +133,6 @@ def torchtitan_notes(said: PlanFile) -> list[str]:
 
 def _model(said: PlanFile) -> str:
     return f"the model {said.workload.model or said.workload.config or 'of these sizes'}"
-
-
-def _per_node(said: PlanFile) -> int:
-    return said.cluster.cluster(said.plan.world_size).devices_per_node
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:

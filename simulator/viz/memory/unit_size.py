@@ -130,8 +130,8 @@ def _draw_areas(
 ) -> None:
     """Draw a line whose upper part is one thing and whose rest another: words, colour, gid and opacity of each."""
     below = total - upper
-    for ends, (_, colour, gid, alpha) in zip(((below, total), (0.0, below)), names, strict=True):
-        axes.fill_between(sizes, *ends, color=colour, alpha=alpha, linewidth=0, gid=gid)
+    for low, high, (_, colour, name, alpha) in ((0 * total, below, names[1]), (below, total, names[0])):
+        axes.fill_between(sizes, low, high, color=colour, alpha=alpha, linewidth=0, gid=name)
     axes.plot(sizes, total, color=INK, linewidth=2.2, marker="o", markersize=5, gid=gid)
     look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for start, (words, colour, *_) in zip((0.0, 0.5), names, strict=True):
