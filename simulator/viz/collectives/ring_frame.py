@@ -185,9 +185,7 @@ def _draw_parcel(pen: Pen, spot: Point, chunk: int, parts: list[int], size: int)
         return
     for index, part in enumerate(parts):
         x = low[0] + 0.4 + index * slot
-        pen.box((x, low[1] + 0.06), slot, 0.26, _colour(part))
-        if slot >= 0.13:
-            pen.words((x + slot / 2, spot[1]), str(part), size=LEAST_PT, colour=text_colour(_colour(part)))
+        pen.block((x, low[1] + 0.06), slot, 0.26, _colour(part), str(part) if slot >= 0.13 else "", size=LEAST_PT)
 
 
 def _edge(centre: Point, direction: Point, card: _Card) -> Point:

@@ -187,16 +187,9 @@ def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
     wide = MASK_IN / len(ring.owner)
     pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
     for chunk, rank in enumerate(ring.owner.tolist()):
-        _draw_block(pen, (LEFT_IN + chunk * wide, top - 0.42), wide, 0.36, RANK_COLOURS[rank], f"r{rank}")
+        corner = (LEFT_IN + chunk * wide, top - 0.42)
+        pen.block(corner, wide, 0.36, RANK_COLOURS[rank], f"r{rank}", size=min(TEXT_PT, 36 * wide))
     pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
-
-
-def _draw_block(
-    pen: Pen, corner: tuple[float, float], wide: float, tall: float, fill: str | tuple[float, float, float], text: str
-) -> None:
-    pen.box(corner, wide, tall, fill)
-    size = min(TEXT_PT, 36 * wide)
-    pen.words((corner[0] + wide / 2, corner[1] + tall / 2), text, size=size, colour=text_colour(fill))
 
 
 def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
@@ -216,7 +209,7 @@ def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
                 continue
             done = hop is None or at <= hop
             fill = RANK_COLOURS[rank] if done else pale(RANK_COLOURS[rank], 0.22)
-            _draw_block(pen, corner, cell, cell, fill, str(at) if query != key else "")
+            pen.block(corner, cell, cell, fill, str(at) if query != key else "", size=min(TEXT_PT, 36 * cell))
             if query == key:
                 pen.box((corner[0] + cell / 2, corner[1] + cell / 2), cell / 2, cell / 2, IDLE, line=0)
                 spot = (corner[0] + 0.3 * cell, corner[1] + 0.3 * cell)

@@ -84,6 +84,22 @@ class Pen:
         """Write a line of text large and bold, its left end at the spot."""
         self.words(spot, text, size=TEXT_PT, bold=True, side="left")
 
+    def block(
+        self,
+        corner: Point,
+        wide: float,
+        tall: float,
+        fill: Colour,
+        text: str,
+        *,
+        size: float = SMALL_PT,
+        bold: bool = False,
+    ) -> None:
+        """Fill a rectangle, and write a text that can be read on it in its middle."""
+        self.box(corner, wide, tall, fill)
+        spot = (corner[0] + wide / 2, corner[1] + tall / 2)
+        self.words(spot, text, size=size, bold=bold, colour=text_colour(fill))
+
     def bar(self, corner: Point, tall: float, pieces: Iterable[tuple[float, Colour, Sequence[str]]]) -> float:
         """Draw a bar of pieces, (width, colour, texts) in inches, and return where it ends.
 
@@ -92,9 +108,8 @@ class Pen:
         x, y = float(corner[0]), float(corner[1])
         for wide, fill, texts in pieces:
             if wide > 0:
-                self.box((x, y), wide, tall, fill)
                 text = next((text for text in texts if wide > width_in(text, SMALL_PT) + 0.1), "")
-                self.words((x + wide / 2, y + tall / 2), text, colour=text_colour(fill))
+                self.block((x, y), wide, tall, fill, text)
                 x += wide
         return x
 

@@ -156,9 +156,7 @@ def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], to
     for expert in range(routes.num_experts):
         home = expert // per
         x = LEFT_IN + 0.1 + expert * column + home * 0.2
-        pen.box((x, top - 0.25), wide, 0.24, RANK_COLOURS[home])
-        ink = text_colour(RANK_COLOURS[home])
-        pen.words((x + wide / 2, top - 0.13), str(expert), size=TEXT_PT, bold=True, colour=ink)
+        pen.block((x, top - 0.25), wide, 0.24, RANK_COLOURS[home], str(expert), size=TEXT_PT, bold=True)
         at = 0
         for rank in range(routes.num_ranks):
             rows, fill = routes.taken(expert, rank), RANK_COLOURS[rank]
@@ -198,7 +196,6 @@ def _draw_table(pen: Pen, routes: Routes, top: float) -> None:
         pen.words((left - 0.08, y + cell / 2), f"from {rank}", colour=FAINT, side="right")
         for to in range(count):
             fill = pale(RANK_COLOURS[rank], 0.15 + 0.85 * int(between[rank, to]) / most)
-            pen.box((left + to * cell, y), cell, cell, fill)
-            spot = (left + (to + 0.5) * cell, y + cell / 2)
-            pen.words(spot, str(int(between[rank, to])), size=min(SMALL_PT, 34 * cell), colour=text_colour(fill))
+            rows, size = str(int(between[rank, to])), min(SMALL_PT, 34 * cell)
+            pen.block((left + to * cell, y), cell, cell, fill, rows, size=size)
     pen.words((left - 0.08, top - 0.4 - count * cell - 0.15), "work", colour=FAINT, side="right")

@@ -170,8 +170,7 @@ def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:
 def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: int | None, only: int | None) -> None:
     style = axis_style(axis)
     spot = (tile.left, tile.top + 0.4)
-    pen.box((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour)
-    pen.words((spot[0] + 0.14, spot[1]), style.letter, size=TEXT_PT, bold=True, colour=text_colour(style.colour))
+    pen.block((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour, style.letter, size=TEXT_PT, bold=True)
     pen.heading((spot[0] + 0.38, spot[1]), f"{axis} ({mesh.axis_size(axis)})")
     pen.words((spot[0], spot[1] - 0.25), _kind_of(mesh, axis, devices_per_node), colour=FAINT, side="left")
     if devices_per_node is not None and devices_per_node == tile.columns:

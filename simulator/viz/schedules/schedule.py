@@ -17,7 +17,7 @@ from simulator.units import counted, format_s
 from simulator.viz.drawing.lanes import Side, stages_of_ranks
 from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.timeline.draw_rows import Words
-from simulator.viz.timeline.facts import Facts, facts_of
+from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.timeline import draw_rows, ends_text
 
 _PIPELINE_KINDS = ("F", "B", "I", "W")
@@ -45,7 +45,8 @@ def draw_schedule(
     if predicted is not None:
         sides.append(Side(_pipeline(predicted).from_zero(), True))
         ends = ends_text(facts, facts_of(sides[1].trace))
-    words = Words(title or _bubble_title(facts), _textbook(work), ends)
+    bubble = f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
+    words = Words(title or bubble, _textbook(work), ends)
     return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 
 
@@ -53,11 +54,11 @@ def describe_schedule(trace: Trace, predicted: Trace | None = None) -> str:
     """Say in one paragraph what `draw_schedule` shows."""
     work = _pipeline(trace)
     facts = facts_of(work)
+    microbatches = len(np.unique(work.microbatch[work.microbatch >= 0]))
     text = f"Pipeline schedule of {counted(facts.num_ranks, 'rank')}"
-    text += f" and {counted(_num_microbatches(work), 'micro-batch')} over {format_s(facts.duration_s)}."
+    text += f" and {counted(microbatches, 'micro-batch')} over {format_s(facts.duration_s)}."
     text += f" The bubble is {percent(facts.bubble_fraction, 1)} of the ranks' time."
-    if _textbook(work):
-        text += f" {_textbook(work)}."
+    text += f" {known}." if (known := _textbook(work)) else ""
     if predicted is not None:
         expected = facts_of(_pipeline(predicted))
         text += f" Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}."
@@ -72,14 +73,6 @@ def _pipeline(trace: Trace) -> Trace:
             f"the trace has {len(trace)} spans but no compute span of kind F, B, I or W; simulate a pipeline"
         )
     return work
-
-
-def _num_microbatches(work: Trace) -> int:
-    return len(np.unique(work.microbatch[work.microbatch >= 0]))
-
-
-def _bubble_title(facts: Facts) -> str:
-    return f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
 
 
 def _textbook(work: Trace) -> str:
