@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from simulator.units import format_bytes, format_s
+from simulator.units import format_bytes, format_s, name_ranks
 from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
@@ -24,7 +24,6 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import name_ranks
 
 STUCK = "#D55E00"
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.2, 0.4, 1.0, 1.05

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distlab.plan import Link
 from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
-from simulator.units import format_bytes, format_s
+from simulator.units import capitalised, format_bytes, format_s, percent
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH
 from simulator.viz.drawing.plot import (
     GRID,
@@ -29,7 +29,6 @@ from simulator.viz.drawing.plot import (
     put_title,
 )
 from simulator.viz.drawing.style import DPI, INK, TEXT_PT, KindStyle, text_colour
-from simulator.viz.drawing.wording import capitalised, percent
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
 NUM_SIZES = 361  # 60 a decade

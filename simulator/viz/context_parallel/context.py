@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from simulator.units import capitalised, name_ranks, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
-from simulator.viz.drawing.wording import capitalised, name_ranks, percent
 from simulator.viz.drawing.words import width_in
 
 ORDERS = ("zigzag", "straight")

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import counted, format_bytes, format_s
+from simulator.units import counted, format_bytes, format_s, percent
 from simulator.viz.data_parallel.step_read import step_of
 from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, TrainStep, held_at, passes
 from simulator.viz.data_parallel.train_step_text import (
@@ -41,7 +41,6 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import percent
 from simulator.viz.drawing.words import width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35

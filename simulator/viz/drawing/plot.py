@@ -16,8 +16,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from simulator.units import time_unit
 from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, text_on_white
-from simulator.viz.drawing.wording import time_unit
 from simulator.viz.drawing.words import Word, Words, width_in
 
 TICK_PT, PAD_PT, GRID = 4.0, 3.5, "#E4E4E4"

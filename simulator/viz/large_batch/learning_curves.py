@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from simulator.units import percent
 from simulator.viz.drawing.plot import (
     count_axis,
     frame,
@@ -18,7 +19,6 @@ from simulator.viz.drawing.plot import (
     put_title,
 )
 from simulator.viz.drawing.style import line_look
-from simulator.viz.drawing.wording import percent
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 

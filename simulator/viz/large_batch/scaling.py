@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from simulator.step.simulate import Step
+from simulator.units import percent
 from simulator.viz.drawing.plot import (
     count_axis,
     frame,
@@ -23,7 +24,6 @@ from simulator.viz.drawing.plot import (
     put_title,
 )
 from simulator.viz.drawing.style import FAINT, SMALL_PT, line_look
-from simulator.viz.drawing.wording import percent
 
 StepOf = Callable[[int], Step | float]
 Claim = tuple[int, float, float]

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from distlab.trace import Trace
 from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
-from simulator.units import counted, format_bytes, format_s
+from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
 from simulator.viz.drawing.lanes import Side, lanes_of, place
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
-from simulator.viz.drawing.wording import byte_unit, percent, time_unit
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2

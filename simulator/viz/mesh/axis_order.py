@@ -13,11 +13,10 @@ from matplotlib.figure import Figure
 
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
-from simulator.units import format_s
+from simulator.units import format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
-from simulator.viz.drawing.wording import percent
 from simulator.viz.mesh.degrees import COMPUTE, parts_of
 from simulator.viz.mesh.mesh import axis_style
 

@@ -14,7 +14,7 @@ from simulator.memory.memory import KINDS
 from simulator.runs.money import Bill
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
-from simulator.units import counted, format_bytes, format_s, format_span
+from simulator.units import counted, format_bytes, format_s, format_span, percent
 from simulator.viz.drawing.lanes import Side, place, shaded
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import frame, put_title, spread_evenly
@@ -30,7 +30,6 @@ from simulator.viz.drawing.style import (
     LegendBox,
     text_colour,
 )
-from simulator.viz.drawing.wording import percent
 from simulator.viz.drawing.words import width_in
 from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style

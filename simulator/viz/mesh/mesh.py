@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from distlab.plan import Mesh
-from simulator.units import counted
+from simulator.units import counted, listed
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
@@ -31,7 +31,6 @@ from simulator.viz.drawing.style import (
     kind_styles,
     text_colour,
 )
-from simulator.viz.drawing.wording import listed
 
 MAX_RANKS, MAX_COLUMNS = 256, 16
 TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75

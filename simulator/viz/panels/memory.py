@@ -19,7 +19,7 @@ from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
-from simulator.viz.drawing.wording import capitalised
+from simulator.units import capitalised
 from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.memory.unit_size import describe_sharding, draw_sharding

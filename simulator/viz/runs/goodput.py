@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
 from simulator.runs.failures import Failures
 from simulator.runs.monte_carlo import goodput_by_trial
-from simulator.units import counted, format_span
+from simulator.units import counted, format_span, percent
 from simulator.viz.drawing.plot import (
     GRID,
     count_axis,
@@ -27,7 +27,6 @@ from simulator.viz.drawing.plot import (
     put_title,
 )
 from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, text_on_white
-from simulator.viz.drawing.wording import percent
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.45, 0.85
 PARTS = ("useful", "saving", "lost", "restarting", "slow")

@@ -9,11 +9,10 @@ from matplotlib.figure import Figure
 
 from simulator.advisor.reasons import words_of
 from simulator.advisor.strategies import STRATEGIES, MapCell
-from simulator.units import counted, format_s
+from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, SMALL_PT, TEXT_PT, WIDTH_IN, KindStyle, LegendBox, text_colour
-from simulator.viz.drawing.wording import capitalised, percent
 
 STYLES: Mapping[str, KindStyle] = MappingProxyType(
     {

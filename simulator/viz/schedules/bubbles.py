@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from simulator.units import counted
+from simulator.units import counted, percent
 from simulator.viz.drawing.plot import count_axis, frame, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
-from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.compare import count_of
 from simulator.viz.schedules.run import ScheduleRun
 

@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 
 from distlab.plan import Schedule, gpipe, interleaved, looped_bfs, naive, one_f_one_b
 from distlab.trace import Trace
-from simulator.units import counted, format_s
+from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.lanes import Side, stages_of_ranks
-from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.timeline.draw_rows import Words
 from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.timeline import draw_rows, ends_text

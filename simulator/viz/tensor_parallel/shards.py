@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from simulator.units import percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SHARED, TEXT_PT, WIDTH_IN, LegendBox
-from simulator.viz.drawing.wording import percent
 from simulator.viz.tensor_parallel.shard_card import FUSED, STRIP_IN, Card, draw_card
 from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
 

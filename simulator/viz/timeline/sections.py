@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from simulator.units import counted, format_s
+from simulator.units import counted, format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import (
@@ -18,7 +18,6 @@ from simulator.viz.drawing.style import (
     LegendBox,
     pale,
 )
-from simulator.viz.drawing.wording import percent
 
 Seconds = Mapping[int, Mapping[str, float]]
 SECTION_STYLES: Mapping[str, KindStyle] = {
