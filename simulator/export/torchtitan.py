@@ -63,10 +63,11 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     """
     plan, workload = said.plan, said.workload.workload()
     compute, reduce, _ = types_of(plan)
+    name = said.workload.model or said.workload.config or "of these sizes"
     sharding = plan.sharding
     refuse(
         TOOL,
-        (said.workload.model not in MODELS, _model(said), f"use one of {', '.join(MODELS)}"),
+        (said.workload.model not in MODELS, f"the model {name}", f"use one of {', '.join(MODELS)}"),
         (sharding.stage == 1, "sharding stage 1, the optimizer's state alone", "use stage 0, 2 or 3"),
         (
             sharding.stage == 0 and plan.context > 1,
@@ -129,10 +130,6 @@ def torchtitan_notes(said: PlanFile) -> list[str]:
     if plan.pipeline > 1:
         notes.append("pipeline: torchtitan counts a layer each for the embedding and the head when it cuts stages")
     return notes
-
-
-def _model(said: PlanFile) -> str:
-    return f"the model {said.workload.model or said.workload.config or 'of these sizes'}"
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:

@@ -56,7 +56,9 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240
     edge = span * (1.42 if open_ended else 1.03)
     axes.set_xlim(-0.03 * span, edge)
     axes.set_ylim(len(rows) - 0.45, -0.55)
-    _draw_lines(axes, rows, edge)
+    draw_scale(axes, "y", {row: f"rank {rank}" for rank, row in rows.items()}, line=False)
+    for row in rows.values():
+        axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
     _draw_collectives(axes, diagram, rows)
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.rank], edge)
@@ -123,12 +125,6 @@ def _duration(diagram: Diagram) -> str:
     if diagram.num_left_out:
         note += f"; {diagram.num_left_out} calls left out"
     return note + "."
-
-
-def _draw_lines(axes: Axes, rows: dict[int, int], edge: float) -> None:
-    draw_scale(axes, "y", {row: f"rank {rank}" for rank, row in rows.items()}, line=False)
-    for row in rows.values():
-        axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
 
 
 def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float) -> None:

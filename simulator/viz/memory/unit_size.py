@@ -35,7 +35,7 @@ def draw_sharding(sweep: UnitSweep, step: Step, *, title: str | None = None) -> 
         step: one step of stage 3; its unit size is the one that is marked.
         title: replaces the takeaway.
     """
-    trace = _one_rank(step)
+    trace = step.layer_trace.select(step.layer_trace.rank == 0)
     lanes = lanes_of([Side(trace, False)])
     height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(lanes) + FOOT_IN
     figure = new_figure(height)
@@ -172,8 +172,3 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
     put_legend(
         figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]
     )
-
-
-def _one_rank(step: Step) -> Trace:
-    trace = step.layer_trace
-    return trace.select(trace.rank == 0)

@@ -50,7 +50,9 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
         ValueError: there is no order, or `most` is below 2.
     """
     rows = _rows(orders)
-    shown = _thinned(rows, most)
+    if most < 2:
+        raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
+    shown = [rows[index] for index in spread_evenly(len(rows), most)]
     height = TOP_IN + LINE_IN * len(shown) + FOOT_IN
     figure, pen = sheet(height)
     left = LEFT_IN + CHIP_IN * max(len(row.axes) for row in shown) + 0.35
@@ -99,12 +101,6 @@ def _rows(orders: Sequence[tuple[Order, Step]]) -> list[_Row]:
             inside = axes_inside_nodes(step.cluster, step.plan, order)
             found[axes] = _Row(axes, frozenset(axes) - frozenset(inside), step)
     return sorted(found.values(), key=lambda row: row.step.duration_s)
-
-
-def _thinned(rows: list[_Row], most: int) -> list[_Row]:
-    if most < 2:
-        raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
-    return [rows[index] for index in spread_evenly(len(rows), most)]
 
 
 def _fastest_order(rows: Sequence[_Row]) -> str:

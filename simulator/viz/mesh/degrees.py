@@ -6,7 +6,6 @@ import textwrap
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distlab.plan import AXES, Plan
@@ -227,17 +226,13 @@ def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom
     axes = frame(figure, left=1.15, right=0.5, top=height - top, bottom=bottom, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
     stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
-    _mark_capacity(axes, capacity, limit)
-    heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
-    pen.heading((LEFT_IN, top + 0.15), heading)
-    pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
-
-
-def _mark_capacity(axes: Axes, capacity: float, limit: float) -> None:
     if capacity <= limit:
         axes.axvline(capacity, gid="capacity", **CAPACITY_LINE)
         text = f"the device's {format_bytes(capacity)} "
         axes.text(capacity, -0.5, text, ha="right", va="bottom", fontsize=SMALL_PT, color=INK)
+    heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
+    pen.heading((LEFT_IN, top + 0.15), heading)
+    pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
 
 
 def planner_figure(bill: Bill, *, title: str | None = None) -> Figure:
