@@ -162,14 +162,12 @@ def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], to
             rows, fill = routes.taken(expert, rank), RANK_COLOURS[rank]
             for place in range(max(routes.capacity or 0, len(rows))):
                 low = top - HEAD_IN - (at + 1) * slot
-                pen.box((x, low), wide, slot, fill if place < len(rows) else IDLE)
                 if place < len(rows):
-                    name = str(rows[place])
-                    pen.words(
-                        (x + wide / 2, low + slot / 2), name, size=min(SMALL_PT, 45 * slot), colour=text_colour(fill)
-                    )
+                    pen.block((x, low), wide, slot, fill, str(rows[place]), size=min(SMALL_PT, 45 * slot))
                     end, line = (x + wide / 2, top + 0.02), 2.0 if rank != home else 1.0
                     pen.line(spots[rank][rows[place]], end, pale(fill, 0.75), line=line)
+                else:
+                    pen.box((x, low), wide, slot, IDLE)
                 at += 1
     for rank in range(routes.num_ranks):
         left = LEFT_IN + 0.1 + rank * (per * column + 0.2)

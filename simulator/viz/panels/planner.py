@@ -74,12 +74,11 @@ def degrees_panel(
 
     def draw(on: str = next(iter(clusters)), **values: Any) -> tuple[Figure, str]:
         there = clusters[on].num_devices
-        return _or_why_not(
-            model,
-            clusters[on],
-            _changed(base, **values),
-            lambda step: (degrees_figure(step, num_devices=there), describe_degrees(step, num_devices=there)),
-        )
+
+        def picture(step: Step) -> tuple[Figure, str]:
+            return degrees_figure(step, num_devices=there), describe_degrees(step, num_devices=there)
+
+        return _or_why_not(model, clusters[on], base, values, picture)
 
     return Panel(draw, **_degree_controls(base, clusters))
 
@@ -118,7 +117,7 @@ def planner_panel(
             found = bill(step, run)
             return planner_figure(found), describe_planner(found)
 
-        return _or_why_not(workloads[model], clusters[on], _changed(plan, **values), picture)
+        return _or_why_not(workloads[model], clusters[on], plan, values, picture)
 
     return Panel(
         draw,
@@ -250,9 +249,12 @@ def _clusters(given: Cluster | Mapping[str, Cluster] | None, num_devices: int) -
 
 
 def _or_why_not(
-    workload: Workload, cluster: Cluster, plan: Plan, draw: Callable[[Step], tuple[Figure, str]]
+    workload: Workload, cluster: Cluster, base: Plan, values: dict[str, Any], draw: Callable[[Step], tuple[Figure, str]]
 ) -> tuple[Figure, str]:
-    """Draw a plan's step, or why it cannot run; and say the same."""
+    """Draw the step of a plan with what the controls say, or why it cannot run; and say the same."""
+    stage = values.pop("stage")
+    sharding = replace(base.sharding, stage=stage) if base.sharding.stage else Sharding(stage)
+    plan = replace(base, sharding=sharding, **values)
     try:
         if plan.world_size > cluster.num_devices:
             raise ValueError(
@@ -263,12 +265,6 @@ def _or_why_not(
     except ValueError as error:
         reason = " ".join(str(error).split())
         return impossible_figure(plan, reason), describe_impossible(plan, reason)
-
-
-def _changed(base: Plan, *, stage: int, **values: Any) -> Plan:
-    """Return a plan with what the controls say."""
-    sharding = replace(base.sharding, stage=stage) if base.sharding.stage else Sharding(stage)
-    return replace(base, sharding=sharding, **values)
 
 
 def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:
@@ -283,13 +279,12 @@ def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, w
         return widgets.SelectionSlider(options=list(options), value=getattr(base, name), description=description)
 
     controls: dict[str, widgets.Widget] = {axis: slider(choices, axis, axis) for axis in reversed(AXES)}
-    batches = sorted({*DEGREES[:8], base.num_microbatches})
-    controls["num_microbatches"] = slider(batches, "num_microbatches", "micro-batches")
-    controls["stage"] = widgets.Dropdown(
-        options=list(STAGES.items()), value=base.sharding.stage, description="sharding"
-    )
-    controls["recompute"] = widgets.Dropdown(options=list(RECOMPUTES), value=base.recompute, description="recompute")
-    controls["sequence_parallel"] = widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel")
+    controls |= {
+        "num_microbatches": slider(sorted({*DEGREES[:8], base.num_microbatches}), "num_microbatches", "micro-batches"),
+        "stage": widgets.Dropdown(options=list(STAGES.items()), value=base.sharding.stage, description="sharding"),
+        "recompute": widgets.Dropdown(options=list(RECOMPUTES), value=base.recompute, description="recompute"),
+        "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
+    }
     if len(clusters) > 1:
         controls["on"] = widgets.Dropdown(options=list(clusters), description="cluster")
     return controls
