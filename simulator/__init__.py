@@ -36,7 +36,8 @@ from simulator.hardware.description import ClusterDescription
 from simulator.hardware.fit import fit_link, fit_steps
 from simulator.hardware.presets import Stack, cluster, device, link, names, stack
 from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
-from simulator.memory.memory import Memory, activation_bytes_per_layer, adam_state_bytes, memory_of
+from simulator.memory.memory import Memory, memory_of
+from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.attention_products import LatentSizes
 from simulator.models.by_name import model_by_name

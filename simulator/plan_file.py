@@ -42,7 +42,7 @@ from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.axes import check_order
 from simulator.hardware.description import ClusterDescription, given
 from simulator.models.description import ModelDescription
-from simulator.models.sizes import shown
+from simulator.models.parts import shown
 from simulator.runs.money import Run
 from simulator.step.simulate import Step, simulate
 

@@ -1,4 +1,4 @@
-"""The only place where bytes, seconds and rates change scale or become text.
+"""The only place where bytes, seconds, rates and shares change scale or become text; and lists of things in words.
 
 Inside the simulator a duration is a whole number of nanoseconds and a size a whole number of bytes; a cost model works
 in seconds and bytes per second. GB is 1e9 bytes, as on data sheets; GiB is 2**30, as allocators count.
@@ -7,6 +7,7 @@ in seconds and bytes per second. GB is 1e9 bytes, as on data sheets; GiB is 2**3
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -80,3 +81,41 @@ def format_span(seconds: float) -> str:
         return format_s(seconds)
     value = seconds / found[0]
     return f"{value:,.0f} {found[1]}" if value >= 1000 else f"{value:.3g} {found[1]}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return what to multiply seconds by, and the unit, so that the number is easy to read."""
+    if seconds >= 2.0:
+        return 1.0, "s"
+    if seconds >= 1e-3 or seconds == 0:
+        return 1e3, "ms"
+    return 1e6, "µs"
+
+
+def byte_unit(num_bytes: float) -> tuple[float, str]:
+    """Return what to divide bytes by, and the unit (GB is 1e9), so that the number is easy to read."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return size, unit
+    return 1.0, "B"
+
+
+def percent(share: float, digits: int = 0, sign: str = "") -> str:
+    """Write a share as a percentage: 0.051 is '5 %'; `sign` '+' shows the plus too."""
+    return f"{share * 100:{sign}.{digits}f} %"
+
+
+def capitalised(text: str) -> str:
+    """Begin a text with a capital letter and leave the other letters as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def listed(names: Sequence[object]) -> str:
+    """Write a list: 'a', 'a and b', 'a, b and c'."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks in words: 'rank 1', 'ranks 1 and 3', 'ranks 0, 1 and 3'."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"

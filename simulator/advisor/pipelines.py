@@ -14,10 +14,10 @@ from itertools import islice, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import AXES
+from distlab.plan import AXES, Plan
 from distlab.plan.partition import Cuts
 from simulator.advisor.bounds import SLACK, local_parameters, pack_s, update_s, wire_s
-from simulator.advisor.question import Candidates, Floats, Ints
+from simulator.advisor.question import Candidates, Costs, Floats, Ints, Shape
 from simulator.hardware.rank_layout import Layout
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import F, last_actions
@@ -109,9 +109,8 @@ class Pipelines:
 
     def _held(self, row: int) -> tuple[Floats, Floats]:
         """Return the bytes of each stage's states, and of what a micro-batch keeps there [v, p] and [v, p]."""
-        found, (_, p, v, _) = self.found, self._key(row)
-        shape, cost = found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])]
-        plan, firsts = found.plan(row), self.stages(row)[0]
+        (_, p, v, _), firsts = self._key(row), self.stages(row)[0]
+        plan, shape, cost = self._of(row)
         widths, stage = widths_of(cost.workload, plan), plan.sharding.stage
         states = np.zeros((v, p))
         for parameters, copies in zip(
@@ -126,35 +125,36 @@ class Pipelines:
     def after_s(self, row: int) -> Floats:
         """Return what follows each rank's last pass at least: packing, sending, updating and gathering [p]."""
         if row not in self._after:
-            found, plan = self.found, self.found.plan(row)
-            shape, cost = found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])]
+            plan, shape, cost = self._of(row)
             own, tensors = self._of_ranks(row, local_parameters(shape, cost)[0]), self._of_ranks(row, cost.tensors)
             reduced = widths_of(cost.workload, plan).reduce * own
-            packs = pack_s(found.question, reduced, tensors) if plan.copies > 1 else 0.0
+            packs = pack_s(self.found.question, reduced, tensors) if plan.copies > 1 else 0.0
             self._after[row] = packs + self._update_s(row) + self._gather_s(row)
         return self._after[row]
 
     def _update_s(self, row: int) -> Floats:
-        found, plan = self.found, self.found.plan(row)
-        question, shape, cost = found.question, found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])]
+        question, (plan, shape, cost) = self.found.question, self._of(row)
         own, experts = (self._of_ranks(row, each) for each in local_parameters(shape, cost))
         shards, few = (plan.copies, plan.data * plan.context) if plan.sharding.stage else (1, 1)
         update = update_s(question, cost, own, self._of_ranks(row, cost.tensors), np.array(shards))
         return update + update_s(question, cost, experts, 0, np.array(few))
 
     def _gather_s(self, row: int) -> Floats | float:
-        found, plan = self.found, self.found.plan(row)
-        shape, cost = found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])]
-        if not plan.sharding.stage or found.question.cluster.gathers_ahead:
+        question, (plan, shape, cost) = self.found.question, self._of(row)
+        if not plan.sharding.stage or question.cluster.gathers_ahead:
             return 0.0
         widths = widths_of(cost.workload, plan)
         own = min(widths.reduce, widths.parameter) * self._of_ranks(row, local_parameters(shape, cost)[0])
-        return wire_s(found.question, shape, np.array(plan.copies), own)
+        return wire_s(question, shape, np.array(plan.copies), own)
 
     def _of_ranks(self, row: int, of_layers: Floats | Ints) -> Floats:
         """Return the sums of each rank's layers [p]."""
         _, p, v, _ = self._key(row)
         return np.asarray(np.add.reduceat(of_layers, self.stages(row)[0]).reshape(v, p).sum(axis=0), np.float64)
+
+    def _of(self, row: int) -> tuple[Plan, Shape, Costs]:
+        number = int(self.found.shape[row])
+        return self.found.plan(row), self.found.shapes[number], self.found.costs[number]
 
     def _key(self, row: int) -> tuple[int, int, int, int]:
         found = self.found
@@ -188,9 +188,7 @@ class Pipelines:
 
         A stage's gradients leave once its last backward has begun; the last stage is the first to have its own.
         """
-        found = self.found
-        question, shape, cost = found.question, found.shapes[int(found.shape[row])], found.costs[int(found.shape[row])]
-        plan, (firsts, _, backward) = found.plan(row), self.stages(row)
+        question, (plan, shape, cost), (firsts, _, backward) = self.found.question, self._of(row), self.stages(row)
         own = np.add.reduceat(local_parameters(shape, cost)[0], firsts).reshape(ends.shape)
         widths, stage = widths_of(cost.workload, plan), plan.sharding.stage
         width = min(widths.reduce, widths.parameter)
@@ -223,15 +221,10 @@ class Pipelines:
 
         A tensor as large as a bucket has one of its own, for which a kernel is launched at least.
         """
-        found, plan = self.found, self.found.plan(row)
-        shape, cost, firsts = (
-            found.shapes[int(found.shape[row])],
-            found.costs[int(found.shape[row])],
-            self.stages(row)[0],
-        )
+        question, (plan, shape, cost), firsts = self.found.question, self._of(row), self.stages(row)[0]
         if plan.copies == 1:
             return np.zeros(len(firsts), np.int64)
-        width, device = widths_of(cost.workload, plan).reduce, found.question.cluster.device
+        width, device = widths_of(cost.workload, plan).reduce, question.cluster.device
         large = [
             sum(size * width >= plan.bucket_bytes * shape.tensor * shape.expert for size in layer.parameter_sizes)
             for layer in cost.workload.layers
@@ -239,7 +232,7 @@ class Pipelines:
         sizes, tensors, launched = (
             np.add.reduceat(each, firsts) for each in (local_parameters(shape, cost)[0], cost.tensors, np.array(large))
         )
-        packs = np.maximum(pack_s(found.question, width * sizes, tensors), launched * device.launch_s)
+        packs = np.maximum(pack_s(question, width * sizes, tensors), launched * device.launch_s)
         return np.floor(packs * 1e9).astype(np.int64)
 
     def _messages_ns(self, row: int, num_stages: int) -> NDArray[np.int64]:

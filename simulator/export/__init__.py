@@ -1,7 +1,7 @@
 """The same plan in the words of other tools: their configurations, their flags, and what starts the ranks.
 
 Read `parts` (the refusal that names a part), then one tool: `deepspeed`, `fsdp2`, `torchtitan`, `megatron`,
-`accelerate`; `launch` (torchrun, Slurm) and `kubernetes` (PyTorchJob, JobSet); `tools` has all by name. What a tool
+`accelerate`; `launch` (torchrun, Slurm, PyTorchJob, JobSet); `tools` has all by name. What a tool
 cannot express is refused in one line; `deepspeed` and `fsdp2` leave it out with a note that says where it goes, since
 their users write code of their own. What a tool does otherwise is a note or a comment. Nothing is left out in silence.
 
@@ -19,8 +19,7 @@ How each is checked (`make test-exports`; versions in the first lines of each fi
 from simulator.export.accelerate import accelerate_config
 from simulator.export.deepspeed import deepspeed_config, deepspeed_notes
 from simulator.export.fsdp2 import fsdp2_code, fsdp2_notes
-from simulator.export.kubernetes import job_set, pytorch_job
-from simulator.export.launch import slurm_script, torchrun_command
+from simulator.export.launch import job_set, pytorch_job, slurm_script, torchrun_command
 from simulator.export.megatron import megatron_flags
 from simulator.export.parts import Exported, Wish
 from simulator.export.tools import TOOLS, export

@@ -8,14 +8,15 @@ Source: ClusterConfig and ParallelismConfig of accelerate 1.15, and the flags th
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from simulator.export.parts import (
     PLAIN,
     Exported,
     Wish,
+    as_json,
     bucket_notes,
+    devices_per_node,
     has_master,
     of_every_block,
     order_is_usual,
@@ -50,12 +51,11 @@ def accelerate_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
         (not has_master(plan) and compute != "float32", "precision.master = false", "leave it out"),
         (not order_is_usual(said), f"order = {list(said.order)}", "leave it out"),
     )
-    per_node = said.cluster.cluster(plan.world_size).devices_per_node
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO",
         "mixed_precision": MIXED_PRECISION[compute],
-        "num_machines": -(-plan.world_size // per_node),
+        "num_machines": -(-plan.world_size // devices_per_node(said)),
         "num_processes": plan.world_size,
         "rdzv_backend": "c10d",
         "main_training_function": "main",
@@ -66,7 +66,7 @@ def accelerate_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
         config["deepspeed_config"] = _deepspeed(said, wish)
     if shards:
         config |= _fsdp(said)
-    return Exported(json.dumps(config, indent=2) + "\n", tuple(_notes(said, wish)))
+    return as_json(config, _notes(said, wish))
 
 
 def _deepspeed(said: PlanFile, wish: Wish) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _notes(said: PlanFile, wish: Wish) -> list[str]:
     notes = bucket_notes(plan, TOOL)
     if plan.num_microbatches > 1 and sharding.stage != 1:
         notes.append(f"in code, Accelerator(gradient_accumulation_steps={plan.num_microbatches})")
-    if plan.world_size > said.cluster.cluster(plan.world_size).devices_per_node:
+    if plan.world_size > devices_per_node(said):
         notes.append("on each node, accelerate launch --machine_rank N --main_process_ip HEAD")
     notes.append(f"in code, a DataLoader of {said.workload.microbatch_size} samples per rank")
     if wish.max_norm is not None and sharding.stage != 1:

@@ -35,7 +35,8 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
     if not fully:
         body += [*_optimizer(plan), "", ""]
     body += _train_step(plan, fully, max_norm)
-    return f'"""{_title(plan)}"""\n\n{notes}' + "\n".join(body) + "\n"
+    title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
+    return f'"""{title}"""\n\n{notes}' + "\n".join(body) + "\n"
 
 
 def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
@@ -72,11 +73,6 @@ def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
     if precision is not None and precision.has_master_weights and precision.gradients != "float32":
         notes.append(f"gradients={precision.gradients!r}: FSDP2 keeps them in the parameters' type, float32 here")
     return tuple(notes)
-
-
-def _title(plan: Plan) -> str:
-    sharding = plan.sharding
-    return f"ZeRO stage {sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
 
 
 def _microbatches(plan: Plan) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan import AXES, Plan
 from simulator.plan_file import PlanFile
@@ -19,6 +21,11 @@ class Exported(NamedTuple):
 
     text: str
     notes: tuple[str, ...] = ()
+
+
+def as_json(config: Mapping[str, Any], notes: Sequence[str]) -> Exported:
+    """Return a configuration as JSON, which is YAML too."""
+    return Exported(json.dumps(config, indent=2) + "\n", tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,11 @@ def has_master(plan: Plan) -> bool:
 def of_every_block(plan: Plan) -> bool:
     """Return whether recompute is the same in all blocks, each by itself."""
     return (plan.recompute_method, plan.recompute_layers) == ("uniform", 1)
+
+
+def devices_per_node(said: PlanFile) -> int:
+    """Return how many devices a node of the plan's cluster has."""
+    return said.cluster.cluster(said.plan.world_size).devices_per_node
 
 
 def bucket_notes(plan: Plan, tool: str) -> list[str]:

@@ -5,17 +5,15 @@ Each takes a plan file and a wish, and returns the text and notes on what the te
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from simulator.export.accelerate import accelerate_config
 from simulator.export.deepspeed import deepspeed_config, deepspeed_notes
 from simulator.export.fsdp2 import fsdp2_code
-from simulator.export.kubernetes import job_set, pytorch_job
-from simulator.export.launch import slurm_script, torchrun_command
+from simulator.export.launch import job_set, pytorch_job, slurm_script, torchrun_command
 from simulator.export.megatron import megatron_flags
-from simulator.export.parts import PLAIN, Exported, Wish
+from simulator.export.parts import PLAIN, Exported, Wish, as_json
 from simulator.export.torchtitan import torchtitan_config
 from simulator.plan_file import PlanFile
 
@@ -23,7 +21,7 @@ from simulator.plan_file import PlanFile
 def _deepspeed(said: PlanFile, wish: Wish) -> Exported:
     workload = said.workload.workload()
     config = deepspeed_config(said.plan, microbatch_size=workload.samples, max_norm=wish.max_norm, workload=workload)
-    return Exported(json.dumps(config, indent=2) + "\n", deepspeed_notes(said.plan))
+    return as_json(config, deepspeed_notes(said.plan))
 
 
 def _fsdp2(said: PlanFile, wish: Wish) -> Exported:

@@ -20,6 +20,7 @@ from simulator.export.parts import (
     Exported,
     Wish,
     bucket_notes,
+    devices_per_node,
     has_master,
     of_every_block,
     order_is_usual,
@@ -62,10 +63,11 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     """
     plan, workload = said.plan, said.workload.workload()
     compute, reduce, _ = types_of(plan)
+    name = said.workload.model or said.workload.config or "of these sizes"
     sharding = plan.sharding
     refuse(
         TOOL,
-        (said.workload.model not in MODELS, _model(said), f"use one of {', '.join(MODELS)}"),
+        (said.workload.model not in MODELS, f"the model {name}", f"use one of {', '.join(MODELS)}"),
         (sharding.stage == 1, "sharding stage 1, the optimizer's state alone", "use stage 0, 2 or 3"),
         (
             sharding.stage == 0 and plan.context > 1,
@@ -85,9 +87,9 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     module, function = MODELS[said.workload.model or ""]
     notes = torchtitan_notes(said)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
+    nodes = -(-plan.world_size // devices_per_node(said))
     lines = [
-        f'"""{plan.world_size} ranks on {-(-plan.world_size // _per_node(said))} nodes: MODULE={NAME} CONFIG={NAME} '
-        './run_train.sh (torchtitan 0.3)."""',
+        f'"""{plan.world_size} ranks on {nodes} nodes: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
         "",
         *(f"# {note}" for note in notes),
         *([""] if notes else []),
@@ -128,14 +130,6 @@ def torchtitan_notes(said: PlanFile) -> list[str]:
     if plan.pipeline > 1:
         notes.append("pipeline: torchtitan counts a layer each for the embedding and the head when it cuts stages")
     return notes
-
-
-def _model(said: PlanFile) -> str:
-    return f"the model {said.workload.model or said.workload.config or 'of these sizes'}"
-
-
-def _per_node(said: PlanFile) -> int:
-    return said.cluster.cluster(said.plan.world_size).devices_per_node
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:

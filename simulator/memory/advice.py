@@ -15,7 +15,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from distlab.plan import Device, Layer, Plan, Work, Workload
+from distlab.plan import Device, Layer, Plan, Workload
 from distlab.plan.records import RECOMPUTES
 from distlab.plan.sharding import OFFLOADS
 from simulator.memory.memory import KINDS, Memory, memory_of
@@ -30,6 +30,9 @@ STAGE_PRICE = (0.0, 0.5, 1.0, 10.0)
 OFFLOAD_PRICE = {"none": 0.0, "optimizer": 40.0, "all": 80.0}
 HALVING_PRICE = 5.0
 SCHEDULE_PRICE = 0.1
+# What a layer has of a micro-batch, and so less of a part of it.
+WORKS = ("forward", "input_gradient", "weight_gradient", "score_forward")
+SIZES = ("activation", "output", "tensor_activation", "score", "input", "logits", "widest")
 WIDER_PRICE = 3.0  # sharding over all ranks in place of one group of replicas
 
 
@@ -91,9 +94,8 @@ class Change:
         if changed:
             parts.append(f"Sharding({', '.join(changed)})")
         if self.split > 1:
-            parts.append(
-                f"micro-batches {_part(self.split)} as large and num_microbatches={self.plan.num_microbatches}"
-            )
+            size = "half" if self.split == 2 else f"1/{self.split}"
+            parts.append(f"micro-batches {size} as large and num_microbatches={self.plan.num_microbatches}")
         return " with ".join(parts)
 
 
@@ -239,25 +241,13 @@ def split_samples(workload: Workload, split: int) -> Workload:
     if split == 1:
         return workload
 
-    def part(work: Work) -> Work:
-        return work.times(1 / split)
-
     def smaller(layer: Layer) -> Layer:
         return replace(
             layer,
-            forward=part(layer.forward),
-            input_gradient=part(layer.input_gradient),
-            weight_gradient=part(layer.weight_gradient),
-            activation_bytes=layer.activation_bytes // split,
-            output_bytes=layer.output_bytes // split,
-            tensor_activation_bytes=layer.tensor_activation_bytes // split,
-            score_bytes=layer.score_bytes // split,
-            input_bytes=layer.input_bytes // split,
-            logits_bytes=layer.logits_bytes // split,
+            **{name: getattr(layer, name).times(1 / split) for name in WORKS},
+            **{f"{name}_bytes": getattr(layer, f"{name}_bytes") // split for name in SIZES},
             uncounted_flops=layer.uncounted_flops / split,
             kept_until_weights_bytes=layer.kept_until_weights_bytes and layer.kept_until_weights_bytes // split,
-            widest_bytes=layer.widest_bytes // split,
-            score_forward=part(layer.score_forward),
             regions=tuple(region.part(split) for region in layer.regions),
             experts=layer.experts and layer.experts.part(split),
         )
@@ -285,7 +275,3 @@ def _more_ranks(workload: Workload, plan: Plan, device: Device) -> str:
         if memory_of(smallest, replace(spare, data=num_ranks, sharding=sharding)).max_bytes <= device.memory_bytes:
             return f"use data={num_ranks} with stage 3 and full recompute, or split layers with tensor"
     return "one layer alone is too large: split it with tensor, use shorter sequences or a larger device"
-
-
-def _part(split: int) -> str:
-    return "half" if split == 2 else f"1/{split}"

@@ -21,7 +21,7 @@ import numpy as np
 
 from distlab.plan import Device, Plan, Workload, balance, make_schedule
 from distlab.plan.partition import even_blocks
-from simulator.memory.model_states import KINDS
+from simulator.memory.model_states import KINDS as KINDS
 from simulator.memory.over_time import (
     RankPasses,
     TimedPasses,
@@ -31,28 +31,12 @@ from simulator.memory.over_time import (
     rows_of,
     untimed,
 )
-from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
 from simulator.memory.stage import Ints, StageBytes, count_stage
 from simulator.pipeline.schedule_arrays import arrays_of
-from simulator.precision import Widths, widths_of
 from simulator.stage.stage import Stage, check_enough_layers
 
 if TYPE_CHECKING:
     from simulator.stage.step_times import Timing
-
-__all__ = [
-    "KINDS",
-    "Memory",
-    "TimedPasses",
-    "StageBytes",
-    "Widths",
-    "activation_bytes_per_layer",
-    "adam_state_bytes",
-    "memory_of",
-    "num_in_flight",
-    "step_memory",
-    "widths_of",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Region, Work, Workload
+from simulator.models.parts import change_layers
 
 ATTENTION_KERNELS = ("plain", "flash")
 FLASH_BACKWARD = 2.5  # five products of the size of forward's two
@@ -47,20 +48,16 @@ def fuse_attention(workload: Workload, *, is_causal: bool = True) -> Workload:
     Raises:
         ValueError: no layer of the workload has attention with scores in memory.
     """
-    kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # one of those that differ in their name alone
-    fused = {
-        kind: _fused(layer, workload.samples, 1 if is_causal else 2)
-        for kind, layer in kinds.items()
-        if layer.score_bytes and any(region.attention for region in layer.regions)
-    }
-    if not fused:
+
+    def fused(layer: Layer) -> Layer | None:
+        has_scores = layer.score_bytes and any(region.attention for region in layer.regions)
+        return _fused(layer, workload.samples, 1 if is_causal else 2) if has_scores else None
+
+    layers = change_layers(workload, fused)
+    if layers == workload.layers:
         raise ValueError(
             f"{workload.name} has no attention that keeps scores; pass a workload of gpt_workload or llama_workload"
         )
-    layers = tuple(
-        replace(fused[kind], name=layer.name) if kind in fused else layer
-        for kind, layer in zip(workload.kinds, workload.layers, strict=True)
-    )
     return replace(workload, layers=layers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distlab.plan import Product
-from simulator.models.mixture_of_experts import Shapes
+from simulator.models.parts import Shapes
 
 
 class LatentSizes(NamedTuple):

@@ -10,15 +10,12 @@ parts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.memory.published_formulas import activation_bytes_per_layer
-from simulator.models.ends import head_layer
-from simulator.models.operators import with_operators
-from simulator.models.sizes import require_sizes
+from simulator.models.parts import Parts, embedding_layer, head_layer, parameters, require_sizes, with_operators
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
 ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
@@ -73,41 +70,27 @@ def as_released(workload: Workload, num_positions: int) -> Workload:
 
     0 positions (ALiBi) have no parameters, and a norm follows the embedding, as in BLOOM.
     """
-    first, *blocks, head = workload.layers
-    vocabulary, (_, h) = first.parameter_shapes
-    shapes, axes = (
-        ((vocabulary, (num_positions, h)), ("tensor", ""))
-        if num_positions
-        else (
-            (vocabulary, (h,), (h,)),
-            ("tensor", "", ""),
-        )
-    )
-    sizes = tuple(math.prod(shape) for shape in shapes)
-    calls = (("all_gather", sizes[1]) if num_positions else ("all_reduce", 2 * h),)
-    first = replace(first, parameter_sizes=sizes, parameter_shapes=shapes, parameter_axes=axes, sequence_calls=calls)
-    head = replace(head, parameter_sizes=(h, h), parameter_axes=("", ""), sequence_calls=(("all_reduce", 2 * h),))
-    layers = (first, *blocks, head)
-    return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
+    vocabulary, (_, h) = workload.layers[0].parameter_shapes
+    own: Parts = [((num_positions, h), "")] if num_positions else [((h,), "")] * 2
+    call = ("all_gather", num_positions * h) if num_positions else ("all_reduce", 2 * h)
+    return _with_ends(workload, [(vocabulary, "tensor"), *own], (call,), [])
 
 
 def with_own_head(workload: Workload) -> Workload:
     """Return a GPT with the last norm, a head that is not tied, and rotary positions, as GPT-NeoX was released."""
-    first, *blocks, head = workload.layers
-    vocabulary, (_, h) = first.parameter_shapes
-    own = math.prod(vocabulary)
-    first = replace(
-        first, parameter_sizes=(own,), parameter_shapes=(vocabulary,), parameter_axes=("tensor",), sequence_calls=()
+    embedding: Parts = [(workload.layers[0].parameter_shapes[0], "tensor")]
+    return _with_ends(workload, embedding, (), embedding)
+
+
+def _with_ends(workload: Workload, first: Parts, calls: tuple[tuple[str, int], ...], head: Parts) -> Workload:
+    """Return a GPT whose first layer has these parameters and calls, and whose head has these behind a last norm."""
+    embedding, *blocks, last = workload.layers
+    h = embedding.parameter_shapes[0][1]
+    layers = (
+        replace(embedding, **parameters(first), sequence_calls=calls),
+        *blocks,
+        replace(last, **parameters([((h,), ""), ((h,), ""), *head]), sequence_calls=(("all_reduce", 2 * h),)),
     )
-    head = replace(
-        head,
-        parameter_sizes=(h, h, own),
-        parameter_shapes=((h,), (h,), vocabulary),
-        parameter_axes=("", "", "tensor"),
-        tensor_parameters=own,
-        sequence_calls=(("all_reduce", 2 * h),),
-    )
-    layers = (first, *blocks, head)
     return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
 
 
@@ -158,21 +141,13 @@ def gpt_step_flops(
 
 
 def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
-    output = batch * s * h * 2
-    return Layer(
-        name="embedding",
-        parameter_sizes=(vocab_size * h, s * h),
-        parameter_shapes=((vocab_size, h), (s, h)),
-        forward=Work(memory_bytes=2 * output, num_kernels=3),
-        input_gradient=Work(),
-        weight_gradient=Work(memory_bytes=2 * output, num_kernels=2),
-        activation_bytes=batch * s * 8 + batch * s * h,  # token numbers, and the mask of dropout
-        output_bytes=output,
-        tensor_parameters=vocab_size * h,
-        parameter_axes=("tensor", ""),
-        regions=(Region("embedding", output_bytes=output),),
-        splits_positions=True,
-        sequence_calls=(("all_gather", s * h),),
+    """Return the embedding of tokens and of positions, and a dropout, of which a mask is kept."""
+    plain, stream = embedding_layer((batch * s, vocab_size, h), s), 4 * batch * s * h
+    return replace(
+        plain,
+        forward=Work(memory_bytes=stream, num_kernels=3),
+        weight_gradient=Work(memory_bytes=stream, num_kernels=2),
+        activation_bytes=plain.activation_bytes + batch * s * h,
     )
 
 
@@ -180,18 +155,16 @@ def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
     kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
     output = 2 * batch * s * h
     scores, score_bytes = 4.0 * batch * s * s * h, 5 * batch * s * s * num_heads
-    attention: tuple[tuple[int, ...], ...] = ((h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,))
-    feed_forward = ((h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,))
-    axes = ("", "", "tensor", "tensor", "tensor", "")  # by columns with their biases, or by rows
-    sizes = tuple(math.prod(shape) for shape in (*attention, *feed_forward))
+    own: list[tuple[tuple[int, ...], str]] = []
+    for wide, deep in (((3 * h, h), (h, h)), ((4 * h, h), (h, 4 * h))):  # cut by columns with their biases, or by rows
+        own += [((h,), ""), ((h,), ""), (wide, "tensor"), (wide[:1], "tensor"), (deep, "tensor"), ((h,), "")]
     regions = (_attention(h, s, batch, num_heads), _feed_forward(h, s, batch))
     whole = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
     outside = [Work(memory_bytes=20 * batch * s * h, num_kernels=4)] * 2 + [Work()]  # norms and sums, whose inputs stay
     forward, inputs, weights = (inside + rest for inside, rest in zip(whole, outside, strict=True))
     return Layer(
         name="block",
-        parameter_sizes=sizes,
-        parameter_shapes=(*attention, *feed_forward),
+        **parameters(own),
         forward=forward,
         input_gradient=inputs,
         weight_gradient=weights,
@@ -202,10 +175,8 @@ def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
         score_forward=Work(scores, 2 * score_bytes, 5),  # two products, scale, softmax, dropout
         kept_until_weights_bytes=min(kept, 32 * batch * s * h),  # 2401.10241, table 1
         input_bytes=output,
-        tensor_parameters=sum(size for size, axis in zip(sizes, axes * 2, strict=True) if axis),
         regions=regions,
         splits_positions=True,
-        parameter_axes=axes * 2,
         sequence_calls=(("all_reduce", 2 * h), ("all_reduce", 2 * h)),
     )
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.models.attention_products import AttentionProducts, LatentSizes
-from simulator.models.ends import embedding_layer, head_layer, parameters
 from simulator.models.gpt import PASSES, adam_work
-from simulator.models.mixture_of_experts import Mixture, Shapes, with_experts
-from simulator.models.operators import with_operators
-from simulator.models.sizes import require_sizes
+from simulator.models.mixture_of_experts import Mixture, with_experts
+from simulator.models.parts import Shapes, embedding_layer, head_layer, parameters, require_sizes, with_operators
 
 
 @dataclass(frozen=True)

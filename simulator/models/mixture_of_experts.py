@@ -10,14 +10,13 @@ import math
 from dataclasses import dataclass, replace
 
 from distlab.plan import Experts, Layer, Region, Work, Workload
-from simulator.models.gpt import adam_work, gpt_name
-from simulator.models.sizes import require_sizes
+from simulator.models.gpt import PASSES, adam_work, gpt_name
+from simulator.models.parts import Parts, Shapes, change_layers, parameters, require_sizes
 
 ROUTER_KERNELS = 8  # the product, softmax, top k, the orderings, and what adds rows up
 # How often all rows are read and written: by rank before they leave, by expert where they arrive, and back.
 # Source: NVIDIA/Megatron-LM, token_dispatcher.py, MoEAlltoAllTokenDispatcher, 2024.
 ORDERINGS = 4
-Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -87,18 +86,14 @@ def mix_experts(
         ValueError: a number that cannot be, or a workload without a GPT's blocks, or with experts already.
     """
     mixture = Mixture(num_experts, top_k, capacity_factor)
-    kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # of layers that differ in their name alone, one
-    blocks = {
-        kind: with_experts(*_without_feed_forward(layer), mixture)
-        for kind, layer in kinds.items()
-        if layer.regions and layer.regions[-1].name == "feed-forward" and _ends_with_bias(layer)
-    }
-    if not blocks:
+
+    def mixed(layer: Layer) -> Layer | None:
+        is_dense = layer.regions and layer.regions[-1].name == "feed-forward" and _ends_with_bias(layer)
+        return with_experts(*_without_feed_forward(layer), mixture) if is_dense else None
+
+    layers = change_layers(workload, mixed)
+    if layers == workload.layers:
         raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
-    layers = tuple(
-        replace(blocks[kind], name=layer.name) if kind in blocks else layer
-        for kind, layer in zip(workload.kinds, workload.layers, strict=True)
-    )
     return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
 
 
@@ -112,21 +107,17 @@ def _without_feed_forward(block: Layer) -> tuple[Layer, Region, Shapes]:
     *kept, dense = block.regions
     own = round(dense.forward.memory_bytes / 2)
     first = len(block.parameter_shapes) - 4  # two matrices and their biases
-    axes = block.parameter_axes[:first]
-    sizes = block.parameter_sizes[:first]
+    shapes, axes = block.parameter_shapes, block.parameter_axes
     bare = replace(
         block,
-        **{name: getattr(block, name).without(getattr(dense, name)) for name in _PASSES},
-        parameter_sizes=sizes,
-        parameter_shapes=block.parameter_shapes[:first],
-        parameter_axes=axes,
-        tensor_parameters=sum(size for size, axis in zip(sizes, axes, strict=True) if axis),
+        **{name: getattr(block, name).without(getattr(dense, name)) for name in PASSES},
+        **parameters(list(zip(shapes[:first], axes[:first], strict=True))),
         activation_bytes=block.activation_bytes - own,
         tensor_activation_bytes=block.tensor_activation_bytes - own,
         kept_until_weights_bytes=None,
         regions=tuple(kept),
     )
-    return bare, dense, block.parameter_shapes[first:]
+    return bare, dense, shapes[first:]
 
 
 def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture) -> Layer:
@@ -143,25 +134,21 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     rows, count = mixture.rows_per_token, mixture.num_experts
     experts = _experts(expert, mixture, round(2 * rows * tokens * h))
     router = Work(2.0 * tokens * h * count, 8.0 * tokens * count + ORDERINGS * 2 * experts.row_bytes, ROUTER_KERNELS)
-    own: Shapes = ((count, h), (count,)) if mixture.router_bias else ((count, h),)
-    all_shapes = (*block.parameter_shapes, *own, *shapes * count)
+    router_parts: Parts = [((count, h), "")] + ([((count,), "")] if mixture.router_bias else [])
+    parts = [*zip(block.parameter_shapes, block.parameter_axes, strict=True), *router_parts]
+    parts += [(shape, "expert") for shape in shapes * count]
     kept = round(rows * expert.forward.memory_bytes / 2) + round(2 * 2 * rows * tokens * h) + 4 * tokens * count
     extra = (router, router, Work(router.matmul_flops, 0, 1))
     works = {
-        name: getattr(block, name) + getattr(experts, name) + work for name, work in zip(_PASSES, extra, strict=True)
+        name: getattr(block, name) + getattr(experts, name) + work for name, work in zip(PASSES, extra, strict=True)
     }
     return replace(
         block,
         **works,
-        parameter_sizes=tuple(math.prod(shape) for shape in all_shapes),
-        parameter_shapes=all_shapes,
-        parameter_axes=(*block.parameter_axes, *("",) * len(own), *("expert",) * (len(shapes) * count)),
+        **parameters(parts),
         activation_bytes=block.activation_bytes + kept,
         experts=experts,
     )
-
-
-_PASSES = ("forward", "input_gradient", "weight_gradient")
 
 
 def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from simulator.viz.collectives.fit_picture import describe_fit, draw_fit
-from simulator.viz.collectives.link_times import describe_link_times, draw_link_times
+from simulator.viz.collectives.links import describe_fit, describe_link_times, draw_fit, draw_link_times
 from simulator.viz.collectives.messages import describe_message_diagram, draw_message_diagram
 from simulator.viz.collectives.race import describe_race, draw_race
 from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
@@ -24,8 +23,8 @@ from simulator.viz.compression.compression import describe_compression, draw_com
 from simulator.viz.context_parallel.context import context_figure, describe_context
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step, step_of
 from simulator.viz.drawing.bars import describe_bars, draw_bars
-from simulator.viz.drawing.dark import darkened
 from simulator.viz.drawing.mimebundle import picture_html
+from simulator.viz.drawing.paint import darkened
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.expert_parallel.routing import describe_routing, routing_figure
 from simulator.viz.large_batch.learning_curves import describe_batch_sizes, draw_batch_sizes
@@ -39,9 +38,8 @@ from simulator.viz.memory.compare import (
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
 from simulator.viz.mesh.axis_order import describe_placement, placement_figure
-from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
+from simulator.viz.mesh.degrees import degrees_figure, describe_degrees, describe_planner, planner_figure
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
-from simulator.viz.mesh.planner import describe_planner, planner_figure
 from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
 from simulator.viz.runs.goodput import describe_goodput, draw_goodput
 from simulator.viz.runs.strategies import describe_strategy_map, draw_strategy_map
@@ -52,9 +50,8 @@ from simulator.viz.schedules.bubbles import (
     draw_memory_against_bubble,
 )
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules
-from simulator.viz.schedules.run import ScheduleRun, run_schedule
+from simulator.viz.schedules.run import ScheduleRun, run_schedule, sweep_memory, sweep_microbatches
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
-from simulator.viz.schedules.sweep import sweep_memory, sweep_microbatches
 from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
 from simulator.viz.tensor_parallel.shards import describe_shards, shards_figure
@@ -64,28 +61,25 @@ from simulator.viz.timeline.sections import describe_sections, draw_sections
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline
 
 if TYPE_CHECKING:
-    from simulator.viz.panels.collectives import race_panel, ring_panel
-    from simulator.viz.panels.degrees import degrees_panel
-    from simulator.viz.panels.gradients import compression_panel, train_step_panel
+    from simulator.viz.panels.communication import compression_panel, race_panel, ring_panel, train_step_panel
     from simulator.viz.panels.memory import memory_panel, sharding_panel
     from simulator.viz.panels.panel import Panel
-    from simulator.viz.panels.planner import planner_panel, strategy_panel
-    from simulator.viz.panels.runs import cost_panel, goodput_panel
+    from simulator.viz.panels.planner import cost_panel, degrees_panel, goodput_panel, planner_panel, strategy_panel
     from simulator.viz.panels.schedules import schedule_editor, schedule_panel
     from simulator.viz.timeline.timeline_widget import Timeline
 
 _HOMES = {
     "Panel": "panels.panel",
     "Timeline": "timeline.timeline_widget",
-    "ring_panel": "panels.collectives",
-    "race_panel": "panels.collectives",
-    "train_step_panel": "panels.gradients",
-    "compression_panel": "panels.gradients",
+    "ring_panel": "panels.communication",
+    "race_panel": "panels.communication",
+    "train_step_panel": "panels.communication",
+    "compression_panel": "panels.communication",
     "memory_panel": "panels.memory",
     "sharding_panel": "panels.memory",
-    "degrees_panel": "panels.degrees",
-    "cost_panel": "panels.runs",
-    "goodput_panel": "panels.runs",
+    "degrees_panel": "panels.planner",
+    "cost_panel": "panels.planner",
+    "goodput_panel": "panels.planner",
     "planner_panel": "panels.planner",
     "strategy_panel": "panels.planner",
     "schedule_panel": "panels.schedules",

@@ -21,9 +21,8 @@ from distlab.plan import AXES, SCHEDULES, ActionTimes, Mesh, Plan, Schedule, mak
 from distlab.trace import Trace
 from simulator.memory.memory import Memory
 from simulator.step.simulate import Step
-from simulator.viz.drawing.dark import darkened
 from simulator.viz.drawing.mimebundle import Bundle, picture_html, title_of, with_picture
-from simulator.viz.drawing.paint import pack_png
+from simulator.viz.drawing.paint import darkened, pack_png
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.mesh.degrees import degrees_figure, describe_degrees
 from simulator.viz.mesh.mesh import describe_mesh, mesh_figure

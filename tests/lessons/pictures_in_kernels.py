@@ -65,7 +65,7 @@ def faults_of(figure, png_of):
     """Return what cannot be read in a picture that `show` shows."""
     from picture_facts import clashes, look_at, pale_texts, small_texts
 
-    from simulator.viz.drawing.dark import flip
+    from simulator.viz.drawing.paint import flip
     from simulator.viz.drawing.style import LEAST_PT
 
     light, dark = look_at(figure, png_of), look_at(figure, lambda figure: png_of(figure, dark=True), flip)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
 from distlab.plan.compression import Compression
 from simulator import gpt_workload, memory_of
-from simulator.memory.memory import KINDS, num_in_flight, one_f_one_b_passes, widths_of
+from simulator.memory.memory import KINDS, num_in_flight, one_f_one_b_passes
+from simulator.precision import widths_of
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters

@@ -19,7 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from simulator.viz import Panel, Timeline
-from simulator.viz.panels.schedule_timeline import ScheduleTimeline
+from simulator.viz.panels.schedules import ScheduleTimeline
 from simulator.viz.timeline.timeline_widget import SCRIPTS
 
 from .slices import shown_name, widget_source

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from simulator.viz import Panel, Timeline
-from simulator.viz.panels.schedule_timeline import ScheduleTimeline
+from simulator.viz.panels.schedules import ScheduleTimeline
 from simulator.viz.schedules.moment import moments_of, tell_moment
 
 MOST_STATES, MOST_VALUES, COLOURS = 24, 8, 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from simulator.models.sizes import MOST, shown
+from simulator.models.parts import MOST, shown
 
 # Fields that change neither sizes nor work: numerics, tokens, generation, what a file says of itself.
 _HARMLESS = """

@@ -1,5 +1,4 @@
 """Messages and collectives: rings step by step, races between algorithms, fits of links.
 
-Read `ring_record` (what a ring did) and `ring_frame`. Then `message_record` and `messages`, `race_times` and `race`,
-`link_times`, `fit_picture`.
+Read `ring_record` (what a ring did) and `ring_frame`. Then `message_record` and `messages`, `race`, and `links`.
 """

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from simulator.units import format_bytes, format_s
+from simulator.units import format_bytes, format_s, name_ranks
 from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
@@ -24,7 +24,6 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import name_ranks
 
 STUCK = "#D55E00"
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.2, 0.4, 1.0, 1.05
@@ -57,7 +56,9 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240
     edge = span * (1.42 if open_ended else 1.03)
     axes.set_xlim(-0.03 * span, edge)
     axes.set_ylim(len(rows) - 0.45, -0.55)
-    _draw_lines(axes, rows, edge)
+    draw_scale(axes, "y", {row: f"rank {rank}" for rank, row in rows.items()}, line=False)
+    for row in rows.values():
+        axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
     _draw_collectives(axes, diagram, rows)
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.rank], edge)
@@ -124,12 +125,6 @@ def _duration(diagram: Diagram) -> str:
     if diagram.num_left_out:
         note += f"; {diagram.num_left_out} calls left out"
     return note + "."
-
-
-def _draw_lines(axes: Axes, rows: dict[int, int], edge: float) -> None:
-    draw_scale(axes, "y", {row: f"rank {rank}" for rank, row in rows.items()}, line=False)
-    for row in rows.values():
-        axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
 
 
 def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float) -> None:

@@ -1,20 +1,22 @@
-"""Draw which all-reduce wins at which size: the time of each against the bytes, and a band that names the winner."""
+"""Which all-reduce wins at which size on a link: the times, and a picture of them with a band that names the winner."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator
+from numpy.typing import NDArray
 
 from distlab.plan import Link
-from simulator.units import format_bytes, format_s
-from simulator.viz.collectives.race_times import LARGEST_BYTES, SMALLEST_BYTES, STYLES, Race, race, race_takeaway
+from simulator.hardware import presets as hardware
+from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
+from simulator.units import capitalised, format_bytes, format_s, percent
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH
 from simulator.viz.drawing.plot import (
     GRID,
@@ -26,8 +28,158 @@ from simulator.viz.drawing.plot import (
     new_figure,
     put_title,
 )
-from simulator.viz.drawing.style import DPI, INK, TEXT_PT, text_colour
-from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.style import DPI, INK, TEXT_PT, KindStyle, text_colour
+
+SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
+NUM_SIZES = 361  # 60 a decade
+NEAR = 1.1  # within a tenth of the winner
+HIERARCHICAL = "hierarchical"
+Floats = NDArray[np.float64]
+
+
+def steps_of(algorithm: str, num_ranks: int) -> Steps:
+    """Return the steps of an algorithm on one link: those of the cost model, and of the two that lessons begin with."""
+    if algorithm == "naive":
+        return Steps(num_ranks - 1, num_ranks - 1)
+    if algorithm == "binomial_tree":
+        levels = math.ceil(math.log2(num_ranks)) if num_ranks > 1 else 0
+        return Steps(2 * levels, 2 * levels)
+    return all_reduce_steps(num_ranks, algorithm)
+
+
+STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {
+        "naive": KindStyle("#666666", "N", "ring of whole tensors"),
+        "binomial_tree": KindStyle("#D55E00", "B", "binomial tree"),
+        "ring": KindStyle("#0072B2", "R", "ring"),
+        "tree": KindStyle("#E69F00", "T", "double tree"),
+        "halving_doubling": KindStyle("#009E73", "H", "halving-doubling"),
+        "in_network": KindStyle("#332288", "S", "in the switch"),
+        HIERARCHICAL: KindStyle("#CC79A7", "2", "hierarchical"),
+    }
+)
+
+
+class Stretch(NamedTuple):
+    """A range of sizes in which one algorithm is the fastest."""
+
+    algorithm: str
+    first_bytes: float
+    last_bytes: float
+
+
+class Race(NamedTuple):
+    """The times of some algorithms at some sizes.
+
+    Attributes:
+        link: what they run on, in words.
+        sizes_bytes: sizes, rising.
+        times_s: seconds of each algorithm, one a size.
+        stretches: who is the fastest where, from the smallest size to the largest.
+    """
+
+    link: str
+    sizes_bytes: Floats
+    times_s: dict[str, Floats]
+    stretches: tuple[Stretch, ...]
+
+
+def race(
+    link: Link | str,
+    num_ranks: int,
+    algorithms: Sequence[str] | None = None,
+    *,
+    inter_node: Link | str | None = None,
+    ranks_per_node: int = 8,
+) -> Race:
+    """Compute the times of the algorithms at sizes from 1 kB to 1 GB, and who is the fastest where.
+
+    With `inter_node` ranks stand in nodes of `ranks_per_node`. Then an algorithm that knows no nodes runs at the pace
+    of the slower link, and "hierarchical" may take part: reduce-scatter inside nodes over `link`, all-reduce across
+    them on a node's share over `inter_node`, all-gather inside.
+
+    Raises:
+        ValueError: fewer than 2 ranks, an unknown algorithm or link, or hierarchical without whole nodes.
+    """
+    if num_ranks < 2:
+        raise ValueError(f"an all-reduce race has {num_ranks} ranks; pass at least 2")
+    inside = hardware.link(link) if isinstance(link, str) else link
+    across = hardware.link(inter_node) if isinstance(inter_node, str) else inter_node
+    spans = across is not None and num_ranks > ranks_per_node
+    if algorithms is None:
+        algorithms = ("ring", "tree", "halving_doubling", *((HIERARCHICAL,) if spans else ()))
+    wrong = [name for name in algorithms if name not in STYLES]
+    if wrong or not algorithms:
+        raise ValueError(f"all-reduce algorithm is {wrong[0] if wrong else None!r}; choose of {', '.join(STYLES)}")
+    if HIERARCHICAL in algorithms and (not spans or num_ranks % ranks_per_node):
+        raise ValueError(
+            f"hierarchical wants whole nodes and a link between them: {num_ranks} ranks in nodes of {ranks_per_node}, "
+            f"inter_node {across.name if across else None!r}; pass inter_node, and a multiple of {ranks_per_node} ranks"
+        )
+    sizes = np.logspace(math.log10(SMALLEST_BYTES), math.log10(LARGEST_BYTES), NUM_SIZES)
+    links = [inside] if across is None or not spans else [inside, across]
+
+    def seconds(algorithm: str, num_bytes: float) -> float:
+        if algorithm != HIERARCHICAL:
+            return max(steps_s(num_bytes, steps_of(algorithm, num_ranks), wire) for wire in links)
+        nodes = num_ranks // ranks_per_node
+        return hierarchical_all_reduce_s(num_bytes, ranks_per_node, nodes, intra_node=links[0], inter_node=links[1])
+
+    times = {name: np.array([seconds(name, size) for size in sizes.tolist()]) for name in algorithms}
+    words = inside.name if len(links) == 1 else f"{inside.name} in nodes of {ranks_per_node}, {links[1].name} between"
+    return Race(words, sizes, times, _stretches(sizes, times, seconds))
+
+
+def _stretches(
+    sizes: Floats, times: Mapping[str, Floats], seconds: Callable[[str, float], float]
+) -> tuple[Stretch, ...]:
+    """Find who is the fastest at each size (the first named of equals) and halve each crossing to a thousandth."""
+    names = list(times)
+    table = np.stack([times[name] for name in names])
+    winner = (table <= table.min(axis=0) * (1 + 1e-9)).argmax(axis=0)
+    stretches: list[Stretch] = []
+    start = float(sizes[0])
+    for index in np.flatnonzero(np.diff(winner)).tolist():
+        before, after = names[winner[index]], names[winner[index + 1]]
+        low, high = float(sizes[index]), float(sizes[index + 1])
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if seconds(before, middle) <= seconds(after, middle) else (low, middle)
+        stretches.append(Stretch(before, start, high))
+        start = high
+    return (*stretches, Stretch(names[winner[-1]], start, float(sizes[-1])))
+
+
+def race_takeaway(facts: Race) -> str:
+    """Return the title: who wins where, with the sizes at which the winner changes."""
+    stretches = facts.stretches
+    words = [STYLES[stretch.algorithm].words for stretch in stretches]
+    if len(stretches) == 1:
+        text = f"{capitalised(words[0])} wins at every size"
+        name = stretches[0].algorithm
+        close = [
+            (float(facts.sizes_bytes[int(from_)]), STYLES[other].words)
+            for other, times in facts.times_s.items()
+            if other != name and (from_ := _close_from(times, facts.times_s[name])) is not None
+        ]
+        if close and min(close)[0] > SMALLEST_BYTES:
+            size, other = min(close)
+            text += f"; {other} is within 10 % from {format_bytes(size)} on"
+        elif close:
+            text += f"; {min(close)[1]} is within 10 % everywhere"
+        return text
+    parts = [f"{words[0]} wins below {format_bytes(stretches[0].last_bytes)}"]
+    between = zip(stretches[1:-1], words[1:-1], strict=True)
+    parts += [f"{word} up to {format_bytes(stretch.last_bytes)}" for stretch, word in between]
+    return capitalised(", ".join([*parts, f"{words[-1]} above"]))
+
+
+def _close_from(times: Floats, best: Floats) -> int | None:
+    """Return the first index from which on a time stays within a tenth of the best, or None."""
+    far = np.flatnonzero(times > NEAR * best)
+    first = 0 if not far.size else int(far[-1]) + 1
+    return first if first < len(times) else None
+
 
 TOP_IN, BOTTOM_IN, BAND_IN, LEFT_IN, RIGHT_IN = 1.0, 0.75, 0.5, 1.0, 2.35
 Points = tuple[Sequence[float], Sequence[float]]
@@ -63,9 +215,7 @@ def draw_race(
     facts = race(link, num_ranks, algorithms, inter_node=inter_node, ranks_per_node=ranks_per_node)
     figure = new_figure(6.4)
     axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN + BAND_IN + 0.1)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(SMALLEST_BYTES, LARGEST_BYTES)
+    axes.set(xscale="log", yscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES))
     table = np.stack(list(facts.times_s.values()))
     points = [time for _, times in (measured or {}).values() for time in times]
     axes.set_ylim(min([table.min(), *points]) / 1.5, max([table.max(), *points]) * 1.3)
@@ -75,11 +225,17 @@ def draw_race(
     for index, (name, times) in enumerate(facts.times_s.items()):
         look: dict[str, Any] = {"linewidth": 2.8, "zorder": 3, "linestyle": DASHES[index % len(DASHES)]}
         axes.plot(facts.sizes_bytes, times, color=STYLES[name].colour, gid=f"line {name}", **look)
-    _draw_measured(axes, facts, measured or {})
+    look = {"s": 70, "edgecolors": INK, "linewidths": 1.0, "zorder": 4, "clip_on": False}
+    for name, (sizes, points_s) in (measured or {}).items():
+        _check_measured(facts, name)
+        axes.scatter(np.asarray(sizes), np.asarray(points_s), c=STYLES[name].colour, gid=f"measured {name}", **look)
     last = [float(times[-1]) for times in facts.times_s.values()]
     names = [f"{STYLES[name].words}\n{format_s(time)}" for name, time in zip(facts.times_s, last, strict=True)]
     name_line_ends(axes, last, names, [STYLES[name].colour for name in facts.times_s])
-    _label_axes(axes)
+    mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
+    mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
+    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    axes.set_ylabel("time of one all-reduce", fontsize=TEXT_PT, color=INK)
     _draw_band(figure, facts)
     note = f"All-reduce among {num_ranks} ranks over {facts.link}"
     note += "; lines predicted, points measured." if measured else "; predicted by latency and bandwidth."
@@ -117,20 +273,6 @@ def _check_measured(facts: Race, name: str) -> None:
         raise ValueError(f"measured has {name!r}, which is not in the race of {', '.join(facts.times_s)}; add it there")
 
 
-def _draw_measured(axes: Axes, facts: Race, measured: Mapping[str, Points]) -> None:
-    for name, (sizes, times) in measured.items():
-        _check_measured(facts, name)
-        look: dict[str, Any] = {"s": 70, "edgecolors": INK, "linewidths": 1.0, "zorder": 4, "clip_on": False}
-        axes.scatter(np.asarray(sizes), np.asarray(times), c=STYLES[name].colour, gid=f"measured {name}", **look)
-
-
-def _label_axes(axes: Axes) -> None:
-    mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
-    mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
-    axes.grid(color=GRID, linewidth=0.6, zorder=0)
-    axes.set_ylabel("time of one all-reduce", fontsize=TEXT_PT, color=INK)
-
-
 def _draw_band(figure: Figure, facts: Race) -> None:
     """Draw the band of winners on the same axis of sizes, each with its name where there is room, else its letter."""
     top = figure.get_size_inches()[1] - BOTTOM_IN - BAND_IN
@@ -147,13 +289,10 @@ def _draw_band(figure: Figure, facts: Race) -> None:
         width = stretch.last_bytes - stretch.first_bytes
         axes.add_patch(Rectangle((stretch.first_bytes, 0), width, 1, facecolor=style.colour, edgecolor="white"))
         room = math.log10(stretch.last_bytes / stretch.first_bytes) / decades * width_px * 72 / DPI
-        label = next((t for t in (f"{style.words} wins", style.words, style.letter) if _wide(t) < room), "")
+        most = room / (CHARACTER_WIDTH * TEXT_PT * 1.08)
+        label = next((t for t in (f"{style.words} wins", style.words, style.letter) if len(t) < most), "")
         middle = math.sqrt(stretch.first_bytes * stretch.last_bytes)
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
         axes.text(middle, 0.46, label, fontsize=TEXT_PT, weight="bold", **look)
     mark_ticks(axes.xaxis, [10.0**power for power in range(3, 10)], format_bytes)
     name_axes(axes, "size of the tensor that every rank holds")
-
-
-def _wide(text: str) -> float:
-    return len(text) * CHARACTER_WIDTH * TEXT_PT * 1.08

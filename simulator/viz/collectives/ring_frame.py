@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
-from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, ring_steps, step_verb
+from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, provenance, ring_steps, step_verb
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
@@ -43,25 +43,6 @@ class _Card(NamedTuple):
     @property
     def extent(self) -> Point:
         return np.array([self.column * self.size, self.slot * self.size])
-
-
-def provenance(steps: RingSteps) -> Masks:
-    """Return whose parts are in each chunk: [steps + 1, ranks, chunks, parts], before each step and after the last."""
-    size = len(steps.ranks)
-    state = np.zeros((size, size, size), dtype=bool)
-    places = np.arange(size)
-    if steps.operation == "all_gather":
-        state[places, places] = True
-    else:
-        state[places, :, places] = True
-    states = [state]
-    for row in steps.chunk:
-        after = state.copy()
-        for place, sent in enumerate(row.tolist()):
-            after[(place + 1) % size, sent] |= state[place, sent]
-        state = after
-        states.append(state)
-    return np.array(states)
 
 
 def draw_ring_frame(
@@ -204,9 +185,7 @@ def _draw_parcel(pen: Pen, spot: Point, chunk: int, parts: list[int], size: int)
         return
     for index, part in enumerate(parts):
         x = low[0] + 0.4 + index * slot
-        pen.box((x, low[1] + 0.06), slot, 0.26, _colour(part))
-        if slot >= 0.13:
-            pen.words((x + slot / 2, spot[1]), str(part), size=LEAST_PT, colour=text_colour(_colour(part)))
+        pen.block((x, low[1] + 0.06), slot, 0.26, _colour(part), str(part) if slot >= 0.13 else "", size=LEAST_PT)
 
 
 def _edge(centre: Point, direction: Point, card: _Card) -> Point:

@@ -70,8 +70,6 @@ class RingSteps(NamedTuple):
         operation: one of OPERATIONS.
         chunk: [steps, ranks] the chunk that each rank sends, an index into ranks (who sends it first).
         num_bytes: [steps, ranks] bytes that each rank sends.
-        held: [steps + 1, ranks, chunks] how many ranks' contributions each rank's chunk holds before each step, and
-            after the last; len(ranks) is the full sum.
         span_s: [steps] from the first send to the last receive of the step.
         fault: what is not as a ring does it, in words, or "".
     """
@@ -80,9 +78,13 @@ class RingSteps(NamedTuple):
     operation: str
     chunk: NDArray[np.int64]
     num_bytes: NDArray[np.int64]
-    held: NDArray[np.int64]
     span_s: NDArray[np.float64]
     fault: str
+
+    @property
+    def held(self) -> NDArray[np.int64]:
+        """How many ranks' parts each chunk holds, as `provenance`: [steps + 1, ranks, chunks]; all are the full sum."""
+        return np.asarray(provenance(self).sum(axis=3), np.int64)
 
 
 class _End(NamedTuple):
@@ -168,7 +170,6 @@ def ring_steps(record: Record, operation: str | None = None) -> RingSteps:
         operation=operation,
         chunk=chunk,
         num_bytes=num_bytes,
-        held=_held(chunk, operation),
         span_s=(np.array(ends) - np.array(starts)) / 1e9,
         fault=fault,
     )
@@ -209,17 +210,20 @@ def _follow(ranks: Sequence[int], num_bytes: NDArray[np.int64]) -> tuple[NDArray
     return chunk, f"rank {ranks[place]} receives {got} in step {step + 1} and sends {sent} in step {step + 2}"
 
 
-def _held(chunk: NDArray[np.int64], operation: str) -> NDArray[np.int64]:
-    """Count the contributions in each rank's chunks: sums grow by one per hop, a full sum is copied."""
-    steps, size = chunk.shape
-    state = np.eye(size, dtype=np.int64) * size if operation == "all_gather" else np.ones((size, size), dtype=np.int64)
+def provenance(steps: RingSteps) -> NDArray[np.bool_]:
+    """Return whose parts are in each chunk: [steps + 1, ranks, chunks, parts], before each step and after the last."""
+    size = len(steps.ranks)
+    state = np.zeros((size, size, size), dtype=bool)
+    places = np.arange(size)
+    if steps.operation == "all_gather":
+        state[places, places] = True
+    else:
+        state[places, :, places] = True
     states = [state]
-    for row in chunk:
+    for row in steps.chunk:
         after = state.copy()
         for place, sent in enumerate(row.tolist()):
-            right = (place + 1) % size
-            full = state[place, sent] >= size
-            after[right, sent] = size if full else state[place, sent] + state[right, sent]
+            after[(place + 1) % size, sent] |= state[place, sent]
         state = after
         states.append(state)
     return np.array(states)

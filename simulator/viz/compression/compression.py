@@ -15,10 +15,9 @@ from matplotlib.ticker import LogLocator
 
 from distlab.plan.compression import Compression
 from simulator.sweeps.compression import CompressionLine, CompressionSweep
-from simulator.units import format_bytes_per_s, format_s
+from simulator.units import format_bytes_per_s, format_s, percent, time_unit
 from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, line_look
-from simulator.viz.drawing.wording import percent, time_unit
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN, RIGHT_IN = 5.6, 1.05, 0.85, 3.1
 NAME_CHARACTERS = 30

@@ -1,4 +1,1 @@
-"""Ring attention over a causal mask, hop by hop.
-
-Read `context_work` (what is counted), then `context`.
-"""
+"""Ring attention over a causal mask, hop by hop: read `context`."""

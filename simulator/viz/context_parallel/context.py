@@ -1,22 +1,108 @@
-"""Draw ring attention over a causal mask: who holds which positions, and what each rank computes at each hop.
+"""Ring attention over a causal mask: which rank computes how many pairs at which hop, and a picture of it.
 
 A sequence is cut into two chunks per rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
 from the front and the one as far from the back. The mask is drawn in blocks of chunks: a block's colour is the rank
 that computes it, its number the hop at which the keys arrive there. Next to it stand the pairs that each rank computes
 at each hop: a ring goes on when its busiest rank is done.
+
+Symbols: n ranks, 2n chunks, S positions.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from simulator.viz.context_parallel.context_work import RingWork, ring_work
+from simulator.units import capitalised, name_ranks, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
-from simulator.viz.drawing.wording import capitalised, name_ranks, percent
 from simulator.viz.drawing.words import width_in
+
+ORDERS = ("zigzag", "straight")
+MAX_RANKS = 8
+Ints = NDArray[np.int64]
+
+
+class RingWork(NamedTuple):
+    """What a causal ring attention computes.
+
+    Attributes:
+        order: one of ORDERS.
+        length: positions of the whole sequence.
+        owner: the rank that holds each chunk [2n].
+        hop: when the rank of a query chunk has the keys of a key chunk: 0 is its own [2n, 2n].
+        pairs: visible pairs of each block of query chunk and key chunk [2n, 2n].
+        work: pairs that each rank computes at each hop [n, n].
+    """
+
+    order: str
+    length: int
+    owner: Ints
+    hop: Ints
+    pairs: Ints
+    work: Ints
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.work)
+
+    @property
+    def ring_pairs(self) -> int:
+        """Pairs that the ring takes time for: at each hop those of its busiest rank."""
+        return int(self.work.max(axis=0).sum())
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer the ring takes than if the work were even."""
+        return self.ring_pairs * self.num_ranks / int(self.work.sum())
+
+    def merged(self, rank: int, hop: int) -> list[int]:
+        """Return the ranks whose keys a rank has merged after a hop, among those whose keys it may attend to."""
+        rows = self.owner == rank
+        visible = (self.pairs[rows] > 0) & (self.hop[rows] <= hop)
+        return [int(other) for other in np.unique(self.owner[visible.any(axis=0)])]
+
+
+def ring_work(num_ranks: int, order: str = "zigzag", *, length: int | None = None) -> RingWork:
+    """Count the pairs of query and key that each rank computes at each hop, under a causal mask.
+
+    Keys go to the next rank at each hop: at hop h rank r has those that began h ranks before it.
+
+    Args:
+        num_ranks: n, 1 to 8.
+        order: "zigzag" or "straight".
+        length: S, a multiple of 2n; by default 1,024 n.
+
+    Raises:
+        ValueError: the number of ranks, the order or the length is none of these.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"{num_ranks} ranks; pass 1 to {MAX_RANKS}: more cannot be told apart in a picture")
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
+    chunks = 2 * num_ranks
+    length = 1024 * num_ranks if length is None else length
+    if length < chunks or length % chunks:
+        raise ValueError(
+            f"a sequence of {length} cannot be cut into {chunks} equal chunks, 2 for each of {num_ranks} ranks; "
+            f"pass a multiple of {chunks}"
+        )
+    place = np.arange(chunks)
+    owner = place // 2 if order == "straight" else np.minimum(place, chunks - 1 - place)
+    hop = (owner[:, None] - owner[None, :]) % num_ranks
+    size = length // chunks
+    pairs = np.tril(np.full((chunks, chunks), size * size), -1) + np.eye(chunks, dtype=np.int64) * (
+        size * (size + 1) // 2
+    )
+    work = np.zeros((num_ranks, num_ranks), np.int64)
+    np.add.at(work, (np.broadcast_to(owner[:, None], hop.shape), hop), pairs)
+    return RingWork(order, length, owner, hop, pairs, work)
+
 
 NAMES = {"zigzag": "zig-zag", "straight": "straight"}
 TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85
@@ -101,16 +187,9 @@ def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
     wide = MASK_IN / len(ring.owner)
     pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
     for chunk, rank in enumerate(ring.owner.tolist()):
-        _draw_block(pen, (LEFT_IN + chunk * wide, top - 0.42), wide, 0.36, RANK_COLOURS[rank], f"r{rank}")
+        corner = (LEFT_IN + chunk * wide, top - 0.42)
+        pen.block(corner, wide, 0.36, RANK_COLOURS[rank], f"r{rank}", size=min(TEXT_PT, 36 * wide))
     pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
-
-
-def _draw_block(
-    pen: Pen, corner: tuple[float, float], wide: float, tall: float, fill: str | tuple[float, float, float], text: str
-) -> None:
-    pen.box(corner, wide, tall, fill)
-    size = min(TEXT_PT, 36 * wide)
-    pen.words((corner[0] + wide / 2, corner[1] + tall / 2), text, size=size, colour=text_colour(fill))
 
 
 def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
@@ -130,7 +209,7 @@ def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
                 continue
             done = hop is None or at <= hop
             fill = RANK_COLOURS[rank] if done else pale(RANK_COLOURS[rank], 0.22)
-            _draw_block(pen, corner, cell, cell, fill, str(at) if query != key else "")
+            pen.block(corner, cell, cell, fill, str(at) if query != key else "", size=min(TEXT_PT, 36 * cell))
             if query == key:
                 pen.box((corner[0] + cell / 2, corner[1] + cell / 2), cell / 2, cell / 2, IDLE, line=0)
                 spot = (corner[0] + 0.3 * cell, corner[1] + 0.3 * cell)
@@ -147,13 +226,7 @@ def _draw_work(pen: Pen, ring: RingWork, hop: int | None) -> None:
     top = FOOT_IN + MASK_IN + STRIP_IN - 0.1
     room = WIDTH_IN - TABLE_IN - 0.95
     wide, tall = room / count, min(0.44, 2.7 / (count + 1))
-    pen.words(
-        (TABLE_IN - 0.75, top),
-        "work of each rank at each hop (part of all pairs)",
-        size=TEXT_PT,
-        side="left",
-        bold=True,
-    )
+    pen.heading((TABLE_IN - 0.75, top), "work of each rank at each hop (part of all pairs)")
     total, most = int(ring.pairs.sum()), int(ring.work.max())
     for at in range(count):
         x = TABLE_IN + (at + 0.5) * wide
@@ -196,9 +269,7 @@ def _draw_merged(pen: Pen, ring: RingWork, hop: int | None) -> None:
     at = ring.num_ranks - 1 if hop is None else hop
     count = ring.num_ranks
     top = FOOT_IN + 1.35
-    pen.words(
-        (TABLE_IN - 0.75, top), f"keys in each rank's output after hop {at}", size=TEXT_PT, side="left", bold=True
-    )
+    pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {at}")
     wide = min(1.28, (WIDTH_IN - TABLE_IN + 0.6) / count)
     for rank in range(count):
         x = TABLE_IN - 0.75 + rank * wide

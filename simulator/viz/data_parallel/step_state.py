@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.trace import Span
-from simulator.viz.drawing.wording import name_ranks
+from simulator.units import name_ranks
 from simulator.viz.timeline.facts import Interval
 
 ABSENT, FILLING, OWN, SENT, MEAN = "absent", "filling", "own", "sent", "mean"

@@ -1,7 +1,7 @@
 """Draw one data-parallel step at one moment: what each rank holds, what is being averaged, and what of it is hidden.
 
 A column is one all-reduce, a row one rank. A rank's own gradient has the rank's colour; the mean has the same colour
-everywhere, because it is the same everywhere.
+everywhere, because it is the same everywhere. Under it stands one rank's timeline.
 """
 
 from __future__ import annotations
@@ -13,20 +13,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import counted, format_bytes, format_s
+from simulator.units import counted, format_bytes, format_s, percent
 from simulator.viz.data_parallel.step_read import step_of
-from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, held_at
-from simulator.viz.data_parallel.step_timeline import (
-    EXPOSED,
-    FOOT_IN,
-    HIDDEN,
-    LEFT_IN,
-    NAME_PT,
-    RIGHT_IN,
-    TIMELINE_IN,
-    draw_step_timeline,
-    fitting,
-)
+from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, TrainStep, held_at, passes
 from simulator.viz.data_parallel.train_step_text import (
     MAX_RANKS,
     describe_train_step,
@@ -36,21 +25,72 @@ from simulator.viz.data_parallel.train_step_text import (
     takeaway,
 )
 from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.plot import draw_time_scale, frame, put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
+    INK,
     KINDS,
+    LEAST_PT,
     RANK_COLOURS,
     SHARED,
-    TEXT_PT,
+    SMALL_PT,
     WIDTH_IN,
     LegendBox,
     kind_styles,
     pale,
     text_colour,
 )
-from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.words import width_in
+
+TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35
+HIDDEN, EXPOSED = "#0072B2", "#D55E00"
+NAME_PT = LEAST_PT
+
+
+def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep, moment: float) -> None:
+    """Draw the rank's compute, and its communication cut into hidden and exposed, with a cursor at the moment."""
+    height = figure.get_size_inches()[1]
+    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=height - TIMELINE_IN - FOOT_IN, bottom=FOOT_IN, bare=True)
+    end = step.duration_s * 1.004 or 1e-6
+    axes.set_xlim(0, end)
+    axes.set_ylim(2.0, -0.2)
+    bars, inch = Pen(axes), end / (WIDTH_IN - LEFT_IN - RIGHT_IN)
+    styles = kind_styles([span.kind for span in own.spans])
+    several = len(passes(own.spans, "B")) > 1
+    for span in own.spans:
+        style = styles[span.kind]
+        texts: tuple[str, ...] = (span.name if len(span.name) < 14 else style.words, style.letter)
+        if several and span.microbatch >= 0:
+            texts = tuple(f"{text}{span.microbatch + 1}" for text in (f"{style.words} ", style.letter))
+        _bar(bars, (span.start_ns / 1e9, span.end_ns / 1e9), 0.0, style.colour, texts, inch=inch)
+    for intervals, colour, words in ((own.hidden, HIDDEN, "hidden"), (own.exposed, EXPOSED, "exposed")):
+        for start, stop in intervals:
+            longest = f"{words} {format_s(stop - start)}"
+            _bar(bars, (start, stop), 1.0, colour, (longest, words, words[0].upper()), inch=inch)
+    bars.flush()
+    axes.plot([moment, moment], [-0.2, 2.0], color=INK, linewidth=2.2, zorder=7, clip_on=False, gid="cursor")
+    axes.plot([moment], [-0.2], marker="v", markersize=9, color=INK, zorder=7, clip_on=False)
+    row = TIMELINE_IN / 2.2
+    for number, words in enumerate(("compute", "communication")):
+        y = FOOT_IN + TIMELINE_IN - (0.63 + number) * row
+        pen.words((LEFT_IN - 0.12, y), words, colour=FAINT, side="right")
+    pen.heading((0.16, FOOT_IN + TIMELINE_IN - 1.13 * row), f"rank {own.rank}")
+    draw_time_scale(axes, label_pt=SMALL_PT)
+
+
+def _bar(pen: Pen, ends: tuple[float, float], row: float, colour: str, texts: Sequence[str], *, inch: float) -> None:
+    """Draw one bar with the longest of its texts that fits."""
+    wide = ends[1] - ends[0]
+    pen.box((ends[0], row), wide, 0.86, colour, line=0.8 if wide > 0.04 * inch else 0.0)
+    words = fitting(wide / inch, *texts)
+    pen.words(((ends[0] + ends[1]) / 2, row + 0.43), words, size=NAME_PT, colour=text_colour(colour))
+
+
+def fitting(room_in: float, *texts: str) -> str:
+    """Return the first text that fits into the room, or none."""
+    return next((text for text in texts if width_in(text, NAME_PT) + 0.06 <= room_in), "")
+
 
 __all__ = ["describe_train_step", "draw_train_step", "step_of"]
 
@@ -134,7 +174,7 @@ def _draw_rank(view: _View, row: int, own: RankStep, held: Held) -> None:
     """Draw one rank's row: what it does, its weights, its activations and each gradient."""
     pen, low, tall = view.pen, view.rows[row] + GAP_IN / 2, ROW_IN - GAP_IN
     middle = low + tall / 2
-    pen.words((0.16, middle + 0.1), f"rank {own.rank}", size=TEXT_PT, bold=True, side="left")
+    pen.heading((0.16, middle + 0.1), f"rank {own.rank}")
     pen.words(
         (0.16, middle - 0.13),
         fitting(LEFT_IN - 0.3, held.doing, held.doing.split()[0]),

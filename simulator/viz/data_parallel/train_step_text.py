@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distlab.trace import Trace
-from simulator.units import counted, format_s
+from simulator.units import counted, format_s, name_ranks, percent
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import (
     ABSENT,
@@ -18,7 +18,6 @@ from simulator.viz.data_parallel.step_state import (
     held_at,
     passes,
 )
-from simulator.viz.drawing.wording import name_ranks, percent
 
 MAX_RANKS = 8
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def draw_bars(numbers: Numbers, *, unit: str, title: str, subtitle: str = "") ->
         ValueError: there is no number, or one is below zero or not finite.
     """
     rows = _rows(numbers)
-    series = _series(rows)
+    series = list(dict.fromkeys(name for row in rows.values() for name in row))
     count = sum(map(len, rows.values()))
     tall = min(TALLEST_IN, BAR_IN * count + 0.16 * len(rows))
     bottom = 1.15 if series != [""] else 0.75
@@ -75,10 +75,6 @@ def _rows(numbers: Numbers) -> dict[str, dict[str, float]]:
     if wrong := [number for number in values if not math.isfinite(number) or number < 0]:
         raise ValueError(f"a bar cannot show {wrong[0]!r}; pass numbers of 0 or more")
     return rows
-
-
-def _series(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
-    return list(dict.fromkeys(name for row in rows.values() for name in row))
 
 
 def _short(number: float) -> str:

@@ -5,7 +5,7 @@ A Rectangle or a Text costs matplotlib about a millisecond each; a frame of a ri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,39 @@ class Pen:
         """Write a line of text, its middle (or left or right end, by `side`) at the spot."""
         if text:
             self._words.append(Word(float(spot[0]), float(spot[1]), text, size, colour, bold, side))
+
+    def heading(self, spot: Point, text: str) -> None:
+        """Write a line of text large and bold, its left end at the spot."""
+        self.words(spot, text, size=TEXT_PT, bold=True, side="left")
+
+    def block(
+        self,
+        corner: Point,
+        wide: float,
+        tall: float,
+        fill: Colour,
+        text: str,
+        *,
+        size: float = SMALL_PT,
+        bold: bool = False,
+    ) -> None:
+        """Fill a rectangle, and write a text that can be read on it in its middle."""
+        self.box(corner, wide, tall, fill)
+        spot = (corner[0] + wide / 2, corner[1] + tall / 2)
+        self.words(spot, text, size=size, bold=bold, colour=text_colour(fill))
+
+    def bar(self, corner: Point, tall: float, pieces: Iterable[tuple[float, Colour, Sequence[str]]]) -> float:
+        """Draw a bar of pieces, (width, colour, texts) in inches, and return where it ends.
+
+        A piece has the first of its texts that fits into it.
+        """
+        x, y = float(corner[0]), float(corner[1])
+        for wide, fill, texts in pieces:
+            if wide > 0:
+                text = next((text for text in texts if wide > width_in(text, SMALL_PT) + 0.1), "")
+                self.block((x, y), wide, tall, fill, text)
+                x += wide
+        return x
 
     def legend(self, boxes: Sequence[LegendBox], *, low: float = LEGEND_LOW) -> None:
         """Write a legend along the bottom, in inches: as many entries per line as fit, the last line lowest."""

@@ -16,8 +16,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from simulator.units import time_unit
 from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, text_on_white
-from simulator.viz.drawing.wording import time_unit
 from simulator.viz.drawing.words import Word, Words, width_in
 
 TICK_PT, PAD_PT, GRID = 4.0, 3.5, "#E4E4E4"
@@ -87,6 +87,15 @@ def mark_ticks(axis: Axis, where: Locator | Sequence[float], write: Callable[[fl
     axis.set_major_locator(where if isinstance(where, Locator) else FixedLocator(list(where)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+
+
+def count_axis(axes: Axes, counts: Sequence[float], words: str, *, grid: bool = True) -> None:
+    """Make the x axis one of numbers that double, with ticks at these and what they count under it."""
+    axes.set_xscale("log", base=2)
+    mark_ticks(axes.xaxis, counts, lambda value: f"{value:,.0f}")
+    name_axes(axes, words)
+    if grid:
+        axes.grid(color=GRID, linewidth=0.6, zorder=0)
 
 
 def spread_apart(ends: Sequence[float], heights: Sequence[float], *, top: float = 1.0) -> list[float]:

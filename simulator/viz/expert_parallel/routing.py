@@ -156,22 +156,18 @@ def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], to
     for expert in range(routes.num_experts):
         home = expert // per
         x = LEFT_IN + 0.1 + expert * column + home * 0.2
-        pen.box((x, top - 0.25), wide, 0.24, RANK_COLOURS[home])
-        ink = text_colour(RANK_COLOURS[home])
-        pen.words((x + wide / 2, top - 0.13), str(expert), size=TEXT_PT, bold=True, colour=ink)
+        pen.block((x, top - 0.25), wide, 0.24, RANK_COLOURS[home], str(expert), size=TEXT_PT, bold=True)
         at = 0
         for rank in range(routes.num_ranks):
             rows, fill = routes.taken(expert, rank), RANK_COLOURS[rank]
             for place in range(max(routes.capacity or 0, len(rows))):
                 low = top - HEAD_IN - (at + 1) * slot
-                pen.box((x, low), wide, slot, fill if place < len(rows) else IDLE)
                 if place < len(rows):
-                    name = str(rows[place])
-                    pen.words(
-                        (x + wide / 2, low + slot / 2), name, size=min(SMALL_PT, 45 * slot), colour=text_colour(fill)
-                    )
+                    pen.block((x, low), wide, slot, fill, str(rows[place]), size=min(SMALL_PT, 45 * slot))
                     end, line = (x + wide / 2, top + 0.02), 2.0 if rank != home else 1.0
                     pen.line(spots[rank][rows[place]], end, pale(fill, 0.75), line=line)
+                else:
+                    pen.box((x, low), wide, slot, IDLE)
                 at += 1
     for rank in range(routes.num_ranks):
         left = LEFT_IN + 0.1 + rank * (per * column + 0.2)
@@ -187,7 +183,7 @@ def _draw_table(pen: Pen, routes: Routes, top: float) -> None:
     count, between = routes.num_ranks, routes.between
     left = WIDTH_IN - TABLE_IN + 0.55
     cell = min(0.42, (TABLE_IN - 0.75) / count)
-    pen.words((left - 0.5, top - 0.02), "rows sent (all-to-all)", size=TEXT_PT, bold=True, side="left")
+    pen.heading((left - 0.5, top - 0.02), "rows sent (all-to-all)")
     most = max(1, int(between.max()))
     for to in range(count):
         pen.words((left + (to + 0.5) * cell, top - 0.27), f"to {to}" if cell > 0.38 else str(to), colour=FAINT)
@@ -198,7 +194,6 @@ def _draw_table(pen: Pen, routes: Routes, top: float) -> None:
         pen.words((left - 0.08, y + cell / 2), f"from {rank}", colour=FAINT, side="right")
         for to in range(count):
             fill = pale(RANK_COLOURS[rank], 0.15 + 0.85 * int(between[rank, to]) / most)
-            pen.box((left + to * cell, y), cell, cell, fill)
-            spot = (left + (to + 0.5) * cell, y + cell / 2)
-            pen.words(spot, str(int(between[rank, to])), size=min(SMALL_PT, 34 * cell), colour=text_colour(fill))
+            rows, size = str(int(between[rank, to])), min(SMALL_PT, 34 * cell)
+            pen.block((left + to * cell, y), cell, cell, fill, rows, size=size)
     pen.words((left - 0.08, top - 0.4 - count * cell - 0.15), "work", colour=FAINT, side="right")

@@ -9,18 +9,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from simulator.units import percent
 from simulator.viz.drawing.plot import (
-    GRID,
+    count_axis,
     frame,
-    mark_ticks,
-    name_axes,
     name_line_ends,
     new_figure,
     put_heading,
     put_title,
 )
 from simulator.viz.drawing.style import line_look
-from simulator.viz.drawing.wording import percent
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 
@@ -85,15 +83,12 @@ def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: st
         axes.plot(x, [p.mean for p in line], markersize=7.5, linewidth=2.2, **look)
         del look["marker"]
         axes.vlines(x, [p.low for p in line], [p.high for p in line], linewidth=1.6, **look)
-    axes.set_xscale("log", base=2)
+    count_axis(axes, batches, "samples in a batch (the number of epochs stays)")
     axes.set_xlim(batches[0] / 1.15, batches[-1] * 1.15)
-    mark_ticks(axes.xaxis, batches, lambda value: f"{value:,.0f}")
     lowest = min(point.low for line in lines.values() for point in line)
     axes.set_ylim(max(0.0, lowest - 0.05 * (1.0 - lowest)), 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
-    name_axes(axes, "samples in a batch (the number of epochs stays)")
     put_heading(axes, "test accuracy: mean, worst and best run")
-    axes.grid(color=GRID, linewidth=0.6, zorder=0)
     last = [line[-1].mean for line in lines.values()]
     names = [f"{percent(end, 1)}  {name}" for end, name in zip(last, lines, strict=True)]
     name_line_ends(axes, last, names, [line_look(index)["color"] for index in range(len(lines))])

@@ -13,18 +13,17 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from simulator.step.simulate import Step
+from simulator.units import percent
 from simulator.viz.drawing.plot import (
-    GRID,
+    count_axis,
     frame,
     mark_ticks,
-    name_axes,
     name_line_ends,
     new_figure,
     put_heading,
     put_title,
 )
 from simulator.viz.drawing.style import FAINT, SMALL_PT, line_look
-from simulator.viz.drawing.wording import percent
 
 StepOf = Callable[[int], Step | float]
 Claim = tuple[int, float, float]
@@ -199,11 +198,8 @@ def _draw_claims(left: Axes, right: Axes, claims: Mapping[str, Claim]) -> None:
 def _label(left: Axes, right: Axes, lines: Sequence[Scaling], claims: Mapping[str, Claim]) -> None:
     counts = sorted({*lines[0].num_ranks, *(count for count, _, _ in claims.values())})
     for axes in (left, right):
-        axes.set_xscale("log", base=2)
+        count_axis(axes, lines[0].num_ranks, "ranks")
         axes.set_xlim(counts[0] / 1.12, counts[-1] * 1.12)
-        mark_ticks(axes.xaxis, lines[0].num_ranks, lambda value: f"{value:g}")
-        name_axes(axes, "ranks")
-        axes.grid(color=GRID, linewidth=0.6, zorder=0)
     left.set_yscale("log", base=2)
     slowest = min(float(line.speed_up.min()) for line in lines)
     left.set_ylim(min(1.0, slowest) / 1.25, counts[-1] * 1.25)

@@ -10,11 +10,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
-from simulator.units import format_bytes
+from simulator.units import format_bytes, percent
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import frame, new_figure, put_heading, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, WIDTH_IN
-from simulator.viz.drawing.wording import percent
 from simulator.viz.memory.memory import (
     CAPACITY_LINE,
     MEMORY_KINDS,

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
-from simulator.units import format_bytes
+from simulator.units import byte_unit, format_bytes, percent
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import (
@@ -40,7 +40,6 @@ from simulator.viz.drawing.style import (
     LegendBox,
     text_colour,
 )
-from simulator.viz.drawing.wording import byte_unit, percent
 
 MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
     {

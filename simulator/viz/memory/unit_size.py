@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,12 @@ from numpy.typing import NDArray
 from distlab.trace import Trace
 from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
-from simulator.units import counted, format_bytes, format_s
+from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
 from simulator.viz.drawing.lanes import Side, lanes_of, place
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
-from simulator.viz.drawing.wording import byte_unit, percent, time_unit
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
@@ -35,7 +35,7 @@ def draw_sharding(sweep: UnitSweep, step: Step, *, title: str | None = None) -> 
         step: one step of stage 3; its unit size is the one that is marked.
         title: replaces the takeaway.
     """
-    trace = _one_rank(step)
+    trace = step.layer_trace.select(step.layer_trace.rank == 0)
     lanes = lanes_of([Side(trace, False)])
     height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(lanes) + FOOT_IN
     figure = new_figure(height)
@@ -102,36 +102,38 @@ def _setting(step: Step) -> str:
 
 
 def _draw_memory(axes: Axes, sizes: Floats, sweep: UnitSweep, step: Step) -> None:
-    total, gathered = np.array(sweep.memory_bytes, float), np.array(sweep.gathered_bytes, float)
-    unit, name = byte_unit(float(total.max()))
-    total, gathered = total / unit, np.minimum(gathered, total) / unit
-    axes.fill_between(sizes, 0, total - gathered, color=REST, linewidth=0, gid="rest")
-    axes.fill_between(sizes, total - gathered, total, color=GATHERED, alpha=0.55, linewidth=0, gid="gathered")
-    axes.plot(sizes, total, color=INK, linewidth=2.2, marker="o", markersize=5, gid="memory")
+    unit, name = byte_unit(float(max(sweep.memory_bytes)))
+    total = np.array(sweep.memory_bytes, float) / unit
     limit = step.cluster.device.memory_bytes / unit
-    if limit < 1.6 * total.max():
+    is_near = limit < 1.6 * total.max()
+    names = (("gathered units", GATHERED, "gathered", 0.55), ("all else", REST, "rest", 1.0))
+    _draw_areas(axes, "memory", sizes, total, np.minimum(np.array(sweep.gathered_bytes) / unit, total), names)
+    if is_near:
         axes.axhline(limit, color=WAITS, linewidth=1.6, linestyle=(0, (5, 3)), gid="capacity")
         axes.text(0, limit, " the device's memory", color=WAITS, fontsize=SMALL_PT, ha="left", va="bottom")
-    axes.set_ylim(0, max(float(total.max()), limit if limit < 1.6 * total.max() else 0.0) * 1.14)
+    axes.set_ylim(0, max(float(total.max()), limit if is_near else 0.0) * 1.14)
     axes.set_ylabel(f"held by a rank at its peak ({name})", fontsize=TEXT_PT - 1, color=INK)
-    _name_areas(axes, (("gathered units", GATHERED), ("all else", REST)))
 
 
 def _draw_time(axes: Axes, sizes: Floats, sweep: UnitSweep) -> None:
-    total = np.array(sweep.duration_s)
-    scale, name = time_unit(float(total.max()))
-    total, exposed = total * scale, np.array(sweep.exposed_s) * scale
-    axes.fill_between(sizes, 0, total - exposed, color=COMPUTE, alpha=0.5, linewidth=0, gid="compute")
-    axes.fill_between(sizes, total - exposed, total, color=WAITS, alpha=0.6, linewidth=0, gid="exposed")
-    axes.plot(sizes, total, color=INK, linewidth=2.2, marker="o", markersize=5, gid="step")
+    scale, name = time_unit(max(sweep.duration_s))
+    total = np.array(sweep.duration_s) * scale
+    names = (("exposed communication", WAITS, "exposed", 0.6), ("computing", COMPUTE, "compute", 0.5))
+    _draw_areas(axes, "step", sizes, total, np.array(sweep.exposed_s) * scale, names)
     axes.set_ylim(0, float(total.max()) * 1.14)
     axes.set_ylabel(f"step ({name})", fontsize=TEXT_PT - 1, color=INK)
-    _name_areas(axes, (("exposed communication", WAITS), ("computing", COMPUTE)))
 
 
-def _name_areas(axes: Axes, names: tuple[tuple[str, str], ...]) -> None:
+def _draw_areas(
+    axes: Axes, gid: str, sizes: Floats, total: Floats, upper: Floats, names: Sequence[tuple[str, str, str, float]]
+) -> None:
+    """Draw a line whose upper part is one thing and whose rest another: words, colour, gid and opacity of each."""
+    below = total - upper
+    for low, high, (_, colour, name, alpha) in ((0 * total, below, names[1]), (below, total, names[0])):
+        axes.fill_between(sizes, low, high, color=colour, alpha=alpha, linewidth=0, gid=name)
+    axes.plot(sizes, total, color=INK, linewidth=2.2, marker="o", markersize=5, gid=gid)
     look: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
-    for start, (words, colour) in zip((0.0, 0.5), names, strict=True):
+    for start, (words, colour, *_) in zip((0.0, 0.5), names, strict=True):
         axes.plot([start + 0.015], [1.07], marker="s", color=colour, markersize=9, alpha=0.75, **look)
         axes.text(start + 0.045, 1.065, words, ha="left", va="center", color=FAINT, fontsize=SMALL_PT, **look)
 
@@ -170,8 +172,3 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
     put_legend(
         figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]
     )
-
-
-def _one_rank(step: Step) -> Trace:
-    trace = step.layer_trace
-    return trace.select(trace.rank == 0)

@@ -1,5 +1,5 @@
 """Ranks on the axes of a mesh, and what each axis costs.
 
-Read `mesh`, then `step_parts` (what a step's time goes into), `axis_order`, `degrees` and
-`planner` (degrees with a step over time and the price of a run).
+Read `mesh`, then `degrees` (what a step's time goes into, also over time and with the price of a run), and
+`axis_order`.
 """

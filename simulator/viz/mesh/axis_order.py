@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
-from simulator.units import format_s
+from simulator.units import format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
-from simulator.viz.drawing.wording import percent
+from simulator.viz.mesh.degrees import COMPUTE, parts_of
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.mesh.step_parts import COMPUTE, Part, draw_parts, parts_of
 
 TOP_IN, FOOT_IN, LINE_IN, LEFT_IN, CHIP_IN, RIGHT_IN = 1.35, 0.95, 0.5, 0.25, 0.5, 2.2
 Order = Sequence[str]
@@ -51,7 +50,9 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
         ValueError: there is no order, or `most` is below 2.
     """
     rows = _rows(orders)
-    shown = _thinned(rows, most)
+    if most < 2:
+        raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
+    shown = [rows[index] for index in spread_evenly(len(rows), most)]
     height = TOP_IN + LINE_IN * len(shown) + FOOT_IN
     figure, pen = sheet(height)
     left = LEFT_IN + CHIP_IN * max(len(row.axes) for row in shown) + 0.35
@@ -61,7 +62,11 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
     for number, row in enumerate(shown):
         y = top - (number + 1) * LINE_IN
         _draw_chips(pen, row, y)
-        end = draw_parts(pen, parts_of(row.step), (left, y + 0.06), LINE_IN - 0.12, room / longest, _texts)
+        pieces = [
+            (part.seconds * room / longest, part.colour, (part.words if part.name == COMPUTE else part.letter,))
+            for part in parts_of(row.step)
+        ]
+        end = pen.bar((left, y + 0.06), LINE_IN - 0.12, pieces)
         pen.words((end + 0.1, y + LINE_IN / 2), _figures(row, shown[0]), side="left", bold=not number)
     used = {part.name: part for row in shown for part in parts_of(row.step) if part.seconds > 0}
     pen.legend([LegendBox(part.colour, "white", part.letter, part.words) for part in used.values()])
@@ -98,12 +103,6 @@ def _rows(orders: Sequence[tuple[Order, Step]]) -> list[_Row]:
     return sorted(found.values(), key=lambda row: row.step.duration_s)
 
 
-def _thinned(rows: list[_Row], most: int) -> list[_Row]:
-    if most < 2:
-        raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
-    return [rows[index] for index in spread_evenly(len(rows), most)]
-
-
 def _fastest_order(rows: Sequence[_Row]) -> str:
     best, worst = rows[0], rows[-1]
     inside = [axis for axis in best.axes if axis not in best.outside]
@@ -125,10 +124,6 @@ def _figures(row: _Row, best: _Row) -> str:
     slower = row.step.duration_s / best.step.duration_s - 1
     text = format_s(row.step.duration_s)
     return f"{text}, {percent(slower, 1, '+')}" if slower > 0 else text
-
-
-def _texts(part: Part) -> tuple[str, ...]:
-    return (part.words if part.name == COMPUTE else part.letter,)
 
 
 def _draw_chips(pen: Pen, row: _Row, y: float) -> None:

@@ -1,28 +1,89 @@
-"""Draw what a plan's degrees give: what its ranks hold, where its step's time goes, how well it uses the devices."""
+"""Draw what degrees give: memory, where the time of a step goes, utilisation; with a run, its price and its step."""
 
 from __future__ import annotations
 
 import textwrap
+from typing import NamedTuple
 
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.plan import AXES, Plan
 from simulator.memory.memory import KINDS
+from simulator.runs.money import Bill
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
-from simulator.units import counted, format_bytes, format_s
+from simulator.units import counted, format_bytes, format_s, format_span, percent
+from simulator.viz.drawing.lanes import Side, place, shaded
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import frame, put_title, spread_evenly
-from simulator.viz.drawing.style import FAINT, IDLE, INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
-from simulator.viz.drawing.wording import percent
+from simulator.viz.drawing.style import (
+    AXIS_STYLES,
+    FAINT,
+    IDLE,
+    INK,
+    LEAST_PT,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    text_colour,
+)
 from simulator.viz.drawing.words import width_in
 from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.mesh.step_parts import COMPUTE, Part, draw_parts, parts_of
+from simulator.viz.timeline.draw_rows import Scene, fill_axes, legend_boxes, limit_of, styles_of
+from simulator.viz.timeline.timeline import MAX_BOXES
+
+COMPUTE, BUBBLE = "compute", "bubble"
+COMPUTE_COLOUR, BUBBLE_COLOUR = "#56B4E9", "#D0D0D0"
+
+
+class Part(NamedTuple):
+    """A part of a step's time."""
+
+    name: str
+    letter: str
+    words: str
+    colour: str
+    seconds: float
+
+
+def parts_of(step: Step) -> list[Part]:
+    """Split a step's duration on the rank that ends last; the parts sum to it.
+
+    Exposed are the seconds of `Step.exposed_by_axis`, the bubble is the rank's other idle time before its last pass,
+    and compute is the rest: layers, copies and the update.
+    """
+    exposed, bubble = step.exposed_by_axis, _bubble_s(step)
+    by_axis = [
+        Part(axis, AXIS_STYLES[axis].letter, f"{axis} exposed", AXIS_STYLES[axis].colour, exposed[axis])
+        for axis in reversed(AXES)
+    ]
+    rest = step.duration_s - bubble - sum(part.seconds for part in by_axis)
+    return [
+        Part(COMPUTE, "", "compute", COMPUTE_COLOUR, rest),
+        *by_axis,
+        Part(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
+    ]
+
+
+def _bubble_s(step: Step) -> float:
+    """Return how long the rank that ends last idles before its last pass, and not because a message is on its way."""
+    timing, ends = step.timing, []
+    for rank in range(step.num_pipeline_ranks):
+        calls = timing.calls[rank] if timing.calls else ()
+        ends.append(max([timing.optimizer[rank][1], *(call.end_ns for call in calls)]))
+    rank = ends.index(max(ends))
+    passes = slice(int(timing.order.offsets[rank]), int(timing.order.offsets[rank + 1]))
+    start, end = timing.start_ns[passes], timing.end_ns[passes]
+    idle_s = (int(end.max()) - int((end - start).sum())) / 1e9
+    return max(0.0, idle_s - step.exposed_by_axis["pipeline"]) if step.num_pipeline_ranks > 1 else 0.0
+
 
 HEIGHT_IN, LEFT_IN, BAR_IN, MAX_ROWS = 6.6, 0.25, 0.5, 6
-TIME_IN, MEMORY_IN, MEMORY_LOW_IN = 4.55, 1.35, 1.25
+TIME_IN, MEMORY_LOW_IN = 4.55, 1.25
+RUN_HEIGHT_IN, TIMELINE_IN, TALL_IN, SPANS_IN, MAX_SPAN_ROWS = 8.6, 6.0, 1.75, 3.3, 8  # with the price of a run
 BAD = "#B40000"
 REASON_CHARACTERS = 110  # of a line
 
@@ -134,28 +195,21 @@ def draw_equation(pen: Pen, plan: Plan, step: Step | None, y: float) -> None:
             where = "inside a node" if axis in inside else "between nodes"
             pen.words((x + wide / 2, y - 0.32), where, size=LEAST_PT, colour=FAINT)
         x += wide
-    pen.words(
-        (x + 0.15, y),
-        f"=  {counted(plan.world_size, 'rank')}",
-        size=TEXT_PT,
-        bold=True,
-        side="left",
-    )
+    pen.heading((x + 0.15, y), f"=  {counted(plan.world_size, 'rank')}")
     rest = counted(plan.num_microbatches, "micro-batch")
     pen.words((WIDTH_IN - 0.25, y), rest, size=TEXT_PT, side="right", colour=FAINT)
 
 
 def _draw_time(pen: Pen, step: Step) -> None:
     """Draw the step's time as one bar, its parts named under it."""
-    pen.words((LEFT_IN, TIME_IN), f"time of a step: {format_s(step.duration_s)}", size=TEXT_PT, bold=True, side="left")
-    scale = (WIDTH_IN - 2 * LEFT_IN) / step.duration_s
+    pen.heading((LEFT_IN, TIME_IN), f"time of a step: {format_s(step.duration_s)}")
     y = TIME_IN - 0.2 - BAR_IN
-
-    def texts(part: Part) -> tuple[str, ...]:
-        share = percent(part.seconds / step.duration_s)
-        return f"{part.words} {share}", share, part.letter
-
-    draw_parts(pen, parts_of(step), (LEFT_IN, y), BAR_IN, scale, texts)
+    shares = [(part, part.seconds / step.duration_s) for part in parts_of(step)]
+    pieces = [
+        (share * (WIDTH_IN - 2 * LEFT_IN), part.colour, (f"{part.words} {percent(share)}", percent(share), part.letter))
+        for part, share in shares
+    ]
+    pen.bar((LEFT_IN, y), BAR_IN, pieces)
     used = [part for part in parts_of(step) if part.seconds > 0]
     pen.legend(
         [LegendBox(part.colour, "white", part.letter, f"{part.words} {format_s(part.seconds)}") for part in used],
@@ -172,14 +226,64 @@ def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom
     axes = frame(figure, left=1.15, right=0.5, top=height - top, bottom=bottom, bare=True)
     limit = max(memory.max_bytes * 1.12, min(capacity, 3 * memory.max_bytes) * 1.05)
     stack_bars(axes, memory.at_peak_bytes[ranks], names, limit)
-    _mark_capacity(axes, capacity, limit)
-    heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
-    pen.words((LEFT_IN, top + 0.15), heading, size=TEXT_PT, bold=True, side="left")
-    pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
-
-
-def _mark_capacity(axes: Axes, capacity: float, limit: float) -> None:
     if capacity <= limit:
         axes.axvline(capacity, gid="capacity", **CAPACITY_LINE)
         text = f"the device's {format_bytes(capacity)} "
         axes.text(capacity, -0.5, text, ha="right", va="bottom", fontsize=SMALL_PT, color=INK)
+    heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
+    pen.heading((LEFT_IN, top + 0.15), heading)
+    pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
+
+
+def planner_figure(bill: Bill, *, title: str | None = None) -> Figure:
+    """Draw a plan's degrees and wires, the price of its run, a step of some ranks over time, and their memory.
+
+    Args:
+        bill: what a run by the plan takes: `bill(simulate(...), Run(...))`.
+        title: replaces the takeaway.
+    """
+    figure, pen = sheet(RUN_HEIGHT_IN)
+    draw_equation(pen, bill.step.plan, bill.step, RUN_HEIGHT_IN - 1.3)
+    pen.heading((LEFT_IN, RUN_HEIGHT_IN - 2.0), cost_words(bill))
+    _draw_step(figure, pen, bill)
+    draw_memory_bars(figure, pen, bill.step, top=2.65, bottom=MEMORY_LOW_IN)
+    pen.flush()
+    put_title(figure, title or fit_and_utilization(bill.step), _setting(bill))
+    return figure
+
+
+def describe_planner(bill: Bill) -> str:
+    """Say in words what `planner_figure` shows."""
+    return f"{describe_degrees(bill.step)}\nThe run: {cost_words(bill)}."
+
+
+def cost_words(bill: Bill) -> str:
+    """Say what the run takes."""
+    dollars = "" if bill.dollars is None else f", {bill.dollars:,.0f} dollars"
+    fails = f"; {percent(bill.goodput.useful, 1)} of the time counts" if bill.run.failures else ""
+    return f"{bill.run.num_tokens:.3g} tokens: {format_span(86_400 * bill.days)}{dollars}{fails}"
+
+
+def _setting(bill: Bill) -> str:
+    cluster, price = bill.step.cluster, bill.run.price
+    paid = "" if price is None else f", {price:g} dollars per GPU and hour"
+    return f"{bill.step.workload.name} on {bill.num_devices} GPUs of {cluster.name}{paid}"
+
+
+def _draw_step(figure: Figure, pen: Pen, bill: Bill) -> None:
+    """Draw what the first rank of some stages computes in a step."""
+    step = bill.step
+    stages = spread_evenly(step.num_pipeline_ranks, MAX_SPAN_ROWS)
+    ranks = sorted(step.layout.ranks[stages, 0].tolist())
+    trace = step.trace.from_zero()
+    trace = shaded(trace.select(np.isin(trace.rank, ranks) & trace.is_word("lane", "compute")))
+    sides, exact = (Side(trace, False),), len(trace) <= MAX_BOXES
+    placement = place(sides, ranks, ("compute",), seen=(np.ones(len(trace), bool),), levels=exact)
+    scene = Scene(sides, placement, styles_of(sides), limit_of(sides))
+    margins = {"left": 1.15, "right": 0.5, "top": RUN_HEIGHT_IN - TIMELINE_IN, "bottom": TIMELINE_IN - TALL_IN}
+    fill_axes(frame(figure, **margins, bare=True), scene, (0.0, scene.limit_s), exact=exact)
+    what = "a rank of each stage computes" if step.num_pipeline_ranks > 1 else "every rank computes"
+    some = f" ({len(stages)} of {step.num_pipeline_ranks} stages)" if len(stages) < step.num_pipeline_ranks else ""
+    heading = f"what {what} over a step{some}: {format_s(step.duration_s)}"
+    pen.heading((LEFT_IN, TIMELINE_IN + 0.15), heading)
+    pen.legend(legend_boxes(scene.styles, False), low=SPANS_IN)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from distlab.plan import Mesh
-from simulator.units import counted
+from simulator.units import counted, listed
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
@@ -31,7 +31,6 @@ from simulator.viz.drawing.style import (
     kind_styles,
     text_colour,
 )
-from simulator.viz.drawing.wording import listed
 
 MAX_RANKS, MAX_COLUMNS = 256, 16
 TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75
@@ -170,9 +169,8 @@ def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:
 def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: int | None, only: int | None) -> None:
     style = axis_style(axis)
     spot = (tile.left, tile.top + 0.4)
-    pen.box((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour)
-    pen.words((spot[0] + 0.14, spot[1]), style.letter, size=TEXT_PT, bold=True, colour=text_colour(style.colour))
-    pen.words((spot[0] + 0.38, spot[1]), f"{axis} ({mesh.axis_size(axis)})", size=TEXT_PT, bold=True, side="left")
+    pen.block((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour, style.letter, size=TEXT_PT, bold=True)
+    pen.heading((spot[0] + 0.38, spot[1]), f"{axis} ({mesh.axis_size(axis)})")
     pen.words((spot[0], spot[1] - 0.25), _kind_of(mesh, axis, devices_per_node), colour=FAINT, side="left")
     if devices_per_node is not None and devices_per_node == tile.columns:
         for node in range(-(-mesh.size // devices_per_node)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +18,8 @@ from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
-from simulator.sweeps.fsdp_units import UnitSweep, sweep_units, unit_sizes, with_unit_layers
-from simulator.viz.drawing.wording import capitalised
+from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
+from simulator.units import capitalised
 from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
 from simulator.viz.memory.memory import describe_memory, draw_memory
 from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
@@ -37,21 +38,6 @@ NUM_DEVICES = (8, 16, 32, 64)
 OVER_ALL, NODE = "over all GPUs", "inside each node"
 STAGES = MappingProxyType({"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3})
 DEGREES = tuple(2**power for power in range(11))
-
-
-@dataclass(frozen=True)
-class MemoryChoice:
-    """What the panel's controls are set to.
-
-    Attributes:
-        workload: the model at a micro-batch size.
-        plan: how it is laid out.
-        device: what it must fit on.
-    """
-
-    workload: Workload
-    plan: Plan
-    device: Device
 
 
 def memory_panel(
@@ -73,37 +59,36 @@ def memory_panel(
     """
     if not models or not devices:
         raise ValueError("there is no model or no device; pass at least one name of each")
-    workloads: dict[tuple[str, int], Workload] = {(name, 1): model_by_name(name) for name in models}
+    workload = cache(model_by_name)
     known = {name: hardware.device(name) for name in devices}
+    for name in models:
+        workload(name, microbatch_size=1)
 
     def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> tuple[Figure, str]:
-        if (model, microbatch) not in workloads:
-            workloads[model, microbatch] = model_by_name(model, microbatch_size=microbatch)
-        choice = MemoryChoice(workloads[model, microbatch], _plan(**degrees), known[device])
-        return draw_stages(choice) if picture == "stages" else draw_choice(choice)
+        pictures = _draw_stages if picture == "stages" else _draw_plan
+        return pictures(workload(model, microbatch_size=microbatch), _plan(**degrees), known[device])
 
     return Panel(draw, **_controls(models, devices))
 
 
-def draw_choice(choice: MemoryChoice) -> tuple[Figure, str]:
+def _draw_plan(workload: Workload, plan: Plan, device: Device) -> tuple[Figure, str]:
     """Draw one plan's memory against the device; the text says what to change where it does not fit."""
-    memory = memory_of(choice.workload, choice.plan)
-    capacity = choice.device.memory_bytes
+    memory, capacity = memory_of(workload, plan), device.memory_bytes
     text = describe_memory(memory, capacity_bytes=capacity)
     try:
-        check_fit(choice.workload, choice.plan, choice.device)
+        check_fit(workload, plan, device)
     except DoesNotFitError as error:
         text += f" {capitalised(error.advice)}."
     return draw_memory(memory, capacity_bytes=capacity), text
 
 
-def draw_stages(choice: MemoryChoice) -> tuple[Figure, str]:
+def _draw_stages(workload: Workload, plan: Plan, device: Device) -> tuple[Figure, str]:
     """Draw the plan with every stage of sharding, side by side."""
     plans = {
-        name if stage else "no sharding": memory_of(choice.workload, replace(choice.plan, sharding=Sharding(stage)))
+        name if stage else "no sharding": memory_of(workload, replace(plan, sharding=Sharding(stage)))
         for name, stage in STAGES.items()
     }
-    capacity = choice.device.memory_bytes
+    capacity = device.memory_bytes
     figure = draw_memory_of_plans(plans, capacity_bytes=capacity)
     return figure, describe_memory_of_plans(plans, capacity_bytes=capacity)
 
@@ -165,7 +150,7 @@ def sharding_panel(
     machine = hardware.cluster(CLUSTER, max(num_devices), stack="best-case") if cluster is None else cluster
     base = Plan(data=1, sharding=Sharding(3), recompute="full") if plan is None else plan
     sizes = unit_sizes(model)
-    sweeps: dict[tuple[Cluster, Plan], UnitSweep] = {}
+    sweep_of = cache(partial(sweep_units, model, sizes=sizes))
 
     def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> tuple[Figure, str]:
         on = replace(machine, num_devices=gpus)
@@ -174,9 +159,7 @@ def sharding_panel(
             base.sharding, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas, reshard_after_forward=not keep
         )
         chosen = replace(base, data=gpus, sharding=sharding)
-        if (on, chosen) not in sweeps:
-            sweeps[on, chosen] = sweep_units(model, on, chosen, sizes=sizes)
-        sweep, step = sweeps[on, chosen], simulate(model, on, with_unit_layers(chosen, unit_layers))
+        sweep, step = sweep_of(on, chosen), simulate(model, on, with_unit_layers(chosen, unit_layers))
         return draw_sharding(sweep, step), describe_sharding(sweep, step)
 
     return Panel(

@@ -1,9 +1,9 @@
-"""Plan a run: drag degrees and see memory, a step over time and the price; or see which strategy wins where."""
+"""Plan a run: drag degrees, and see memory, a step over time, the price, where time goes, and which strategy wins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,31 +11,83 @@ from typing import Any
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan import Cluster, Plan, Sharding, Workload
+from distlab.plan import AXES, Cluster, Plan, Sharding, Workload
+from distlab.plan.records import RECOMPUTES
 from simulator.advisor.strategies import MapCell, strategy_map
 from simulator.hardware.presets import cluster as cluster_by_name
 from simulator.hardware.presets import link
 from simulator.models.by_name import model_by_name
-from simulator.runs.failures import Failures
-from simulator.runs.money import Run, bill
-from simulator.viz.mesh.planner import describe_planner, planner_figure
-from simulator.viz.panels.degrees import changed_plan, degree_controls, or_why_not
-from simulator.viz.panels.memory import DEGREES
+from simulator.runs.failures import RATES, Failures, checkpoint_bytes
+from simulator.runs.money import Run, bill, curve
+from simulator.runs.spread import counts_of, spread
+from simulator.step.simulate import Step, simulate
+from simulator.viz.mesh.degrees import (
+    degrees_figure,
+    describe_degrees,
+    describe_impossible,
+    describe_planner,
+    impossible_figure,
+    planner_figure,
+)
+from simulator.viz.panels.memory import DEGREES, STAGES
 from simulator.viz.panels.panel import Panel, by_name
+from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
+from simulator.viz.runs.goodput import describe_goodput, draw_goodput
 from simulator.viz.runs.strategies import describe_strategy_map, draw_strategy_map
 
+CLUSTERS = ("dgx-h100", "dgx-a100")
 MODELS = ("llama-3-70b", "llama-3-8b", "llama-2-7b", "gpt-3-175b")
-PLAN = Plan(4, 2, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="full")
+OF_DEGREES = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective")
+OF_PLANNER = Plan(4, 2, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="full")
+OF_COST = Plan(8, 4, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective")
 MAP_MODELS = ("gpt-2-1.5b", "llama-2-7b", "llama-2-13b", "qwen-2.5-32b", "llama-2-70b", "gpt-3-175b")
 MAP_COUNTS = (1, 8, 16, 32, 64, 128, 256)
 WIRES = ("infiniband-ndr", "ethernet-100g", "ethernet-10g")
+DEVICES = tuple(2**power for power in range(3, 18))
+FAILING = tuple(name for name, rate in RATES.items() if rate.per_device_hour)
+
+
+def degrees_panel(
+    workload: Workload | None = None,
+    cluster: Cluster | Mapping[str, Cluster] | None = None,
+    *,
+    plan: Plan | None = None,
+) -> Panel:
+    """Return a panel with a slider for each degree, and controls of micro-batches, sharding, recompute and the cluster.
+
+    In code: `panel.controls["tensor"].value = 4`, `panel.controls["recompute"].value = "full"`,
+    `panel.controls["sequence_parallel"].value = True`.
+
+    A plan that cannot run is drawn too: its equation, and in words why not.
+
+    Args:
+        workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
+        cluster: what it runs on, or several by name; by default 64 H100s or A100s in nodes of eight.
+        plan: where the controls begin, and all that they do not set.
+
+    Raises:
+        ValueError: there is no cluster, or a degree of the plan is not among the slider's: powers of two, up to the
+            largest cluster's devices.
+    """
+    model = model_by_name("llama-2-7b") if workload is None else workload
+    clusters, base = _clusters(cluster, 64), OF_DEGREES if plan is None else plan
+
+    def draw(on: str = next(iter(clusters)), **values: Any) -> tuple[Figure, str]:
+        there = clusters[on].num_devices
+
+        def picture(step: Step) -> tuple[Figure, str]:
+            return degrees_figure(step, num_devices=there), describe_degrees(step, num_devices=there)
+
+        return _or_why_not(model, clusters[on], base, values, picture)
+
+    return Panel(draw, **_degree_controls(base, clusters))
 
 
 def planner_panel(
     models: Sequence[str] | Mapping[str, Workload] = MODELS,
     cluster: Cluster | Mapping[str, Cluster] | None = None,
     *,
-    plan: Plan = PLAN,
+    plan: Plan = OF_PLANNER,
     tokens: float = 1e12,
 ) -> Panel:
     """Return a panel that plans a run: model, cluster, degrees, price and tokens; memory, a step, days and dollars.
@@ -50,34 +102,104 @@ def planner_panel(
         tokens: of the run, where the slider begins.
 
     Raises:
-        ValueError: there is no model or no cluster, or one is not known.
+        ValueError: there is no model or no cluster, or one is not known; or a degree as in `degrees_panel`.
     """
     if not models:
         raise ValueError("there is no model; pass the name of one at least")
-    presets = {name: cluster_by_name(name, 512) for name in ("dgx-h100", "dgx-a100")}
-    clusters = by_name(presets if cluster is None else cluster, "cluster")
+    clusters = _clusters(cluster, 512)
     workloads = dict(models) if isinstance(models, Mapping) else {name: model_by_name(name) for name in models}
     first = next(iter(clusters))
-    most = max(one.num_devices for one in clusters.values())
 
     def draw(model: str, price: float, trillions: float, on: str = first, **values: Any) -> tuple[Figure, str]:
         run = Run(10**trillions * 1e12, price, Failures("llama-3"))
-        chosen = changed_plan(plan, **values)
 
-        def picture(step: Any) -> tuple[Figure, str]:
+        def picture(step: Step) -> tuple[Figure, str]:
             found = bill(step, run)
             return planner_figure(found), describe_planner(found)
 
-        return or_why_not(workloads[model], clusters[on], chosen, picture)
+        return _or_why_not(workloads[model], clusters[on], plan, values, picture)
 
-    begin = math.log10(tokens / 1e12)
     return Panel(
         draw,
         model=widgets.Dropdown(options=list(workloads), description="model"),
-        **degree_controls(plan, [degree for degree in DEGREES if degree <= most], clusters),
-        price=widgets.FloatSlider(value=2.5, min=0.5, max=10, step=0.1, description="dollars per GPU hour"),
-        trillions=widgets.FloatSlider(
-            value=begin, min=min(-3.0, begin), max=max(2.0, begin), step=0.05, description="tokens: 10^x trillion"
+        **_degree_controls(plan, clusters),
+        **_price_and_tokens(tokens),
+    )
+
+
+def cost_panel(
+    workload: Workload | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    *,
+    tokens: float = 15e12,
+) -> Panel:
+    """Return a panel with the price, the tokens, and the failures: days and price on each number of devices.
+
+    In code: `panel.controls["price"].value = 4.0`, `panel.controls["failures"].value = "llama-3"`.
+
+    Args:
+        workload: the model; a Llama 3 of 70 billion parameters by default.
+        cluster: what it runs on; H100s in nodes of eight by default.
+        plan: on one number of devices; others have more or fewer replicas and the same batch.
+        tokens: of the run, where the slider begins.
+
+    Raises:
+        ValueError: the plan runs or fits on no number of devices.
+    """
+    model = model_by_name("llama-3-70b") if workload is None else workload
+    machine = cluster_by_name(CLUSTERS[0]) if cluster is None else cluster
+    base = OF_COST if plan is None else plan
+    steps, left_out = spread(model, machine, base, counts_of(base))
+    if not steps:
+        raise ValueError(f"the plan runs on no number of devices: {'; '.join(left_out.values())}")
+
+    def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> tuple[Figure, str]:
+        fails = Failures(failures, restart_s=60 * restart_minutes)
+        found = curve([bill(step, Run(10**trillions * 1e12, price, fails)) for step in steps])
+        return draw_cost_curve(found), describe_cost_curve(found)
+
+    return Panel(
+        draw,
+        **_price_and_tokens(tokens),
+        failures=widgets.Dropdown(options=list(RATES), value="llama-3", description="failures"),
+        restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
+    )
+
+
+def goodput_panel(model: Workload | None = None, *, num_devices: int = 16_384) -> Panel:
+    """Return a panel with the devices, the failures, and the times of a restart and a checkpoint: where the time goes.
+
+    In code: `panel.controls["num_devices"].value = 1024`, `panel.controls["times_rate"].value = 2.0`.
+
+    Args:
+        model: the first checkpoint takes as long as its bytes at 2 TB/s; a Llama 3 of 405 billion by default.
+        num_devices: where the slider begins; a power of two from 8 to 131,072.
+
+    Raises:
+        ValueError: the slider has no such number of devices.
+    """
+    if num_devices not in DEVICES:
+        raise ValueError(f"num_devices is {num_devices}; choose one of {', '.join(map(str, DEVICES))}")
+    sized = model_by_name("llama-3-405b") if model is None else model
+    log_first_s = math.log10(checkpoint_bytes(sized, Plan()) / 2e12)
+    low, high = -1.0, 4.0
+
+    def draw(
+        num_devices: int, failures: str, times_rate: float, restart_minutes: float, log_save_s: float
+    ) -> tuple[Figure, str]:
+        name: str | float = failures if times_rate == 1 else RATES[failures].per_device_hour * times_rate
+        asked = Failures(name, restart_s=60 * restart_minutes), num_devices, 10**log_save_s
+        return draw_goodput(*asked), describe_goodput(*asked)
+
+    return Panel(
+        draw,
+        num_devices=widgets.SelectionSlider(options=list(DEVICES), value=num_devices, description="devices"),
+        failures=widgets.Dropdown(options=list(FAILING), description="failures"),
+        times_rate=widgets.FloatSlider(value=1.0, min=0.1, max=10, step=0.1, description="times as often"),
+        restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
+        log_save_s=widgets.FloatSlider(
+            value=min(max(log_first_s, low), high), min=low, max=high, step=0.05, description="save: 10^x seconds"
         ),
     )
 
@@ -86,7 +208,7 @@ def strategy_panel(
     models: Sequence[str] = MAP_MODELS,
     counts: Sequence[int] = MAP_COUNTS,
     *,
-    cluster: str = "dgx-h100",
+    cluster: str = CLUSTERS[0],
     wires: Sequence[str] = WIRES,
 ) -> Panel:
     """Return a panel with the wire between nodes and the batch: which strategy is fastest where.
@@ -119,3 +241,60 @@ def strategy_panel(
         wire=widgets.Dropdown(options=list(wires), description="between nodes"),
         batch_size=widgets.Dropdown(options=[64, 256, 1024], value=256, description="samples per step"),
     )
+
+
+def _clusters(given: Cluster | Mapping[str, Cluster] | None, num_devices: int) -> dict[str, Cluster]:
+    presets = {name: cluster_by_name(name, num_devices) for name in CLUSTERS}
+    return by_name(presets if given is None else given, "cluster")
+
+
+def _or_why_not(
+    workload: Workload, cluster: Cluster, base: Plan, values: dict[str, Any], draw: Callable[[Step], tuple[Figure, str]]
+) -> tuple[Figure, str]:
+    """Draw the step of a plan with what the controls say, or why it cannot run; and say the same."""
+    stage = values.pop("stage")
+    sharding = replace(base.sharding, stage=stage) if base.sharding.stage else Sharding(stage)
+    plan = replace(base, sharding=sharding, **values)
+    try:
+        if plan.world_size > cluster.num_devices:
+            raise ValueError(
+                f"the product is {plan.world_size}, and {cluster.name} has {cluster.num_devices} GPUs: lower a degree "
+                f"until it is at most {cluster.num_devices}"
+            )
+        return draw(simulate(workload, cluster, plan))
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        return impossible_figure(plan, reason), describe_impossible(plan, reason)
+
+
+def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:
+    """Return a slider for each degree and for micro-batches, and the controls of what else a plan says."""
+    choices = [degree for degree in DEGREES if degree <= max(one.num_devices for one in clusters.values())]
+    for axis in AXES:
+        if getattr(base, axis) not in choices:
+            known = ", ".join(map(str, choices))
+            raise ValueError(f"the plan has {axis} = {getattr(base, axis)}; choose one of {known}")
+
+    def slider(options: Sequence[int], name: str, description: str) -> widgets.Widget:
+        return widgets.SelectionSlider(options=list(options), value=getattr(base, name), description=description)
+
+    controls: dict[str, widgets.Widget] = {axis: slider(choices, axis, axis) for axis in reversed(AXES)}
+    controls |= {
+        "num_microbatches": slider(sorted({*DEGREES[:8], base.num_microbatches}), "num_microbatches", "micro-batches"),
+        "stage": widgets.Dropdown(options=list(STAGES.items()), value=base.sharding.stage, description="sharding"),
+        "recompute": widgets.Dropdown(options=list(RECOMPUTES), value=base.recompute, description="recompute"),
+        "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
+    }
+    if len(clusters) > 1:
+        controls["on"] = widgets.Dropdown(options=list(clusters), description="cluster")
+    return controls
+
+
+def _price_and_tokens(tokens: float) -> dict[str, widgets.Widget]:
+    begin = math.log10(tokens / 1e12)
+    return {
+        "price": widgets.FloatSlider(value=2.5, min=0.5, max=10, step=0.1, description="dollars per GPU hour"),
+        "trillions": widgets.FloatSlider(
+            value=begin, min=min(-3.0, begin), max=max(2.0, begin), step=0.05, description="tokens: 10^x trillion"
+        ),
+    }

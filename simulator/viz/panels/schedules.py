@@ -1,19 +1,29 @@
-"""Choose schedules or write one: see the pipeline at once, compare two, and step through them."""
+"""Choose schedules or write one: see the pipeline at once, compare two, and step through them by a clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ipywidgets as widgets
+import numpy as np
+from matplotlib.figure import Figure
 
-from distlab.plan import SCHEDULES, ActionTimes, one_f_one_b, parse_schedule, validate
-from simulator.viz.panels.schedule_timeline import ScheduleTimeline
-from simulator.viz.schedules.run import ScheduleRun, run_schedule
-from simulator.viz.schedules.sweep import NAMES, play
+from distlab.plan import SCHEDULES, ActionTimes, ScheduleError, one_f_one_b, parse_schedule, validate
+from simulator.viz.drawing.boxes import View
+from simulator.viz.drawing.mimebundle import with_picture
+from simulator.viz.panels.panel import Redrawn, dress
+from simulator.viz.schedules.compare import describe_schedules, draw_schedules, stack, words_of
+from simulator.viz.schedules.moment import moments_of, tell_moment
+from simulator.viz.schedules.run import NAMES, ScheduleRun, play, run_schedule
+from simulator.viz.timeline.timeline_widget import Timeline
 
+MAX_LINES = 24  # of the grid under a fault
+Make = Callable[..., Sequence[ScheduleRun]]
 MAX_RANKS, MAX_MICROBATCHES = 64, 1024
 NOTHING = ""
 AUTOMATIC = ("automatic",)  # those that look for an order within a memory limit
+NAME = "your schedule"
 
 
 def schedule_panel(
@@ -58,10 +68,7 @@ def schedule_panel(
         ranks=widgets.IntSlider(ranks, min=2, max=MAX_RANKS, description="ranks"),
         microbatches=widgets.IntSlider(microbatches, min=1, max=MAX_MICROBATCHES, description="micro-batches"),
         stages_per_rank=stages,
-        forward=_length(1.0, "F: forward (ms)"),
-        input_gradient=_length(1.0, "I: input gradient (ms)"),
-        weight_gradient=_length(1.0, "W: weight gradient (ms)"),
-        communication=_length(0.0, "communication (ms)", 0.0),
+        **_lengths(least=0.1),
         memory_limit=limit,
     )
 
@@ -78,8 +85,15 @@ def _check(names: Sequence[str], ranks: int, microbatches: int) -> None:
             raise ValueError(f"{what} is {number}; pass {least} to {most}")
 
 
-def _length(value: float, description: str, least: float = 0.1) -> widgets.FloatSlider:
-    return widgets.FloatSlider(value=value, min=least, max=4.0, step=0.1, description=description, readout_format=".1f")
+def _lengths(least: float) -> dict[str, widgets.Widget]:
+    """Return a slider for each of the times of ActionTimes; a pass takes `least` at least."""
+    look = {"max": 4.0, "step": 0.1, "readout_format": ".1f"}
+    sliders = {
+        name: widgets.FloatSlider(value=1.0, min=least, description=f"{letter}: {name.replace('_', ' ')} (ms)", **look)
+        for name, letter in (("forward", "F"), ("input_gradient", "I"), ("weight_gradient", "W"))
+    }
+    sliders["communication"] = widgets.FloatSlider(value=0.0, min=0.0, description="communication (ms)", **look)
+    return sliders
 
 
 def make_runs(
@@ -106,9 +120,6 @@ def make_runs(
     ]
 
 
-NAME = "your schedule"
-
-
 def schedule_editor(text: str = "") -> ScheduleTimeline:
     """Return an editor of schedules; it starts with `text`, or with 1F1B of three ranks and four micro-batches.
 
@@ -123,14 +134,7 @@ def schedule_editor(text: str = "") -> ScheduleTimeline:
 
     area = widgets.Textarea(first, description="one line per rank", rows=max(4, lines + 1), layout={"width": "100%"})
     area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
-    return ScheduleTimeline(
-        make_run,
-        text=area,
-        forward=_length(1.0, "F: forward (ms)", 0.0),
-        input_gradient=_length(1.0, "I: input gradient (ms)", 0.0),
-        weight_gradient=_length(1.0, "W: weight gradient (ms)", 0.0),
-        communication=_length(0.0, "communication (ms)", 0.0),
-    )
+    return ScheduleTimeline(make_run, text=area, **_lengths(least=0.0))
 
 
 def make_run(*, text: str, **times: float) -> Sequence[ScheduleRun]:
@@ -149,3 +153,127 @@ def _spaced(text: str) -> str:
     rows = [line.split(",") for line in text.splitlines()]
     width = max(len(action) for row in rows for action in row)
     return "\n".join(" ".join(action.ljust(width) for action in row).rstrip() for row in rows)
+
+
+class ScheduleTimeline(Redrawn):
+    """Controls over the timeline of what they ask for: `make` gets their values and returns one run, or two to compare.
+
+    The last control, `moment`, is a clock: it shows what had happened by then and says what each rank does and whom it
+    waits for; at its end everything is shown. Set `controls["name"].value` to move a control in code.
+
+    Where `make` raises a ValueError, its text stands under the picture, which stays as it was.
+
+    Attributes:
+        controls: the controls by name.
+        timeline: the picture.
+        runs: what is shown.
+        error: what `make` raised last time, or None.
+
+    Raises:
+        ValueError: the first settings make no schedule.
+    """
+
+    def __init__(self, make: Make, *, height: int = 420, **controls: Any) -> None:
+        self._make = make
+        self.controls: dict[str, Any] = {}
+        self.error: ValueError | None = None
+        self._moving = False
+        for name, control in controls.items():
+            self.controls[name] = dress(name, control)
+        self.runs = tuple(make(**self.values))
+        self.timeline = Timeline(predicted=self.runs[0].trace, height=height)
+        self._times = np.zeros(2, np.int64)
+        clock = widgets.IntSlider(value=1, min=0, max=1, readout=False, description="step through")
+        self.controls["moment"] = dress("moment", clock)
+        self._play = widgets.Play(value=1, min=0, max=1, interval=400, layout={"width": "9em"})
+        self._show()
+        for name, control in self.controls.items():
+            control.observe(self._clock if name == "moment" else self.redraw, "value")
+        self._play.observe(self._tick, "value")
+        row = widgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
+        parts = [row, widgets.HBox([self._play, clock]), self.timeline]
+        super().__init__(parts if "text" in controls else parts[::-1])
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the controls are set to, by name, without the clock."""
+        return {name: control.value for name, control in self.controls.items() if name != "moment"}
+
+    @property
+    def text(self) -> str:
+        """The text under the picture: what is wrong, if anything is, and what is shown."""
+        return "\n".join(part for part in (self.timeline.problem, self.timeline.summary) if part)
+
+    @property
+    def png(self) -> bytes:
+        """The picture as a figure, in PNG."""
+        return self.timeline.png()
+
+    def _draw_once(self) -> None:
+        try:
+            self.runs = tuple(self._make(**self.values))
+        except ValueError as error:
+            self.error = error
+            self.timeline.problem = "\n\n".join((str(error), *_grid(error)))
+        else:
+            self.error = None
+            self._show()
+
+    def _show(self) -> None:
+        runs, clock = self.runs, self.controls["moment"]
+        self._times = moments_of(max((run.trace for run in runs), key=lambda trace: int(trace.end_ns.max())))
+        everything = clock.value == clock.max
+
+        def picture(view: View | None) -> Figure:
+            return draw_schedules(runs, time_range_s=view)
+
+        with self.timeline.hold_sync():
+            self.timeline.put(stack(runs), words_of(runs), describe_schedules(runs), picture)
+            if not everything:
+                self._clock()
+        last = len(self._times) - 1
+        self._wind(
+            last, last if everything else min(clock.value, last - 1)
+        )  # after the picture, which waits for nothing
+
+    def _wind(self, last: int, value: int) -> None:
+        """Let the clock and its play buttons run to `last`, and set them to `value`."""
+        was_moving = self._moving
+        self._moving = True
+        try:
+            for control in (self.controls["moment"], self._play):
+                with control.hold_sync():  # in one message, so that the page never sees a value beyond the end
+                    control.max = max(last, control.max)
+                    control.value = value
+                    control.max = last
+        finally:
+            self._moving = was_moving
+
+    def _tick(self, change: Any) -> None:
+        """Follow the play buttons."""
+        if not self._moving:
+            self.controls["moment"].value = change["new"]
+
+    def _clock(self, _change: object = None) -> None:
+        """Show what had happened by the clock's time, and say it; at the clock's end, all of it."""
+        if self._moving:
+            return
+        clock, timeline = self.controls["moment"], self.timeline
+        self._play.value = clock.value
+        at_s = float(self._times[min(clock.value, len(self._times) - 1)]) / 1e9
+        everything = clock.value == clock.max
+        text = describe_schedules(self.runs) if everything else tell_moment(self.runs, at_s)
+        with timeline.hold_sync():
+            timeline.until_s = None if everything else at_s
+            timeline.summary = text
+
+    def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the widget, and also the figure and its text for readers without a kernel."""
+        title = self.timeline.title
+        return with_picture(super()._repr_mimebundle_(), self.png, title=title, text=f"{title}. {self.text}")
+
+
+def _grid(error: ValueError) -> tuple[str, ...]:
+    """Return the steps around a schedule's fault, with an arrow, if the error has them."""
+    lines = error.grid.splitlines() if isinstance(error, ScheduleError) else []
+    return ("\n".join([*lines[:MAX_LINES], *(["..."] if len(lines) > MAX_LINES else [])]),) if lines else ()

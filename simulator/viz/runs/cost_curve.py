@@ -6,11 +6,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from simulator.runs.money import Bill, Curve
 from simulator.units import counted, format_span
-from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_heading, put_title
+from simulator.viz.drawing.plot import count_axis, frame, mark_ticks, new_figure, put_heading, put_title
 from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, line_look, text_on_white
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.45, 0.85
@@ -67,7 +66,7 @@ def _price(each: Bill) -> str:
 
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
     counts = sorted({each.num_devices for each in bills})
-    axes.set_xscale("log", base=2)
+    count_axis(axes, counts[:: -(-len(counts) // 8)], "devices")
     axes.set_yscale("log")
     clusters = list(dict.fromkeys(each.step.cluster.name for each in bills))
     for place, cluster in enumerate(clusters):
@@ -83,13 +82,8 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     axes.set_ylim(low / 1.6, high * 1.6)
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
-    few = counts[:: -(-len(counts) // 8)]
-    mark_ticks(axes.xaxis, few, lambda value: f"{value:,.0f}")
     ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
     mark_ticks(axes.yaxis, ticks, _short)
-    axes.yaxis.set_minor_locator(NullLocator())
-    name_axes(axes, "devices")
-    axes.grid(color=GRID, linewidth=0.6, zorder=0)
 
 
 def _short(value: float) -> str:

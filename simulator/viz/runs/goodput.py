@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
 from simulator.runs.failures import Failures
 from simulator.runs.monte_carlo import goodput_by_trial
-from simulator.units import counted, format_span
+from simulator.units import counted, format_span, percent
 from simulator.viz.drawing.plot import (
     GRID,
+    count_axis,
     frame,
     mark_ticks,
     name_axes,
@@ -26,7 +27,6 @@ from simulator.viz.drawing.plot import (
     put_title,
 )
 from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, text_on_white
-from simulator.viz.drawing.wording import percent
 
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.45, 0.85
 PARTS = ("useful", "saving", "lost", "restarting", "slow")
@@ -132,7 +132,7 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     counts = [count for count, _ in rows]
     parts = np.array([[getattr(each, name) for each in (good for _, good in rows)] for name in PARTS])
     tops = parts.cumsum(axis=0)
-    axes.set_xscale("log", base=2)
+    count_axis(axes, counts[:: -(-len(counts) // 5)], "devices", grid=False)
     for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
         below = tops[place - 1] if place else np.zeros(len(counts))
         axes.fill_between(counts, below, tops[place], color=colour, gid=name, linewidth=0, zorder=3)
@@ -140,8 +140,6 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     axes.set_xlim(counts[0], max(counts[-1], counts[0] * 2))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    mark_ticks(axes.xaxis, counts[:: -(-len(counts) // 5)], lambda value: f"{value:,.0f}")
-    name_axes(axes, "devices")
     shown = [
         (name, colour, tops[place][-1] - parts[place][-1] / 2)
         for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True))

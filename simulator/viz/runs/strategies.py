@@ -9,11 +9,10 @@ from matplotlib.figure import Figure
 
 from simulator.advisor.reasons import words_of
 from simulator.advisor.strategies import STRATEGIES, MapCell
-from simulator.units import counted, format_s
+from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, SMALL_PT, TEXT_PT, WIDTH_IN, KindStyle, LegendBox, text_colour
-from simulator.viz.drawing.wording import capitalised, percent
 
 STYLES: Mapping[str, KindStyle] = MappingProxyType(
     {
@@ -42,7 +41,9 @@ def draw_strategy_map(cells: Sequence[MapCell], *, title: str | None = None) -> 
     Raises:
         ValueError: there is no cell.
     """
-    models, counts = _axes(cells)
+    if not cells:
+        raise ValueError("there is no field to draw; pass what strategy_map returned")
+    models, counts = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.num_devices for cell in cells})
     used = [name for name in STRATEGIES if any(cell.strategy == name for cell in cells)]
     boxes = [LegendBox(STYLES[name].colour, "white", STYLES[name].letter, STYLES[name].words) for name in used]
     boxes += [NOTHING] if any(not cell.strategy for cell in cells) else []
@@ -81,12 +82,6 @@ def describe_strategy_map(cells: Sequence[MapCell]) -> str:
         plan = words_of(cell.choice.plan, cell.choice.microbatch)
         lines.append(f"{where}{words} ({plan}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
     return "\n".join(lines)
-
-
-def _axes(cells: Sequence[MapCell]) -> tuple[list[str], list[int]]:
-    if not cells:
-        raise ValueError("there is no field to draw; pass what strategy_map returned")
-    return list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.num_devices for cell in cells})
 
 
 def _degrees(cell: MapCell) -> str:

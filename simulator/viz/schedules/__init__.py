@@ -1,5 +1,4 @@
 """Pipeline schedules: boxes, bubbles, memory.
 
-Read `schedule`, then `run` (what is drawn), `compare` and `bubbles`. `sweep`, `textbook` and `moment` supply figures
-and words.
+Read `schedule`, then `run` (what is drawn), `compare` and `bubbles`. `moment` says one moment in words.
 """

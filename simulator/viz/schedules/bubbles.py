@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from simulator.units import counted
-from simulator.viz.drawing.plot import frame, mark_ticks, name_axes, new_figure, put_title
+from simulator.units import counted, percent
+from simulator.viz.drawing.plot import count_axis, frame, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT
-from simulator.viz.drawing.wording import percent
 from simulator.viz.schedules.compare import count_of
 from simulator.viz.schedules.run import ScheduleRun
 
@@ -49,15 +48,13 @@ def draw_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]], *, title: str | Non
     figure = new_figure(HEIGHT_IN)
     axes = frame(figure, left=0.95, right=3.4, top=TOP_IN, bottom=BOTTOM_IN)
     counts = sorted({count for points in lines.values() for count, _ in points})
-    axes.set_xscale("log", base=2)
     for (name, points), (colour, marker, dash) in zip(lines.items(), cycle(LOOKS), strict=False):
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color=colour, marker=marker, linestyle=dash, linewidth=2.2, markersize=8, label=name)
     axes.axhline(GOOD, color=FAINT, linewidth=1, linestyle=(0, (2, 3)))
     axes.text(counts[0], GOOD, f" {percent(GOOD)} idle", va="bottom", color=FAINT, fontsize=SMALL_PT)
     axes.set_ylim(0, max(max(y for _, y in points) for points in lines.values()) * 1.06 + 0.01)
-    mark_ticks(axes.xaxis, counts, lambda value: f"{value:,.0f}")
-    name_axes(axes, "micro-batches of a step")
+    count_axis(axes, counts, "micro-batches of a step", grid=False)
     _label_idle(axes, "of the step")
     look: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False}
     axes.legend(fontsize=TEXT_PT - 1, handlelength=3.4, **look)

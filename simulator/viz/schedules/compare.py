@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from simulator.units import counted, format_s
+from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side, shaded
 from simulator.viz.drawing.plot import spread_evenly
-from simulator.viz.drawing.wording import capitalised, percent
 from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.timeline.draw_rows import Heading, Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.timeline import MAX_BOXES, view_of

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.units import format_s
-from simulator.viz.drawing.wording import name_ranks
+from simulator.units import format_s, name_ranks
 from simulator.viz.schedules.run import ScheduleRun
 
 MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from simulator.units import percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SHARED, TEXT_PT, WIDTH_IN, LegendBox
-from simulator.viz.drawing.wording import percent
 from simulator.viz.tensor_parallel.shard_card import FUSED, STRIP_IN, Card, draw_card
 from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
 
@@ -191,7 +191,7 @@ def _draw_region(
     `place` is the left end, the top, and the height that the line leaves for weights.
     """
     left, top, tall = place
-    pen.words((left, top - 0.1), region.name, size=TEXT_PT, bold=True, side="left")
+    pen.heading((left, top - 0.1), region.name)
     base = top - HEAD_IN - tall / 2
     x = left
     heads = num_heads if any(len(card.shards.sections) == len(FUSED) for card in region.cards) else None

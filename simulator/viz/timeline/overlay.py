@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distlab.trace import Trace
-from simulator.units import format_s
+from simulator.units import format_s, percent
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.wording import percent
 from simulator.viz.timeline.facts import facts_of
 
 MODEL_ERROR = 0.10

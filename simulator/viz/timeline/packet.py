@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.viz.drawing.boxes import View, fill_of, filled_columns, heights_of, in_view, kinds_at, labels_of
-from simulator.viz.drawing.lanes import Row, Side, lanes_of, place, shaded
+from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
 from simulator.viz.drawing.style import KindStyle, is_first_shade, pale, text_colour
 from simulator.viz.timeline.draw_rows import Scene, limit_of, styles_of
 from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS, all_ranks, chosen_ranks
@@ -42,11 +42,6 @@ def note_of(scene: Scene) -> str:
     total = len(all_ranks(scene.sides))
     drawn = len({row.rank for row in scene.placement.rows})
     return f"{drawn} of {total} ranks" if drawn < total else ""
-
-
-def rows_of(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
-    """Return the rows as the canvas reads them."""
-    return [row._asdict() for row in rows]
 
 
 def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:

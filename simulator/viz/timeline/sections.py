@@ -6,22 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from simulator.units import counted, format_s
+from simulator.units import counted, format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import (
     FAINT,
     KINDS,
-    SMALL_PT,
     TEXT_PT,
     WIDTH_IN,
     KindStyle,
     LegendBox,
     pale,
-    text_colour,
 )
-from simulator.viz.drawing.wording import percent
-from simulator.viz.drawing.words import width_in
 
 Seconds = Mapping[int, Mapping[str, float]]
 SECTION_STYLES: Mapping[str, KindStyle] = {
@@ -83,17 +79,12 @@ def describe_sections(measured: Seconds, predicted: Seconds | None = None) -> st
 def _draw_bar(
     pen: Pen, row: Mapping[str, float], corner: tuple[float, float], tall: float, scale: float, *, is_pale: bool
 ) -> None:
-    x, y = corner
-    whole = sum(row.values())
+    whole, pieces = sum(row.values()), []
     for name in _used([row]):
-        style, wide = SECTION_STYLES[name], row[name] * scale
+        style, share = SECTION_STYLES[name], percent(row[name] / whole)
         fill = pale(style.colour) if is_pale else style.colour
-        pen.box((x, y), wide, tall, fill)
-        share = percent(row[name] / whole)
-        texts = (f"{name} {share}", share, style.letter)
-        text = next((text for text in texts if wide > width_in(text, SMALL_PT) + 0.1), "")
-        pen.words((x + wide / 2, y + tall / 2), text, colour=text_colour(fill))
-        x += wide
+        pieces.append((row[name] * scale, fill, (f"{name} {share}", share, style.letter)))
+    x, y = pen.bar(corner, tall, pieces), corner[1]
     pen.words((x + 0.08, y + tall / 2), format_s(whole), side="left", colour=FAINT)
 
 

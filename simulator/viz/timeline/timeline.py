@@ -8,11 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import format_s
+from simulator.units import format_s, percent
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
 from simulator.viz.drawing.plot import spread_evenly
-from simulator.viz.drawing.wording import percent
 from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
 from simulator.viz.timeline.overlay import Overlay

@@ -21,7 +21,7 @@ from simulator.viz.drawing.mimebundle import NAMES, with_picture
 from simulator.viz.drawing.plot import to_png
 from simulator.viz.timeline.draw_rows import Scene, Words
 from simulator.viz.timeline.overlay import Overlay
-from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack, rows_of
+from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack
 from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, traces_of, words_of
 
 HERE = Path(__file__)  # one module of three: each uses what those before it define
@@ -112,7 +112,7 @@ class Timeline(anywidget.AnyWidget):
         with self.hold_sync():
             self._scene = None  # no packet for the old scene while the parts change
             self.title, self.note, self.summary = words.title, words.note, summary
-            self.rows = rows_of(scene.placement.rows)
+            self.rows = [row._asdict() for row in scene.placement.rows]
             self.headings = [heading._asdict() for heading in scene.headings]
             self.total_height = scene.placement.total_height
             self.kinds = kinds_of(scene.styles)

@@ -5,7 +5,7 @@ import pytest
 from pen_facts import clashes, shapes, words
 
 from simulator.viz import context_figure, describe_context
-from simulator.viz.context_parallel.context_work import ring_work
+from simulator.viz.context_parallel.context import ring_work
 
 
 @pytest.mark.parametrize("order", ["zigzag", "straight"])

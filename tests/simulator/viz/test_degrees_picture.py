@@ -16,7 +16,7 @@ from simulator.viz import (
     placement_figure,
     to_png,
 )
-from simulator.viz.mesh.step_parts import parts_of
+from simulator.viz.mesh.degrees import parts_of
 
 WORKLOAD = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
 CLUSTER = cluster("dgx-h100", 32)

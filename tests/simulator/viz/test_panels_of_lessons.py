@@ -11,7 +11,7 @@ from simulator.viz import (
     ring_panel,  # noqa: E402
     train_step_panel,  # noqa: E402
 )
-from simulator.viz.panels.collectives import LINKS  # noqa: E402
+from simulator.viz.panels.communication import LINKS  # noqa: E402
 
 
 def test_the_ring_plays_from_the_start_to_the_last_step():

@@ -18,7 +18,7 @@ from distlab.notebook.display import DPI, Picture, png_of  # noqa: E402
 from distlab.plan import Mesh, Plan, one_f_one_b  # noqa: E402
 from simulator import cluster, memory_of, model_by_name, simulate  # noqa: E402
 from simulator.viz import to_png  # noqa: E402
-from simulator.viz.drawing.dark import flip  # noqa: E402
+from simulator.viz.drawing.paint import flip  # noqa: E402
 from simulator.viz.drawing.style import LEAST_PT, LINE_COLOURS, RANK_COLOURS, contrast  # noqa: E402
 from simulator.viz.panels import planner  # noqa: E402
 from simulator.viz.show_objects import PICTURES  # noqa: E402

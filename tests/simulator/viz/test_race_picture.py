@@ -8,7 +8,7 @@ import pytest
 from distlab.plan import Link, Protocol
 from simulator import all_reduce_s, hierarchical_all_reduce_s, link
 from simulator.viz import describe_race, draw_race, to_png
-from simulator.viz.collectives.race_times import race, race_takeaway
+from simulator.viz.collectives.race import race, race_takeaway
 
 PLAIN = Link("plain", (Protocol(1e-5, 1e9),))
 

@@ -11,9 +11,10 @@ from simulator.viz.collectives.ring_record import ring_steps
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
-def test_parts_are_as_many_as_the_ring_counts(num_ranks):
+def test_what_is_sent_has_one_part_more_at_each_step_until_it_is_the_sum(num_ranks):
     steps = ring_steps(ring(num_ranks))
-    assert (provenance(steps).sum(axis=3) == steps.held).all()
+    for number, sent in enumerate(steps.chunk):
+        assert (steps.held[number][np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
     assert provenance(steps)[-1].all()
 
 

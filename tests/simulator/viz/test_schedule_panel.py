@@ -9,7 +9,7 @@ from simulator.viz import (
     schedule_editor,  # noqa: E402
     schedule_panel,  # noqa: E402
 )
-from simulator.viz.schedules.sweep import NAMES  # noqa: E402
+from simulator.viz.schedules.run import NAMES  # noqa: E402
 
 
 def test_every_schedule_and_every_control_draws_and_is_said_in_words():

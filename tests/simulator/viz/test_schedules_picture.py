@@ -11,8 +11,8 @@ from simulator.viz import describe_schedules, draw_schedule, draw_schedules, run
 from simulator.viz.drawing.lanes import shaded
 from simulator.viz.drawing.style import KINDS, kind_styles
 from simulator.viz.schedules.moment import MAX_MOMENTS, describe_moment, moments_of
-from simulator.viz.schedules.sweep import NAMES, play
-from simulator.viz.schedules.textbook import textbook_of
+from simulator.viz.schedules.run import NAMES, play
+from simulator.viz.schedules.schedule import textbook_of
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 

@@ -9,10 +9,10 @@ from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
 from distlab.trace import Span, SpanWriter, Trace
 from simulator import cluster, gpt_workload, simulate
+from simulator.units import name_ranks
 from simulator.viz import describe_train_step, draw_train_step, facts_of, step_of, to_png
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
-from simulator.viz.drawing.wording import name_ranks
 
 
 def gpt(sync, num_ranks=4):

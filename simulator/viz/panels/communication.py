@@ -1,28 +1,29 @@
-"""Move through a data-parallel step, and see when compressing its gradients pays."""
+"""Play a recorded ring, race all-reduces, move through a data-parallel step, and see when compressing it pays."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan import Cluster, Plan, Workload
+from distlab.plan import Cluster, Link, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
-from simulator.sweeps.compression import (
-    CompressionSweep,
-    bandwidths,
-    replica_link,
-    sweep_compression,
-)
+from simulator.hardware import presets as hardware
+from simulator.sweeps.compression import CompressionSweep, bandwidths, replica_link, sweep_compression
+from simulator.viz.collectives.race import describe_race, draw_race
+from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
+from simulator.viz.collectives.ring_record import Record, ring_steps
 from simulator.viz.compression.compression import compression_label, describe_compression, draw_compression
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
 from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
 from simulator.viz.panels.panel import Panel, by_name
 
+LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
 COMPRESSIONS = (
     Compression("top_k", ratio=0.01),
     Compression("random_k", ratio=0.01),
@@ -31,6 +32,62 @@ COMPRESSIONS = (
     Compression("powersgd", rank=4),
 )
 ALL_COMPRESSIONS = "all"
+
+
+def ring_panel(record: Record, operation: str | None = None) -> Panel:
+    """Return a panel that plays the steps of a recorded ring; step 0 is what every rank holds before the first.
+
+    In code: `panel.controls["step"].value = 3`.
+
+    Args:
+        record: the records of one ring (`ranks.records()`), or a trace whose spans name their peers.
+        operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
+
+    Raises:
+        ValueError: the record is not of a ring; the text says why.
+    """
+    steps = ring_steps(record, operation)
+    last = len(steps.chunk)
+
+    def draw(step: int) -> tuple[Figure, str]:
+        return draw_ring_frame(steps, step), describe_ring_frame(steps, step)
+
+    return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
+
+
+def race_panel(
+    links: Mapping[str, Link] | Sequence[str] | None = None,
+    num_ranks: int = 8,
+    algorithms: Sequence[str] | None = None,
+) -> Panel:
+    """Return a panel with a drop-down of links and a slider of ranks, 2 to 64.
+
+    In code: `panel.controls["link"].value = "nvlink4"` and `panel.controls["num_ranks"].value = 16`.
+
+    Args:
+        links: names of presets, or links by name (such as one fitted to this machine); by default the presets of
+            Ethernet, PCIe, InfiniBand and NVLink.
+        num_ranks: where the slider begins.
+        algorithms: as `draw_race`.
+
+    Raises:
+        ValueError: an unknown link, no links, or fewer than 2 ranks.
+    """
+    if isinstance(links, Mapping):
+        table = dict(links)
+    else:
+        table = {name: hardware.link(name) for name in (LINKS if links is None else links)}
+    if not table or num_ranks < 2:
+        raise ValueError(f"{len(table)} links and {num_ranks} ranks; pass at least one link and 2 ranks")
+
+    def draw(link: str, num_ranks: int) -> tuple[Figure, str]:
+        return draw_race(table[link], num_ranks, algorithms), describe_race(table[link], num_ranks, algorithms)
+
+    return Panel(
+        draw,
+        link=widgets.Dropdown(options=list(table), value=next(iter(table)), description="link"),
+        num_ranks=widgets.IntSlider(value=num_ranks, min=2, max=max(64, num_ranks), description="ranks"),
+    )
 
 
 def train_step_panel(trace: Trace | Mapping[str, Trace], *, rank: int = 0) -> Panel:
@@ -106,15 +163,11 @@ def compression_panel(
     workloads = by_name(workload, "model")
     speeds = tuple(bandwidths() if bytes_per_s is None else bytes_per_s)
     named = {compression_label(each): each for each in compressions}
-    sweeps: dict[tuple[str, str], CompressionSweep] = {}
 
+    @cache
     def sweep_of(model: str, compressor: str) -> CompressionSweep:
-        if (model, compressor) not in sweeps:
-            chosen = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
-            sweeps[model, compressor] = sweep_compression(
-                workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds
-            )
-        return sweeps[model, compressor]
+        chosen = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
+        return sweep_compression(workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds)
 
     def draw(log_bytes_per_s: float, compressor: str, model: str = next(iter(workloads))) -> tuple[Figure, str]:
         sweep, at = sweep_of(model, compressor), 10**log_bytes_per_s
