@@ -28,6 +28,7 @@ from simulator.export.parts import (
 )
 from simulator.plan_file import PlanFile
 from simulator.runs.money import tokens_of
+from simulator.units import counted
 
 TOOL = "torchtitan"
 # Names of models here, and the module and function of torchtitan's configuration. That of llama-3-405b is in float8.
@@ -86,8 +87,8 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     notes = torchtitan_notes(said)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
     lines = [
-        f'"""{plan.world_size} ranks on {-(-plan.world_size // _per_node(said))} nodes: MODULE={NAME} CONFIG={NAME} '
-        './run_train.sh (torchtitan 0.3)."""',
+        f'"""{plan.world_size} ranks on {counted(-(-plan.world_size // _per_node(said)), "node")}: MODULE={NAME} '
+        f'CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
         "",
         *(f"# {note}" for note in notes),
         *([""] if notes else []),
