@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from distlab.measure.count.on_meta import FusedOnMeta, on_meta
 from distlab.plan import Layer, Work, Workload
 
 HEAD = "head and loss"
@@ -88,7 +87,7 @@ def workload_from_module(
     for parameter in module.parameters():  # accumulate into zeros: what a step with bucketed gradients does
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        with _Counter(layers) as counter, _FusedOnMeta():
+        with on_meta(module), _Counter(layers) as counter, FusedOnMeta():
             value = counter.run_forward(module, loss)
             if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
                 raise ValueError("the loss must be a scalar tensor that requires grad; return the mean over the batch")
@@ -97,13 +96,6 @@ def workload_from_module(
             counter.phase = "optimizer"
             if optimizer is not None:
                 optimizer.step()
-    except RuntimeError as error:
-        if not any(p.is_meta for p in module.parameters()):
-            raise
-        why = f"where no tensor has values: {str(error).splitlines()[0][:120]}"
-        raise ValueError(
-            f"{type(module).__name__} does not run on the meta device, {why}; count it on the CPU"
-        ) from error
     finally:
         module.load_state_dict(state)
         state_bytes = _optimizer_bytes(optimizer)
@@ -257,19 +249,6 @@ class _Counter(TorchDispatchMode):
         if any(t.untyped_storage()._cdata in self.held for t in _tensors(args)):
             return False  # it reads the weight: that is what the input's gradient needs
         return any(tuple(t.shape) in counts.weight_shapes() for t in _tensors(result))
-
-
-class _FusedOnMeta(TorchFunctionMode):
-    """Calls the CPU's fused attention for tensors on the meta device, for which torch has the plain kernels alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-        given |= kwargs or {}
-        if func is not scaled_dot_product_attention or given.get("dropout_p") or given["query"].device.type != "meta":
-            return func(*args, **(kwargs or {}))
-        known = {name: given[name] for name in ("is_causal", "attn_mask", "scale") if name in given}
-        states = (given[name] for name in ("query", "key", "value"))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, **known)[0]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
