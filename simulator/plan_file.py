@@ -170,6 +170,24 @@ def _told(table: str) -> Iterator[None]:
         raise ValueError(f"[{table}] {error}") from None
 
 
+@contextmanager
+def told_of(path: Path | str | None) -> Iterator[None]:
+    """Say which plan file is meant in what the block raises; None: the plan is of no file.
+
+    Raises:
+        ValueError: what the block raises, or a file that it cannot read, behind the path.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        is_named = str(getattr(error, "filename", error)).startswith(str(path))
+        if path is None or is_named:
+            raise
+        if isinstance(error, OSError):
+            raise ValueError(f"{path}: [workload] config {error.filename}: {error.strerror}") from None
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _toml(value: Any) -> str:
     if is_dataclass(value):
         return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in given(value).items()) + " }"

@@ -38,7 +38,7 @@ def positive_number(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; pass one such as 1e12")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; pass one above 0, such as 2.5 or 1e12")
     return value
 
 

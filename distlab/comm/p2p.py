@@ -233,7 +233,7 @@ def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup 
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """Return the work of a call that this rank takes part in."""
+    """Return the request that torch gave for a call; a rank of the group always gets one."""
     assert work is not None, "only ranks outside the group get no request, and those were refused"
     return work
 

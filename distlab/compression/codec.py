@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 
 class TopKCodec(NamedTuple):
-    """Values, then 32-bit indices."""
+    """Top-k as one message: the values that are kept, of b bytes each, then their indices in 32 bits."""
 
     ratio: float
 
@@ -49,7 +49,7 @@ class TopKCodec(NamedTuple):
         return f"top_k of ratio {self.ratio}"
 
     def encode(self, vector: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
-        """[E] -> [k (b + 4)] uint8."""
+        """Write the k largest of E values into one message, [E] -> [k (b + 4)] uint8."""
         indices, values = top_k(vector, num_kept(vector.numel(), self.ratio))
         return _join(values.to(dtype), indices.to(torch.int32))
 

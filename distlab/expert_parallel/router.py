@@ -66,7 +66,9 @@ class Router(nn.Module):
                 f"Router: a token cannot ask {top_k} of {num_experts} experts; pass top_k <= {num_experts}"
             )
         if normalise and top_k == 1:
-            raise ValueError("Router: one normalised choice always has weight 1, which no router learns from; leave it")
+            raise ValueError(
+                "Router: one normalised choice has weight 1, from which none learns; pass normalise=False or top_k 2"
+            )
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(f"Router: capacity_factor is {capacity_factor!r}; pass a positive number, or None")
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k

@@ -117,7 +117,7 @@ class ParameterBag(nn.Module):
             self.register_parameter(name.replace(".", "/"), parameter)
 
     def named_parameters(self, *args: object, **options: object) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield them by their real names."""
+        """Yield the parameters by the names that they have in the model."""
         for name, parameter in self._parameters.items():
             assert parameter is not None, "none was put in"
             yield name.replace("/", "."), parameter

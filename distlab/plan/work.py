@@ -29,6 +29,7 @@ COLUMNS = (
     "logits_bytes",
     "output_bytes",
     "widest_bytes",
+    "frozen_bytes",
 )
 
 
@@ -64,6 +65,7 @@ class Layer:
             sequence is split.
         parameter_axes: which ranks divide each parameter tensor: "tensor", "expert" (whole experts), or "" for none.
             A tensor that is not named is not divided, unless tensor_parameters says that all or none are.
+        frozen_bytes: bytes of parameters that are not trained; every rank of the stage has all of them.
         sequence_calls: kind and elements of the calls in backward with which ranks of sequence parallelism combine
             gradients of parameters that they all hold.
     """
@@ -90,6 +92,7 @@ class Layer:
     sequence_calls: tuple[tuple[str, int], ...] = ()
     uncounted_flops: float = 0.0
     kept_until_weights_bytes: int | None = None
+    frozen_bytes: int = 0
 
     def __post_init__(self) -> None:
         parts = {

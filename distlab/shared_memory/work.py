@@ -36,7 +36,7 @@ class End:
             self._latch.acquire()
 
     def come(self, error: BaseException | None = None) -> None:
-        """Say that the call is over, and how; what was said first counts."""
+        """Mark the call as over, with its error if it failed; of two reports the first counts."""
         with self._guard:
             if self.is_over:
                 return

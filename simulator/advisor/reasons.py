@@ -24,6 +24,7 @@ RULES = {
     "expert": "Spread experts over ranks: each token goes to few, so most of them need not be on every rank.",
     "recompute": "Recompute when activations do not fit: first attention's scores, then all of a layer.",
     "sequence_parallel": "Where there are tensor ranks, split the sequence between their layers: it saves memory.",
+    "batch": "Choose a batch that the devices divide: data parallelism alone is then among the plans.",
     "alone": "Do not distribute: one device holds it all, and nothing needs to be sent.",
 }
 
@@ -56,7 +57,7 @@ def reasons(search: Search, best: Choice) -> list[Reason]:
     if plan.world_size == 1:
         return [Reason("one device", "", RULES["alone"])]
     plain = {"recompute": "none", "sequence_parallel": False, "sharding": 0}
-    has = {name: getattr(plan, name) for name in RULES if name not in ("alone", "sharding")}
+    has = {name: getattr(plan, name) for name in RULES if name not in ("alone", "batch", "sharding")}
     has["sharding"] = plan.sharding.stage
     found = []
     for name, rule in RULES.items():
@@ -64,6 +65,10 @@ def reasons(search: Search, best: Choice) -> list[Reason]:
         if name in has and has[name] != without:
             text = _instead(search, best, np.asarray(columns[name] == without))
             found.append(Reason(name if has[name] is True else f"{name} = {has[name]}", text, rule))
+    num, batch = plan.world_size, search.found.question.batch_size
+    if batch % num:
+        text = f"{num} devices do not divide it, so that not all of them can be replicas"
+        found.append(Reason(f"batch = {batch}", text, RULES["batch"]))
     return found
 
 
@@ -72,7 +77,9 @@ def _instead(search: Search, best: Choice, among: NDArray[np.bool_]) -> str:
     if floor == np.inf:
         return "without it nothing fits"
     if floor > best.seconds:
-        return f"without it a step takes at least {floor / best.seconds - 1:.0%} longer"
+        more = floor / best.seconds - 1
+        part = f"at least {more:.{0 if more >= 0.01 else 1}%} " if more >= 5e-4 else ""
+        return f"without it a step takes {part}longer"
     before = search.num_simulated
     other = search.best(1, among=among, most=MOST_TRIED)
     is_all = search.num_simulated < before + MOST_TRIED

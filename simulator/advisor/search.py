@@ -151,6 +151,11 @@ class Search:
         own = self.pipelines
         return max(own.short_s(row), own.bound_s(row)) if self.found.pipeline[row] > 1 else 0.0
 
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that a device holds at least under the plan that needs least."""
+        return min(map(self.pipelines.least_bytes, range(len(self.found))))
+
     def too_large(self) -> list[int]:
         """Return rows that do not fit and could be faster than the best, those that lack least memory first."""
         best = min((choice.seconds for choice in self.choices), default=np.inf)

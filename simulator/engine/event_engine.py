@@ -75,7 +75,9 @@ def run(graph: Graph, contention: Contention | None = None, cores: SharedCores |
         return times
     missing += [need for need in graph.need if need >= len(graph)]
     if missing:
-        raise ValueError(f"an operation needs operation {missing[0]}; the graph has {len(graph)}")
+        raise ValueError(
+            f"an operation needs operation {missing[0]}; the graph has {len(graph)}: add it, or need another"
+        )
     return _Contended(graph, slow, cores).run()
 
 

@@ -24,6 +24,7 @@ from simulator.export.parts import (
     types_of,
 )
 from simulator.plan_file import PlanFile
+from simulator.units import counted
 
 TOOL = "Accelerate"
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
@@ -106,7 +107,7 @@ def _notes(said: PlanFile, wish: Wish) -> list[str]:
         notes.append(f"in code, Accelerator(gradient_accumulation_steps={plan.num_microbatches})")
     if plan.world_size > devices_per_node(said):
         notes.append("on each node, accelerate launch --machine_rank N --main_process_ip HEAD")
-    notes.append(f"in code, a DataLoader of {said.workload.microbatch_size} samples per rank")
+    notes.append(f"in code, a DataLoader of {counted(said.workload.microbatch_size, 'sample')} per rank")
     if wish.max_norm is not None and sharding.stage != 1:
         notes.append(f"in code, accelerator.clip_grad_norm_(parameters, {wish.max_norm})")
     if plan.float8 != "none":

@@ -29,6 +29,7 @@ from simulator.export.parts import (
 )
 from simulator.plan_file import PlanFile
 from simulator.runs.money import tokens_of
+from simulator.units import counted
 
 TOOL = "torchtitan"
 # Names of models here, and the module and function of torchtitan's configuration. That of llama-3-405b is in float8.
@@ -87,9 +88,9 @@ def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     module, function = MODELS[said.workload.model or ""]
     notes = torchtitan_notes(said)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
-    nodes = -(-plan.world_size // devices_per_node(said))
+    nodes = counted(-(-plan.world_size // devices_per_node(said)), "node")
     lines = [
-        f'"""{plan.world_size} ranks on {nodes} nodes: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
+        f'"""{plan.world_size} ranks on {nodes}: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
         "",
         *(f"# {note}" for note in notes),
         *([""] if notes else []),

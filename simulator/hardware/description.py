@@ -15,13 +15,13 @@ def given(record: Any) -> dict[str, Any]:
 
 
 class _Figures:
-    """Figures of hardware: times and sizes are >= 0, rates are > 0."""
+    """Figures of hardware: times, sizes and rates that a machine may have; others are slips of the hand."""
 
     def __post_init__(self) -> None:
         for name, value in given(self).items():
-            if value < 0 or (value == 0 and name.endswith("_per_s")):
-                least = "greater than zero" if name.endswith("_per_s") else ">= 0"
-                raise ValueError(f"{name} is {value!r}; write a number {least}")
+            least, most = (1.0, 1e24) if name.endswith("_per_s") else (0.0, 1e18 if name.endswith("_bytes") else 1e4)
+            if not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; write a number from {least:g} to {most:g}")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Layout:
         return max(groups, key=lambda group: group.exchange_ns("all_reduce", LARGE_BYTES))
 
     def rows(self, axes: Sequence[str], pipeline: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of these groups, counted from the first rank of the first's node."""
+        """Return the ranks of each of these groups, from 0: the first one on the node where the first group begins."""
         return _rows(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
 
     def crosses_nodes(self, here: int, there: int) -> bool:

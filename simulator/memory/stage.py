@@ -22,6 +22,7 @@ from simulator.memory.model_states import (
     KINDS,
     LOGITS,
     OPTIMIZER,
+    PARAMETERS,
     TEMPORARY,
     count_states,
 )
@@ -144,6 +145,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_bu
     _add_context(table, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units, flat_buffers=flat_buffers)
+    states.always[PARAMETERS] += table["frozen_bytes"].sum()
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
     return StageBytes(

@@ -38,6 +38,7 @@ class AttentionProducts(NamedTuple):
     queries: int
     keys_and_values: int
     inputs: int
+    convolution: int = 0
 
     def shapes(self, tokens: int) -> tuple[Product, ...]:
         """Return the products that tensor ranks divide; those with one input, such as queries and keys, run as one."""
@@ -46,6 +47,16 @@ class AttentionProducts(NamedTuple):
             Product(tokens, sum(rows for rows, own in self.heads if own == depth), depth, "columns") for depth in depths
         ]
         return (*wide, Product(tokens, *self.output, "depth"))
+
+    @classmethod
+    def of_convolution(cls, h: int, width: int) -> AttentionProducts:
+        """Return those of a short convolution in place of attention: one product makes its input and two gates.
+
+        Its channels are divided; rows that context ranks fetch from neighbours (width - 1 each) are not counted.
+
+        Source: Liquid AI 2025, LFM2 (transformers, modeling_lfm2.py, Lfm2ShortConv).
+        """
+        return cls((), (), ((3 * h, h),), (h, h), h, 2 * h, h, width)
 
     @classmethod
     def of(cls, h: int, heads: tuple[int, int, int], latent: LatentSizes | None) -> AttentionProducts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.models.attention_products import AttentionProducts, LatentSizes
@@ -41,6 +42,8 @@ class LlamaSizes:
         head_norms: queries and keys are normed head by head.
         wide_norms: queries and keys are normed over all heads, by a weight for each element.
         windows: of each layer, how many positions a token sees, None: all before it; (): all of all layers.
+        convolutions: of each layer, how many positions a convolution sees that is there in place of attention (LFM2),
+            0: it has attention; (): all have.
         latent: latent attention, or None.
         mixture: experts, or None.
 
@@ -68,6 +71,7 @@ class LlamaSizes:
     head_norms: bool = False
     wide_norms: bool = False
     windows: tuple[int | None, ...] = ()
+    convolutions: tuple[int, ...] = ()
     latent: LatentSizes | None = None
     mixture: Mixture | None = None
 
@@ -82,8 +86,9 @@ class LlamaSizes:
             )
         if self.mixture and self.mixture.dense_layers > self.num_layers:
             raise ValueError(f"Llama: {self.mixture.dense_layers} of {self.num_layers} layers are dense; use fewer")
-        if len(self.windows) not in (0, self.num_layers):
-            raise ValueError(f"Llama: {len(self.windows)} windows for {self.num_layers} layers; pass one for each")
+        for name in ("windows", "convolutions"):
+            if (count := len(getattr(self, name))) not in (0, self.num_layers):
+                raise ValueError(f"Llama: {count} {name} for {self.num_layers} layers; pass one for each")
 
     @property
     def num_parameters(self) -> int:
@@ -113,13 +118,9 @@ def llama_workload(
         ValueError: a size is less than 1.
     """
     require_sizes("Llama", sequence_length=sequence_length, microbatch_size=microbatch_size)
-    mixture, length = sizes.mixture, (sequence_length, microbatch_size)
-    kinds = [_block(sizes, *length, sizes.feed_forward_size)] * (mixture.dense_layers if mixture else sizes.num_layers)
-    if mixture:
-        kinds += [_mixed(sizes, *length, mixture)] * (sizes.num_layers - mixture.dense_layers)
-    if sizes.windows:
-        kinds = [_with_window(block, window) for block, window in zip(kinds, sizes.windows, strict=True)]
-    blocks = tuple(replace(block, name=f"block {index}") for index, block in enumerate(kinds))
+    kinds = [_kind(sizes, layer) for layer in range(sizes.num_layers)]
+    made = {kind: _make(sizes, sequence_length, microbatch_size, kind) for kind in dict.fromkeys(kinds)}
+    blocks = tuple(replace(made[kind], name=f"block {index}") for index, kind in enumerate(kinds))
     tokens = sequence_length * microbatch_size
     width, vocabulary = sizes.hidden_size, sizes.vocab_size
     head = head_layer(
@@ -138,23 +139,34 @@ def llama_workload(
     )
 
 
-def _products(sizes: LlamaSizes) -> AttentionProducts:
-    size = sizes.head_size or sizes.hidden_size // sizes.num_heads
-    return AttentionProducts.of(sizes.hidden_size, (sizes.num_heads, sizes.num_key_value_heads, size), sizes.latent)
+class _Kind(NamedTuple):
+    has_experts: bool
+    window: int | None
+    convolution: int
 
 
-def _mixed(sizes: LlamaSizes, sequence: int, batch: int, mixture: Mixture) -> Layer:
-    width = mixture.expert_size or sizes.feed_forward_size
-    block = _block(sizes, sequence, batch, mixture.shared_size)
-    return with_experts(block, _feed_forward(sizes, sequence * batch, width), _wide(sizes, width), mixture)
-
-
-def _with_window(block: Layer, window: int | None) -> Layer:
-    regions = (
-        replace(region, attention=region.attention and replace(region.attention, window=window))
-        for region in block.regions
+def _kind(sizes: LlamaSizes, layer: int) -> _Kind:
+    return _Kind(
+        bool(sizes.mixture and sizes.mixture.has_experts(layer)),
+        sizes.windows[layer] if sizes.windows else None,
+        sizes.convolutions[layer] if sizes.convolutions else 0,
     )
-    return replace(block, regions=tuple(regions))
+
+
+def _make(sizes: LlamaSizes, sequence: int, batch: int, kind: _Kind) -> Layer:
+    mixture = sizes.mixture if kind.has_experts else None
+    block = _block(sizes, sequence, batch, mixture.shared_size if mixture else sizes.feed_forward_size, kind)
+    if mixture:
+        width = mixture.expert_size or sizes.feed_forward_size
+        block = with_experts(block, _feed_forward(sizes, sequence * batch, width), _wide(sizes, width), mixture)
+    return block
+
+
+def _products(sizes: LlamaSizes, convolution: int) -> AttentionProducts:
+    h, size = sizes.hidden_size, sizes.head_size or sizes.hidden_size // sizes.num_heads
+    if convolution:
+        return AttentionProducts.of_convolution(h, convolution)
+    return AttentionProducts.of(h, (sizes.num_heads, sizes.num_key_value_heads, size), sizes.latent)
 
 
 def _wide(sizes: LlamaSizes, width: int) -> Shapes:
@@ -163,19 +175,20 @@ def _wide(sizes: LlamaSizes, width: int) -> Shapes:
     return (*into, (sizes.hidden_size, width)) if width else ()
 
 
-def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
+def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int, kind: _Kind) -> Layer:
     """Return a block with a feed-forward part of a width; 0: it has none, since experts take its place."""
-    h, tokens, own, wide = sizes.hidden_size, sequence * batch, _products(sizes), _wide(sizes, width)
+    h, tokens, own, wide = sizes.hidden_size, sequence * batch, _products(sizes, kind.convolution), _wide(sizes, width)
     count = sizes.norm_parameters
     first, others = (count, (sizes.num_norms - 1) * count) if count else (0, 0)
     parts: list[tuple[tuple[int, ...], str]] = [((h,), "")] * first + [(shape, "") for shape in own.narrow]
     parts += [(shape, "tensor") for shape in (*own.heads, own.output, *_biases(sizes, own))]
+    parts += [((h, own.convolution), "tensor")] if own.convolution else []
     parts += [((size,), "") for size in (*own.norms, *_norms_of_heads(sizes, own), *(h,) * others)]
     parts += [((h,), "")] * sizes.output_bias + [(shape, "tensor") for shape in wide]
     if sizes.feed_forward_biases and width:
         parts += [((width,), "tensor")] * (2 if sizes.is_gated else 1) + [((h,), "")]
     before = (*own.heads, own.output)
-    regions = [with_operators(_attention(sizes, own, sequence, tokens), before, tokens)]
+    regions = [with_operators(_attention(sizes, own, sequence, tokens, kind.window), before, tokens)]
     if width:
         part = _feed_forward(sizes, tokens, width)
         regions.append(with_operators(part, wide, tokens, first=len(before), is_last=True))
@@ -184,9 +197,12 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
     norms = sizes.num_norms  # each is read and written, and so are two sums
     outside = Work(latent, (4 * norms + 8) * tokens * h + 16 * tokens * sum(own.norms), norms + 2 + 2 * len(own.narrow))
     narrow = Work(latent, 0, len(own.narrow))
-    scores, score_bytes = _scores(sizes, own, sequence, tokens), 2 * sizes.num_heads * sequence * tokens
+    scores, score_bytes = (
+        _scores(sizes, own, sequence, tokens),
+        0 if own.convolution else 2 * sizes.num_heads * sequence * tokens,
+    )
     divided = 2 * tokens * (own.queries + own.keys_and_values + own.output[1] + _normed(sizes, own)) + score_bytes
-    divided += (8 if sizes.is_gated else 4) * tokens * width
+    divided += (8 if sizes.is_gated else 4) * tokens * width + (4 * tokens * h if own.convolution else 0)
     return Layer(
         name="block",
         **parameters(parts),
@@ -197,7 +213,7 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int) -> Layer:
         output_bytes=2 * tokens * h,
         tensor_activation_bytes=divided,
         score_bytes=score_bytes,
-        score_forward=scores,
+        score_forward=scores if score_bytes else Work(),
         input_bytes=2 * tokens * h,
         regions=tuple(regions),
         splits_positions=True,
@@ -212,6 +228,8 @@ def _biases(sizes: LlamaSizes, own: AttentionProducts) -> tuple[tuple[int, ...],
 
 def _norms_of_heads(sizes: LlamaSizes, own: AttentionProducts) -> tuple[int, ...]:
     """Return the parameters of the norms of queries and of keys."""
+    if own.convolution:
+        return ()
     if sizes.wide_norms:
         return own.queries, own.keys_and_values // 2
     return (own.output[1] // sizes.num_heads,) * 2 if sizes.head_norms else ()
@@ -219,16 +237,22 @@ def _norms_of_heads(sizes: LlamaSizes, own: AttentionProducts) -> tuple[int, ...
 
 def _normed(sizes: LlamaSizes, own: AttentionProducts) -> int:
     """Return how many elements of a token's queries and keys are normed."""
-    return own.queries + own.keys_and_values // 2 if sizes.wide_norms or sizes.head_norms else 0
+    is_normed = (sizes.wide_norms or sizes.head_norms) and not own.convolution
+    return own.queries + own.keys_and_values // 2 if is_normed else 0
 
 
 def _scores(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int) -> Work:
-    """Return two products over all pairs of positions, and the softmax between them, in three kernels."""
+    """Return two products over all pairs of positions, and the softmax between them, in three kernels.
+
+    A convolution has three as well: two gates and itself.
+    """
+    if own.convolution:
+        return Work(num_kernels=3)
     flops = 2.0 * tokens * sequence * (own.queries + own.output[1])
     return Work(flops, 4 * sizes.num_heads * sequence * tokens, 3)
 
 
-def _attention(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int) -> Region:
+def _attention(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens: int, window: int | None) -> Region:
     """Return attention: products of heads and of the output, norms and scores between; one kernel more in backward."""
     inputs = 2.0 * tokens * sum(rows * columns for rows, columns in own.heads)
     both, products = inputs + 2.0 * tokens * math.prod(own.output), len(own.heads) + 1
@@ -236,24 +260,26 @@ def _attention(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens:
     scores = _scores(sizes, own, sequence, tokens)
     stream = 4 * tokens * (own.queries + own.keys_and_values + own.output[1] + normed)
     back = Work(2 * scores.matmul_flops, scores.memory_bytes, 4)
+    inner = Attention(
+        sizes.num_heads,
+        sizes.num_heads if sizes.latent else sizes.num_key_value_heads,
+        sequence,
+        query_bytes=2 * tokens * own.queries,
+        key_value_bytes=2 * tokens * own.keys_and_values,
+        key_value_gradient_bytes=4 * tokens * own.keys_and_values,  # float32
+        forward=scores,
+        backward=back,
+        window=window,
+    )
     return Region(
-        "attention",
+        "convolution" if own.convolution else "attention",
         forward=Work(both, stream, count) + scores,
         input_gradient=Work(both, stream, count) + back,
         weight_gradient=Work(both, 0, products),
         input_bytes=2 * tokens * own.inputs,
         output_bytes=2 * tokens * sizes.hidden_size,
         beside=Work(inputs, 0, products - 1),
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_heads if sizes.latent else sizes.num_key_value_heads,
-            sequence,
-            query_bytes=2 * tokens * own.queries,
-            key_value_bytes=2 * tokens * own.keys_and_values,
-            key_value_gradient_bytes=4 * tokens * own.keys_and_values,  # float32
-            forward=scores,
-            backward=back,
-        ),
+        attention=None if own.convolution else inner,
         products=own.shapes(tokens),
     )
 

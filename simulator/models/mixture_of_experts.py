@@ -30,6 +30,8 @@ class Mixture:
         expert_size: width of an expert; None: of the feed-forward part.
         shared_size: width of the part that every token passes; 0: there is none.
         dense_layers: blocks at the start of the model that have a plain feed-forward part.
+        every: of the blocks behind them, one in so many has experts: the last of each so many, counted from the first
+            block of the model. 1: all have.
         router_bias: the router has a number per expert that balances loads (DeepSeek-V3).
         most_groups: groups of experts, and how many of them a token may go to (DeepSeek-V3); None: no limit.
     """
@@ -40,11 +42,14 @@ class Mixture:
     expert_size: int | None = None
     shared_size: int = 0
     dense_layers: int = 0
+    every: int = 1
     router_bias: bool = False
     most_groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        require_sizes("experts", num_experts=self.num_experts, top_k=self.top_k, expert_size=self.expert_size)
+        require_sizes(
+            "experts", num_experts=self.num_experts, top_k=self.top_k, expert_size=self.expert_size, every=self.every
+        )
         if self.top_k > self.num_experts:
             raise ValueError(f"experts: top_k is {self.top_k} of {self.num_experts} experts; choose at most all")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
@@ -58,6 +63,10 @@ class Mixture:
                 f"experts: a token goes to {most} of {groups} groups; groups must divide {self.num_experts} experts, "
                 f"and those of a token hold {self.top_k}"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a block, counted from 0, has experts."""
+        return layer >= self.dense_layers and (layer + 1) % self.every == 0
 
     @property
     def rows_per_token(self) -> float:

@@ -86,10 +86,11 @@ def test_failures_make_runs_longer_and_the_file_keeps_the_run(capsys, tmp_path):
     [
         (["--curve", "curve.png"], "add --tokens"),
         (["--failures", "weekly"], "one of llama-3"),
+        (["--hidden", "65536", "--gpus", "2"], "no plan fits: on 2 devices each holds at least "),
         (["--gpus", "12"], "--gpus 12 does not fill nodes of 8"),
         (["--microbatch", "2"], "--microbatch is what the search chooses"),
         (["--days", "3"], "add --tokens"),
-        (["--days", "1e-9", "--tokens", "1e12"], "no plan fits within 1e-09 days: the shortest takes "),
+        (["--days", "1e-9", "--tokens", "1e12"], "no plan ends within 1e-09 days: the shortest takes "),
         (["--cluster", "dgx-x"], "'dgx-x' is neither a preset nor a file"),
         (["--cluster", "dgx-a100:1", "--cluster", "dgx-h100"], "some clusters have a price and others none"),
         (["--model", "gpt-3-175b"], "has its own sizes"),

@@ -212,3 +212,41 @@ def test_an_empty_name_of_a_plan_file_is_not_a_plan_of_defaults(capsys, command)
     """A script whose variable is empty was once told the step of the default plan."""
     assert main([*command, ""]) == 2
     assert "directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ("[workload]\nnum_heads = 17\n[plan]\ndata = 8", r"\[workload\] GPT: 17 heads do not divide hidden_size 2048"),
+        ("[workload]\nconfig = 'none.json'", r"\[workload\] config none.json: No such file or directory"),
+        ("[plan]\ntensor = 3", r"3 \(tensor\) ranks cannot divide 16 heads evenly; use a divisor of 16"),
+        ("[plan]\npipeline = 30", r"the plan has 30 pipeline stages; workload 'GPT 1.32B' has 26 layers"),
+        ("[cluster]\nname = 'none'", r"\[cluster\] no preset 'none' among the clusters"),
+        ("[plan]\ndata = 2000000", r"the plan has 2,000,000 ranks; simulate takes at most"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "cost"])
+def test_what_is_wrong_in_a_plan_file_is_told_with_its_name(tmp_path, capsys, command, tables, told):
+    path = tmp_path / "odd.toml"
+    path.write_text(f"{tables}\n[run]\nnum_tokens = 1e9\n")
+    assert main([command, str(path)]) == 2
+    assert re.match(rf"distlab {command}: {re.escape(str(path))}: {told}", capsys.readouterr().err)
+
+
+def test_a_file_that_is_missing_is_named_once(tmp_path, capsys):
+    path = tmp_path / "none.toml"
+    assert main(["simulate", str(path)]) == 2
+    assert capsys.readouterr().err == f"distlab simulate: {path}: No such file or directory\n"
+
+
+@pytest.mark.parametrize("stage", ["two", "4", "-1"])
+def test_a_stage_of_sharding_that_does_not_exist_is_told_with_those_that_do(capsys, stage):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--sharding", stage])
+    assert ended.value.code == 2
+    assert "pass 0 to 3" in capsys.readouterr().err
+
+
+def test_the_parameters_of_a_tiny_model_are_counted_one_by_one(capsys):
+    flags = ["--hidden", "8", "--heads", "1", "--layers", "1", "--vocabulary", "1", "--sequence", "1", "--data", "1"]
+    assert re.search(r"model +GPT 0.000888M, 888 parameters", said(capsys, *flags))

@@ -7,6 +7,8 @@ from torch import nn
 from distlab.measure import workload_from_module
 from distlab.measure.count.module import HEAD
 from distlab.models import GPT, GPTConfig
+from distlab.plan import Plan, Sharding
+from simulator import memory_of
 
 SIZES = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=32)
 
@@ -119,3 +121,63 @@ def test_a_loss_that_is_no_scalar_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="scalar"):
         workload_from_module(model, lambda: model(torch.ones(3, 2)))
+
+
+def test_frozen_parameters_take_memory_on_every_rank():
+    """Fine-tuning: of two layers of 64 x 64 one is frozen, 16,384 bytes that nothing shards or updates."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[0].requires_grad_(False)
+    workload = workload_from_module(model, lambda: model(torch.empty(4, 64, device="meta")).sum())
+    assert [layer.frozen_bytes for layer in workload.layers] == [64 * 64 * 4, 0, 0]
+    for plan in (Plan(), Plan(4, sharding=Sharding(1)), Plan(4, sharding=Sharding(3))):
+        share = 4 if plan.sharding.stage == 3 else 1
+        assert memory_of(workload, plan).of("parameters") == 64 * 64 * 4 * (1 + 1 / share)
+
+
+def test_values_of_attention_may_be_narrower_than_its_keys():
+    """Scores take 32 operations deep, mixing 16; backward makes scores again and two gradients of each."""
+
+    class Latent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.values = nn.Linear(8, 32, bias=False), nn.Linear(8, 16, bias=False)
+
+        def forward(self, x):
+            queries, values = self.queries(x)[:, None], self.values(x)[:, None]
+            return nn.functional.scaled_dot_product_attention(queries, queries, values, is_causal=True)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Latent())
+    layer = workload_from_module(model, lambda: model(torch.empty(2, 64, 8, device="meta")).sum()).layers[0]
+    pairs, products = 2 * 64 * 64, 2 * 2 * 64 * 8 * (32 + 16)
+    assert layer.forward.matmul_flops == products + 2 * pairs * (32 + 16)
+    backward = layer.input_gradient.matmul_flops + layer.weight_gradient.matmul_flops
+    assert backward == products + 2 * pairs * (3 * 32 + 2 * 16)  # the input wants no gradient
+
+
+def test_experts_that_choose_tokens_by_value_are_counted_on_the_cpu():
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(8, 2)
+            self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+        def forward(self, x):
+            weights, chosen = self.gate(x).softmax(-1).max(-1)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                rows = (chosen == number).nonzero()[:, 0]
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+            return out
+
+    def loss(model, device):
+        return lambda: model(torch.ones(16, 8, device=device)).sum()
+
+    with torch.device("meta"):
+        blank = nn.Sequential(Routed())
+    with pytest.raises(ValueError, match="^Sequential does not run on the meta device.*; count it on the CPU$"):
+        workload_from_module(blank, loss(blank, "meta"))
+    model = nn.Sequential(Routed())
+    counted = workload_from_module(model, loss(model, "cpu"))
+    assert counted.layers[0].forward.matmul_flops == 2 * 16 * 8 * (2 + 8)  # a token goes to one expert

@@ -14,6 +14,7 @@ from simulator import (
     bill,
     cluster,
     curve,
+    memory_of,
     near_fit,
     reasons,
     search,
@@ -199,3 +200,20 @@ def test_a_question_that_makes_no_sense_is_refused(changes, text):
 def test_a_batch_that_nothing_divides_is_refused():
     with pytest.raises(ValueError, match="no plan divides 7 samples among 16 devices"):
         search(Question(replace(SMALL, num_layers=1, num_heads=1, sequence_length=255), machine_of(80e9, 16), 7))
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_told_as_a_reason():
+    """8 devices and 12 samples: no plan has 8 replicas, whatever else it has."""
+    machine = machine_of(80e9)
+    for batch, is_told in ((12, True), (16, False)):
+        found = search(Question(ModelDescription(hidden_size=64, num_layers=2, num_heads=8), machine, batch))
+        told = [reason.part for reason in reasons(found, found.best()[0])]
+        assert (f"batch = {batch}" in told) == is_told
+
+
+def test_what_nothing_can_hold_less_than_is_below_every_plan_s_memory():
+    machine = machine_of(80e9, num_devices=4, per_node=4)
+    found = search(Question(ModelDescription(hidden_size=256, num_layers=4, num_heads=4), machine, 8))
+    rows = range(0, len(found.found), 7)
+    held = [memory_of(found.found.workload(row), found.found.plan(row)).max_bytes for row in rows]
+    assert 0 < found.least_bytes <= min(held)

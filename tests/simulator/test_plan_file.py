@@ -153,17 +153,17 @@ def test_a_device_with_faster_products_has_no_slower_data_sheet():
         (
             'name = "dgx-h100"',
             "inter_node = { latency_s = 0, bytes_per_s = -1 }",
-            r"plan.toml: \[cluster.inter_node\] bytes_per_s is -1.0; write a number greater than zero",
+            r"plan.toml: \[cluster.inter_node\] bytes_per_s is -1.0; write a number from 1 to 1e\+24",
         ),
         (
             'name = "dgx-h100"',
             "inter_node = { latency_s = -1e-6, bytes_per_s = 1e9 }",
-            r"\[cluster.inter_node\] latency_s is -1e-06; write a number >= 0",
+            r"\[cluster.inter_node\] latency_s is -1e-06; write a number from 0 to 10000",
         ),
         (
             'name = "dgx-h100"',
             "device = { memory_bytes_per_s = 0 }",
-            r"plan.toml: \[cluster.device\] memory_bytes_per_s is 0.0; write a number greater than zero",
+            r"plan.toml: \[cluster.device\] memory_bytes_per_s is 0.0; write a number from 1 to 1e\+24",
         ),
         ('name = "dgx-h100"', "device = { memory_bytes = nan }", r"memory_bytes is NaN; write a finite number"),
         (

@@ -129,14 +129,16 @@ def _tensor(item: Item, opened: Mapping[str, BufferedReader], directory: Path) -
             kind = f"{box.dtype} {list(box.shape)}" if isinstance(box, Tensor) else type(box).__name__
             raise ValueError(
                 f"{directory.name}/{chunk.file}: a box of {item.name} is {kind}; {METADATA} says {item.dtype} "
-                f"{list(chunk.sizes)}"
+                f"{list(chunk.sizes)}; copy the folder again, whole"
             )
         where = tuple(slice(at, at + size) for at, size in zip(chunk.corner, chunk.sizes, strict=True))
         whole[where] = box
         seen[where] = True
     if not bool(seen.all()):
         missing = math.prod(item.shape) - int(seen.sum())
-        raise ValueError(f"{directory.name}: {missing} elements of {item.name} are in no file")
+        raise ValueError(
+            f"{directory.name}: {missing} elements of {item.name} are in no file; copy the folder again, whole"
+        )
     return whole
 
 
@@ -248,7 +250,8 @@ def _as_shard(own: SavedShard, model: Mapping[str, Any], optimizer: Mapping[str,
         numbers = {key: value for key, value in state.items() if key not in values}
         for key, value in values.items():
             if tuple(value.shape) != part.shape:
-                raise ValueError(f"{key} of {name} is {list(value.shape)} in the checkpoint, {list(part.shape)} here")
+                there, here = list(value.shape), list(part.shape)
+                raise ValueError(f"{key} of {name} is {there} in the checkpoint, {here} here; build the same model")
         flat = {key: value.reshape(-1) for key, value in values.items()}
         parts[name] = SavedPart(part.shape, 0, math.prod(part.shape), flat, numbers)
     buffers = {key: model[key] for key in own.buffers or {} if key in model}

@@ -54,6 +54,7 @@ def _rate(text: str) -> str | float:
 def main(arguments: argparse.Namespace) -> int:
     """Simulate the plan on each number of devices, add failures and prices, print, and draw what was asked for."""
     from simulator import bill, counts_of, curve, read_plan_file, spread
+    from simulator.plan_file import told_of
 
     for flag in ("curve", "goodput"):
         if path := getattr(arguments, flag):
@@ -63,10 +64,12 @@ def main(arguments: argparse.Namespace) -> int:
     run = _run(arguments, said)
     own = said.plan.world_size
     counts = sorted({own, *(arguments.gpus or counts_of(said.plan))})
-    check_size(replace(said.plan, num_microbatches=said.plan.num_microbatches * max(1, own // counts[0])))
-    found = spread(said.workload.workload(), said.cluster.cluster(own), said.plan, counts, order=said.order)
-    if own in found.left_out:
-        raise ValueError(f"{arguments.file}: {found.left_out[own]}")
+    with told_of(arguments.file):
+        check_size(replace(said.plan, num_microbatches=said.plan.num_microbatches * max(1, own // counts[0])))
+        found = spread(*said.made(), said.plan, counts, order=said.order)
+    if why := found.left_out.get(own):
+        fix = f"; distlab simulate {arguments.file} says what to change" if "fit" in why else ""
+        raise ValueError(f"{arguments.file}: {why}{fix}")
     bills, left_out = [], dict(found.left_out)
     for step in found.steps:
         try:

@@ -35,6 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the file to standard output, and notes to standard error."""
     from simulator import ClusterDescription, PlanFile, read_plan_file
     from simulator.export import Wish, export
+    from simulator.plan_file import told_of
 
     if arguments.file is not None:
         check_alone(arguments)
@@ -42,7 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         machine = ClusterDescription(arguments.cluster, stack=arguments.stack)
         said = PlanFile(description_of(arguments), machine, plan_of(arguments), order_of(arguments))
-    found = export(said, arguments.to, Wish(arguments.max_norm, arguments.blocks, arguments.script, arguments.image))
+    wish = Wish(arguments.max_norm, arguments.blocks, arguments.script, arguments.image)
+    with told_of(arguments.file):
+        found = export(said, arguments.to, wish)
     print(found.text, end="")
     for note in found.notes:
         print(f"# {note}", file=sys.stderr)

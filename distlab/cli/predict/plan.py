@@ -22,7 +22,7 @@ from distlab.cli.predict.plan_arguments import add_model_arguments, description_
 from distlab.cli.predict.simulate import check_picture
 
 if TYPE_CHECKING:
-    from simulator import Bill, Choice, Question, Run, Search
+    from simulator import Bill, Choice, Failures, Question, Run, Search
 
 WISHES = ("fastest", "cheapest")
 
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
     if not found:
-        raise ValueError(_why_none(arguments.days, left_out, is_complete=one.is_complete))
+        raise ValueError(_why_none(arguments.days, left_out, one))
 
     def weight(bill: Bill) -> float:
         return bill.price if arguments.wish == "cheapest" else bill.days
@@ -88,13 +88,17 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why_none(days: float | None, left_out: list[float], *, is_complete: bool) -> str:
+def _why_none(days: float | None, left_out: list[float], last: Search) -> str:
+    from simulator.units import format_bytes
+
     if days and left_out:
-        shortest = f"the shortest takes {min(left_out):.3g}"
-        return f"no plan fits within {days:g} days: {shortest}; use more devices or more days"
-    if not is_complete:
+        shortest = f"the shortest takes {min(left_out):.3g} days"
+        return f"no plan ends within {days:g} days: {shortest}; use more devices or more days"
+    if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
-    return "no plan fits; use more devices, devices with more memory, or a smaller batch"
+    least, free = last.least_bytes, last.found.question.device.memory_bytes
+    holds = f"on {last.found.question.cluster.num_devices} devices each holds at least {format_bytes(least)}"
+    return f"no plan fits: {holds} and has {format_bytes(free)} for it; use more devices, or devices with more memory"
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -106,16 +110,22 @@ def _check(arguments: argparse.Namespace) -> None:
         check_picture("--curve", arguments.curve)
         if not arguments.tokens:
             raise ValueError("--curve shows days and dollars of a run; add --tokens, such as --tokens 1e12")
+    _failures(arguments)  # a rate that makes no sense is refused here
     if arguments.days and not arguments.tokens:
         raise ValueError("--days needs the run's length; add --tokens, such as --tokens 1e12")
 
 
 def _run(arguments: argparse.Namespace, question: Question) -> Run:
     """Return the run; without --tokens, one whose steps only compare plans."""
-    from simulator import Failures, Run
+    from simulator import Run
 
-    failures = None if arguments.failures is None else Failures(arguments.failures)
-    return Run(arguments.tokens or 1e9, question.price, failures)
+    return Run(arguments.tokens or 1e9, question.price, _failures(arguments))
+
+
+def _failures(arguments: argparse.Namespace) -> Failures | None:
+    from simulator import Failures
+
+    return None if arguments.failures is None else Failures(arguments.failures)
 
 
 def _bills(choices: list[Choice], run: Run) -> list[Bill]:

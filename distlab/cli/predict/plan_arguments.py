@@ -111,7 +111,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sync", choices=GRADIENT_SYNCS, default="overlapped", help="how gradients are averaged")
     add_count(command, "--bucket-mb", "bucket capacity in MB (default 25)", default=25)
     what = "what replicas split: 1 optimizer state, 2 gradients too, 3 parameters too (default 0, nothing)"
-    command.add_argument("--sharding", type=int, choices=range(4), default=0, metavar="STAGE", help=what)
+    command.add_argument("--sharding", type=whole_number(least=0, most=3), default=0, metavar="STAGE", help=what)
     add_count(command, "--unit-layers", "layers gathered together under stage 3")
     add_count(command, "--replicas", "groups of ranks with a full set of shards each")
     command.add_argument("--offload", choices=OFFLOADS, default="none", help="what the host's memory holds")

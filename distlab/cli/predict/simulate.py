@@ -79,11 +79,13 @@ def main(arguments: argparse.Namespace) -> int:
     Where time is not simulated, `--memory` alone counts memory; a plan that asks for time is refused.
     """
     from simulator import memory_of, simulate, why_not_timed
+    from simulator.plan_file import told_of
 
     if arguments.list:
         print(presets())
         return 0
-    workload, cluster, plan, order = described(arguments)
+    with told_of(arguments.file):
+        workload, cluster, plan, order = described(arguments)
     for flag in ("timeline", "memory", "trace"):
         if path := getattr(arguments, flag):
             check_output(f"--{flag}", path)
@@ -92,8 +94,9 @@ def main(arguments: argparse.Namespace) -> int:
     why_no_time = why_not_timed(plan)
     if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
-    step = None if why_no_time else simulate(workload, cluster, plan, order=order)
-    memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.flat_buffers)
+    with told_of(arguments.file):
+        step = None if why_no_time else simulate(workload, cluster, plan, order=order)
+        memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.flat_buffers)
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
         from distlab.trace import write_chrome
@@ -217,6 +220,8 @@ def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]
 
 
 def _count(number: float) -> str:
+    if number < 1e6:
+        return f"{number:,.0f}"
     return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
 
 

@@ -30,7 +30,7 @@ def answer(rank: int) -> int:
 
 @contextlib.contextmanager
 def answering(rank: int) -> Iterator[None]:
-    """Answer while the block runs."""
+    """Answer the questions of `distlab where` while the block runs."""
     file = answer(rank)
     try:
         yield

@@ -98,7 +98,7 @@ class Layout:
 
 
 def even_runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cut places into runs at even distances, and return (first, distance, count) of each."""
+    """Group places into runs of equal distances (first, distance, count): 1, 3, 5, 9 are (1, 2, 3) and (9, 0, 1)."""
     runs: list[tuple[int, int, int]] = []
     for place in places:
         first, distance, count = runs[-1] if runs else (place, 0, 0)

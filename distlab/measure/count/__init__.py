@@ -1,4 +1,5 @@
 """What a model asks of a device, counted from the model itself.
 
-Read `module` (any torch module), then `gpt` (a GPT for every layout) and `expert_load` (how uneven experts are).
+Read `module` (any torch module; `on_meta` without values), then `gpt` (a GPT for every layout) and `expert_load` (how
+uneven experts are).
 """

@@ -249,6 +249,7 @@ def _joined(layer: Layer, behind: Layer) -> Layer:
             "input_gradient",
             "weight_gradient",
             "activation_bytes",
+            "frozen_bytes",
             "regions",
             "sequence_calls",
         )

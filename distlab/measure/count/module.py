@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from distlab.measure.count.on_meta import FusedOnMeta, on_meta
 from distlab.plan import Layer, Work, Workload
 
 HEAD = "head and loss"
@@ -39,6 +38,7 @@ class _Counts:
     """Running sums of one layer, and what is known about the layer before it runs."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
+    frozen_bytes: int = 0
     forward: Work = Work()
     input_gradient: Work = Work()
     weight_gradient: Work = Work()
@@ -78,7 +78,7 @@ def workload_from_module(
         name: name of the workload; the module's class by default.
 
     Raises:
-        ValueError: the loss is not a scalar that requires grad.
+        ValueError: the loss is not a scalar that requires grad, or a module on the meta device needs values.
     """
     layers = _layers(module)
     state = {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -87,7 +87,7 @@ def workload_from_module(
     for parameter in module.parameters():  # accumulate into zeros: what a step with bucketed gradients does
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        with _Counter(layers) as counter, _FusedOnMeta():
+        with on_meta(module), _Counter(layers) as counter, FusedOnMeta():
             value = counter.run_forward(module, loss)
             if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
                 raise ValueError("the loss must be a scalar tensor that requires grad; return the mean over the batch")
@@ -122,7 +122,8 @@ def _layers(module: nn.Module) -> dict[str, _Counts]:
 
     def own(name: str, parameters: Iterable[nn.Parameter]) -> None:
         new = [p for p in parameters if id(p) not in seen and not seen.add(id(p))]  # type: ignore[func-returns-value]
-        layers[name] = _Counts([p for p in new if p.requires_grad])
+        frozen = sum(p.numel() * p.element_size() for p in new if not p.requires_grad)
+        layers[name] = _Counts([p for p in new if p.requires_grad], frozen)
 
     direct = list(module.parameters(recurse=False))
     if direct:
@@ -145,6 +146,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _as_layer(name: str, counts: _Counts) -> Layer:
+    alike = ("activation", "output", "input", "logits", "widest", "frozen")
     return Layer(
         name=name,
         parameter_sizes=tuple(p.numel() for p in counts.parameters),
@@ -152,11 +154,7 @@ def _as_layer(name: str, counts: _Counts) -> Layer:
         forward=_called(counts.forward, FORWARD_KERNELS),
         input_gradient=_called(counts.input_gradient, BACKWARD_KERNELS),
         weight_gradient=_called(counts.weight_gradient, BACKWARD_KERNELS),
-        activation_bytes=counts.activation_bytes,
-        output_bytes=counts.output_bytes,
-        input_bytes=counts.input_bytes,
-        logits_bytes=counts.logits_bytes,
-        widest_bytes=counts.widest_bytes,
+        **{f"{each}_bytes": getattr(counts, f"{each}_bytes") for each in alike},
     )
 
 
@@ -253,19 +251,6 @@ class _Counter(TorchDispatchMode):
         return any(tuple(t.shape) in counts.weight_shapes() for t in _tensors(result))
 
 
-class _FusedOnMeta(TorchFunctionMode):
-    """Calls the CPU's fused attention for tensors on the meta device, for which torch has the plain kernels alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-        given |= kwargs or {}
-        if func is not scaled_dot_product_attention or given.get("dropout_p") or given["query"].device.type != "meta":
-            return func(*args, **(kwargs or {}))
-        known = {name: given[name] for name in ("is_causal", "attn_mask", "scale") if name in given}
-        states = (given[name] for name in ("query", "key", "value"))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, **known)[0]
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
@@ -278,14 +263,16 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     if func._overloadpacket in flop_registry:
         return Work(float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)), 0.0, 1)
     if "scaled_dot_product" in name:
-        return Work(_attention_flops(name, args), 0.0, 1)
+        return Work(
+            _attention_flops(*(args[1:4] if "backward" in name else args[:3]), again="backward" in name), 0.0, 1
+        )
     moved = sum(t.numel() * t.element_size() for t in _tensors([args, kwargs, result]))
     foreach = max((len(a) for a in args if isinstance(a, list | tuple) and _tensors(a)), default=1)
     return Work(0.0, float(moved), foreach)
 
 
-def _attention_flops(name: str, args: Any) -> float:
-    """Count fused attention: two products of [S, D] x [D, S] a head forward, five backward (two of them recompute)."""
-    query, key = args[1:3] if "backward" in name else args[0:2]
-    products = 5 if "backward" in name else 2
-    return float(products * 2 * prod(query.shape[:-2]) * query.shape[-2] * key.shape[-2] * query.shape[-1])
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, again: bool) -> float:
+    """Count fused attention: scores and mixing per head; in backward scores again, and two gradients of each."""
+    scores, mixing = query.shape[-1], value.shape[-1]
+    depth = 3 * scores + 2 * mixing if again else scores + mixing
+    return float(2 * prod(query.shape[:-1]) * key.shape[-2] * depth)

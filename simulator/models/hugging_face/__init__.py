@@ -1,4 +1,4 @@
 """Workloads from Hugging Face configurations.
 
-Read `config`, then its `fields` one by one, `families` that resemble Llama, and their `windows` of attention.
+Read `config`, then its `fields` one by one, `families` that resemble Llama, `mixtures` of experts, and their `windows`.
 """

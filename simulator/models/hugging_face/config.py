@@ -2,20 +2,23 @@
 
 Each family has its names for a few sizes. A field that neither says a size nor is known to leave sizes alone is
 refused: what it changes would be missing in the prediction. Windows of attention are taken where a family has them.
-`simulator.models.hugging_face.families` has the families that Llama's layers describe.
+`families` has the families that Llama's layers describe, and `mixtures` those with experts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
 
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
-from simulator.models.hugging_face.families import LLAMAS
-from simulator.models.hugging_face.fields import Fields
+from simulator.models.hugging_face.families import DENSE
+from simulator.models.hugging_face.fields import COUNT_IT, Fields
+from simulator.models.hugging_face.mixtures import MIXTURES
 from simulator.models.llama import LlamaSizes, llama_workload
 
 MOST_TOKENS = 4096  # of a sequence, where the caller does not say how long it is
@@ -55,7 +58,22 @@ def _neox(fields: Fields) -> dict[str, int]:
     return {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": vocabulary}
 
 
+LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType({**DENSE, **MIXTURES})
 FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
+# What other families have, by the start of their model_type.
+NOT_MODELLED = MappingProxyType(
+    {
+        "state-space layers (Mamba)": "mamba falcon_mamba falcon_h1 jamba nemotron_h bamba zamba granitemoehybrid",
+        "linear attention": "qwen3_next qwen3_5 minimax rwkv recurrent_gemma kimi_linear bailing_moe_linear",
+        "attention to a few chosen positions": "deepseek_v32 deepseek_v4 glm_moe_dsa",
+        "embeddings in each layer, and layers that share keys and values": "gemma3n gemma4",
+        "experts without work, and two attentions in a block": "longcat_flash",
+        "an encoder, in which all positions see each other": "bert roberta distilbert electra deberta xlm-roberta "
+        "modernbert albert",
+        "an encoder and a decoder": "t5 mt5 umt5 bart mbart pegasus whisper marian m2m_100 t5gemma",
+        "images": "vit clip siglip dinov2 swin deit beit convnext resnet",
+    }
+)
 
 
 def workload_from_config(
@@ -82,14 +100,8 @@ def workload_from_config(
     where = "config" if isinstance(config, Mapping) else str(config)
     values = config if isinstance(config, Mapping) else _read(Path(config))
     fields, family = Fields(values, where), values.get("model_type")
-    if family not in FAMILIES and isinstance(values.get("text_config"), dict):
-        raise ValueError(
-            f"{where}: a {family} model has its language model in text_config, next to parts that are not modelled; "
-            "write text_config to a file of its own, and pass that"
-        )
     if family not in FAMILIES:
-        fix = "write one of these only where the layers are the same"
-        raise ValueError(f"{where}: model_type is {family!r}; known are {', '.join(FAMILIES)}; {fix}")
+        _refuse(where, values)
     name = fields.name()
     learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if family in LLAMAS:
@@ -97,8 +109,14 @@ def workload_from_config(
     else:
         gpt, learned = _gpt(fields, str(family))
     most = learned or fields.count("max_position_embeddings", MOST_TOKENS)
+    chunk = fields.count("attention_chunk_size", 0, least=0)
     fields.finish()
     length = min(most, MOST_TOKENS) if sequence_length is None else sequence_length
+    if length > chunk > 0:
+        raise ValueError(
+            f"{where}: sequences of {length} positions are cut into chunks of attention_chunk_size {chunk}, which is "
+            f"not modelled; use at most {chunk}"
+        )
     if learned and length > learned:
         raise ValueError(f"{where}: the model has {learned} positions; sequences of {length} do not fit: use fewer")
     if family in LLAMAS:
@@ -107,6 +125,23 @@ def workload_from_config(
     plain = gpt_workload(**gpt, sequence_length=length, **own)
     released = with_own_head(plain) if family == "gpt_neox" else as_released(plain, learned)
     return with_kernel(released, attention or "plain")
+
+
+def _refuse(where: str, values: Mapping[str, object]) -> NoReturn:
+    """Say what a family has that is not modelled; one with a longer name is a relative of one with a shorter."""
+    family = str(values.get("model_type"))
+    for what, names in NOT_MODELLED.items():
+        if any(family == name or family.startswith((f"{name}_", f"{name}2")) for name in names.split()):
+            raise ValueError(f"{where}: a {family} model has {what}: that is not modelled; {COUNT_IT}")
+    if isinstance(values.get("text_config"), dict):
+        raise ValueError(
+            f"{where}: a {family} model has its language model in text_config, next to parts that are not modelled; "
+            "write text_config to a file of its own, and pass that"
+        )
+    raise ValueError(
+        f"{where}: model_type is {values.get('model_type')!r}; known are {', '.join(FAMILIES)}; write one of these "
+        f"only where the layers are the same, or {COUNT_IT}"
+    )
 
 
 def _sizes(fields: Fields, family: str) -> LlamaSizes:

@@ -1,7 +1,6 @@
 """Sizes of Llama's relatives from the fields of a Hugging Face configuration, family by family.
 
-What is left out of parameters: an expert's biases, gates of shared experts and sinks of attention (GPT-OSS: 0.05 % of
-all).
+Left out of parameters: two numbers in each block of Apertus, of its activation. `mixtures` has families with experts.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from simulator.models.attention_products import LatentSizes
 from simulator.models.hugging_face.fields import Fields
 from simulator.models.hugging_face.windows import windows, windows_behind, windows_of_neo
 from simulator.models.llama import LlamaSizes
-from simulator.models.mixture_of_experts import Mixture
 
 ALL_BIASES = MappingProxyType({"attention_biases": True, "output_bias": True, "feed_forward_biases": True})
 OF_GPT2 = MappingProxyType(
@@ -29,8 +26,11 @@ OF_GPT2 = MappingProxyType(
 )
 
 
-def _llama(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes: Any) -> LlamaSizes:
-    """Take the sizes that Llama and its relatives share; `ties` and `head_size` hold where a file is silent."""
+def llama_sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes: Any) -> LlamaSizes:
+    """Return the sizes that Llama and its relatives share; `ties` and `head_size` hold where a file is silent.
+
+    `changes` are fields of LlamaSizes that a family sets in its own way.
+    """
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     own: dict[str, Any] = {
         "ties_embedding": fields.flag("tie_word_embeddings", default=ties),
@@ -39,126 +39,60 @@ def _llama(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes:
     }
     if "attention_biases" not in changes:
         own |= dict.fromkeys(("attention_biases", "output_bias"), fields.flag("attention_bias"))
-    return LlamaSizes(
-        hidden,
-        fields.count("num_hidden_layers"),
-        heads,
-        fields.count("num_key_value_heads", heads),
-        fields.count("intermediate_size"),
-        fields.count("vocab_size"),
-        **(own | changes),
-    )
+    wide = changes.pop("feed_forward_size", 0) or fields.count("intermediate_size")
+    layers, shared = fields.count("num_hidden_layers"), fields.count("num_key_value_heads", heads)
+    return LlamaSizes(hidden, layers, heads, shared, wide, fields.count("vocab_size"), **(own | changes))
 
 
-def _qwen2_moe(fields: Fields) -> LlamaSizes:
-    fields.only("decoder_sparse_step", 1)
-    fields.only("mlp_only_layers", [], None)
-    fields.only("qkv_bias", True)
-    mixture = Mixture(
-        fields.count("num_experts"),
-        fields.count("num_experts_per_tok"),
-        expert_size=fields.count("moe_intermediate_size"),
-        shared_size=fields.count("shared_expert_intermediate_size"),
-    )
-    return _llama(fields, attention_biases=True, mixture=mixture, windows=windows_behind(fields))
-
-
-def _qwen3_moe(fields: Fields) -> LlamaSizes:
-    fields.only("decoder_sparse_step", 1)
-    fields.only("mlp_only_layers", [], None)
-    width = fields.count("moe_intermediate_size")
-    mixture = Mixture(fields.count("num_experts"), fields.count("num_experts_per_tok"), expert_size=width)
-    return _llama(fields, head_norms=True, head_size=128, mixture=mixture, windows=windows_behind(fields))
+def of_hunyuan(fields: Fields) -> dict[str, bool]:
+    """Return what Hunyuan's files say in words of their own."""
+    fields.only("use_cla", False)
+    fields.only("norm_type", "rms", "hf_rms")
+    return {"head_norms": fields.flag("use_qk_norm", default=True)}
 
 
 def _seed_oss(fields: Fields) -> LlamaSizes:
     biases = {"attention_biases": fields.flag("attention_bias", default=True)}
-    return _llama(fields, **biases, output_bias=fields.flag("attention_out_bias"), head_size=128)
+    return llama_sizes(fields, **biases, output_bias=fields.flag("attention_out_bias"), head_size=128)
 
 
 def _gemma2(fields: Fields) -> LlamaSizes:
     own = windows(fields, pattern=2, default=4096)
-    return _llama(fields, head_size=256, ties=True, num_norms=4, windows=own)
+    return llama_sizes(fields, head_size=256, ties=True, num_norms=4, windows=own)
 
 
 def _gemma3(fields: Fields) -> LlamaSizes:
     """Take the sizes of Gemma 3, whose files leave out what its class has by default."""
     fields.assume(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4)
     own = windows(fields, pattern=6, default=4096)
-    return _llama(fields, head_size=256, ties=True, num_norms=4, head_norms=True, windows=own)
-
-
-def _mixed(fields: Fields, *, experts: str = "num_local_experts", **changes: Any) -> LlamaSizes:
-    """Take the sizes of a model with experts in each block, as wide as its feed-forward part would be."""
-    return _llama(fields, mixture=Mixture(fields.count(experts), fields.count("num_experts_per_tok")), **changes)
-
-
-def _phimoe(fields: Fields) -> LlamaSizes:
-    return _mixed(fields, norm_parameters=2, head_bias=fields.flag("lm_head_bias"), windows=windows(fields))
-
-
-def _llama4(fields: Fields) -> LlamaSizes:
-    fields.only("interleave_moe_layer_step", 1)
-    width = fields.count("intermediate_size")
-    experts, chosen = fields.count("num_local_experts"), fields.count("num_experts_per_tok")
-    return _llama(fields, mixture=Mixture(experts, chosen, expert_size=width, shared_size=width))
-
-
-def _routed(fields: Fields, *, router_bias: bool) -> Mixture:
-    """Take routed and shared experts by the names of DeepSeek-V2, which others keep; first layers may have none."""
-    width = fields.count("moe_intermediate_size")
-    groups, most = fields.count("n_group", 1), fields.count("topk_group", 1)
-    limits = most < groups and fields.values.get("topk_method") != "greedy"
-    return Mixture(
-        fields.count("n_routed_experts"),
-        fields.count("num_experts_per_tok"),
-        expert_size=width,
-        shared_size=width * fields.count("n_shared_experts", 0, least=0),
-        dense_layers=fields.count("first_k_dense_replace", 0, least=0),
-        router_bias=router_bias,
-        most_groups=(groups, most) if limits else None,
-    )
-
-
-def _deepseek(fields: Fields) -> LlamaSizes:
-    """Take the sizes of DeepSeek-V2 and V3; layers that predict further tokens are left out, as in its 671 billion."""
-    fields.only("attention_bias", False)
-    fields.only("moe_layer_freq", 1)
-    bias = fields.values["model_type"] != "deepseek_v2"
-    fields.only("topk_method", *(["noaux_tc"] if bias else ["greedy", "group_limited_greedy"]))
-    mixture = _routed(fields, router_bias=bias)
-    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = LatentSizes(fields.count("kv_lora_rank"), fields.count("q_lora_rank", 0), *map(fields.count, sizes))
-    return _llama(fields, mixture=mixture, latent=latent)
-
-
-def _glm4_moe(fields: Fields) -> LlamaSizes:
-    mixture = _routed(fields, router_bias=True)
-    biases, norms = fields.flag("attention_bias"), fields.flag("use_qk_norm")
-    return _llama(fields, attention_biases=biases, head_norms=norms, mixture=mixture)
+    return llama_sizes(fields, head_size=256, ties=True, num_norms=4, head_norms=True, windows=own)
 
 
 def _cohere(fields: Fields) -> LlamaSizes:
+    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
+        fields.only(name, True)
     own = windows(fields, pattern=4, default=4096) if fields.values["model_type"] == "cohere2" else ()
-    return _llama(fields, ties=True, num_norms=1, wide_norms=fields.flag("use_qk_norm"), windows=own)
+    return llama_sizes(fields, ties=True, num_norms=1, wide_norms=fields.flag("use_qk_norm"), windows=own)
 
 
 def _stablelm(fields: Fields) -> LlamaSizes:
-    fields.only("qk_layernorm", False)
-    norms = 1 if fields.flag("use_parallel_residual") else 2
-    return _llama(fields, attention_biases=fields.flag("use_qkv_bias"), norm_parameters=2, num_norms=norms)
+    own = {
+        "attention_biases": fields.flag("use_qkv_bias"),
+        "wide_norms": fields.flag("qk_layernorm"),
+    }  # a norm per head
+    return llama_sizes(fields, **own, norm_parameters=2, num_norms=1 if fields.flag("use_parallel_residual") else 2)
 
 
 def _phi(fields: Fields) -> LlamaSizes:
     fields.only("qk_layernorm", False)
-    return _llama(fields, **ALL_BIASES, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
+    return llama_sizes(fields, **ALL_BIASES, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
 
 
 def _starcoder2(fields: Fields) -> LlamaSizes:
     fields.only("mlp_type", "default")
     fields.only("norm_type", "layer_norm")
     fields.only("use_bias", True)
-    return _llama(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, ties=True, windows=windows(fields))
+    return llama_sizes(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, ties=True, windows=windows(fields))
 
 
 def _falcon(fields: Fields) -> LlamaSizes:
@@ -172,7 +106,7 @@ def _falcon(fields: Fields) -> LlamaSizes:
     norms = 2 if is_new or not is_parallel else 1
     norms = fields.count("num_ln_in_parallel_attn", norms)
     biases = dict(ALL_BIASES) if has_biases else {"attention_biases": False}
-    return _llama(fields, **biases, is_gated=False, norm_parameters=2, num_norms=norms, ties=True)
+    return llama_sizes(fields, **biases, is_gated=False, norm_parameters=2, num_norms=norms, ties=True)
 
 
 def _mpt(fields: Fields) -> LlamaSizes:
@@ -188,17 +122,7 @@ def _mpt(fields: Fields) -> LlamaSizes:
     biases = {"attention_biases": False} if bare else dict(ALL_BIASES)
     positions = fields.count("max_position_embeddings", 2048) if learns else 0
     norms = 1 if bare else 2
-    return _llama(fields, **biases, is_gated=False, norm_parameters=norms, num_positions=positions, ties=True)
-
-
-def _dbrx(fields: Fields) -> LlamaSizes:
-    fields.call(hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads")
-    fields.call(max_position_embeddings="max_seq_len")
-    inner, wide = fields.inner("attn_config"), fields.inner("ffn_config")
-    width = wide.count("ffn_hidden_size")
-    fields.assume(num_key_value_heads=inner.count("kv_n_heads", 1), intermediate_size=width)
-    mixture = Mixture(wide.count("moe_num_experts"), wide.count("moe_top_k"), expert_size=width)
-    return _llama(fields, mixture=mixture)
+    return llama_sizes(fields, **biases, is_gated=False, norm_parameters=norms, num_positions=positions, ties=True)
 
 
 def _bigcode(fields: Fields) -> LlamaSizes:
@@ -206,14 +130,14 @@ def _bigcode(fields: Fields) -> LlamaSizes:
     heads, shares = fields.count("num_attention_heads"), fields.flag("multi_query", default=True)
     fields.assume(num_key_value_heads=1 if shares else heads, intermediate_size=4 * fields.count("hidden_size"))
     positions = fields.count("max_position_embeddings")
-    return _llama(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, num_positions=positions, ties=True)
+    return llama_sizes(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, num_positions=positions, ties=True)
 
 
 def _gptj(fields: Fields) -> LlamaSizes:
     """Take the sizes of GPT-J and CodeGen: one norm in a block, biases in its feed-forward part and in the head."""
     fields.call(**OF_GPT2)
     fields.assume(intermediate_size=4 * fields.count("hidden_size"))
-    return _llama(fields, feed_forward_biases=True, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
+    return llama_sizes(fields, feed_forward_biases=True, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
 
 
 def _gpt_neo(fields: Fields) -> LlamaSizes:
@@ -221,7 +145,7 @@ def _gpt_neo(fields: Fields) -> LlamaSizes:
     fields.assume(intermediate_size=4 * fields.count("hidden_size"))
     positions = fields.count("max_position_embeddings")
     own = dict(ALL_BIASES) | {"attention_biases": False, "is_gated": False, "norm_parameters": 2}
-    return _llama(fields, **own, num_positions=positions, ties=True, windows=windows_of_neo(fields))
+    return llama_sizes(fields, **own, num_positions=positions, ties=True, windows=windows_of_neo(fields))
 
 
 def _chatglm(fields: Fields) -> LlamaSizes:
@@ -232,56 +156,81 @@ def _chatglm(fields: Fields) -> LlamaSizes:
     fields.only("post_layer_norm", True)
     if fields.flag("multi_query_attention"):
         fields.assume(num_key_value_heads=fields.count("multi_query_group_num"))
-    return _llama(fields, attention_biases=fields.flag("add_qkv_bias"))
+    return llama_sizes(fields, attention_biases=fields.flag("add_qkv_bias"))
+
+
+def _apertus(fields: Fields) -> LlamaSizes:
+    fields.only("post_norm", False)
+    return llama_sizes(fields, is_gated=False, head_norms=fields.flag("qk_norm", default=True))
+
+
+def lfm2_sizes(fields: Fields, **changes: Any) -> LlamaSizes:
+    """Return the sizes of LFM2: short convolutions in place of attention in most blocks, normed heads in the others."""
+    fields.only("conv_bias", False)
+    fields.only("block_use_swiglu", True)
+    layers, width = fields.count("num_hidden_layers"), fields.count("conv_L_cache", 3)
+    for same in ("block_dim", "conv_dim", "conv_dim_out"):
+        fields.only(same, fields.count("hidden_size"))
+    fields.only("num_heads", fields.count("num_attention_heads"))
+    attend = fields.values.get("full_attn_idxs")
+    fields.rest -= {"full_attn_idxs"}  # the same in an older form
+    known: list[object] = attend if isinstance(attend, list) else list(range(layers))
+    said: Any = fields.values.get("layer_types") or [
+        ("full_attention" if at in known else "conv") for at in range(layers)
+    ]
+    if not isinstance(said, list) or len(said) != layers or not {*map(str, said)} <= {"full_attention", "conv"}:
+        raise ValueError(f"{fields.where}: layer_types is {said!r}; write full_attention or conv for each of {layers}")
+    own: dict[str, Any] = {"convolutions": tuple(width if kind == "conv" else 0 for kind in said), "head_norms": True}
+    return llama_sizes(fields, ties=fields.flag("tie_embedding", default=True), **(own | changes))
+
+
+def _lfm2(fields: Fields) -> LlamaSizes:
+    wide = fields.count("intermediate_size", fields.count("block_ff_dim", 12288))
+    if fields.flag("block_auto_adjust_ff_dim", default=True):
+        fields.only("block_ffn_dim_multiplier", 1.0)
+        multiple = fields.count("block_multiple_of", 256)
+        wide = -(-(2 * wide // 3) // multiple) * multiple
+    return lfm2_sizes(fields, feed_forward_size=wide)
 
 
 def _bare(fields: Fields, name: str) -> LlamaSizes:
     """Take the sizes of a Llama whose file says by another name that there are no biases."""
     fields.only(name, False)
-    return _llama(fields, windows=windows(fields) if fields.values["model_type"] == "phi3" else ())
+    return llama_sizes(fields, windows=windows(fields) if fields.values["model_type"] == "phi3" else ())
 
 
-LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
+DENSE: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
     {
-        "llama": _llama,
-        "mistral": lambda fields: _llama(fields, windows=windows(fields, default=4096)),
+        "llama": llama_sizes,
+        "arcee": partial(llama_sizes, is_gated=False),
+        "apertus": _apertus,
+        "exaone4": lambda fields: llama_sizes(fields, head_norms=True, windows=windows(fields, pattern=4)),
+        "hunyuan_v1_dense": lambda fields: llama_sizes(fields, **of_hunyuan(fields)),
+        "lfm2": _lfm2,
+        "ministral3": lambda fields: llama_sizes(fields, windows=windows(fields)),
+        "mistral": lambda fields: llama_sizes(fields, windows=windows(fields, default=4096)),
         "phi3": lambda fields: _bare(fields, "lm_head_bias"),  # products with one input run as one in all of these
-        "granite": _llama,
-        "baichuan": _llama,
+        "granite": llama_sizes,
+        "baichuan": llama_sizes,
         "internlm2": lambda fields: _bare(fields, "bias"),
         "ernie4_5": lambda fields: _bare(fields, "use_bias"),
-        "smollm3": partial(_llama, ties=True),
-        "gemma": partial(_llama, ties=True, head_size=256),
+        "smollm3": partial(llama_sizes, ties=True),
+        "gemma": partial(llama_sizes, ties=True, head_size=256),
         "gemma2": _gemma2,
         "gemma3_text": _gemma3,
-        "olmo": partial(_llama, norm_parameters=0),
-        "olmo2": partial(_llama, wide_norms=True),  # its norms follow attention and feed-forward part
-        "olmo3": lambda fields: _llama(fields, wide_norms=True, windows=windows(fields, pattern=4, default=4096)),
-        "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
-        "qwen2": lambda fields: _llama(fields, attention_biases=True, windows=windows_behind(fields)),
-        "qwen2_moe": _qwen2_moe,
-        "qwen3": lambda fields: _llama(fields, head_norms=True, head_size=128, windows=windows_behind(fields)),
-        "qwen3_moe": _qwen3_moe,
-        "qwen3_vl_text": partial(_llama, head_norms=True, head_size=128),
-        "qwen3_vl_moe_text": _qwen3_moe,
+        "olmo": partial(llama_sizes, norm_parameters=0),
+        "olmo2": partial(llama_sizes, wide_norms=True),  # its norms follow attention and feed-forward part
+        "olmo3": lambda fields: llama_sizes(fields, wide_norms=True, windows=windows(fields, pattern=4, default=4096)),
+        "qwen2": lambda fields: llama_sizes(fields, attention_biases=True, windows=windows_behind(fields)),
+        "qwen3": lambda fields: llama_sizes(fields, head_norms=True, head_size=128, windows=windows_behind(fields)),
+        "qwen3_vl_text": partial(llama_sizes, head_norms=True, head_size=128),
         "seed_oss": _seed_oss,
-        "glm": lambda fields: _llama(fields, attention_biases=fields.flag("attention_bias", default=True)),
-        "glm4": lambda fields: _llama(fields, attention_biases=fields.flag("attention_bias"), num_norms=4),
-        "glm4_moe": _glm4_moe,
+        "glm": lambda fields: llama_sizes(fields, attention_biases=fields.flag("attention_bias", default=True)),
+        "glm4": lambda fields: llama_sizes(fields, attention_biases=fields.flag("attention_bias"), num_norms=4),
         "chatglm": _chatglm,
-        "mixtral": lambda fields: _mixed(fields, windows=windows(fields)),
-        "granitemoe": partial(_mixed, ties=True),
-        "phimoe": _phimoe,
-        "gpt_oss": lambda fields: _mixed(fields, head_size=64, windows=windows(fields, pattern=2, default=128)),
-        "grok-1": partial(_mixed, experts="num_experts", num_norms=4, ties=True),
-        "llama4_text": _llama4,
-        "dbrx": _dbrx,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-        "kimi_k2": _deepseek,
         "cohere": _cohere,
         "cohere2": _cohere,
-        "nemotron": partial(_llama, is_gated=False, norm_parameters=2),
+        "nemotron": partial(llama_sizes, is_gated=False, norm_parameters=2),
         "stablelm": _stablelm,
         "phi": _phi,
         "starcoder2": _starcoder2,

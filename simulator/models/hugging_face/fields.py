@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 
 from simulator.models.parts import MOST, shown
 
 # Fields that change neither sizes nor work: numerics, tokens, generation, what a file says of itself.
 _HARMLESS = """
-_attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern activation_dropout
-activation_function add_bos_token add_cross_attention alpha apply_query_key_layer_scaling
-apply_residual_connection_post_layernorm architectures attention_dropout attention_layers attention_multiplier
-attention_probs_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attention_types attn_implementation
-attn_logit_softcapping attn_output_multiplier attn_pdrop auto_map aux_loss_alpha bias_dropout_fusion bos_token_id
-cache_implementation chunk_size_feed_forward classifier_dropout clip_qkv decoder_start_token_id dropout dtype
-emb_pdrop embd_pdrop embedding_dropout embedding_initializer_range embedding_multiplier embedding_multiplier_scale
-enable_bias eos_token_id ep_size experts_per_token final_logit_softcapping fp32_residual_connection full_attn_mod
-gradient_checkpointing hidden_act hidden_activation hidden_dropout hidden_dropout_prob id2label init_config
-init_device init_std initial_context_length initializer_range input_jitter_noise interpolate_factor is_encoder_decoder
-label2id layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_switch layer_types layerdrop
-logit_scale logits_scaling masked_softmax_fusion max_attn_value max_window_layers model_max_length model_type
-moe_layer_start_index n_ctx n_group no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob
-num_nextn_predict_layers offset_alibi order_of_interleaved_layers original_max_position_embeddings original_rope
-output_attentions output_hidden_states output_multiplier_scale output_router_logits pad_token_id partial_rotary_factor
-position_embedding_type prefix pretraining_tp problem_type qk_head_dim quantization_config query_pre_attn_scalar
-reorder_and_upcast_attn resid_dropout resid_pdrop residual_dropout residual_multiplier return_dict rms_norm_eps
-rope_freq_constant_scaling rope_interleave rope_local_base_freq rope_parameters rope_ratio rope_scaling rope_theta
-rope_type rotary rotary_dim rotary_emb_base rotary_pct routed_scaling_factor router_aux_loss_coef router_jitter_noise
-router_z_loss_coef scale_attention_softmax_in_fp32 scale_attn_by_inverse_layer_idx scale_attn_weights scoring_func
-seq_aux seq_length skip_bias_add skip_bias_add_qkv sliding_window sliding_window_pattern sliding_window_size
-slow_but_exact summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-swiglu_limit task_specific_params temperature tokenizer_class topk_group torch_dtype torchscript transformers_version
-unk_index unk_token_id use_bidirectional_attention use_cache use_mrope use_parallel_residual use_sliding_window
-verbose window_size z_loss_coef z_loss_weight
+_attn_implementation _attn_implementation_autoset _from_model_config _name_or_path _sliding_window_pattern activation
+activation_dropout activation_function add_bos_token add_classification_head add_cross_attention alpha
+apply_query_key_layer_scaling apply_residual_connection_post_layernorm architectures attention_dropout
+attention_head_dim attention_layers attention_multiplier attention_probs_dropout attention_probs_dropout_prob
+attention_softmax_in_fp32 attention_types attn_implementation attn_logit_softcapping attn_output_multiplier attn_pdrop
+attn_scale attn_temperature_tuning auto_map aux_loss_alpha bias_dropout_fusion block_mlp_init_scale block_norm_eps
+block_out_init_scale block_use_xavier_init bos_token_id cache_implementation chunk_size_feed_forward cla_share_factor
+class_num classifier_dropout clip_qkv conv_use_xavier_init decoder_start_token_id dense_list dropout dtype emb_pdrop
+embd_pdrop embed_dropout embedding_dropout embedding_fraction embedding_initializer_range embedding_multiplier
+embedding_multiplier_scale enable_bias eod_token_id eos_token_id ep_size experts_per_token ff_factor
+final_logit_softcapping floor_scale for_llm_compressor fp32_residual_connection full_attn_mod gradient_checkpointing
+group_limited_greedy hidden_act hidden_activation hidden_dropout hidden_dropout_prob id2label im_end_id im_newline_id
+im_start_id init_config init_device init_std initial_context_length initializer_range input_jitter_noise
+interpolate_factor is_decoder is_encoder_decoder label2id layer_norm_elementwise_affine layer_norm_eps
+layer_norm_epsilon layer_switch layer_types layerdrop layernorm_epsilon layernorm_full_attention_beta
+layernorm_linear_attention_beta layernorm_mlp_beta logit_scale logits_scaling mask_init_id masked_softmax_fusion
+max_attn_value max_window_layers mlp_intermediate_size model_max_length model_type moe_capacity moe_drop_tokens moe_gate
+moe_norm_min moe_random_routing_dropped_token mtp_transformer_layers n_ctx n_group no_rope_layer_interval no_rope_layers
+norm_eps norm_epsilon norm_topk_prob num_media_embeds num_mtp_modules num_nextn_predict_layers offset_alibi
+order_of_interleaved_layers org_vocab_size original_max_position_embeddings original_rope output_attentions
+output_hidden_states output_multiplier_scale output_past output_router_logits pad_id pad_token_id partial_rotary_factor
+pool_type position_embedding_type prefix pretraining_tp problem_type qk_head_dim quantization_config
+query_pre_attn_scalar reorder_and_upcast_attn resid_dropout resid_pdrop residual_dropout residual_multiplier return_dict
+rms_norm_eps rope_freq_constant_scaling rope_interleave rope_interleaved rope_local_base_freq rope_parameters rope_ratio
+rope_scaling rope_theta rope_type rotary rotary_dim rotary_emb_base rotary_pct routed_scaling_factor
+router_aux_loss_coef router_jitter_noise router_z_loss_coef scale_attention_softmax_in_fp32
+scale_attn_by_inverse_layer_idx scale_attn_weights scoring_func sep_token_id seq_aux seq_length skip_bias_add
+skip_bias_add_qkv sliding_window sliding_window_pattern sliding_window_size slow_but_exact summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj swiglu_alpha swiglu_limit
+task_specific_params temperature text_end_id text_start_id tokenizer_class tokenizer_name topk_group torch_dtype
+torchscript transformers.js_config transformers_version unk_index unk_token_id use_bidirectional_attention use_cache
+use_mixed_mlp_moe use_mrope use_mtp use_parallel_embedding use_parallel_residual use_pos_enc use_rotary_pos_emb
+use_sliding_window verbose window_size z_loss_coef z_loss_weight
 """
 HARMLESS = frozenset(_HARMLESS.split())
+COUNT_IT = "count the torch module itself, on the meta device: distlab.measure.workload_from_module"
 
 
 class Fields:
@@ -87,12 +97,14 @@ class Fields:
         name = self.names.get(name, name)
         self.rest.discard(name)
         value = self.values.get(name)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]  # one number for each layer
         if value is None and default is not None:
             return default
         if name not in self.values:
             raise ValueError(f"{self.where}: {name} is missing; write a whole number of at least {least}")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{self.where}: {name} is {value!r}; write a whole number of at least {least}")
+            raise ValueError(f"{self.where}: {name} is {reprlib.repr(value)}; write a whole number of at least {least}")
         if value > MOST:
             raise ValueError(f"{self.where}: {name} is {shown(value)}; write at most {MOST:,}")
         return value
@@ -117,8 +129,9 @@ class Fields:
         """
         self.rest.discard(name)
         if (value := self.values.get(name, known[0])) not in known:
-            shown = " or ".join(json.dumps(each) for each in known)
-            raise ValueError(f"{self.where}: {name} is {json.dumps(value)}; only {shown} is modelled: change it")
+            text = reprlib.repr(value) if isinstance(value, list) else json.dumps(value)
+            shown = " or ".join(reprlib.repr(each) if isinstance(each, list) else json.dumps(each) for each in known)
+            raise ValueError(f"{self.where}: {name} is {text}; only {shown} is modelled: change it, or {COUNT_IT}")
 
     def finish(self) -> None:
         """Refuse fields that were not taken.
@@ -127,7 +140,9 @@ class Fields:
             ValueError: there are some.
         """
         if self.rest:
+            one = len(self.rest) == 1
             raise ValueError(
-                f"{self.where}: unknown field {min(self.rest)!r} in a {self.values['model_type']} configuration; take "
-                "it out if it changes neither sizes nor work"
+                f"{self.where}: unknown field{'' if one else 's'} {', '.join(map(repr, sorted(self.rest)))} in a "
+                f"{self.values['model_type']} configuration; take {'it' if one else 'them'} out if "
+                f"{'it changes' if one else 'they change'} neither sizes nor work"
             )
