@@ -137,8 +137,8 @@ class Cluster:
         tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
             them, chunk by chunk.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
-        bucket_elements: of gradients for each copy of the parameters, in the software's own buckets, which a plan has that
-            leaves its own at their default; 0: there are none.
+        bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
+            its buckets at their default has those. 0: there are none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.

@@ -43,8 +43,8 @@ class Stack:
         send_fraction: of a link's bandwidth, what such a message reaches.
         tensor_overlap: of the time of tensor ranks' calls, what hides behind products.
         flat_buffers: whether gradients are made in the buffers that travel, and one kernel updates all parameters.
-        bucket_elements: of gradients for each copy of the parameters, in buckets that a plan says nothing about; 0: such
-            buckets have the plan's default.
+        bucket_elements: of gradients for each copy of the parameters, in buckets that a plan leaves at their default;
+            0: these are the plan's.
         fused_sums: whether the product that makes weights' gradients adds them to sums in float32.
         gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
         dispatches_once: whether a token crosses to a node once, however many of its experts are there.
