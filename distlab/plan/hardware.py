@@ -140,6 +140,8 @@ class Cluster:
         tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
             them, chunk by chunk.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
+        bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
+            its buckets at their default has those. 0: there are none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
@@ -168,6 +170,7 @@ class Cluster:
     gathers_ahead: bool = False
     dispatches_once: bool = False
     flat_buffers: bool = False
+    bucket_elements: int = 0
     fused_sums: bool = False
     slice_s: float = 0.0
     live_elements: float | None = None
@@ -180,6 +183,7 @@ class Cluster:
         require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
         if self.num_cores is not None:
             require_count(owner, num_cores=self.num_cores)
+        require(self.bucket_elements >= 0, f"{owner}: bucket_elements is {self.bucket_elements!r}; pass 0 or more")
         for name, value in (("send_s", self.send_s), ("slice_s", self.slice_s)):
             require(value >= 0, f"{owner}: {name} is {value!r}; pass a time >= 0")
         part, hidden = self.send_fraction, self.tensor_overlap

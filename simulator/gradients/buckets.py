@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from distlab.plan import Bucket, Layer, Plan, Work, assign_buckets
+from distlab.plan import Bucket, Cluster, Layer, Plan, Work, assign_buckets
 from distlab.plan.compression import Exchange, exchanges
 from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_times
 from simulator.hardware.cost import compute_s
@@ -19,6 +19,7 @@ from simulator.hardware.process_groups import Group
 from simulator.units import to_ns
 
 Costs = Callable[[int, int], tuple[int, int, int, float]]
+LEAST_COPIES = 40  # that a bucket is made for, of software with buckets of its own
 
 
 class Tensors(NamedTuple):
@@ -152,10 +153,21 @@ def cost_buckets(
         return tuple(cost(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))
     if plan.gradient_sync == "flat":
         return (cost("all gradients", tuple(range(len(sizes))), sum(sizes)),)
-    small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
-    first_bucket_bytes = plan.first_bucket_bytes if small_first else None
-    buckets = _buckets(tuple(sizes), plan.bucket_bytes, first_bucket_bytes)
+    buckets = _buckets(tuple(sizes), *_capacities(plan, group.cluster, bytes_per_parameter))
     return tuple(cost(f"bucket {bucket.index}", bucket.parameters, bucket.num_bytes) for bucket in buckets)
+
+
+def _capacities(plan: Plan, cluster: Cluster, bytes_per_parameter: int) -> tuple[int, int | None]:
+    """Return the bytes of a bucket, and of the first one where it is smaller: the software's own unless the plan says.
+
+    Source: NVIDIA/Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, 2024: max(40e6, 1e6 x copies)
+        elements, so that each copy's part of a bucket stays long.
+    """
+    says_nothing = (plan.bucket_bytes, plan.first_bucket_bytes) == (Plan.bucket_bytes, Plan.first_bucket_bytes)
+    if cluster.bucket_elements and says_nothing:
+        return cluster.bucket_elements * max(LEAST_COPIES, plan.copies) * bytes_per_parameter, None
+    small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
+    return plan.bucket_bytes, plan.first_bucket_bytes if small_first else None
 
 
 @lru_cache(maxsize=64)

@@ -36,11 +36,15 @@ class Stack:
         kernel_s: fixed time of each kernel: its start, its last wave, what no part of the model counts.
         launch_s: time in which the host launches one kernel: no pass takes less than all of its launches.
         attention_fraction: of the best measured rate of products, what fused attention reaches.
+        attention_on_a100: the same on A100, for whose instructions of single warps kernels were made that Hopper runs
+            too; None: as elsewhere.
         network_fraction: of the bandwidth of links between nodes, what collectives reach.
         send_s: fixed time of a message between pipeline stages.
         send_fraction: of a link's bandwidth, what such a message reaches.
         tensor_overlap: of the time of tensor ranks' calls, what hides behind products.
         flat_buffers: whether gradients are made in the buffers that travel, and one kernel updates all parameters.
+        bucket_elements: of gradients for each copy of the parameters, in buckets that a plan leaves at their default;
+            0: these are the plan's.
         fused_sums: whether the product that makes weights' gradients adds them to sums in float32.
         gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
         dispatches_once: whether a token crosses to a node once, however many of its experts are there.
@@ -62,6 +66,7 @@ class Stack:
     kernel_s: float = 0.0
     launch_s: float = 0.0
     attention_fraction: float = 1.0
+    attention_on_a100: float | None = None
     network_fraction: float = 1.0
     send_s: float = 0.0
     send_fraction: float = 1.0
@@ -70,6 +75,7 @@ class Stack:
     gathers_ahead: bool = False
     dispatches_once: bool = False
     flat_buffers: bool = False
+    bucket_elements: int = 0
     fused_sums: bool = False
     slice_s: float = 0.0
     live_elements: float | None = None
@@ -84,14 +90,15 @@ class Stack:
     def on_device(self, device: Device) -> Device:
         """Return the device as this stack drives it: products of real shapes, where the preset says on what."""
         row = _presets()["devices"].get(device.name, {})
-        kernels = row.get("warp_fraction", 1.0) if self.warp_attention else 1.0
+        at_home = self.attention_on_a100 if device.name.startswith("a100-") else None
+        reached = at_home or self.attention_fraction * (row.get("warp_fraction", 1.0) if self.warp_attention else 1.0)
         sustained = device.matmul_flops_per_s * row.get("sustained_fraction", 1.0)
         in_8_bits = device.float8_flops_per_s and min(device.float8_flops_per_s, ENERGY_OF_16_BITS * sustained)
         return replace(
             device,
             matmul_flops_per_s=sustained * self.matmul_fraction,
             float8_flops_per_s=in_8_bits and in_8_bits * self.matmul_fraction,
-            attention_flops_per_s=device.matmul_flops_per_s * kernels * self.attention_fraction,
+            attention_flops_per_s=device.matmul_flops_per_s * reached,
             memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
             kernel_s=device.kernel_s + self.kernel_s,
             launch_s=device.launch_s + self.launch_s,

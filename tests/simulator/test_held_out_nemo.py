@@ -3,6 +3,9 @@
 Half of these rows, drawn at random, were predicted once, after the simulator's mixtures of experts had been changed.
 Errors of those halves: dense models 1.6 to 5.0 %, Grok-1 5.0 % (8.2 % before), other mixtures 18 % (26 % before).
 
+Nemotron-15B's bias hid that steps on 2,048 GPUs were too long, by latencies of buckets of 25 MB, and all others too
+short. Now all are, by 4 %.
+
 Grok-1 ran with experts that tensor ranks divide, which the simulator does not have: its steps are 6 % too short. Of the
 last two tables experts are on all tensor ranks too ("folded"), so that one expert rank stands for as many here.
 """
@@ -158,14 +161,14 @@ def dropping():
 @pytest.mark.parametrize(
     ("rows", "count", "error", "bias"),
     [
-        (nemotron_15b, 16, 0.045, 0.02),
+        (nemotron_15b, 16, 0.045, 0.045),
         (nemotron_340b, 10, 0.025, 0.01),
         (llama_8b, 10, 0.035, 0.035),
         (llama_70b, 12, 0.045, 0.04),
         (llama_405b, 12, 0.045, 0.04),
         (grok, 18, 0.065, 0.065),
-        (dropless, 9, 0.19, 0.12),
-        (dropping, 5, 0.12, 0.10),
+        (dropless, 9, 0.175, 0.11),
+        (dropping, 5, 0.09, 0.015),
     ],
 )
 def test_benchmarks_that_nobody_fitted_are_as_near_as_was_measured(rows, count, error, bias):

@@ -1,7 +1,10 @@
 """Published steps that no constant was fitted to, as their plan files say them: other software, other wires, B200.
 
-What a source does not say is left at its default. InternLM is eager PyTorch, and so its stack; with the fused kernels
-of transformer-engine, tried first, its steps are 9 % too short, whatever the number of GPUs.
+What a source does not say is left at its default. On B200 two errors had hidden one another: software of 2024, which
+ran on none, and a wire and products without their losses. Errors of that time are 4 %, four of six rows too short.
+
+InternLM is eager PyTorch, and so its stack; with the fused kernels of transformer-engine, tried first, its steps are
+9 % too short, whatever the number of GPUs.
 """
 
 import pytest
@@ -128,7 +131,7 @@ def bridge():
 
 @pytest.mark.parametrize(
     ("rows", "error", "bias"),
-    [(internlm, 0.04, 0.02), (fms_fsdp, 0.06, 0.06), (b200, 0.05, 0.03), (bridge, 0.08, 0.03)],
+    [(internlm, 0.04, 0.02), (fms_fsdp, 0.06, 0.06), (b200, 0.07, 0.02), (bridge, 0.08, 0.03)],
 )
 def test_steps_of_plans_that_nobody_fitted_are_near(rows, error, bias):
     errors = [measured / predicted - 1 for predicted, measured in rows()]  # of the time of a step
