@@ -14,7 +14,9 @@ import pytest
 from distlab.plan import Plan, Precision, Sharding
 from simulator import (
     ClusterDescription,
+    LatentSizes,
     LlamaSizes,
+    Mixture,
     ModelDescription,
     PlanFile,
     cluster,
@@ -22,8 +24,6 @@ from simulator import (
     llama_workload,
     simulate,
 )
-from simulator.models.attention_products import LatentSizes
-from simulator.models.mixture_of_experts import Mixture
 
 MIXED = Precision("bfloat16", gradients="float32")
 BFLOAT16 = Precision("bfloat16", gradients="bfloat16", reduce="bfloat16")
