@@ -10,13 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 
-# Two files of tests more than there are cores: many tests wait for processes or for a limit of time. Each of these
-# programs loads all tests and its own torch (15 s). Browsers and notebooks run beside the others, one file for each core, and are shown when they
-# are done. A worker that dies (a test over its time limit ends it) is not replaced: with --dist loadfile the run would
-# never end.
+# One file of tests more than there are cores: some tests wait for processes or for a limit of time. Each of these
+# programs loads all tests and its own torch (15 s). Browsers and notebooks run beside the others, one file for each
+# core, and are shown when they are done. A worker that dies (a test over its time limit ends it) is not replaced: with
+# --dist loadfile the run would never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 BY_FILE := --maxprocesses 8 --dist loadfile --max-worker-restart 0
-SIDE_BY_SIDE := --numprocesses $(shell expr 2 + $(CORES)) $(BY_FILE)
+SIDE_BY_SIDE := --numprocesses $(shell expr 1 + $(CORES)) $(BY_FILE)
 BESIDE := build/beside.txt
 # Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder

@@ -62,13 +62,13 @@ def test_the_map_has_a_field_for_each_model_and_count_and_the_wire_moves_it():
         strategy_map(("llama-2-7b",), replace(MACHINE, inter_node=link(wire)), (1, 32), batch_size=64)
         for wire in ("infiniband-ndr", "ethernet-10g")
     )
-    assert [(field.num_devices, field.strategy) for field in fast] == [(1, ""), (32, "FSDP")]
+    assert [(field.num_devices, field.strategy) for field in fast] == [(1, ""), (32, "tensor")]
     assert fast[1].choice.seconds < slow[1].choice.seconds
     figure, text = draw_strategy_map(fast), describe_strategy_map(fast)
     assert clashes(figure) == []
-    assert any(line.startswith("F  ") for line in words(figure))
+    assert any(line.startswith("T  ") for line in words(figure))
     assert text.splitlines()[1] == "llama-2-7b on 1 GPU: does not fit, or does not divide."
-    assert "data 32" in text.splitlines()[2]
+    assert "data 16, tensor 2" in text.splitlines()[2]
     assert draw_strategy_map(fast[:1]) is not None
     with pytest.raises(ValueError, match="no field to draw"):
         draw_strategy_map(())
@@ -78,8 +78,9 @@ def test_the_map_has_a_field_for_each_model_and_count_and_the_wire_moves_it():
 
 def test_the_map_has_the_plan_that_a_whole_search_finds():
     """Two samples per rank, where bounds rank plain replicas behind plans that gather."""
-    (field,) = strategy_map(("gpt-2-1.5b",), MACHINE, (128,), batch_size=256)
-    whole = search(Question(ModelDescription(model="gpt-2-1.5b"), replace(MACHINE, num_devices=128), 256))
+    machine = cluster("dgx-h100", 128, stack="megatron")
+    (field,) = strategy_map(("gpt-2-1.5b",), machine, (128,), batch_size=256)
+    whole = search(Question(ModelDescription(model="gpt-2-1.5b"), machine, 256))
     assert field.choice.plan == whole.best(1)[0].plan
     assert field.strategy == "data"
 
