@@ -197,10 +197,8 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int, kind: _Kind
     norms = sizes.num_norms  # each is read and written, and so are two sums
     outside = Work(latent, (4 * norms + 8) * tokens * h + 16 * tokens * sum(own.norms), norms + 2 + 2 * len(own.narrow))
     narrow = Work(latent, 0, len(own.narrow))
-    scores, score_bytes = (
-        _scores(sizes, own, sequence, tokens),
-        0 if own.convolution else 2 * sizes.num_heads * sequence * tokens,
-    )
+    scores = _scores(sizes, own, sequence, tokens)
+    score_bytes = 0 if own.convolution else 2 * sizes.num_heads * sequence * tokens
     divided = 2 * tokens * (own.queries + own.keys_and_values + own.output[1] + _normed(sizes, own)) + score_bytes
     divided += (8 if sizes.is_gated else 4) * tokens * width + (4 * tokens * h if own.convolution else 0)
     return Layer(

@@ -263,9 +263,8 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     if func._overloadpacket in flop_registry:
         return Work(float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)), 0.0, 1)
     if "scaled_dot_product" in name:
-        return Work(
-            _attention_flops(*(args[1:4] if "backward" in name else args[:3]), again="backward" in name), 0.0, 1
-        )
+        is_backward = "backward" in name  # then the output's gradient comes first
+        return Work(_attention_flops(*args[is_backward : is_backward + 3], again=is_backward), 0.0, 1)
     moved = sum(t.numel() * t.element_size() for t in _tensors([args, kwargs, result]))
     foreach = max((len(a) for a in args if isinstance(a, list | tuple) and _tensors(a)), default=1)
     return Work(0.0, float(moved), foreach)

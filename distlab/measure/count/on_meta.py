@@ -27,10 +27,10 @@ class FusedOnMeta(TorchFunctionMode):
 
 @contextmanager
 def on_meta(module: nn.Module) -> Iterator[None]:
-    """Say of a module on the meta device that it needs values, where the block ends with torch's error about that.
+    """In place of torch's error, say that this module cannot run where tensors have no values.
 
     Raises:
-        ValueError: it does.
+        ValueError: the module is on the meta device, and asks for values.
     """
     try:
         yield

@@ -76,11 +76,9 @@ def _cohere(fields: Fields) -> LlamaSizes:
 
 
 def _stablelm(fields: Fields) -> LlamaSizes:
-    own = {
-        "attention_biases": fields.flag("use_qkv_bias"),
-        "wide_norms": fields.flag("qk_layernorm"),
-    }  # a norm per head
-    return llama_sizes(fields, **own, norm_parameters=2, num_norms=1 if fields.flag("use_parallel_residual") else 2)
+    biases, norms = fields.flag("use_qkv_bias"), fields.flag("qk_layernorm")  # a norm per head: wide ones have as many
+    own: dict[str, Any] = {"attention_biases": biases, "wide_norms": norms, "norm_parameters": 2}
+    return llama_sizes(fields, **own, num_norms=1 if fields.flag("use_parallel_residual") else 2)
 
 
 def _phi(fields: Fields) -> LlamaSizes:
