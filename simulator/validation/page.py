@@ -65,14 +65,14 @@ CHOSEN = (
     "% too long. Attention is cuDNN's, as measured elsewhere (2407.08608), which took 3 points; of the tensor calls "
     "three quarters hide (half and nine tenths were tried: 3.3 and 2.9 % in place of 2.8). Gradients of 16 bits are in "
     "its launch scripts; with 32 bits (first tried) 15B and 20B would not fit.",
-    "B200: products and NVLink 5 have figures that SimuMax measured on the device (no step). Six rows of NeMo in 8 bits, "
-    "which no constant was fitted to, are then 7 % off, bias +1 %. With H100's part of the best product and the sheet's "
-    "wire (first tried) they were 4 % off, bias -3 %, by two errors that hide one another: 24 dense steps of another "
-    "source were 23 % too short, and are 8 % too short now. Its default stack became NeMo's.",
+    "B200: products and NVLink 5 have figures that SimuMax measured on the device (no step). Six rows of NeMo in 8 "
+    "bits, which no constant was fitted to, are then 7 % off, bias +1 %. With H100's part of the best product and the "
+    "sheet's wire (first tried) they were 4 % off, bias -3 %, by two errors that hide one another: 24 dense steps of "
+    "another source were 23 % too short, and are 8 % too short now. Its default stack became NeMo's.",
     "Buckets of NeMo and Megatron-Core are as their code makes them. With buckets of 25 MB (first tried) 15B on 2,048 "
     "GPUs in 8 bits, which is not here, was 15 % too long; now it is 7 % too short.",
-    "FlashAttention 2 on A100: its paper's best rates, 0.9 of them with a causal mask (assumed). With the part that it "
-    "reaches on H100 (first tried) torchtitan's A100 steps, which are not here, were 2.8 % off; now 0.8 %.",
+    "FlashAttention 2 on A100: its paper's best rates, 0.9 of them with a causal mask (assumed). With the part that "
+    "it reaches on H100 (first tried) torchtitan's A100 steps, which are not here, were 2.8 % off; now 0.8 %.",
     "Gathers that run ahead: those of a rank's later stages run under the micro-batches of its earlier ones. Under one "
     "forward (first tried) 340B of NeMo was 2 to 4 points longer, on B200 13.",
     "Megatron-LM and Megatron-DeepSpeed are two stacks: one for both left vTrain 6 % too short and Korthikanti 4 % too "
