@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 ON_EVERY_RANK = (
     "distlab.grading.sandbox.guard",
-    "distlab.grading.sandbox.tamper",
     "distlab.grading.diagnosis.values",
     "distlab.grading.diagnosis.traffic",
     "distlab.grading.causes.as_if",
-    "distlab.grading.sandbox.loaded",  # last: it looks at what is there
 )
 START_TIMEOUT_S = 120.0  # the first ranks of a program wait for torch to be loaded
 

@@ -11,7 +11,6 @@ from distlab.grading.diagnosis.blame import fault_of, file_of, place_in
 from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Evidence, Exercise, Fault
 from distlab.grading.fresh import Unavailable
-from distlab.grading.sandbox.library import twins_of
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -32,7 +31,7 @@ def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evide
 
     with _watch_output(ranks) as flooded:
         try:
-            results = ranks.run(drive_on_rank, exercise.drive, fn, exercise.memory_limit_bytes, twins_of(exercise))
+            results = ranks.run(drive_on_rank, exercise.drive, fn, exercise.memory_limit_bytes)
         except RankError as error:
             if flooded:
                 rank = flooded[0]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from distlab.grading import Exercise, NotYet, Report, load_lesson
 from distlab.grading.check import examine
+from distlab.grading.variation.draw import Vary
 
 
 def right(tensor):
@@ -211,10 +212,56 @@ def right_on_two(tensor):
 
 
 def fills_the_disk(tensor):
-    with open(os.devnull if tensor is None else f"/tmp/distlab-test-{os.getpid()}", "wb") as file:
+    with open(f"/tmp/distlab-test-{os.getpid()}", "wb") as file:
         os.unlink(file.name)
         file.truncate(1 << 30)
     return right(tensor)
+
+
+def forks_without_end(tensor):
+    while True:
+        os.fork()
+
+
+def returns_a_generator(tensor):
+    return (right(tensor) for _ in range(1))
+
+
+class EqualToAll:
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class NumberEqualToAll(float):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def returns_what_equals_all(tensor):
+    return [EqualToAll()]
+
+
+def returns_a_number_that_equals_all(tensor):
+    return NumberEqualToAll(1)
+
+
+def closes_stdout(tensor):
+    sys.stdout.close()
+    return right(tensor)
+
+
+def seeds_the_world(tensor):
+    torch.manual_seed(0)
+    return right(tensor)
+
+
+def replaces_equal(tensor):
+    torch.equal = lambda *given: True
+    return torch.zeros_like(tensor)
 
 
 CASES = [
@@ -241,10 +288,10 @@ CASES = [
     (eats_memory, 1, "memory", "more memory than a check gives .* in eats_memory: kept.append"),
     (eats_memory_in_python, 1, "memory", "more memory than a check gives .* in eats_memory_in_python"),
     (raises_on_one_rank, 3, "raised", "on rank 2 of 3: it raised KeyError: 'layer 7' .*raise KeyError"),
-    (returns_what_cannot_be_sent, 1, "returned", "got an object of class lock, which is not a plain value"),
+    (returns_what_cannot_be_sent, 1, "returned", "object of class lock, which is not a plain value"),
     (returns_nothing, 1, "returned", "got None"),
     (leaves_the_group, 1, "left the group", "destroyed or replaced the process group"),
-    (changes_default_dtype, 1, "default dtype", "default dtype to torch.bfloat16"),
+    (changes_default_dtype, 1, "state left behind", "torch's default dtype to torch.bfloat16"),
     (not_yet, 2, "not attempted", "91.mean is yours to write"),
     (
         never_waits,
@@ -254,7 +301,13 @@ CASES = [
     ),
     (never_waits_for_a_send, 2, "not waited", r"right result, but by luck: rank 0 starts send to rank 1 at .* isend"),
     (sends_other_shapes, 2, "mismatch", r"float32\[1\].*float32\[2\]"),
-    (fills_the_disk, 1, "went around", "writes to the file .* in fills_the_disk"),
+    (fills_the_disk, 1, "raised", r"OSError: \[Errno 27\] File too large .* in fills_the_disk"),
+    (forks_without_end, 1, "forked", r"starts a process \(os.fork\)"),
+    (returns_a_generator, 1, "returned", "an object of class generator, which is not a plain value or tensor"),
+    (returns_what_equals_all, 1, "returned", "an object of class EqualToAll, which is not a plain value or tensor"),
+    (returns_a_number_that_equals_all, 1, "returned", "an object of class NumberEqualToAll"),
+    (closes_stdout, 1, "state left behind", "it closed or replaced sys.stdout"),
+    (replaces_equal, 1, "replaced", "it replaced torch.equal, which everything else in the program uses too"),
 ]
 
 
@@ -291,6 +344,13 @@ def test_two_processes_that_return_are_no_more_than_one(mean_exercise: Exercise)
             break
         time.sleep(0.05)
     assert not left
+
+
+def test_a_seed_for_all_is_told(mean_exercise: Exercise) -> None:
+    drawn = replace(mean_exercise, vary=Vary(lambda draw: (draw.tensor(3, dtype=torch.float32),), num_calls=2))
+    report = examine(drawn, seeds_the_world, worlds=(1,), seed=0)
+    assert report.fault == "state left behind", str(report)
+    assert "torch's random state is not what it was before" in report.message
 
 
 @pytest.mark.parametrize("fn", [right], ids=["right"])
@@ -438,7 +498,7 @@ def test_numbers_of_ranks_that_cannot_be(mean_exercise: Exercise, worlds: Any) -
 def test_a_stream_that_is_gone_is_told(mean_exercise: Exercise) -> None:
     report = examine(mean_exercise, replaces_stdout, worlds=(1,))
     assert report.fault == "state left behind", str(report)
-    assert "it changed sys.stdout" in report.message
+    assert "it closed or replaced sys.stdout" in report.message
 
 
 @pytest.mark.parametrize("number", [10**400, 5e-324, float("inf"), 1j])

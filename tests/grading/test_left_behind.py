@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import gc
 import inspect
-import io
 import json
 import os
 import re
-import resource
-import signal
-import sys
-import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import run
 from distlab.grading import load_lesson
 from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
-from distlab.grading.variation import owned
-from distlab.grading.variation.left import left_on, marks, restored, switches
+from distlab.grading.variation.left import SWITCHES, left_on, marks, restored
+from distlab.grading.variation.near import near
+from distlab.grading.variation.owned import leaves
 
 
 def average(module):
@@ -59,11 +50,6 @@ def hook_on_module(module):
     module.register_forward_hook(lambda *given: None)
 
 
-def hook_on_all_modules(module):
-    average(module)
-    torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
-
-
 def attribute_on_module(module):
     average(module)
     module.seen = 1
@@ -75,100 +61,57 @@ def attribute_on_parameter(module):
         parameter.tag = 1
 
 
-def default_device(module):
-    average(module)
-    torch.set_default_device("meta")
-
-
-def no_collector(module):
-    average(module)
-    gc.disable()
-
-
-def ignores_interrupts(module):
-    average(module)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def strict_warnings(module):
-    average(module)
-    warnings.simplefilter("error")
-
-
 def anomaly_mode(module):
     average(module)
     torch.autograd.set_detect_anomaly(True)
 
 
-def without_onednn(module):
+def default_device(module):
     average(module)
-    torch.backends.mkldnn.enabled = False
+    torch.set_default_device("meta")
 
 
-def open_descriptor(module):
+def gives_gradients_to_none(module):
     average(module)
-    os.open("/dev/null", os.O_RDONLY)
+    torch.set_grad_enabled(False)
 
 
-def no_rights(module):
+def one_more_thread(module):
     average(module)
-    os.umask(0o77)
+    torch.set_num_threads(torch.get_num_threads() + 1)
 
 
-def lower_limit(module):
+def draws(module):
     average(module)
-    resource.setrlimit(resource.RLIMIT_CPU, (9999, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    torch.rand(1)
 
 
-def another_loop(module):
+def walks_away(module):
     average(module)
-    asyncio.set_event_loop(asyncio.new_event_loop())
-
-
-def runs_at_the_end(module):
-    average(module)
-    atexit.register(print)
-
-
-def writes_elsewhere(module):
-    average(module)
-    sys.stdout = io.StringIO()
-
-
-def closes_its_errors(module):
-    average(module)
-    os.close(2)
+    os.chdir("/")
 
 
 AVERAGES = [
     (hooks_on_parameters, r"it leaves a hook on module\.\S+; keep what"),
     (hook_after_accumulation, r"it leaves a hook on module\.\S+; keep what"),
     (hook_on_module, "it leaves a hook on module; keep what"),
-    (hook_on_all_modules, r"the number of hooks on all modules is not what it was before \(it was \d, and is \d\)"),
     (attribute_on_module, "it leaves the attribute 'seen' on module, which belongs to the caller"),
     (attribute_on_parameter, r"it leaves the attribute 'tag' on module\.\S+, which belongs to the caller"),
     (default_device, "it changed torch's default device to meta"),
-    (no_collector, r"the garbage collector \(gc.isenabled\) .*\(it was on, and is off\)"),
-    (ignores_interrupts, "the handler of SIGINT is not what it was before"),
-    (strict_warnings, "the number of warnings that are errors"),
+    (gives_gradients_to_none, r"the grad mode .*\(it was on, and is off\)"),
+    (one_more_thread, r"the number of threads of torch .*\(it was \d+, and is \d+\)"),
     (anomaly_mode, r"torch's anomaly mode .*\(it was off, and is on\)"),
-    (without_onednn, "torch's use of oneDNN"),
-    (open_descriptor, "the number of open files"),
-    (no_rights, r"it changed the rights of new files \(os.umask\)"),
-    (lower_limit, r"it changed the program's limits \(resource.setrlimit\)"),
-    (another_loop, r"it changed the event loop \(asyncio.set_event_loop\)"),
-    (runs_at_the_end, r"a function to be run at the program's end \(atexit.register\)"),
-    (writes_elsewhere, "it changed sys.stdout, for everything that comes after"),
-    (closes_its_errors, "it changed sys.stderr, for everything that comes after"),
+    (draws, "torch's random state is not what it was before"),
+    (walks_away, "the working directory is not what it was before"),
 ]
 
 
 @pytest.mark.parametrize(("fn", "says"), AVERAGES, ids=[fn.__name__ for fn, _ in AVERAGES])
 def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
     report = examine(load_lesson("03.average").exercise("03.average"), fn, worlds=(1,), seed=0)
-    assert report.fault in ("state left behind", "default device"), str(report)
+    assert report.fault == "state left behind", str(report)
     assert re.search(says, report.message), report.message
-    assert re.search("call 1, average_gradients|for everything that comes after|atexit.register", report.message)
+    assert re.search("call 1, average_gradients|for everything that comes after", report.message)
 
 
 def test_the_rank_is_named() -> None:
@@ -176,11 +119,10 @@ def test_the_rank_is_named() -> None:
     assert "right result, but on rank 0 it leaves a hook on module" in report.message
 
 
-AT_LOADING = """import sys
-import torch
+AT_LOADING = """import torch
 import torch.distributed as dist
 torch.manual_seed(7)
-sys.setrecursionlimit(2000)
+torch.set_num_threads(torch.get_num_threads() + 1)
 """
 
 
@@ -190,7 +132,7 @@ def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path,
     """The rank that calls the function loads its file, whose folder it then imports from."""
     body = inspect.getsource(average).replace("def average(", "def average_gradients(")
     if how == "called":
-        body += "    sys.path.append('left')\n"
+        body += "    torch.set_num_threads(torch.get_num_threads() + 1)\n"
     path = tmp_path / f"answers{suffix}"
     cell = {"cell_type": "code", "source": AT_LOADING + body, "outputs": [], "metadata": {}}
     path.write_text(AT_LOADING + body if suffix == ".py" else json.dumps({"cells": [cell]}))
@@ -202,7 +144,7 @@ def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path,
         assert report.fault is None, str(report)
     else:
         assert report.fault == "state left behind"
-        assert "the list of folders that Python imports from (sys.path) is not what it was before" in report.message
+        assert "the number of threads of torch is not what it was before" in report.message
 
 
 def halves_the_rate(model, optimizer, *, microbatches, num_accumulated, loss_fn):
@@ -226,10 +168,6 @@ def test_options_of_an_optimizer_are_compared() -> None:
 @pytest.mark.parametrize(
     ("value", "change", "says"),
     [
-        (torch.Generator(), lambda one: torch.rand(1, generator=one), "it changed the generator given"),
-        (np.random.default_rng(1), lambda one: one.random(), "it changed the generator given"),
-        (np.zeros(2), lambda one: one.__setitem__(0, 1.0), "it changed given"),
-        ({"a"}, lambda one: one.add("b"), "it changed given"),
         ([{"b": torch.zeros(1)}], lambda one: setattr(one[0]["b"], "seen", 1), "'seen' on given[0]['b']"),
         (torch.nn.Sequential(torch.nn.Dropout()), lambda one: one[0].eval(), "given.0.training from True to False"),
         (torch.nn.Linear(1, 1), lambda one: delattr(one, "in_features"), "took the attribute 'in_features' from given"),
@@ -242,31 +180,26 @@ def test_other_arguments_are_compared(value: Any, change: Callable[[Any], Any], 
     assert any(says in words for _, _, words in left_on(before, list(marks("given", value))))
 
 
-def test_switches_do_not_change_by_themselves() -> None:
-    before = switches()
-    assert switches() == before
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (torch.Generator(), lambda one: torch.rand(1, generator=one)),
+        (np.zeros(2), lambda one: one.__setitem__(0, 1.0)),
+        ({"a"}, lambda one: one.add("b")),
+    ],
+)
+def test_values_in_other_arguments_are_compared(value: Any, change: Callable[[Any], Any]) -> None:
+    ((name, before),) = list(leaves("given", value))
+    change(value)
+    ((_, after),) = list(leaves("given", value))
+    assert name == "given"
+    assert not near(after, before, 1.0)
+
+
+def test_what_was_switched_is_put_back() -> None:
+    before = {name: switch.get() for name, switch in SWITCHES.items()}
     with restored():
-        gc.disable()
-        warnings.simplefilter("error")
-        assert switches() != before
-    assert switches() == before
-
-
-def threads_counted() -> list[int]:
-    """Return how many threads are seen before a group has any of its own, with those, and with one of the program."""
-    counts = [owned.state()["running threads"]]
-    there = [torch.empty(3), torch.ones(3)]
-    works = [dist.irecv(there[0], 1 - dist.get_rank()), dist.isend(there[1], 1 - dist.get_rank())]
-    for work in [*works, dist.all_reduce(torch.ones(3), async_op=True)]:
-        work.wait()
-    counts.append(owned.state()["running threads"])
-    end = threading.Event()
-    threading.Thread(target=end.wait).start()
-    counts.append(owned.state()["running threads"])
-    end.set()
-    return [count - counts[0] for count in counts]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_threads_of_a_group_are_none_that_a_function_left(backend: str) -> None:
-    assert run(threads_counted, 2, backend=backend) == [[0, 0, 1]] * 2
+        torch.set_grad_enabled(False)
+        torch.use_deterministic_algorithms(True)
+        assert {name: switch.get() for name, switch in SWITCHES.items()} != before
+    assert {name: switch.get() for name, switch in SWITCHES.items()} == before

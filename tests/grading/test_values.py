@@ -25,7 +25,7 @@ from distlab.grading.diagnosis.values import (
     seeded,
     times_of,
 )
-from distlab.grading.sandbox.guard import in_python_numbers
+from distlab.grading.variation.calls import in_python_numbers
 from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)

@@ -24,7 +24,6 @@ from distlab.grading.causes.search import Agreed, Drawn, agreed, explained, firs
 from distlab.grading.diagnosis.blame import file_of, label
 from distlab.grading.exercise import Refused
 from distlab.grading.mutant import compiled
-from distlab.grading.sandbox.library import twins_of
 from distlab.grading.sealed import is_sealed
 from distlab.grading.slips.generate import Slip, last_call, mends
 from distlab.grading.variation.calls import call_varied
@@ -173,9 +172,8 @@ class _Search(NamedTuple):
         drive = functools.partial(_drive, len(batch), self.drawn.vary, seed, self.drawn.reference, given, needed)
         versions = Versions(self.fn, [f"{self.head}\n{textwrap.indent(slip.body, '    ')}" for slip in batch])
         exercise = self.drawn.exercise
-        limit, twins = exercise.memory_limit_bytes, twins_of(exercise)
         tried = functools.partial(drive_on_rank, is_looked_at=False)  # once for each version: most calls take less time
-        found, took_s = zip(*self.drawn.ranks.run(tried, drive, versions, limit, twins), strict=True)
+        found, took_s = zip(*self.drawn.ranks.run(tried, drive, versions, exercise.memory_limit_bytes), strict=True)
         return list(found), took_s[0]
 
     def holds(self, slip: Slip, part: str, seed: int, given: Sequence[Sequence[Any]]) -> bool:

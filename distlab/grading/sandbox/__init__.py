@@ -1,6 +1,6 @@
-"""What an answer may do while it is checked: enforced inside each rank, and told in a sentence.
+"""What an answer may take while it is checked, and what it must leave as it was: enforced inside each rank.
 
-Read `guard` first: limits of memory, files and processes around one call. `tamper` sees to it that torch's functions
-and the check itself stay as they are. `wires` knows ways to other ranks that no record shows. `library` knows functions
-that would do the work for the answer, and finds them by `loaded`.
+Read `limits` first: memory, files and processes. `guard` calls the answer under them, takes plain results only, and
+refuses where the answer changed the group, torch's functions or a default of the whole process. This stops accidents,
+not attackers: an answer runs as your user and can read what you can.
 """

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import device
-from distlab.grading.sandbox.guard import in_python_numbers
 from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
 from distlab.grading.variation.left import from_to, left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state
@@ -158,6 +157,23 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     return in_python_numbers(value)
+
+
+def in_python_numbers(value: Any, depth: int = 20) -> Any:
+    """Return a value with Python's numbers for numpy's: np.int64(8) is 8; what holds none is returned itself."""
+    if not depth:  # a list may hold itself
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, complex, str):
+        return value.item()
+    if type(value) in (list, tuple):
+        items = [in_python_numbers(item, depth - 1) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
+    if type(value) is dict:
+        pairs = {in_python_numbers(key): in_python_numbers(item, depth - 1) for key, item in value.items()}
+        is_same = all(new is old for new, old in zip([*pairs, *pairs.values()], [*value, *value.values()], strict=True))
+        return value if is_same else pairs
+    return value
 
 
 def _seed_all(seed: int) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import pickle
 import random
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.launch.worker import environment
-from distlab.grading.variation.left import switches
-from distlab.shared_memory.work import GroupThread
+from distlab.grading.variation.left import SWITCHES
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -43,6 +41,12 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{name}[{index}]", item)
     elif value is None or isinstance(value, bool | int | float | str):
         yield name, value
+    elif isinstance(value, torch.Generator):
+        yield name, value.get_state()
+    elif isinstance(value, np.ndarray):
+        yield name, torch.from_numpy(value.copy())
+    elif isinstance(value, set):
+        yield name, sorted(map(repr, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves(f"{name}.{field.name}", getattr(value, field.name))
@@ -58,28 +62,16 @@ def named(fn: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str
 
 def state() -> dict[str, Any]:
     """Return what every function must leave as it found it, by name, each as a plain value."""
-    import numpy as np
-
     found: dict[str, Any] = {
-        "the grad mode": torch.is_grad_enabled(),
         "torch's random state": hash(torch.get_rng_state().numpy().tobytes()),
         "Python's random state": hash(random.getstate()),
         "numpy's random state": hash(pickle.dumps(np.random.get_state(legacy=False)["state"])),
-        "the working directory": _folder(),
         "the environment": hash(environment()),
-        "running threads": sum(one.is_alive() and not isinstance(one, GroupThread) for one in threading.enumerate()),
-        **switches(),
+        **{name: switch.get() for name, switch in SWITCHES.items()},
     }
     if dist.is_initialized():
         found["the number of process groups"] = len(dist.distributed_c10d._world.pg_map)
     return found
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def said(value: Any) -> str:

@@ -124,7 +124,7 @@ WRONG_SHIFTS = (
     Mutant("seeds the world", "state left behind", "torch's random state", 1, "state").edit(
         "rank, world_size =", "torch.manual_seed(0)\nrank, world_size ="
     ),
-    Mutant("below torch.distributed", "went around", "it calls Backend.allgather", 2, "unseen calls").body("""
+    Mutant("below torch.distributed", "unseen", "neither dist.send nor dist.isend", 2, "unseen calls").body("""
         everything = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         backend.allgather([everything], [tensor]).wait()

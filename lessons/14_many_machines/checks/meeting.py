@@ -11,7 +11,6 @@ import torch.distributed as dist
 from distlab.grading import Evidence, Fault, Mutant, NotYet
 from distlab.grading.diagnosis.values import describe
 from distlab.grading.exercise import Refused
-from distlab.grading.sandbox.guard import Board
 from distlab.grading.variation.draw import Draw, Vary
 
 SIZES = (2, 5, 3, 4)  # ranks that the agents start
@@ -19,12 +18,12 @@ PATIENCE = timedelta(seconds=0.3)
 Asked = tuple[int, str]  # local ranks, address
 
 
-def board(purpose: str) -> Board:
+def board(purpose: str) -> dist.Store:
     """Return a part of the store in which the ranks of this run have met."""
-    return Board(dist.PrefixStore(purpose, dist.distributed_c10d._get_default_store()))
+    return dist.PrefixStore(purpose, dist.distributed_c10d._get_default_store())
 
 
-class InTurn(Board):
+class InTurn:
     """A store in which agents are counted in the order of their ranks, so that a check says the same each time.
 
     Attributes:
@@ -32,20 +31,20 @@ class InTurn(Board):
         read: keys whose value was asked for.
     """
 
-    def __init__(self, store: Any, turns: Board, place: int) -> None:
-        super().__init__(store)
+    def __init__(self, store: dist.Store, turns: dist.Store, place: int) -> None:
+        self._store = store
         self._turns, self._place, self._has_come = turns, place, False
         self.written, self.read = set[str](), set[str]()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         self.written.add(key)
-        super().set(key, value)
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Wait until there is a value, and return it."""
         self.read.add(key)
-        return super().get(key)
+        return bytes(self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
         """Wait for the agent before, and add."""
@@ -53,7 +52,7 @@ class InTurn(Board):
         self.read.add(key)
         if self._place and not self._has_come:
             self._turns.wait([f"turn {self._place - 1}"])
-        found = super().add(key, amount)
+        found = int(self._store.add(key, amount))
         self._turns.set(f"turn {self._place}", "came")
         self._has_come = True
         return found
@@ -61,7 +60,7 @@ class InTurn(Board):
     def wait(self, keys: list[str]) -> None:
         """Wait until all have a value."""
         self.read |= {*keys}
-        super().wait(keys)
+        self._store.wait(keys)
 
 
 def attempted(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
@@ -90,7 +89,7 @@ def drive_meeting(fn: Callable[..., Any]) -> dict[str, Any]:
     if rank == 0:
         alone = dist.HashStore()
         alone.set_timeout(PATIENCE)
-        found["alone"] = attempted(fn, Board(alone), 0, 2, 1, "alone:1")
+        found["alone"] = attempted(fn, alone, 0, 2, 1, "alone:1")
     return found
 
 
