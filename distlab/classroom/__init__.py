@@ -6,8 +6,9 @@ Read in this order:
 2. `submissions`: what students hand in.
 3. `one`: one submission, checked in a process of its own.
 4. `run`: many of them, side by side, under limits.
-5. `marks`: points.
-6. `page`: tables to read.
+5. `contained`: the same in a container.
+6. `marks`: points.
+7. `page`: tables to read.
 """
 
 from distlab.classroom.marks import Grade as Grade

@@ -94,7 +94,7 @@ def _mark(exercise: Exercise, told: dict[str, Any] | None, file: str, stopped: s
     if told is not None:
         seconds = float(told["seconds"])
         return Mark(exercise.name, exercise.difficulty, told["verdict"], told["fault"], told["message"], seconds)
-    if not file:
+    if not file and not stopped:
         return Mark(exercise.name, exercise.difficulty, "not attempted", message="nothing was handed in")
     return Mark(exercise.name, exercise.difficulty, "stopped", message=stopped)
 

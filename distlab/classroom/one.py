@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+MAX_MORE_PROCESSES = 1024  # threads count too: eight ranks have some hundred, and other submissions run beside this one
+
 
 def main() -> None:
     """Check the exercises one after the other; one line of JSON for each."""
@@ -22,6 +24,9 @@ def main() -> None:
         from distlab.grading import load_lesson
         from distlab.grading.answer.submission import isolated_submission
         from distlab.grading.check import examine
+        from distlab.grading.sandbox.limits import limit_number_of_processes
+
+        limit_number_of_processes(MAX_MORE_PROCESSES)
 
         lesson = load_lesson(task["lesson"], Path(task["folder"]))
         if not lesson.uses_optimizers():

@@ -3,7 +3,7 @@
 What a submission does stays with it. It is copied into a temporary folder, which is also its home. Its code runs in
 ranks, under the limits of `distlab.grading.sandbox`. Results come through a pipe that no rank has, and are written by
 this process. When it ends, or a limit ends it, all its processes are killed and its folder goes. It still runs as your
-user: for submissions that you would not run yourself, grade in a container.
+user: submissions that you would not run yourself are for `contained`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab import __version__
+from distlab.classroom.contained import in_container
 from distlab.classroom.marks import Grade, grade_of, read_grade, write_grade
 from distlab.classroom.submissions import Submission
 from distlab.grading import Lesson
@@ -43,10 +44,12 @@ class Limits(NamedTuple):
     Attributes:
         minutes: for all of its exercises.
         folder_bytes: that it may write.
+        is_contained: whether it runs in a container, which keeps it from other files and the network.
     """
 
     minutes: float = 10.0
     folder_bytes: int = 1 << 30
+    is_contained: bool = False
 
 
 def grade_all(
@@ -84,7 +87,7 @@ def grade_all(
 
     def grade(submission: Submission) -> Grade:
         key = key_of(submission)
-        kept = read_grade(results, submission.student, key)
+        kept = None if submission.problem else read_grade(results, submission.student, key)
         found = kept or _grade(submission, lesson, seed, limits or Limits(), ending)
         with turn:
             if not ending.is_set():
@@ -124,8 +127,8 @@ def lesson_digest(lesson: Lesson) -> str:
 
 def _grade(submission: Submission, lesson: Lesson, seed: int, limits: Limits, ending: threading.Event) -> Grade:
     lines: list[dict[str, Any]] = []
-    stopped = ""
-    if submission.path is not None:
+    stopped = submission.problem
+    if submission.path is not None and not stopped:
         home = Path(tempfile.mkdtemp(prefix="distlab-grade-"))
         try:
             copy = home / submission.path.name
@@ -147,7 +150,9 @@ def _check(
     """Run the check in a process group of its own; return its lines, and why it was stopped, or ""."""
     ours, theirs = os.pipe()
     mark = uuid.uuid4().hex
-    places = ("env", f"{MARK}={mark}", f"HOME={home}", f"TMPDIR={home}")
+    places = ["env", f"{MARK}={mark}", f"HOME={home}", f"TMPDIR={home}"]
+    if limits.is_contained:
+        places = [*in_container(home, [Path(task["folder"])]), *places]
     with open(ours, "rb", buffering=0) as pipe, tempfile.TemporaryFile() as words:
         with subprocess.Popen(
             [*places, sys.executable, "-m", "distlab.classroom.one", json.dumps({**task, "pipe": theirs})],

@@ -20,12 +20,14 @@ class Submission(NamedTuple):
         path: the notebook or module, or None where the student's folder has none.
         digest: of the file's bytes, "" where there is none.
         data: the file's bytes as they were found: another submission that runs first cannot change them.
+        problem: why it cannot be graded, in one line, or "".
     """
 
     student: str
     path: Path | None
     digest: str
     data: bytes = b""
+    problem: str = ""
 
 
 def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
@@ -39,26 +41,34 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
         lesson: name of the lesson's folder, such as 03_data_parallel.
 
     Raises:
-        ValueError: a path is not there or has another ending, there are two submissions of one student, or there is
-            none at all.
+        ValueError: a path is not there or has another ending, or there is no submission at all. What is wrong with one
+            student's files stands in `problem`, and does not keep the others from being graded.
     """
     found: dict[str, Submission] = {}
     for student, path in _pairs(paths, lesson):
         name = _SAFE.sub("_", student).strip(".") or "student"
-        data = b"" if path is None else path.read_bytes()
-        digest = "" if path is None else hashlib.sha256(data).hexdigest()
+        one = _read(name, path)
         if name in found:
-            raise ValueError(
-                f"two submissions are {name}'s: {found[name].path} and {path}; leave one out, or rename a folder"
-            )
-        found[name] = Submission(name, path, digest, data)
+            text = f"two submissions are {name}'s: {found[name].path} and {one.path}; leave one out, or rename a folder"
+            one = Submission(name, one.path, one.digest, problem=text)
+        found[name] = one
     if not found:
         listed = ", ".join(map(str, paths))
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")
     return [found[name] for name in sorted(found)]
 
 
-def _pairs(paths: Sequence[Path], lesson: str) -> Iterator[tuple[str, Path | None]]:
+def _read(student: str, path: Path | None | ValueError) -> Submission:
+    if path is None or isinstance(path, ValueError):
+        return Submission(student, None, "", problem=str(path or ""))
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return Submission(student, path, "", problem=f"{path} cannot be read: {error.strerror}")
+    return Submission(student, path, hashlib.sha256(data).hexdigest(), data)
+
+
+def _pairs(paths: Sequence[Path], lesson: str) -> Iterator[tuple[str, Path | None | ValueError]]:
     for path in paths:
         if path.is_file():
             if path.suffix not in KINDS:
@@ -70,12 +80,12 @@ def _pairs(paths: Sequence[Path], lesson: str) -> Iterator[tuple[str, Path | Non
             raise ValueError(f"{path} is not there; pass notebooks, .py files or folders of them")
 
 
-def _in_folder(folder: Path, lesson: str) -> Iterator[tuple[str, Path | None]]:
+def _in_folder(folder: Path, lesson: str) -> Iterator[tuple[str, Path | None | ValueError]]:
     for child in sorted(folder.iterdir()):
         if child.name.startswith((".", "__")):
             continue
         if child.is_dir():
-            yield child.name, _only(child, lesson)
+            yield child.name, _one_or_why_not(child, lesson)
         elif child.suffix in KINDS:
             yield _owner(child, lesson), child if child.is_file() else None  # a pipe, or a link to nothing
 
@@ -85,6 +95,15 @@ def _owner(path: Path, lesson: str) -> str:
     generic = (lesson, "lesson", "answers", "work", "")
     names = (path.stem, *(parent.name for parent in path.absolute().parents))
     return next((name for name in names if name not in generic), path.stem)
+
+
+def _one_or_why_not(folder: Path, lesson: str) -> Path | None | ValueError:
+    try:
+        return _only(folder, lesson)
+    except ValueError as error:
+        return error
+    except OSError as error:
+        return ValueError(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _only(folder: Path, lesson: str) -> Path | None:

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from distlab.classroom import Limits, find_submissions, grade_all
+from distlab.classroom.contained import in_container, refuse_unless_it_runs
 from distlab.classroom.marks import grade_of, read_grade, write_grade
 from distlab.classroom.page import class_page, student_page, to_csv
 from distlab.classroom.run import _result_of, _size
@@ -49,27 +52,29 @@ def mean(tensor):
     os.kill(os.getppid(), signal.SIGKILL)
 """
 ENDLESS = "import time\n\ndef mean(tensor):\n    while True:\n        time.sleep(0.1)\n"
-# A check refuses that an answer writes files or calls C, but it is no security boundary: it goes by files' names.
-PAST = "site-packages/torch/_inductor/past.py"
-WRITES = """
-import ctypes
-
-def clear(path):
-    ctypes.CDLL(None).truncate(path.encode(), ctypes.c_long(0))
-
-def write():
-    ctypes.CDLL(None).mknod(b"big", 0o100600, 0)
-    ctypes.CDLL(None).truncate(b"big", ctypes.c_long(9_000_000))
-"""
 FILES = """
-import sys, time
+import os, time
 
 def mean(tensor):
-    sys.path.insert(0, "HERE")
-    import past
-    past.write()
+    for number in range(9):
+        with open(f"big{number}", "wb") as file:
+            file.write(bytes(1_000_000))
     time.sleep(60)
 """
+BAD = {  # what each does, and the fault that is named for mean; the rest of the class is graded all the same
+    "forks": ("    os.fork()", "forked"),
+    "bomb": ("    while True:\n        os.fork()", "forked"),
+    "bomb_by_c": (
+        "    [ctypes.CDLL(None).fork() for _ in range(6)]\n    time.sleep(9)",
+        "returned",
+    ),
+    "fills_the_disk": ("    with open('big', 'wb') as file:\n        file.truncate(1 << 40)", "raised"),
+    "prints_a_gigabyte": ("    for _ in range(1000):\n        print('x' * 1_000_000)", "output"),
+    "ends_its_parent": ("    os.kill(os.getppid(), 9)", "forked"),
+    "ends_its_parent_by_c": ("    ctypes.CDLL(None).kill(os.getppid(), 9)\n    time.sleep(9)", "killed"),
+    "generator": ("    return (one for one in [tensor])", "returned"),
+    "equal_to_all": ("    return type('E', (), {'__eq__': lambda *given: True})()", "returned"),
+}
 
 
 @pytest.fixture
@@ -134,23 +139,12 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert capsys.readouterr().out.count("(kept)") == 3
 
 
-def write_past(here):
-    """Write a module that the check takes for a library's; return its folder."""
-    past = here / PAST
-    past.parent.mkdir(parents=True)
-    past.write_text(WRITES)
-    return past.parent
-
-
 MEDDLES = """
-import pathlib, sys
-
-sys.path.insert(0, "{past}")
-import past
+import pathlib
 
 for path in [*pathlib.Path("{here}/class").glob("*.py"), *pathlib.Path("{here}/results").glob("*.json")]:
     if path.stem != "ann":
-        past.clear(str(path))
+        path.write_text("")
 
 def mean(tensor):
     return tensor
@@ -158,8 +152,7 @@ def mean(tensor):
 
 
 def test_a_submission_that_changes_others_files_changes_no_result(lesson, here):
-    past = write_past(here)
-    folder = hand_in(here / "class", ann=MEDDLES.format(here=here, past=past), bob=GOOD, zoe=GOOD)
+    folder = hand_in(here / "class", ann=MEDDLES.format(here=here), bob=GOOD, zoe=GOOD)
     submissions = find_submissions([folder], "91_trial")
     submissions = [submissions[1], submissions[0], submissions[2]]  # bob's result is there when ann's code runs
     for _ in range(2):  # the second time from what was kept
@@ -167,6 +160,99 @@ def test_a_submission_that_changes_others_files_changes_no_result(lesson, here):
         assert points["bob"] == points["zoe"] == 4
         assert points["ann"] == 0
     assert (folder / "zoe.py").read_text() == "", "it did change them"
+
+
+def test_what_is_bad_is_told_and_the_others_are_graded(lesson, here):
+    head, tail = "import ctypes, os, time\n\ndef mean(tensor):\n", "\n\ndef double(values, *, times=2):\n    "
+    right = "return [times * value for value in values]\n"
+    texts = {name: head + line + tail + right for name, (line, _) in BAD.items()}
+    folder = hand_in(here / "class", zoe=GOOD, **texts)
+    submissions = find_submissions([folder], "91_trial")
+    grades = grade_all(submissions, lesson, here / "results", seed=1, jobs=2)
+    told = {grade.student: {mark.exercise: mark for mark in grade.marks} for grade in grades}
+    assert [grade.stopped for grade in grades] == [""] * len(grades)
+    assert told["zoe"]["91.mean"].verdict == "passed"
+    for name, (_, fault) in BAD.items():
+        assert told[name]["91.double"].verdict == "passed", name
+        assert told[name]["91.mean"].verdict == "wrong", name
+        assert re.fullmatch(fault, told[name]["91.mean"].fault), told[name]["91.mean"]
+    assert processes_of_grading() == []
+
+
+def test_a_user_starts_no_more_processes_than_allowed():
+    code = """
+import os, time
+from distlab.grading.sandbox.limits import limit_number_of_processes
+if os.getuid() == 0:
+    os.setuid(65534)
+limit_number_of_processes(4)
+started = []
+try:
+    for _ in range(50):
+        if not (pid := os.fork()):
+            time.sleep(60)
+        started.append(pid)
+except BlockingIOError:
+    print("refused after", len(started))
+finally:
+    for pid in started:
+        os.kill(pid, 9)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert re.search("refused after [0-4]\n", ran.stdout), ran.stdout + ran.stderr
+
+
+SPIES = """
+import os, socket
+
+def double(values, *, times=2):
+    seen = [path for path in ("{here}/class/ann.py", "{here}/grades", "/etc/passwd") if os.path.exists(path)]
+    for path in ("/tmp/seen", "/usr/seen", "{here}/seen"):
+        try:
+            open(path, "w").close()
+            seen.append(path)
+        except OSError:
+            pass
+    try:
+        socket.create_connection(("1.1.1.1", 53), 2)
+        seen.append("network")
+    except OSError:
+        pass
+    raise ValueError(f"it saw {{seen}}")
+"""
+
+
+def test_in_a_container_nothing_else_is_seen(here, capsys):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    try:
+        refuse_unless_it_runs()
+    except ValueError as error:
+        pytest.skip(str(error))
+    folder = hand_in(here / "class", ann=GOOD, spy=SPIES.format(here=here))
+    assert main(["grade", "91", str(folder), "--contained", "--json"]) == 0
+    told = {grade["student"]: grade for grade in json.loads(capsys.readouterr().out)["grades"]}
+    assert told["ann"]["points"] == 4
+    assert "it saw []" in next(mark["message"] for mark in told["spy"]["marks"] if mark["exercise"] == "91.double")
+
+
+def test_a_container_may_write_its_own_folder_and_read_what_it_needs(tmp_path):
+    line = in_container(tmp_path, [Path("/lessons")])
+    binds = [tuple(line[at + 1 : at + 3]) for at, word in enumerate(line) if word == "--bind"]
+    assert binds == [(str(tmp_path), str(tmp_path))]
+    shown = [line[at + 1] for at, word in enumerate(line) if word == "--ro-bind-try"]
+    assert {"/usr", sys.prefix, "/lessons", str(ROOT / "distlab"), str(ROOT / "simulator")} <= {*shown}
+    assert "/" not in shown
+    assert "--unshare-all" in line  # no network, no other process
+    assert line[-4:] == ["--remount-ro", "/", "--chdir", str(tmp_path)]
+
+
+def test_without_bubblewrap_one_line_says_so(here, monkeypatch, capsys):
+    hand_in(here / "class", ann=GOOD)
+    monkeypatch.setenv("PATH", str(here))
+    assert main(["grade", "91", "class", "--contained"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--contained needs bubblewrap (bwrap), which is not installed" in line
 
 
 def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
@@ -189,7 +275,6 @@ def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
     ids=["time", "files"],
 )
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, text, limits, words):
-    text = text.replace("HERE", str(write_past(here)))
     submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
     (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=limits)
     assert words in grade.stopped
@@ -285,17 +370,10 @@ def test_submissions_are_found_and_named(tmp_path):
 
 
 def test_what_cannot_be_graded_is_said_in_one_line(here, capsys):
-    folder = hand_in(here / "class", ann=GOOD)
-    (folder / "ann").mkdir()
-    (folder / "ann" / "one.py").write_text(GOOD)
-    several = here / "several"
-    several.mkdir()
-    hand_in(several / "bob", one=GOOD, two=GOOD)
+    hand_in(here / "class", ann=GOOD)
     (here / "empty").mkdir()
     (here / "a.txt").write_text("x")
     for arguments, words in (
-        (["class"], "two submissions are ann's"),
-        (["several"], "several files to grade (one.py, two.py); name the right one 91_trial.ipynb"),
         (["empty"], "no submission of lesson 91"),
         (["nowhere"], "nowhere is not there"),
         (["a.txt"], "neither a notebook"),
@@ -304,3 +382,15 @@ def test_what_cannot_be_graded_is_said_in_one_line(here, capsys):
         assert main(["grade", "91", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+
+
+def test_one_students_two_files_do_not_end_the_grading_of_the_others(here, capsys):
+    folder = hand_in(here / "class", ann=GOOD, zoe=GOOD)
+    hand_in(folder / "ann", one=GOOD)
+    hand_in(folder / "bob", one=GOOD, two=GOOD)
+    assert main(["grade", "91", str(folder), "--json"]) == 1
+    told = {grade["student"]: grade for grade in json.loads(capsys.readouterr().out)["grades"]}
+    assert "two submissions are ann's" in told["ann"]["stopped"]
+    assert "several files to grade (one.py, two.py); name the right one 91_trial.ipynb" in told["bob"]["stopped"]
+    assert {mark["verdict"] for mark in told["bob"]["marks"]} == {"stopped"}
+    assert told["zoe"]["points"] == 4

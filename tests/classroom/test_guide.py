@@ -4,7 +4,10 @@ import importlib.util
 import re
 from pathlib import Path
 
-from distlab.grading import lessons
+from distlab.classroom import Limits
+from distlab.grading import Exercise, lessons
+from distlab.grading.run import MAX_OUTPUT_BYTES
+from distlab.grading.sandbox.limits import MAX_FILE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "lessons" / "INSTRUCTORS.md").read_text(encoding="utf-8")
@@ -45,3 +48,14 @@ def test_lessons_12_to_15_have_misconceptions_and_questions():
 def test_it_says_that_limits_are_no_security_boundary():
     assert "under limits that stop accidents, not attackers" in GUIDE
     assert "Grade work that you do not trust in a container." in GUIDE
+    section = GUIDE.split("### In a container")[1].split("\n## ")[0]
+    assert "--contained" in section
+    assert "Not prevented without `--contained`" in section
+    assert "Not prevented with it either" in section
+
+
+def test_the_limits_that_it_names_are_the_real_ones():
+    memory, files = Exercise.__dataclass_fields__["memory_limit_bytes"].default, Limits().folder_bytes
+    text = f"{memory >> 30} GiB of memory per rank, a time limit, files of at most {MAX_FILE_BYTES >> 20} MiB and "
+    text += f"{files >> 30} GiB in all, {MAX_OUTPUT_BYTES // 10**6} MB of output, no new processes."
+    assert text in " ".join(GUIDE.split())

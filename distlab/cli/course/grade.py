@@ -1,7 +1,8 @@
 """Grade what a class handed in for a lesson: points per exercise, as tables and as a page for each student.
 
 A submission is a notebook or a .py file. Pass files, a folder of them, or a folder with one folder per student. Each
-is checked in a process group of its own, under limits. The same command again goes on where the last one ended. Exits
+is checked in a process group of its own, under limits; with --contained also in a container, which keeps it from other
+files and from the network. The same command again goes on where the last one ended. Exits
 with status 0 when every submission was graded, 1 when one was stopped.
 """
 
@@ -29,6 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--jobs", type=whole_number(most=64), default=1, metavar="N", help="submissions at a time: 1")
     command.add_argument("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission: 10")
     command.add_argument("--seed", type=int, metavar="N", help="of the drawn arguments; default: kept in DIR")
+    command.add_argument("--contained", action="store_true", help="each in a container; needs bubblewrap (bwrap)")
     command.add_argument("--json", action="store_true", help="print the grades as JSON")
 
 
@@ -36,13 +38,16 @@ def main(arguments: argparse.Namespace) -> int:
     """Grade, write the tables, and return 0 when no submission was stopped, else 1.
 
     Raises:
-        ValueError: there is nothing to grade, or a limit is not a time.
+        ValueError: there is nothing to grade, a limit is not a time, or no container can be made.
     """
     from distlab.classroom import Limits, find_submissions, grade_all
+    from distlab.classroom.contained import refuse_unless_it_runs
     from distlab.grading import load_lesson
 
     if not 0 < arguments.minutes < 24 * 60:
         raise ValueError(f"--minutes is {arguments.minutes:g}; pass minutes above 0, at most a day")
+    if arguments.contained:
+        refuse_unless_it_runs()
     lesson = load_lesson(arguments.lesson)
     submissions = find_submissions(arguments.submissions, lesson.folder.name)
     out = arguments.out / lesson.folder.name
@@ -55,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
             again = "" if is_new else " (kept)"
             print(f"{grade.student:24} {grade.points:3} of {grade.possible}{again}{words}", flush=True)
 
-    limits = Limits(arguments.minutes)
+    limits = Limits(arguments.minutes, is_contained=arguments.contained)
     try:
         grades = grade_all(
             submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, limits=limits, tell=tell

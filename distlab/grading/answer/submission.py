@@ -7,6 +7,7 @@ limits, so that one that hangs or exits while it is loaded ends nothing else.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import traceback
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
 
     exercises = [(exercise, reference_of(exercise)) for exercise in lesson.exercises]
 
-    def look(load: Callable[[], Any]) -> Any:
+    def look() -> Any:
         from distlab.grading.answer.signature import first_fault
 
         namespace, notes = load()
@@ -130,7 +131,7 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
     load = functools.partial(execute, source, {exercise.function for exercise in lesson.exercises})
     with start_ranks(1, LOAD_TIMEOUT_S) as ranks:
         try:
-            return ranks.run(drive_on_rank, look, load, MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
+            return ranks.run(drive_on_rank, operator.call, look, MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
         except RankTimeout:
             text = (
                 f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s; a module only defines"
