@@ -45,9 +45,7 @@ class _Card(NamedTuple):
         return np.array([self.column * self.size, self.slot * self.size])
 
 
-def draw_ring_frame(
-    record: Record | RingSteps, step: int = 0, operation: str | None = None, *, title: str | None = None
-) -> Figure:
+def draw_ring_frame(record: Record | RingSteps, step: int = 0, operation: str | None = None) -> Figure:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
     A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
@@ -58,7 +56,6 @@ def draw_ring_frame(
             already are taken as they are.
         step: 1 for the first; 0 is what every rank holds before it.
         operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: the record is not of a ring, there is no such step, or more than 8 ranks.
@@ -77,7 +74,7 @@ def draw_ring_frame(
     _draw_middle(pen, steps, step)
     pen.legend(_legend(steps))
     pen.flush()
-    put_title(figure, title or _what_ranks_send(steps, step), _what_cards_show(steps, step))
+    put_title(figure, _what_ranks_send(steps, step), _what_cards_show(steps, step))
     return figure
 
 

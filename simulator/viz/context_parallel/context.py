@@ -110,12 +110,7 @@ TABLE_IN = LEFT_IN + MASK_IN + 1.35
 
 
 def context_figure(
-    num_ranks: int,
-    order: str = "zigzag",
-    *,
-    hop: int | None = None,
-    length: int | None = None,
-    title: str | None = None,
+    num_ranks: int, order: str = "zigzag", *, hop: int | None = None, length: int | None = None
 ) -> Figure:
     """Draw who holds which positions, the blocks of the causal mask, and the work of every rank at every hop.
 
@@ -124,7 +119,6 @@ def context_figure(
         order: "zigzag" or "straight".
         hop: if given, only blocks computed up to this hop are coloured, and those of this hop are framed.
         length: positions of the sequence; by default 1,024 per rank.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: as `ring_work`; or there is no such hop.
@@ -137,7 +131,7 @@ def context_figure(
     _draw_work(pen, ring, hop)
     _draw_merged(pen, ring, hop)
     pen.flush()
-    put_title(figure, title or _balance_of_work(ring), _how_to_read(ring, hop))
+    put_title(figure, _balance_of_work(ring), _how_to_read(ring, hop))
     return figure
 
 

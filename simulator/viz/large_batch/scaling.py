@@ -76,7 +76,6 @@ def draw_scaling(
     num_ranks: Sequence[int] = NUM_RANKS,
     *,
     claims: Mapping[str, Claim] | None = None,
-    title: str | None = None,
 ) -> Figure:
     """Draw the speed-up against the number of ranks, with the ideal, and the efficiency, with claims as bars.
 
@@ -85,7 +84,6 @@ def draw_scaling(
             whatever n; a mapping from names to such functions draws several lines.
         num_ranks: where to compute it.
         claims: claims by their words, each (number of ranks, lowest speed-up, highest speed-up).
-        title: replaces the takeaway.
 
     Raises:
         ValueError: as `scaling`, or a claim's range is empty.
@@ -113,7 +111,7 @@ def draw_scaling(
     name_line_ends(right, last, wrapped, [line_look(index)["color"] for index in range(len(lines))])
     put_title(
         figure,
-        title or _speed_up_of_most_ranks(lines),
+        _speed_up_of_most_ranks(lines),
         "Speed-up over one rank; every rank has the same batch, whatever their number.",
     )
     return figure

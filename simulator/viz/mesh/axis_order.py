@@ -37,14 +37,13 @@ class _Row(NamedTuple):
         return ", ".join(self.axes)
 
 
-def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, title: str | None = None) -> Figure:
+def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8) -> Figure:
     """Draw the step's time under each order of the axes, the fastest first.
 
     Args:
         orders: pairs of an order, slowest axis first, and its step, as `rank_orders` returns them. Orders that differ
             in axes of one rank alone are drawn once.
         most: orders to draw; of more, the fastest, the slowest, and some evenly between.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: there is no order, or `most` is below 2.
@@ -74,7 +73,7 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
         (LEFT_IN, 0.6), "a filled letter: the axis stays inside a node; a hollow one: it leaves the node", side="left"
     )
     pen.flush()
-    put_title(figure, title or _fastest_order(rows), _what_is_compared(rows, len(shown)))
+    put_title(figure, _fastest_order(rows), _what_is_compared(rows, len(shown)))
     return figure
 
 

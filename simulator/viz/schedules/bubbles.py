@@ -32,14 +32,13 @@ POINT = "#B04A00"
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 5.6, 1.2, 0.95
 
 
-def draw_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]], *, title: str | None = None) -> Figure:
+def draw_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]]) -> Figure:
     """Draw the idle share against the number of micro-batches, one line per schedule; equal lines share one.
 
     Idle is a share of the whole step, which ends for all ranks when the last one ends: `ScheduleRun.bubble_fraction`.
 
     Args:
         sweep: what `sweep_microbatches` returned.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: the sweep is empty.
@@ -58,7 +57,7 @@ def draw_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]], *, title: str | Non
     _label_idle(axes, "of the step")
     look: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False}
     axes.legend(fontsize=TEXT_PT - 1, handlelength=3.4, **look)
-    put_title(figure, title or _microbatches_needed(lines), _gain_of_last_doubling(lines))
+    put_title(figure, _microbatches_needed(lines), _gain_of_last_doubling(lines))
     return figure
 
 
@@ -71,12 +70,7 @@ def describe_bubbles(sweep: Mapping[str, Sequence[ScheduleRun]]) -> str:
     return "\n".join(told)
 
 
-def draw_memory_against_bubble(
-    schedules: Mapping[str, ScheduleRun],
-    automatic: Sequence[ScheduleRun] = (),
-    *,
-    title: str | None = None,
-) -> Figure:
+def draw_memory_against_bubble(schedules: Mapping[str, ScheduleRun], automatic: Sequence[ScheduleRun] = ()) -> Figure:
     """Draw one point per schedule: what its fullest rank holds, against its bubble; and the automatic schedules' curve.
 
     A step may follow before the last rank has ended: the bubble is `ScheduleRun.idle_of_span`.
@@ -84,7 +78,6 @@ def draw_memory_against_bubble(
     Args:
         schedules: by name, and
         automatic: within rising memory limits: what `sweep_memory` returned.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: there is no schedule.
@@ -105,7 +98,7 @@ def draw_memory_against_bubble(
     _name_points(axes, points)
     name_axes(axes, "micro-batches of activations that a rank holds at its peak")
     _label_idle(axes, "of a rank's first to last action")
-    put_title(figure, title or _trade(schedules), _sizes(schedules))
+    put_title(figure, _trade(schedules), _sizes(schedules))
     return figure
 
 

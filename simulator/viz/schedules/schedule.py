@@ -26,7 +26,6 @@ def draw_schedule(
     trace: Trace,
     predicted: Trace | None = None,
     *,
-    title: str | None = None,
     time_range_s: tuple[float, float] | None = None,
     max_ranks: int | None = None,
 ) -> Figure:
@@ -45,7 +44,7 @@ def draw_schedule(
         sides.append(Side(_pipeline(predicted).from_zero(), True))
         ends = ends_text(facts, facts_of(sides[1].trace))
     bubble = f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
-    words = Words(title or bubble, _textbook(work), ends)
+    words = Words(bubble, _textbook(work), ends)
     return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
 
 

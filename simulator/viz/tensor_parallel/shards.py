@@ -57,7 +57,6 @@ def shards_figure(
     num_heads: int | None = None,
     names: Sequence[str] | None = None,
     sequence_parallel: bool = False,
-    title: str | None = None,
 ) -> Figure:
     """Draw the weights of a tensor-parallel model, each place in the colour of the rank that holds it.
 
@@ -68,7 +67,6 @@ def shards_figure(
         num_heads: attention heads of the whole model, to name those of each rank.
         names: weights to draw; by default those of two dims that are cut, of several equal blocks the first.
         sequence_parallel: mark what is exchanged between parts of the sequence, in place of f and g.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: as `shards_of`; more than 8 ranks; a name that is not there or is not a matrix; nothing is cut.
@@ -87,7 +85,7 @@ def shards_figure(
         top -= HEAD_IN + tall + 0.4
     _draw_foot(pen, found, len(parts), sequence_parallel)
     pen.flush()
-    put_title(figure, title or _share_that_is_cut(found, len(parts)), _whole_weights(found))
+    put_title(figure, _share_that_is_cut(found, len(parts)), _whole_weights(found))
     return figure
 
 
