@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from simulator.export.parts import (
-    PLAIN,
     Exported,
     Wish,
     as_json,
@@ -30,7 +29,7 @@ TOOL = "Accelerate"
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
-def accelerate_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def accelerate_config(said: PlanFile, wish: Wish) -> Exported:
     """Return the configuration that means the plan, as JSON, which is YAML too.
 
     Raises:

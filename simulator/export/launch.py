@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from simulator.export.parts import NAME, PLAIN, Exported, Wish, as_json, devices_per_node
+from simulator.export.parts import NAME, Exported, Wish, as_json, devices_per_node
 from simulator.plan_file import PlanFile
 
 PORT = 29500
@@ -34,7 +34,7 @@ def places_of(said: PlanFile) -> Places:
     return Places(-(-ranks // most), min(ranks, most))
 
 
-def torchrun_command(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def torchrun_command(said: PlanFile, wish: Wish) -> Exported:
     """Return the command to run on every node; HEAD is the first node's name.
 
     Raises:
@@ -48,7 +48,7 @@ def torchrun_command(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     return Exported(command, (f"run it on each of the {nodes} nodes, with HEAD set to the name of one of them",))
 
 
-def slurm_script(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def slurm_script(said: PlanFile, wish: Wish) -> Exported:
     """Return the script for sbatch: one torchrun per node, and `--rdzv-endpoint` on the first.
 
     Raises:
@@ -74,7 +74,7 @@ srun --kill-on-bad-exit=1 torchrun \\
     return Exported(text, ("partition, account and time limit are your cluster's: add #SBATCH lines",))
 
 
-def pytorch_job(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def pytorch_job(said: PlanFile, wish: Wish) -> Exported:
     """Return a PyTorchJob: one pod per node, with a master among them; the operator tells torchrun where it is.
 
     Raises:
@@ -97,7 +97,7 @@ def pytorch_job(said: PlanFile, wish: Wish = PLAIN) -> Exported:
     )
 
 
-def job_set(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def job_set(said: PlanFile, wish: Wish) -> Exported:
     """Return a JobSet of one indexed Job, a pod per node; the first pod's name is where ranks meet.
 
     Raises:

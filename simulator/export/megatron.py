@@ -5,7 +5,7 @@ Source: megatron/training/arguments.py of NVIDIA/Megatron-LM at commit 000c4ac24
 
 from __future__ import annotations
 
-from simulator.export.parts import PLAIN, Exported, Wish, has_master, order_is_usual, refuse, types_of
+from simulator.export.parts import Exported, Wish, has_master, order_is_usual, refuse, types_of
 from simulator.models.by_name import ALIBI, GPT, LLAMA
 from simulator.models.llama import LlamaSizes
 from simulator.plan_file import PlanFile
@@ -17,7 +17,7 @@ SCHEDULES = ("one_f_one_b", "interleaved")
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def megatron_flags(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def megatron_flags(said: PlanFile, wish: Wish) -> Exported:
     """Return the flags that mean the plan, one per line.
 
     Raises:

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from distlab.plan import Plan
 from simulator.export.parts import (
     NAME,
-    PLAIN,
     Exported,
     Wish,
     bucket_notes,
@@ -56,7 +55,7 @@ SCHEDULES = MappingProxyType(
 ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts a model into stages
 
 
-def torchtitan_config(said: PlanFile, wish: Wish = PLAIN) -> Exported:
+def torchtitan_config(said: PlanFile, wish: Wish) -> Exported:
     """Return the module that means the plan.
 
     Raises:

@@ -43,14 +43,8 @@ from simulator.viz.mesh.mesh import describe_mesh, mesh_figure
 from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
 from simulator.viz.runs.goodput import describe_goodput, draw_goodput
 from simulator.viz.runs.strategies import describe_strategy_map, draw_strategy_map
-from simulator.viz.schedules.bubbles import (
-    describe_bubbles,
-    describe_memory_against_bubble,
-    draw_bubbles,
-    draw_memory_against_bubble,
-)
 from simulator.viz.schedules.compare import describe_schedules, draw_schedules
-from simulator.viz.schedules.run import ScheduleRun, run_schedule, sweep_memory, sweep_microbatches
+from simulator.viz.schedules.run import ScheduleRun, run_schedule
 from simulator.viz.schedules.schedule import describe_schedule, draw_schedule
 from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel.shard_parts import cut_weights
@@ -100,7 +94,6 @@ __all__ = [
     "degrees_panel",
     "describe_bars",
     "describe_batch_sizes",
-    "describe_bubbles",
     "describe_compression",
     "describe_context",
     "describe_cost_curve",
@@ -110,7 +103,6 @@ __all__ = [
     "describe_link_times",
     "describe_measured_memory",
     "describe_memory",
-    "describe_memory_against_bubble",
     "describe_memory_of_plans",
     "describe_mesh",
     "describe_message_diagram",
@@ -130,7 +122,6 @@ __all__ = [
     "describe_train_step",
     "draw_bars",
     "draw_batch_sizes",
-    "draw_bubbles",
     "draw_compression",
     "draw_cost_curve",
     "draw_fit",
@@ -138,7 +129,6 @@ __all__ = [
     "draw_link_times",
     "draw_measured_memory",
     "draw_memory",
-    "draw_memory_against_bubble",
     "draw_memory_of_plans",
     "draw_message_diagram",
     "draw_race",
@@ -169,8 +159,6 @@ __all__ = [
     "shards_figure",
     "step_of",
     "strategy_panel",
-    "sweep_memory",
-    "sweep_microbatches",
     "to_png",
     "train_step_panel",
 ]

@@ -122,14 +122,7 @@ POINT, LINE, LATENCY, BANDWIDTH = "#D55E00", "#0072B2", "#CC79A7", "#009E73"
 Floats = NDArray[np.float64]
 
 
-def draw_fit(
-    sizes_bytes: Sequence[float],
-    times_s: Sequence[float],
-    alpha_s: float,
-    bytes_per_s: float,
-    *,
-    title: str | None = None,
-) -> Figure:
+def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float) -> Figure:
     """Draw measured messages as points, and over them the line alpha + size / bandwidth, both axes logarithmic.
 
     The two parts of the sum are drawn dashed. They cross at the size alpha x bandwidth, where half of the time is
@@ -140,7 +133,6 @@ def draw_fit(
         times_s: seconds of each, one way.
         alpha_s: the latency in seconds that was fitted.
         bytes_per_s: the bandwidth that was fitted, in bytes per second.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: no points, sizes and times of different number, a number that is not above zero, or alpha below 0.
@@ -172,9 +164,7 @@ def draw_fit(
         mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")
-    put_title(
-        figure, title or _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s)
-    )
+    put_title(figure, _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s))
     return figure
 
 

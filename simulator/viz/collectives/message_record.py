@@ -67,6 +67,9 @@ class Event(NamedTuple):
     waits: bool
 
 
+MAX_CALLS = 240
+
+
 class Diagram(NamedTuple):
     """Calls on lines of ranks, and which of them meet.
 
@@ -91,22 +94,20 @@ class Diagram(NamedTuple):
     num_left_out: int
 
 
-def read_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> Diagram:
+def read_diagram(records: Iterable[DiagramCall]) -> Diagram:
     """Read the diagram of recorded calls.
 
-    Where there are more than `max_calls` calls, it keeps the last ones if a rank hangs, else the first ones.
+    Where there are more than MAX_CALLS calls, it keeps the last ones if a rank hangs, else the first ones.
 
     Raises:
-        ValueError: there are no calls, or max_calls is below 1.
+        ValueError: there are no calls.
     """
-    if max_calls < 1:
-        raise ValueError(f"max_calls is {max_calls}; pass at least 1")
     calls = sorted(records, key=lambda call: call.start_ns)
     if not calls:
         raise ValueError("the records hold no call; run something that sends or receives, with record=True")
     stuck = any(_is_stuck(call) for call in calls)
-    left_out = max(0, len(calls) - max_calls)
-    calls = calls[left_out:] if stuck else calls[:max_calls]
+    left_out = max(0, len(calls) - MAX_CALLS)
+    calls = calls[left_out:] if stuck else calls[:MAX_CALLS]
     pairs, meetings = _meet(calls)
     times = _steps(calls, pairs, meetings)
     events = tuple(

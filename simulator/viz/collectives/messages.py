@@ -31,22 +31,21 @@ HALF = 0.15  # half of a bar's height, in rows
 LABELLED = 24  # messages that still get their sizes written
 
 
-def draw_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240, title: str | None = None) -> Figure:
+def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = None) -> Figure:
     """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
     A rank that waits forever has an open bar that names whom it waits for; a message that no rank receives ends in a
-    cross.
+    cross. Of more than 240 calls the last are drawn where a rank hangs, else the first.
 
     Args:
         records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `DiagramCall`.
-        max_calls: of more calls the last are drawn where a rank hangs, else the first.
         title: replaces the takeaway.
 
     Raises:
         ValueError: there are no calls.
     """
-    diagram = read_diagram(records, max_calls=max_calls)
+    diagram = read_diagram(records)
     rows = {rank: row for row, rank in enumerate(diagram.ranks)}
     height = 0.85 * len(rows) + 0.35
     figure = new_figure(TOP_IN + height + BOTTOM_IN)
@@ -70,7 +69,7 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240
     return figure
 
 
-def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int = 240) -> str:
+def describe_message_diagram(records: Iterable[DiagramCall]) -> str:
     """Write the diagram as text: one line per message or collective, then who waits for whom.
 
     It holds no times, so it does not depend on how fast the ranks are.
@@ -78,7 +77,7 @@ def describe_message_diagram(records: Iterable[DiagramCall], *, max_calls: int =
     Raises:
         ValueError: there are no calls.
     """
-    diagram = read_diagram(records, max_calls=max_calls)
+    diagram = read_diagram(records)
     lines = [f"{_deadlock_or_traffic(diagram)}."]
     received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}

@@ -31,6 +31,7 @@ from simulator.viz.drawing.plot import (
 from simulator.viz.drawing.style import DPI, INK, TEXT_PT, KindStyle, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
+RANKS_PER_NODE = 8
 NUM_SIZES = 361  # 60 a decade
 NEAR = 1.1  # within a tenth of the winner
 HIERARCHICAL = "hierarchical"
@@ -85,16 +86,11 @@ class Race(NamedTuple):
 
 
 def race(
-    link: Link | str,
-    num_ranks: int,
-    algorithms: Sequence[str] | None = None,
-    *,
-    inter_node: Link | str | None = None,
-    ranks_per_node: int = 8,
+    link: Link | str, num_ranks: int, algorithms: Sequence[str] | None = None, *, inter_node: Link | str | None = None
 ) -> Race:
     """Compute the times of the algorithms at sizes from 1 kB to 1 GB, and who is the fastest where.
 
-    With `inter_node` ranks stand in nodes of `ranks_per_node`. Then an algorithm that knows no nodes runs at the pace
+    With `inter_node` ranks stand in nodes of RANKS_PER_NODE. Then an algorithm that knows no nodes runs at the pace
     of the slower link, and "hierarchical" may take part: reduce-scatter inside nodes over `link`, all-reduce across
     them on a node's share over `inter_node`, all-gather inside.
 
@@ -105,16 +101,16 @@ def race(
         raise ValueError(f"an all-reduce race has {num_ranks} ranks; pass at least 2")
     inside = hardware.link(link) if isinstance(link, str) else link
     across = hardware.link(inter_node) if isinstance(inter_node, str) else inter_node
-    spans = across is not None and num_ranks > ranks_per_node
+    spans = across is not None and num_ranks > RANKS_PER_NODE
     if algorithms is None:
         algorithms = ("ring", "tree", "halving_doubling", *((HIERARCHICAL,) if spans else ()))
     wrong = [name for name in algorithms if name not in STYLES]
     if wrong or not algorithms:
         raise ValueError(f"all-reduce algorithm is {wrong[0] if wrong else None!r}; choose of {', '.join(STYLES)}")
-    if HIERARCHICAL in algorithms and (not spans or num_ranks % ranks_per_node):
+    if HIERARCHICAL in algorithms and (not spans or num_ranks % RANKS_PER_NODE):
         raise ValueError(
-            f"hierarchical wants whole nodes and a link between them: {num_ranks} ranks in nodes of {ranks_per_node}, "
-            f"inter_node {across.name if across else None!r}; pass inter_node, and a multiple of {ranks_per_node} ranks"
+            f"hierarchical wants whole nodes and a link between them: {num_ranks} ranks in nodes of {RANKS_PER_NODE}, "
+            f"inter_node {across.name if across else None!r}; pass inter_node, and a multiple of {RANKS_PER_NODE} ranks"
         )
     sizes = np.logspace(math.log10(SMALLEST_BYTES), math.log10(LARGEST_BYTES), NUM_SIZES)
     links = [inside] if across is None or not spans else [inside, across]
@@ -122,11 +118,11 @@ def race(
     def seconds(algorithm: str, num_bytes: float) -> float:
         if algorithm != HIERARCHICAL:
             return max(steps_s(num_bytes, steps_of(algorithm, num_ranks), wire) for wire in links)
-        nodes = num_ranks // ranks_per_node
-        return hierarchical_all_reduce_s(num_bytes, ranks_per_node, nodes, intra_node=links[0], inter_node=links[1])
+        nodes = num_ranks // RANKS_PER_NODE
+        return hierarchical_all_reduce_s(num_bytes, RANKS_PER_NODE, nodes, intra_node=links[0], inter_node=links[1])
 
     times = {name: np.array([seconds(name, size) for size in sizes.tolist()]) for name in algorithms}
-    words = inside.name if len(links) == 1 else f"{inside.name} in nodes of {ranks_per_node}, {links[1].name} between"
+    words = inside.name if len(links) == 1 else f"{inside.name} in nodes of {RANKS_PER_NODE}, {links[1].name} between"
     return Race(words, sizes, times, _stretches(sizes, times, seconds))
 
 
@@ -192,7 +188,6 @@ def draw_race(
     algorithms: Sequence[str] | None = None,
     *,
     inter_node: Link | str | None = None,
-    ranks_per_node: int = 8,
     measured: Mapping[str, Points] | None = None,
     title: str | None = None,
 ) -> Figure:
@@ -205,14 +200,13 @@ def draw_race(
             (whole tensors around the ring) and "binomial_tree"; by default ring, tree and halving_doubling, and
             hierarchical where there are several nodes.
         inter_node: the link between nodes; None is one node, however many ranks.
-        ranks_per_node: ranks of a node, where `inter_node` is given.
         measured: for each algorithm its sizes in bytes and its times in seconds, drawn as points over the lines.
         title: replaces the takeaway.
 
     Raises:
         ValueError: as `race`, or a measured algorithm that does not take part.
     """
-    facts = race(link, num_ranks, algorithms, inter_node=inter_node, ranks_per_node=ranks_per_node)
+    facts = race(link, num_ranks, algorithms, inter_node=inter_node)
     figure = new_figure(6.4)
     axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN + BAND_IN + 0.1)
     axes.set(xscale="log", yscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES))
@@ -249,11 +243,10 @@ def describe_race(
     algorithms: Sequence[str] | None = None,
     *,
     inter_node: Link | str | None = None,
-    ranks_per_node: int = 8,
     measured: Mapping[str, Points] | None = None,
 ) -> str:
     """Say in words what `draw_race` shows: who wins at which size, and by how much; arguments and errors as there."""
-    facts = race(link, num_ranks, algorithms, inter_node=inter_node, ranks_per_node=ranks_per_node)
+    facts = race(link, num_ranks, algorithms, inter_node=inter_node)
     text = f"All-reduce among {num_ranks} ranks over {facts.link}: {race_takeaway(facts)}."
     ends = [
         f"{STYLES[name].words} {format_s(float(times[0]))} and {format_s(float(times[-1]))}"

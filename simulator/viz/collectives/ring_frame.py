@@ -45,9 +45,7 @@ class _Card(NamedTuple):
         return np.array([self.column * self.size, self.slot * self.size])
 
 
-def draw_ring_frame(
-    record: Record | RingSteps, step: int = 0, operation: str | None = None, *, title: str | None = None
-) -> Figure:
+def draw_ring_frame(record: Record | RingSteps, step: int = 0) -> Figure:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
     A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
@@ -57,13 +55,11 @@ def draw_ring_frame(
         record: what a recorder returns, or a trace whose spans name their peers. Steps that `ring_steps` has read
             already are taken as they are.
         step: 1 for the first; 0 is what every rank holds before it.
-        operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: the record is not of a ring, there is no such step, or more than 8 ranks.
     """
-    steps = _checked(record, step, operation)
+    steps = _checked(record, step)
     masks = provenance(steps)[step]
     size = len(steps.ranks)
     figure, pen = sheet(HEIGHT_IN)
@@ -77,13 +73,13 @@ def draw_ring_frame(
     _draw_middle(pen, steps, step)
     pen.legend(_legend(steps))
     pen.flush()
-    put_title(figure, title or _what_ranks_send(steps, step), _what_cards_show(steps, step))
+    put_title(figure, _what_ranks_send(steps, step), _what_cards_show(steps, step))
     return figure
 
 
-def describe_ring_frame(record: Record | RingSteps, step: int = 0, operation: str | None = None) -> str:
+def describe_ring_frame(record: Record | RingSteps, step: int = 0) -> str:
     """Say in words what `draw_ring_frame` shows: which chunks go to whom; arguments and errors as there."""
-    steps = _checked(record, step, operation)
+    steps = _checked(record, step)
     text = f"{_what_ranks_send(steps, step)}. {_what_cards_show(steps, step)}"
     if not step:
         return text
@@ -97,8 +93,8 @@ def describe_ring_frame(record: Record | RingSteps, step: int = 0, operation: st
     return f"{text} {'; '.join(sends)}."
 
 
-def _checked(record: Record | RingSteps, step: int, operation: str | None) -> RingSteps:
-    steps = record if isinstance(record, RingSteps) else ring_steps(record, operation)
+def _checked(record: Record | RingSteps, step: int) -> RingSteps:
+    steps = record if isinstance(record, RingSteps) else ring_steps(record)
     if not 0 <= step <= len(steps.chunk):
         raise ValueError(f"step is {step}; the ring has steps 1 to {len(steps.chunk)}, and 0 for the start")
     if len(steps.ranks) > MAX_RANKS:
@@ -112,8 +108,7 @@ def _what_ranks_send(steps: RingSteps, step: int) -> str:
         return f"Not a ring's chunks: {steps.fault}"
     size, total = len(steps.ranks), len(steps.chunk)
     if not step:
-        held = "its own chunk" if steps.operation == "all_gather" else "its own tensor"
-        return f"Before the first step: each of {size} ranks holds {held}, cut into {size} chunks"
+        return f"Before the first step: each of {size} ranks holds its own tensor, cut into {size} chunks"
     num_bytes = format_bytes(float(steps.num_bytes[step - 1].max()))
     if step_verb(steps, step - 1) == "copy":
         return f"Step {step} of {total}: every rank sends {num_bytes} of finished sums, and its neighbour copies them"

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from distlab.trace import Trace
 from simulator.units import format_bytes
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 _PEER = re.compile(r"\b(?:to|from)\s+(?:rank\s+)?(\d+)")
 
 
@@ -67,7 +66,7 @@ class RingSteps(NamedTuple):
 
     Attributes:
         ranks: in ring order: each sends to the next, the last to the first.
-        operation: one of OPERATIONS.
+        operation: "all_reduce" or "reduce_scatter".
         chunk: [steps, ranks] the chunk that each rank sends, an index into ranks (who sends it first).
         num_bytes: [steps, ranks] bytes that each rank sends.
         span_s: [steps] from the first send to the last receive of the step.
@@ -139,20 +138,18 @@ def _ends_of_trace(trace: Trace) -> list[_End]:
     return ends
 
 
-def ring_steps(record: Record, operation: str | None = None) -> RingSteps:
+def ring_steps(record: Record) -> RingSteps:
     """Follow the chunks of one ring collective through its steps.
 
-    `operation` follows from the number of steps (2(n-1): all_reduce, n-1: reduce_scatter); name an all_gather.
+    The number of steps says which: 2(n-1) are an all_reduce, n-1 a reduce_scatter. An all_gather alone, which has as
+    many steps as a reduce_scatter, is not supported.
 
     Raises:
         ValueError: the messages are not of a ring: a rank sends to several, counts differ, or the steps do not fit.
     """
     ranks, sent = _ring_order(messages_of(record))
     size, count = len(ranks), len(sent[0])
-    if operation is None:
-        operation = "all_reduce" if count % (2 * (size - 1)) == 0 else "reduce_scatter"
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation is {operation!r}; choose one of {', '.join(OPERATIONS)}")
+    operation = "all_reduce" if count % (2 * (size - 1)) == 0 else "reduce_scatter"
     num_steps = (size - 1) * (2 if operation == "all_reduce" else 1)
     if count % num_steps:
         raise ValueError(
@@ -215,10 +212,7 @@ def provenance(steps: RingSteps) -> NDArray[np.bool_]:
     size = len(steps.ranks)
     state = np.zeros((size, size, size), dtype=bool)
     places = np.arange(size)
-    if steps.operation == "all_gather":
-        state[places, places] = True
-    else:
-        state[places, :, places] = True
+    state[places, :, places] = True
     states = [state]
     for row in steps.chunk:
         after = state.copy()

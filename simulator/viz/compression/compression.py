@@ -36,15 +36,12 @@ def compression_label(compression: Compression) -> str:
     }[compression.method]
 
 
-def draw_compression(
-    sweep: CompressionSweep, *, at_bytes_per_s: float | None = None, title: str | None = None
-) -> Figure:
+def draw_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | None = None) -> Figure:
     """Draw the step's time at each bandwidth, plain and with each compression; a ring marks each break-even.
 
     Args:
         sweep: what `sweep_compression` returned.
         at_bytes_per_s: a bandwidth to mark and read off, between those of the sweep.
-        title: replaces the takeaway.
     """
     figure = new_figure(HEIGHT_IN)
     axes = frame(figure, left=1.2, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN)
@@ -66,7 +63,7 @@ def draw_compression(
         axes.axvline(at_bytes_per_s, color=INK, linewidth=1.3, linestyle=(0, (4, 3)), gid="chosen")
     _label(axes, sweep)
     _name_lines(axes, sweep)
-    put_title(figure, title or _best_or_break_even(sweep, at_bytes_per_s), _fastest_ways(sweep, at_bytes_per_s))
+    put_title(figure, _best_or_break_even(sweep, at_bytes_per_s), _fastest_ways(sweep, at_bytes_per_s))
     return figure
 
 

@@ -5,7 +5,7 @@ from the front and the one as far from the back. The mask is drawn in blocks of 
 that computes it, its number the hop at which the keys arrive there. Next to it stand the pairs that each rank computes
 at each hop: a ring goes on when its busiest rank is done.
 
-Symbols: n ranks, 2n chunks, S positions.
+Symbols: n ranks, 2n chunks, 1,024 n positions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.units import capitalised, name_ranks, percent
+from simulator.units import capitalised, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
+from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
 from simulator.viz.drawing.words import width_in
 
 ORDERS = ("zigzag", "straight")
@@ -68,7 +68,7 @@ class RingWork(NamedTuple):
         return [int(other) for other in np.unique(self.owner[visible.any(axis=0)])]
 
 
-def ring_work(num_ranks: int, order: str = "zigzag", *, length: int | None = None) -> RingWork:
+def ring_work(num_ranks: int, order: str = "zigzag") -> RingWork:
     """Count the pairs of query and key that each rank computes at each hop, under a causal mask.
 
     Keys go to the next rank at each hop: at hop h rank r has those that began h ranks before it.
@@ -76,22 +76,16 @@ def ring_work(num_ranks: int, order: str = "zigzag", *, length: int | None = Non
     Args:
         num_ranks: n, 1 to 8.
         order: "zigzag" or "straight".
-        length: S, a multiple of 2n; by default 1,024 n.
 
     Raises:
-        ValueError: the number of ranks, the order or the length is none of these.
+        ValueError: the number of ranks or the order is none of these.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"{num_ranks} ranks; pass 1 to {MAX_RANKS}: more cannot be told apart in a picture")
     if order not in ORDERS:
         raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
     chunks = 2 * num_ranks
-    length = 1024 * num_ranks if length is None else length
-    if length < chunks or length % chunks:
-        raise ValueError(
-            f"a sequence of {length} cannot be cut into {chunks} equal chunks, 2 for each of {num_ranks} ranks; "
-            f"pass a multiple of {chunks}"
-        )
+    length = 1024 * num_ranks
     place = np.arange(chunks)
     owner = place // 2 if order == "straight" else np.minimum(place, chunks - 1 - place)
     hop = (owner[:, None] - owner[None, :]) % num_ranks
@@ -109,61 +103,40 @@ TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85
 TABLE_IN = LEFT_IN + MASK_IN + 1.35
 
 
-def context_figure(
-    num_ranks: int,
-    order: str = "zigzag",
-    *,
-    hop: int | None = None,
-    length: int | None = None,
-    title: str | None = None,
-) -> Figure:
+def context_figure(num_ranks: int, order: str = "zigzag") -> Figure:
     """Draw who holds which positions, the blocks of the causal mask, and the work of every rank at every hop.
 
     Args:
         num_ranks: 1 to 8.
         order: "zigzag" or "straight".
-        hop: if given, only blocks computed up to this hop are coloured, and those of this hop are framed.
-        length: positions of the sequence; by default 1,024 per rank.
-        title: replaces the takeaway.
 
     Raises:
-        ValueError: as `ring_work`; or there is no such hop.
+        ValueError: as `ring_work`.
     """
-    ring = _checked(num_ranks, order, hop, length)
+    ring = ring_work(num_ranks, order)
     height = TOP_IN + STRIP_IN + MASK_IN + FOOT_IN
     figure, pen = sheet(height)
     _draw_sequence(pen, ring, height - TOP_IN)
-    _draw_mask(pen, ring, hop)
-    _draw_work(pen, ring, hop)
-    _draw_merged(pen, ring, hop)
+    _draw_mask(pen, ring)
+    _draw_work(pen, ring)
+    _draw_merged(pen, ring)
     pen.flush()
-    put_title(figure, title or _balance_of_work(ring), _how_to_read(ring, hop))
+    put_title(figure, _balance_of_work(ring), _how_to_read(ring))
     return figure
 
 
-def describe_context(
-    num_ranks: int, order: str = "zigzag", *, hop: int | None = None, length: int | None = None
-) -> str:
+def describe_context(num_ranks: int, order: str = "zigzag") -> str:
     """Say in words what `context_figure` shows; arguments and errors as there."""
-    ring = _checked(num_ranks, order, hop, length)
-    lines = [f"{_balance_of_work(ring)}. {_how_to_read(ring, hop)}"]
+    ring = ring_work(num_ranks, order)
+    lines = [f"{_balance_of_work(ring)}. {_how_to_read(ring)}"]
     size = ring.length // len(ring.owner)
     for rank in range(num_ranks):
         mine = np.flatnonzero(ring.owner == rank).tolist()
         held = " and ".join(f"{chunk * size}-{(chunk + 1) * size - 1}" for chunk in mine)
         work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())
         line = f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}"
-        if hop is not None:
-            line += f"; merged after hop {hop}: the keys of {name_ranks(ring.merged(rank, hop))}"
         lines.append(line + ".")
     return "\n".join(lines)
-
-
-def _checked(num_ranks: int, order: str, hop: int | None, length: int | None) -> RingWork:
-    ring = ring_work(num_ranks, order, length=length)
-    if hop is not None and not 0 <= hop < num_ranks:
-        raise ValueError(f"there is no hop {hop}; a ring of {num_ranks} ranks has hops 0 to {num_ranks - 1}")
-    return ring
 
 
 def _balance_of_work(ring: RingWork) -> str:
@@ -175,11 +148,9 @@ def _balance_of_work(ring: RingWork) -> str:
     return f"{name}: ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
 
 
-def _how_to_read(ring: RingWork, hop: int | None) -> str:
+def _how_to_read(ring: RingWork) -> str:
     text = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {ring.num_ranks} ranks."
-    if hop is None:
-        return f"{text} A block's colour: the rank that computes it; its number: the hop at which the keys arrive."
-    return f"{text} Hop {hop}: framed blocks are computed now; pale ones wait for keys that still travel."
+    return f"{text} A block's colour: the rank that computes it; its number: the hop at which the keys arrive."
 
 
 def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
@@ -192,7 +163,7 @@ def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
     pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
 
 
-def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
+def _draw_mask(pen: Pen, ring: RingWork) -> None:
     """Draw the blocks of the mask; of those on the diagonal only the lower half is visible."""
     count = len(ring.owner)
     cell = MASK_IN / count
@@ -207,20 +178,17 @@ def _draw_mask(pen: Pen, ring: RingWork, hop: int | None) -> None:
             if not ring.pairs[query, key]:
                 pen.box(corner, cell, cell, IDLE)
                 continue
-            done = hop is None or at <= hop
-            fill = RANK_COLOURS[rank] if done else pale(RANK_COLOURS[rank], 0.22)
+            fill = RANK_COLOURS[rank]
             pen.block(corner, cell, cell, fill, str(at) if query != key else "", size=min(TEXT_PT, 36 * cell))
             if query == key:
                 pen.box((corner[0] + cell / 2, corner[1] + cell / 2), cell / 2, cell / 2, IDLE, line=0)
                 spot = (corner[0] + 0.3 * cell, corner[1] + 0.3 * cell)
                 pen.words(spot, str(at), size=min(TEXT_PT, 28 * cell), colour=text_colour(fill))
-            if at == hop:
-                pen.outline((corner[0] + 0.03, corner[1] + 0.03), cell - 0.06, cell - 0.06, INK, line=2.0)
     words = "queries down, keys across; grey is masked, the diagonal by half"
     pen.words((LEFT_IN + MASK_IN / 2, FOOT_IN - 0.22), words, colour=FAINT)
 
 
-def _draw_work(pen: Pen, ring: RingWork, hop: int | None) -> None:
+def _draw_work(pen: Pen, ring: RingWork) -> None:
     """Draw a table of ranks and hops: a bar in each cell is the pairs computed there."""
     count = ring.num_ranks
     top = FOOT_IN + MASK_IN + STRIP_IN - 0.1
@@ -230,9 +198,7 @@ def _draw_work(pen: Pen, ring: RingWork, hop: int | None) -> None:
     total, most = int(ring.pairs.sum()), int(ring.work.max())
     for at in range(count):
         x = TABLE_IN + (at + 0.5) * wide
-        pen.words(
-            (x, top - 0.32), f"hop {at}" if count <= 6 else str(at), colour=INK if at == hop else FAINT, bold=at == hop
-        )
+        pen.words((x, top - 0.32), f"hop {at}" if count <= 6 else str(at), colour=FAINT)
     pen.words((TABLE_IN + room + 0.42, top - 0.32), "all", colour=FAINT)
     for rank in range(count):
         y = top - 0.5 - (rank + 1) * tall
@@ -240,8 +206,7 @@ def _draw_work(pen: Pen, ring: RingWork, hop: int | None) -> None:
         for at in range(count):
             pairs, x = int(ring.work[rank, at]), TABLE_IN + at * wide
             pen.box((x + 0.03, y + 0.04), wide - 0.06, tall - 0.08, IDLE)
-            shown = hop is None or at <= hop
-            fill = RANK_COLOURS[rank] if shown else pale(RANK_COLOURS[rank], 0.22)
+            fill = RANK_COLOURS[rank]
             if pairs:
                 pen.box((x + 0.03, y + 0.04), (wide - 0.06) * pairs / most, tall - 0.08, fill)
             text = percent(pairs / total, 1 if count <= 5 else 0) if pairs else "waits"
@@ -264,10 +229,10 @@ def _draw_work(pen: Pen, ring: RingWork, hop: int | None) -> None:
     pen.words((TABLE_IN + room + 0.42, y), percent(ring.ring_pairs / total, 1), bold=True)
 
 
-def _draw_merged(pen: Pen, ring: RingWork, hop: int | None) -> None:
-    """Draw which keys every rank has merged after the hop, and the rule by which they merge."""
-    at = ring.num_ranks - 1 if hop is None else hop
+def _draw_merged(pen: Pen, ring: RingWork) -> None:
+    """Draw which keys every rank has merged after the last hop, and the rule by which they merge."""
     count = ring.num_ranks
+    at = count - 1
     top = FOOT_IN + 1.35
     pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {at}")
     wide = min(1.28, (WIDTH_IN - TABLE_IN + 0.6) / count)

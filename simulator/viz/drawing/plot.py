@@ -23,9 +23,9 @@ from simulator.viz.drawing.words import Word, Words, width_in
 TICK_PT, PAD_PT, GRID = 4.0, 3.5, "#E4E4E4"
 
 
-def new_figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
+def new_figure(height_in: float) -> Figure:
     """Make an empty white figure that belongs to no window and no global state."""
-    return Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
+    return Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white")
 
 
 def put_title(figure: Figure, title: str, subtitle: str = "") -> None:

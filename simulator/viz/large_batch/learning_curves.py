@@ -61,12 +61,11 @@ def points(results: Results) -> dict[str, tuple[Point, ...]]:
     return found
 
 
-def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: str = "") -> Figure:
+def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Figure:
     """Draw accuracy against the batch: each line's mean, and a bar from its worst to its best run.
 
     Args:
         results: accuracies of the runs (of several seeds) by batch, by the line's name.
-        title: replaces the takeaway.
         subtitle: what was trained.
 
     Raises:
@@ -92,14 +91,14 @@ def draw_batch_sizes(results: Results, *, title: str | None = None, subtitle: st
     last = [line[-1].mean for line in lines.values()]
     names = [f"{percent(end, 1)}  {name}" for end, name in zip(last, lines, strict=True)]
     name_line_ends(axes, last, names, [line_look(index)["color"] for index in range(len(lines))])
-    put_title(figure, title or _best_and_worst(lines), subtitle)
+    put_title(figure, _best_and_worst(lines), subtitle)
     return figure
 
 
-def describe_batch_sizes(results: Results, *, title: str | None = None) -> str:
+def describe_batch_sizes(results: Results) -> str:
     """Say in words what `draw_batch_sizes` shows; arguments and errors as there."""
     lines = points(results)
-    text = [f"{title or _best_and_worst(lines)}."]
+    text = [f"{_best_and_worst(lines)}."]
     for name, line in lines.items():
         words = ", ".join(f"{p.batch:,}: {p.mean:.1%} ({p.low:.1%} to {p.high:.1%})" for p in line)
         text.append(f"{name}: {words}.")

@@ -56,41 +56,30 @@ class Scaling(NamedTuple):
         return np.asarray(self.speed_up / np.array(self.num_ranks))
 
 
-def scaling(step_of_n: StepOf | Mapping[str, StepOf], num_ranks: Sequence[int] = NUM_RANKS) -> tuple[Scaling, ...]:
-    """Compute the speed-up of each line at each number of ranks, over its own speed on one rank.
+def scaling(step_of_n: StepOf | Mapping[str, StepOf]) -> tuple[Scaling, ...]:
+    """Compute the speed-up of each line at NUM_RANKS, over its own speed on one rank.
 
     Raises:
-        ValueError: no line, no number of ranks, one below 1, or a step that takes no time.
+        ValueError: no line, or a step that takes no time.
     """
     lines = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
-    counts = tuple(sorted(set(num_ranks)))
-    if not lines or not counts or counts[0] < 1:
-        raise ValueError(
-            f"{len(lines)} lines at {list(num_ranks)} ranks; pass at least one of each, ranks of at least 1"
-        )
-    return tuple(_line(name, step_of, counts) for name, step_of in lines.items())
+    if not lines:
+        raise ValueError("there is no line; pass at least one")
+    return tuple(_line(name, step_of, NUM_RANKS) for name, step_of in lines.items())
 
 
-def draw_scaling(
-    step_of_n: StepOf | Mapping[str, StepOf],
-    num_ranks: Sequence[int] = NUM_RANKS,
-    *,
-    claims: Mapping[str, Claim] | None = None,
-    title: str | None = None,
-) -> Figure:
+def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[str, Claim] | None = None) -> Figure:
     """Draw the speed-up against the number of ranks, with the ideal, and the efficiency, with claims as bars.
 
     Args:
         step_of_n: what a step on n ranks is: a simulated Step, or its seconds where every rank does the same work
             whatever n; a mapping from names to such functions draws several lines.
-        num_ranks: where to compute it.
         claims: claims by their words, each (number of ranks, lowest speed-up, highest speed-up).
-        title: replaces the takeaway.
 
     Raises:
         ValueError: as `scaling`, or a claim's range is empty.
     """
-    lines = scaling(step_of_n, num_ranks)
+    lines = scaling(step_of_n)
     claims = _checked(claims)
     figure = new_figure(HEIGHT_IN)
     left = frame(figure, left=0.95, right=7.55, top=TOP_IN, bottom=BOTTOM_IN)
@@ -113,20 +102,15 @@ def draw_scaling(
     name_line_ends(right, last, wrapped, [line_look(index)["color"] for index in range(len(lines))])
     put_title(
         figure,
-        title or _speed_up_of_most_ranks(lines),
+        _speed_up_of_most_ranks(lines),
         "Speed-up over one rank; every rank has the same batch, whatever their number.",
     )
     return figure
 
 
-def describe_scaling(
-    step_of_n: StepOf | Mapping[str, StepOf],
-    num_ranks: Sequence[int] = NUM_RANKS,
-    *,
-    claims: Mapping[str, Claim] | None = None,
-) -> str:
+def describe_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[str, Claim] | None = None) -> str:
     """Say in words what `draw_scaling` shows, and for each claim whether it holds; arguments and errors as there."""
-    lines = scaling(step_of_n, num_ranks)
+    lines = scaling(step_of_n)
     text = [f"{_speed_up_of_most_ranks(lines)}."]
     for line in lines:
         points = ", ".join(

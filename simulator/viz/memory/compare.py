@@ -29,9 +29,7 @@ Curve = tuple[Ints, Ints]
 TOP_IN, BOTTOM_IN = 1.15, 1.15
 
 
-def draw_memory_of_plans(
-    plans: Mapping[str, Memory], *, capacity_bytes: float | None = None, title: str | None = None
-) -> Figure:
+def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float | None = None) -> Figure:
     """Draw one stacked bar per plan: what its fullest rank holds at its peak, by kind.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
@@ -52,7 +50,7 @@ def draw_memory_of_plans(
         words: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": SMALL_PT, "color": FAINT}
         axes.text(capacity_bytes, -0.6, f"device: {format_bytes(capacity_bytes)}", **words)
     put_legend(figure, boxes_of_kinds(rows))
-    put_title(figure, title or plans_takeaway(plans, capacity_bytes), "memory of the fullest rank at its peak")
+    put_title(figure, plans_takeaway(plans, capacity_bytes), "memory of the fullest rank at its peak")
     return figure
 
 
@@ -82,13 +80,12 @@ def plans_takeaway(plans: Mapping[str, Memory], capacity_bytes: float | None) ->
     return f"{least} holds {sizes[most] / sizes[least]:.3g} times less than {most}"
 
 
-def draw_measured_memory(predicted: Curve, measured: Curve, *, title: str | None = None) -> Figure:
+def draw_measured_memory(predicted: Curve, measured: Curve) -> Figure:
     """Draw what a step held as measured, over what was predicted, on one scale of bytes; each on its own clock.
 
     Args:
         predicted: moments in nanoseconds [T] and bytes of each kind from then on [T, len(KINDS)].
         measured: the same of the real run.
-        title: in place of how far the peaks are apart.
 
     Raises:
         ValueError: a curve is empty, or its shapes do not belong together.
@@ -111,7 +108,7 @@ def draw_measured_memory(predicted: Curve, measured: Curve, *, title: str | None
             if other != name:  # the other's peak, to read the difference
                 axes.axhline(_peak(values), color=INK, linestyle=(0, (2, 3)), linewidth=1.0)
     put_legend(figure, boxes_of_kinds(np.concatenate([rows for _, rows in both.values()])))
-    put_title(figure, title or measured_takeaway(predicted, measured), "dotted: the other's peak")
+    put_title(figure, measured_takeaway(predicted, measured), "dotted: the other's peak")
     return figure
 
 

@@ -58,7 +58,7 @@ TOP_IN, BOTTOM_IN = 1.35, 1.15
 CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
 
 
-def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: str | None = None) -> Figure:
+def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Figure:
     """Draw each rank's peak as a stacked bar, and next to it the fullest rank from the step's start to its end.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
@@ -85,7 +85,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None, title: s
         bars.axvline(capacity_bytes, **CAPACITY_LINE)
         time.axhline(capacity_bytes, **CAPACITY_LINE)
     put_legend(figure, boxes_of_kinds(memory.peak_bytes))
-    put_title(figure, title or memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
+    put_title(figure, memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
     return figure
 
 

@@ -27,13 +27,12 @@ MAX_BOXES = 1_500
 Floats = NDArray[np.float64]
 
 
-def draw_sharding(sweep: UnitSweep, step: Step, *, title: str | None = None) -> Figure:
+def draw_sharding(sweep: UnitSweep, step: Step) -> Figure:
     """Draw memory and step time at each unit size, with the step's own size marked, and the step's timeline under them.
 
     Args:
         sweep: what `sweep_units` returned.
         step: one step of stage 3; its unit size is the one that is marked.
-        title: replaces the takeaway.
     """
     trace = step.layer_trace.select(step.layer_trace.rank == 0)
     lanes = lanes_of([Side(trace, False)])
@@ -50,7 +49,7 @@ def draw_sharding(sweep: UnitSweep, step: Step, *, title: str | None = None) -> 
     for axes in (memory, time):
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, trace, lanes, height)
-    put_title(figure, title or _memory_and_time(sweep, at), _setting(step))
+    put_title(figure, _memory_and_time(sweep, at), _setting(step))
     return figure
 
 

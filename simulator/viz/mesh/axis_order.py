@@ -21,6 +21,7 @@ from simulator.viz.mesh.degrees import COMPUTE, parts_of
 from simulator.viz.mesh.mesh import axis_style
 
 TOP_IN, FOOT_IN, LINE_IN, LEFT_IN, CHIP_IN, RIGHT_IN = 1.35, 0.95, 0.5, 0.25, 0.5, 2.2
+MOST = 8
 Order = Sequence[str]
 
 
@@ -37,22 +38,20 @@ class _Row(NamedTuple):
         return ", ".join(self.axes)
 
 
-def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, title: str | None = None) -> Figure:
+def placement_figure(orders: Sequence[tuple[Order, Step]]) -> Figure:
     """Draw the step's time under each order of the axes, the fastest first.
+
+    Of more than MOST orders the fastest, the slowest, and some evenly between are drawn.
 
     Args:
         orders: pairs of an order, slowest axis first, and its step, as `rank_orders` returns them. Orders that differ
             in axes of one rank alone are drawn once.
-        most: orders to draw; of more, the fastest, the slowest, and some evenly between.
-        title: replaces the takeaway.
 
     Raises:
-        ValueError: there is no order, or `most` is below 2.
+        ValueError: there is no order.
     """
     rows = _rows(orders)
-    if most < 2:
-        raise ValueError(f"most is {most}; pass at least 2, so that the fastest and the slowest are drawn")
-    shown = [rows[index] for index in spread_evenly(len(rows), most)]
+    shown = [rows[index] for index in spread_evenly(len(rows), MOST)]
     height = TOP_IN + LINE_IN * len(shown) + FOOT_IN
     figure, pen = sheet(height)
     left = LEFT_IN + CHIP_IN * max(len(row.axes) for row in shown) + 0.35
@@ -74,7 +73,7 @@ def placement_figure(orders: Sequence[tuple[Order, Step]], *, most: int = 8, tit
         (LEFT_IN, 0.6), "a filled letter: the axis stays inside a node; a hollow one: it leaves the node", side="left"
     )
     pen.flush()
-    put_title(figure, title or _fastest_order(rows), _what_is_compared(rows, len(shown)))
+    put_title(figure, _fastest_order(rows), _what_is_compared(rows, len(shown)))
     return figure
 
 

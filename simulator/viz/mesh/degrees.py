@@ -88,20 +88,19 @@ BAD = "#B40000"
 REASON_CHARACTERS = 110  # of a line
 
 
-def degrees_figure(step: Step, *, num_devices: int | None = None, title: str | None = None) -> Figure:
+def degrees_figure(step: Step, *, num_devices: int | None = None) -> Figure:
     """Draw a plan's memory against the device's, its step's time by what it is spent on, and its utilisation.
 
     Args:
         step: what `simulate` returned.
         num_devices: GPUs that there are; those that the plan leaves idle are told. By default the plan uses all.
-        title: replaces the takeaway.
     """
     figure, pen = sheet(HEIGHT_IN)
     draw_equation(pen, step.plan, step, HEIGHT_IN - 1.3)
     _draw_time(pen, step)
     draw_memory_bars(figure, pen, step, top=2.9, bottom=MEMORY_LOW_IN)
     pen.flush()
-    put_title(figure, title or fit_and_utilization(step), _speed_of_step(step, num_devices))
+    put_title(figure, fit_and_utilization(step), _speed_of_step(step, num_devices))
     return figure
 
 
@@ -235,12 +234,11 @@ def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom
     pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
 
 
-def planner_figure(bill: Bill, *, title: str | None = None) -> Figure:
+def planner_figure(bill: Bill) -> Figure:
     """Draw a plan's degrees and wires, the price of its run, a step of some ranks over time, and their memory.
 
     Args:
         bill: what a run by the plan takes: `bill(simulate(...), Run(...))`.
-        title: replaces the takeaway.
     """
     figure, pen = sheet(RUN_HEIGHT_IN)
     draw_equation(pen, bill.step.plan, bill.step, RUN_HEIGHT_IN - 1.3)
@@ -248,7 +246,7 @@ def planner_figure(bill: Bill, *, title: str | None = None) -> Figure:
     _draw_step(figure, pen, bill)
     draw_memory_bars(figure, pen, bill.step, top=2.65, bottom=MEMORY_LOW_IN)
     pen.flush()
-    put_title(figure, title or fit_and_utilization(bill.step), _setting(bill))
+    put_title(figure, fit_and_utilization(bill.step), _setting(bill))
     return figure
 
 

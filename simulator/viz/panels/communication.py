@@ -9,7 +9,7 @@ from functools import cache
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from distlab.plan import Cluster, Link, Plan, Workload
+from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
 from simulator.hardware import presets as hardware
@@ -34,19 +34,18 @@ COMPRESSIONS = (
 ALL_COMPRESSIONS = "all"
 
 
-def ring_panel(record: Record, operation: str | None = None) -> Panel:
+def ring_panel(record: Record) -> Panel:
     """Return a panel that plays the steps of a recorded ring; step 0 is what every rank holds before the first.
 
     In code: `panel.controls["step"].value = 3`.
 
     Args:
         record: the records of one ring (`ranks.records()`), or a trace whose spans name their peers.
-        operation: "all_reduce", "reduce_scatter" or "all_gather"; by default the number of steps decides.
 
     Raises:
         ValueError: the record is not of a ring; the text says why.
     """
-    steps = ring_steps(record, operation)
+    steps = ring_steps(record)
     last = len(steps.chunk)
 
     def draw(step: int) -> tuple[Figure, str]:
@@ -55,30 +54,16 @@ def ring_panel(record: Record, operation: str | None = None) -> Panel:
     return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
 
 
-def race_panel(
-    links: Mapping[str, Link] | Sequence[str] | None = None,
-    num_ranks: int = 8,
-    algorithms: Sequence[str] | None = None,
-) -> Panel:
+def race_panel(num_ranks: int = 8, algorithms: Sequence[str] | None = None) -> Panel:
     """Return a panel with a drop-down of links and a slider of ranks, 2 to 64.
 
     In code: `panel.controls["link"].value = "nvlink4"` and `panel.controls["num_ranks"].value = 16`.
 
     Args:
-        links: names of presets, or links by name (such as one fitted to this machine); by default the presets of
-            Ethernet, PCIe, InfiniBand and NVLink.
         num_ranks: where the slider begins.
         algorithms: as `draw_race`.
-
-    Raises:
-        ValueError: an unknown link, no links, or fewer than 2 ranks.
     """
-    if isinstance(links, Mapping):
-        table = dict(links)
-    else:
-        table = {name: hardware.link(name) for name in (LINKS if links is None else links)}
-    if not table or num_ranks < 2:
-        raise ValueError(f"{len(table)} links and {num_ranks} ranks; pass at least one link and 2 ranks")
+    table = {name: hardware.link(name) for name in LINKS}
 
     def draw(link: str, num_ranks: int) -> tuple[Figure, str]:
         return draw_race(table[link], num_ranks, algorithms), describe_race(table[link], num_ranks, algorithms)
@@ -90,7 +75,7 @@ def race_panel(
     )
 
 
-def train_step_panel(trace: Trace | Mapping[str, Trace], *, rank: int = 0) -> Panel:
+def train_step_panel(trace: Trace | Mapping[str, Trace]) -> Panel:
     """Return a panel with a slider for the moment, in milliseconds since the step began.
 
     A mapping from names to traces (such as the four ways to average gradients, or "predicted" and "measured") adds a
@@ -99,7 +84,6 @@ def train_step_panel(trace: Trace | Mapping[str, Trace], *, rank: int = 0) -> Pa
 
     Args:
         trace: one step, or several by name; see `draw_train_step`.
-        rank: whose timeline is drawn.
 
     Raises:
         ValueError: a trace is not a data-parallel step, or there is none.
@@ -121,7 +105,7 @@ def train_step_panel(trace: Trace | Mapping[str, Trace], *, rank: int = 0) -> Pa
 
     def draw(at_ms: float, version: str = first) -> tuple[Figure, str]:
         chosen, at_s = traces[version], at_ms / 1e3
-        return draw_train_step(chosen, at_s, rank=rank), describe_train_step(chosen, at_s, rank=rank)
+        return draw_train_step(chosen, at_s), describe_train_step(chosen, at_s)
 
     if len(traces) == 1:
         return Panel(draw, at_ms=at_ms)

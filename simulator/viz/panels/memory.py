@@ -33,6 +33,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         "bfloat16, float32 master and gradients (18)": Precision("bfloat16"),
     }
 )
+MODELS = ("llama-2-7b", "llama-2-70b", "gpt-3-175b", "gpt-2-1.5b")
 SHARDED_MODEL, CLUSTER, MAX_PREFETCH = "llama-2-7b", "dgx-h100", 3
 NUM_DEVICES = (8, 16, 32, 64)
 OVER_ALL, NODE = "over all GPUs", "inside each node"
@@ -40,35 +41,28 @@ STAGES = MappingProxyType({"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradien
 DEGREES = tuple(2**power for power in range(11))
 
 
-def memory_panel(
-    models: Sequence[str] = ("llama-2-7b", "llama-2-70b", "gpt-3-175b", "gpt-2-1.5b"),
-    *,
-    devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm"),
-) -> Panel:
+def memory_panel(*, devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm")) -> Panel:
     """Return a panel of models and plans: what the fullest rank holds, by kind and over the step.
 
     In code: `panel.controls["stage"].value = 3`, `panel.controls["picture"].value = "stages"` for all stages of
     sharding side by side.
 
     Args:
-        models: names that `model_by_name` knows.
         devices: names of presets.
 
     Raises:
-        ValueError: there is no model or no device, or one of them is not known.
+        ValueError: there is no device, or one is not known.
     """
-    if not models or not devices:
-        raise ValueError("there is no model or no device; pass at least one name of each")
+    if not devices:
+        raise ValueError("there is no device; pass at least one name")
     workload = cache(model_by_name)
     known = {name: hardware.device(name) for name in devices}
-    for name in models:
-        workload(name, microbatch_size=1)
 
     def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> tuple[Figure, str]:
         pictures = _draw_stages if picture == "stages" else _draw_plan
         return pictures(workload(model, microbatch_size=microbatch), _plan(**degrees), known[device])
 
-    return Panel(draw, **_controls(models, devices))
+    return Panel(draw, **_controls(devices))
 
 
 def _draw_plan(workload: Workload, plan: Plan, device: Device) -> tuple[Figure, str]:
@@ -106,13 +100,13 @@ def _plan(*, data: int, stage: int, recompute: str, precision: str, tensor: int,
     )
 
 
-def _controls(models: Sequence[str], devices: Sequence[str]) -> dict[str, widgets.Widget]:
+def _controls(devices: Sequence[str]) -> dict[str, widgets.Widget]:
     def powers(description: str, most: int, value: int = 1) -> widgets.Widget:
         options = [degree for degree in DEGREES if degree <= most]
         return widgets.SelectionSlider(options=options, value=value, description=description)
 
     return {
-        "model": widgets.Dropdown(options=list(models), description="model"),
+        "model": widgets.Dropdown(options=list(MODELS), description="model"),
         "device": widgets.Dropdown(options=list(devices), description="device"),
         "data": powers("data-parallel ranks", 1024, 8),
         "stage": widgets.Dropdown(options=list(STAGES.items()), value=0, description="sharding"),

@@ -127,32 +127,14 @@ def planner_panel(
     )
 
 
-def cost_panel(
-    workload: Workload | None = None,
-    cluster: Cluster | None = None,
-    plan: Plan | None = None,
-    *,
-    tokens: float = 15e12,
-) -> Panel:
+def cost_panel() -> Panel:
     """Return a panel with the price, the tokens, and the failures: days and price on each number of devices.
 
+    The run trains a Llama 3 of 70 billion parameters on H100s in nodes of eight. With more or fewer devices the plan
+    has more or fewer replicas, and the same batch.
     In code: `panel.controls["price"].value = 4.0`, `panel.controls["failures"].value = "llama-3"`.
-
-    Args:
-        workload: the model; a Llama 3 of 70 billion parameters by default.
-        cluster: what it runs on; H100s in nodes of eight by default.
-        plan: on one number of devices; others have more or fewer replicas and the same batch.
-        tokens: of the run, where the slider begins.
-
-    Raises:
-        ValueError: the plan runs or fits on no number of devices.
     """
-    model = model_by_name("llama-3-70b") if workload is None else workload
-    machine = cluster_by_name(CLUSTERS[0]) if cluster is None else cluster
-    base = OF_COST if plan is None else plan
-    steps, left_out = spread(model, machine, base, counts_of(base))
-    if not steps:
-        raise ValueError(f"the plan runs on no number of devices: {'; '.join(left_out.values())}")
+    steps, _ = spread(model_by_name("llama-3-70b"), cluster_by_name(CLUSTERS[0]), OF_COST, counts_of(OF_COST))
 
     def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> tuple[Figure, str]:
         fails = Failures(failures, restart_s=60 * restart_minutes)
@@ -161,29 +143,19 @@ def cost_panel(
 
     return Panel(
         draw,
-        **_price_and_tokens(tokens),
+        **_price_and_tokens(15e12),
         failures=widgets.Dropdown(options=list(RATES), value="llama-3", description="failures"),
         restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
     )
 
 
-def goodput_panel(model: Workload | None = None, *, num_devices: int = 16_384) -> Panel:
+def goodput_panel() -> Panel:
     """Return a panel with the devices, the failures, and the times of a restart and a checkpoint: where the time goes.
 
     In code: `panel.controls["num_devices"].value = 1024`, `panel.controls["times_rate"].value = 2.0`.
-
-    Args:
-        model: the first checkpoint takes as long as its bytes at 2 TB/s; a Llama 3 of 405 billion by default.
-        num_devices: where the slider begins; a power of two from 8 to 131,072.
-
-    Raises:
-        ValueError: the slider has no such number of devices.
+    The first checkpoint takes as long as that of a Llama 3 of 405 billion parameters at 2 TB/s.
     """
-    if num_devices not in DEVICES:
-        raise ValueError(f"num_devices is {num_devices}; choose one of {', '.join(map(str, DEVICES))}")
-    sized = model_by_name("llama-3-405b") if model is None else model
-    log_first_s = math.log10(checkpoint_bytes(sized, Plan()) / 2e12)
-    low, high = -1.0, 4.0
+    log_first_s = math.log10(checkpoint_bytes(model_by_name("llama-3-405b"), Plan()) / 2e12)
 
     def draw(
         num_devices: int, failures: str, times_rate: float, restart_minutes: float, log_save_s: float
@@ -194,23 +166,17 @@ def goodput_panel(model: Workload | None = None, *, num_devices: int = 16_384) -
 
     return Panel(
         draw,
-        num_devices=widgets.SelectionSlider(options=list(DEVICES), value=num_devices, description="devices"),
+        num_devices=widgets.SelectionSlider(options=list(DEVICES), value=16_384, description="devices"),
         failures=widgets.Dropdown(options=list(FAILING), description="failures"),
         times_rate=widgets.FloatSlider(value=1.0, min=0.1, max=10, step=0.1, description="times as often"),
         restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
         log_save_s=widgets.FloatSlider(
-            value=min(max(log_first_s, low), high), min=low, max=high, step=0.05, description="save: 10^x seconds"
+            value=log_first_s, min=-1.0, max=4.0, step=0.05, description="save: 10^x seconds"
         ),
     )
 
 
-def strategy_panel(
-    models: Sequence[str] = MAP_MODELS,
-    counts: Sequence[int] = MAP_COUNTS,
-    *,
-    cluster: str = CLUSTERS[0],
-    wires: Sequence[str] = WIRES,
-) -> Panel:
+def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = MAP_COUNTS) -> Panel:
     """Return a panel with the wire between nodes and the batch: which strategy is fastest where.
 
     In code: `panel.controls["wire"].value = "ethernet-10g"`, `panel.controls["batch_size"].value = 1024`. A map takes
@@ -219,15 +185,13 @@ def strategy_panel(
     Args:
         models: names of published models, the lowest row first.
         counts: numbers of GPUs.
-        cluster: a preset's name.
-        wires: links of the presets to choose from.
 
     Raises:
-        ValueError: a model, the cluster or a wire is not known, or there is none.
+        ValueError: a model is not known, or there is no model or no number of GPUs.
     """
-    if not models or not counts or not wires:
-        raise ValueError("there is no model, no number of GPUs or no wire; pass one of each at least")
-    machine = cluster_by_name(cluster)
+    if not models or not counts:
+        raise ValueError("there is no model or no number of GPUs; pass one of each at least")
+    machine = cluster_by_name(CLUSTERS[0])
 
     @cache
     def cells(wire: str, batch_size: int) -> tuple[MapCell, ...]:
@@ -238,7 +202,7 @@ def strategy_panel(
 
     return Panel(
         draw,
-        wire=widgets.Dropdown(options=list(wires), description="between nodes"),
+        wire=widgets.Dropdown(options=list(WIRES), description="between nodes"),
         batch_size=widgets.Dropdown(options=[64, 256, 1024], value=256, description="samples per step"),
     )
 

@@ -17,12 +17,11 @@ DAYS, PRICE = LINE_COLOURS[0], LINE_COLOURS[1]
 NAMES = ("shortest", "cheapest", "sweet spot")
 
 
-def draw_cost_curve(costs: Curve, *, title: str | None = None) -> Figure:
+def draw_cost_curve(costs: Curve) -> Figure:
     """Draw days and price against the number of devices, with the three that stand out.
 
     Args:
         costs: what `curve` returned.
-        title: replaces the takeaway.
     """
     bills = sorted(costs.bills, key=lambda each: each.num_devices)
     figure = new_figure(HEIGHT_IN)
@@ -34,7 +33,7 @@ def draw_cost_curve(costs: Curve, *, title: str | None = None) -> Figure:
     _mark(right, costs, is_price=True)
     put_heading(left, "days")
     put_heading(right, price_unit(costs))
-    put_title(figure, title or _takeaway(costs), _setting(costs))
+    put_title(figure, _takeaway(costs), _setting(costs))
     return figure
 
 

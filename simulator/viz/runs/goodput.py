@@ -36,9 +36,7 @@ POINTS, TRIALS = 60, 13
 Floats = NDArray[np.float64]
 
 
-def draw_goodput(
-    failures: Failures, num_devices: int, save_s: float, *, seed: int = 0, title: str | None = None
-) -> Figure:
+def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: int = 0) -> Figure:
     """Draw the goodput against the interval between checkpoints, drawn and computed, and the parts against devices.
 
     Args:
@@ -46,7 +44,6 @@ def draw_goodput(
         num_devices: of the run.
         save_s: training waits so long for a checkpoint.
         seed: of the failures that are drawn.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: nothing fails, or failures leave almost no time.
@@ -57,7 +54,7 @@ def draw_goodput(
     right = frame(figure, left=7.0, right=1.75, top=TOP_IN, bottom=BOTTOM_IN)
     _draw_intervals(left, good, failures.restart_s, seed)
     _draw_devices(right, failures, num_devices, save_s)
-    put_title(figure, title or _takeaway(good), _setting(failures, num_devices, save_s))
+    put_title(figure, _takeaway(good), _setting(failures, num_devices, save_s))
     return figure
 
 

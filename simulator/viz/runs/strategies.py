@@ -31,12 +31,11 @@ TOP_IN, ROW_IN, LEFT_IN, RIGHT_IN, AXIS_IN = 1.05, 0.66, 1.75, 0.3, 0.75
 assert tuple(STYLES) == STRATEGIES
 
 
-def draw_strategy_map(cells: Sequence[MapCell], *, title: str | None = None) -> Figure:
+def draw_strategy_map(cells: Sequence[MapCell]) -> Figure:
     """Draw a field for each model and number of devices: the strategy's letter, its degrees and its MFU.
 
     Args:
         cells: what `strategy_map` returned.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: there is no cell.
@@ -66,7 +65,7 @@ def draw_strategy_map(cells: Sequence[MapCell], *, title: str | None = None) -> 
             pen.words((x + wide / 2, y + 0.18), _degrees(cell), size=SMALL_PT - 0.5, colour=ink)
     pen.legend(boxes)
     pen.flush()
-    put_title(figure, title or _takeaway(cells), _setting(cells))
+    put_title(figure, _takeaway(cells), _setting(cells))
     return figure
 
 

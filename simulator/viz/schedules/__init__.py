@@ -1,4 +1,4 @@
 """Pipeline schedules: boxes, bubbles, memory.
 
-Read `schedule`, then `run` (what is drawn), `compare` and `bubbles`. `moment` says one moment in words.
+Read `schedule`, then `run` (what is drawn) and `compare`. `moment` says one moment in words.
 """

@@ -23,12 +23,7 @@ _PIPELINE_KINDS = ("F", "B", "I", "W")
 
 
 def draw_schedule(
-    trace: Trace,
-    predicted: Trace | None = None,
-    *,
-    title: str | None = None,
-    time_range_s: tuple[float, float] | None = None,
-    max_ranks: int | None = None,
+    trace: Trace, predicted: Trace | None = None, *, time_range_s: tuple[float, float] | None = None
 ) -> Figure:
     """Draw the forward and backward boxes of a pipeline, with its bubble in the title.
 
@@ -45,8 +40,8 @@ def draw_schedule(
         sides.append(Side(_pipeline(predicted).from_zero(), True))
         ends = ends_text(facts, facts_of(sides[1].trace))
     bubble = f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
-    words = Words(title or bubble, _textbook(work), ends)
-    return draw_rows(sides, words, time_range_s=time_range_s, max_ranks=max_ranks)
+    words = Words(bubble, _textbook(work), ends)
+    return draw_rows(sides, words, time_range_s=time_range_s)
 
 
 def describe_schedule(trace: Trace, predicted: Trace | None = None) -> str:

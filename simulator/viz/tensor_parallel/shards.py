@@ -23,12 +23,10 @@ from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_
 
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3
-MARKS = {False: ("f", "g"), True: ("G", "S")}
+MARKS = ("f", "g")
 MEANINGS = {
     "f": "f: forward nothing, backward an all-reduce",
     "g": "g: forward an all-reduce, backward nothing",
-    "G": "G: forward an all-gather of the sequence, backward a reduce-scatter",
-    "S": "S: forward a reduce-scatter of the sequence, backward an all-gather",
 }
 MARK = "#1A1A1A"
 
@@ -51,30 +49,23 @@ class _Region(NamedTuple):
 
 
 def shards_figure(
-    parts: Sequence[Mapping[str, Any]],
-    splits: Mapping[str, SplitLike],
-    *,
-    num_heads: int | None = None,
-    names: Sequence[str] | None = None,
-    sequence_parallel: bool = False,
-    title: str | None = None,
+    parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike], *, num_heads: int | None = None
 ) -> Figure:
     """Draw the weights of a tensor-parallel model, each place in the colour of the rank that holds it.
+
+    Drawn are weights of two dims that are cut, of several equal blocks those of the first.
 
     Args:
         parts: what every rank holds by name, rank 0 first: arrays or tensors (as `state_dict` returns them on each
             rank). `cut_weights` makes them of whole weights.
         splits: how they are cut (`splits_of(model)`); what is not named is whole on every rank.
         num_heads: attention heads of the whole model, to name those of each rank.
-        names: weights to draw; by default those of two dims that are cut, of several equal blocks the first.
-        sequence_parallel: mark what is exchanged between parts of the sequence, in place of f and g.
-        title: replaces the takeaway.
 
     Raises:
-        ValueError: as `shards_of`; more than 8 ranks; a name that is not there or is not a matrix; nothing is cut.
+        ValueError: as `shards_of`; more than 8 ranks; nothing is cut.
     """
     found = shards_of(parts, splits)
-    regions = _regions(found, _chosen(found, names))
+    regions = _regions(found, _chosen(found))
     lines = [_widened(line) for line in _lines(regions)]
     height = TOP_IN + sum(HEAD_IN + max(region.tall for region in line) + 0.4 for line in lines) + FOOT_IN
     figure, pen = sheet(height)
@@ -82,22 +73,20 @@ def shards_figure(
     for line in lines:
         x, tall = LEFT_IN, max(region.tall for region in line)
         for region in line:
-            _draw_region(pen, region, (x, top, tall), num_heads, MARKS[sequence_parallel])
+            _draw_region(pen, region, (x, top, tall), num_heads, MARKS)
             x += region.wide + 0.3
         top -= HEAD_IN + tall + 0.4
-    _draw_foot(pen, found, len(parts), sequence_parallel)
+    _draw_foot(pen, found, len(parts))
     pen.flush()
-    put_title(figure, title or _share_that_is_cut(found, len(parts)), _whole_weights(found))
+    put_title(figure, _share_that_is_cut(found, len(parts)), _whole_weights(found))
     return figure
 
 
-def describe_shards(
-    parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike], *, names: Sequence[str] | None = None
-) -> str:
+def describe_shards(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> str:
     """Say in words which rank holds which rows or columns; arguments and errors as `shards_figure`."""
     found = shards_of(parts, splits)
     lines = [f"{_share_that_is_cut(found, len(parts))}. {_whole_weights(found)}"]
-    for name in _chosen(found, names):
+    for name in _chosen(found):
         one = found[name]
         turned = _turned(name)
         if one.dim is None:
@@ -117,20 +106,16 @@ def _turned(name: str) -> bool:
     return "embedding" not in name
 
 
-def _chosen(found: Mapping[str, Shards], names: Sequence[str] | None) -> list[str]:
+def _chosen(found: Mapping[str, Shards]) -> list[str]:
+    """Return the weights of two dims that are cut, of several equal blocks those of the first."""
     if next(iter(found.values())).num_ranks > MAX_RANKS:
         raise ValueError(f"more than {MAX_RANKS} ranks cannot be told apart by colour; draw fewer")
-    if names is None:
-        cut = [name for name, one in found.items() if one.dim is not None and one.values.ndim == 2]
-        first = min((int(number) for name in cut for number in re.findall(r"\.(\d+)\.", f".{name}")), default=0)
-        names = [name for name in cut if all(int(n) == first for n in re.findall(r"\.(\d+)\.", f".{name}"))]
-        if not names:
-            raise ValueError("no weight of two dims is cut; pass splits that name some, as splits_of(model) does")
-    for name in names:
-        if name not in found or found[name].values.ndim != 2:
-            there = ", ".join(name for name, one in found.items() if one.values.ndim == 2)
-            raise ValueError(f"no weight of two dims is called {name!r}; choose among {there}")
-    return list(names)
+    cut = [name for name, one in found.items() if one.dim is not None and one.values.ndim == 2]
+    first = min((int(number) for name in cut for number in re.findall(r"\.(\d+)\.", f".{name}")), default=0)
+    names = [name for name in cut if all(int(n) == first for n in re.findall(r"\.(\d+)\.", f".{name}"))]
+    if not names:
+        raise ValueError("no weight of two dims is cut; pass splits that name some, as splits_of(model) does")
+    return names
 
 
 def _regions(found: Mapping[str, Shards], names: Sequence[str]) -> list[_Region]:
@@ -215,9 +200,9 @@ def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
     pen.words((spot[0] - 0.01, spot[1]), letter, size=TEXT_PT, bold=True, colour="white")
 
 
-def _draw_foot(pen: Pen, found: Mapping[str, Shards], num_ranks: int, sequence_parallel: bool) -> None:
+def _draw_foot(pen: Pen, found: Mapping[str, Shards], num_ranks: int) -> None:
     """Write what the marks mean, and a legend of ranks."""
-    for number, mark in enumerate(MARKS[sequence_parallel]):
+    for number, mark in enumerate(MARKS):
         pen.words((LEFT_IN, 0.86 - 0.24 * number), MEANINGS[mark], side="left", colour=INK)
     boxes = [LegendBox(RANK_COLOURS[rank], "white", f"r{rank}", f"rank {rank}") for rank in range(num_ranks)]
     if any((one.owner < 0).any() for one in found.values()):

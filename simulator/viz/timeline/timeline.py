@@ -26,43 +26,35 @@ def draw_timeline(
     *,
     title: str | None = None,
     time_range_s: View | None = None,
-    max_ranks: int | None = None,
 ) -> Figure:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
     Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns, and
     a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway. Of more than
-    `max_ranks` ranks (64, or 16 with a prediction) some are drawn, spread evenly.
+    64 ranks (16 with a prediction) some are drawn, spread evenly.
 
     Of an Overlay both traces are drawn, and the bands in which their ends lie. Its measured boxes are pale where the
     machine was not calm.
 
     Raises:
-        ValueError: a trace is empty, the range holds no time, or max_ranks is below 1.
+        ValueError: a trace is empty, the range holds no time.
     """
     first, second = traces_of(measured, predicted)
     sides = [Side(first.from_zero(), False)]
     if second is not None:
         sides.append(Side(second.from_zero(), True))
-    return draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s, max_ranks=max_ranks)
+    return draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s)
 
 
-def draw_rows(
-    sides: Sequence[Side],
-    words: Words,
-    *,
-    time_range_s: View | None = None,
-    max_ranks: int | None = None,
-) -> Figure:
+def draw_rows(sides: Sequence[Side], words: Words, *, time_range_s: View | None = None) -> Figure:
     """Draw the rows of one or two traces that start at zero, with the words around them.
 
     Raises:
-        ValueError: the range holds no time, or max_ranks is below 1.
+        ValueError: the range holds no time.
     """
     view = view_of(time_range_s, limit_of(sides, words.bands))
     sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
-    most = MAX_RANKS[len(sides) - 1] if max_ranks is None else max_ranks
-    ranks = chosen_ranks(sides, most)
+    ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
     seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
     exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
     placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=exact)
@@ -136,13 +128,7 @@ def ends_text(facts: Facts, expected: Facts | None) -> str:
 
 
 def chosen_ranks(sides: Sequence[Side], max_ranks: int) -> tuple[int, ...]:
-    """Return the ranks to draw: all, or `max_ranks` of them spread evenly from the first to the last.
-
-    Raises:
-        ValueError: max_ranks is below 1.
-    """
-    if max_ranks < 1:
-        raise ValueError(f"max_ranks is {max_ranks}; pass at least 1")
+    """Return the ranks to draw: all, or `max_ranks` of them spread evenly from the first to the last."""
     ranks = all_ranks(sides)
     return tuple(ranks[index] for index in spread_evenly(len(ranks), max_ranks))
 

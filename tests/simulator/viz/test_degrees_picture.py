@@ -92,14 +92,11 @@ def test_the_fastest_order_comes_first_and_what_leaves_the_node_is_hollow():
     assert hollow == len(outside)
     both = describe_placement(orders + [(("context", "expert", *order[2:]), step) for order, step in orders])
     assert both.splitlines()[1:] == lines  # axes of one rank make no other order
-    assert words(placement_figure(orders, most=2)).count("T") >= 2
 
 
 def test_no_order_is_refused():
     with pytest.raises(ValueError, match="there is no order"):
         placement_figure([])
-    with pytest.raises(ValueError, match="most is 1"):
-        placement_figure(orders_of(Plan(data=2), ("data",)), most=1)
 
 
 def test_the_panel_follows_every_control_and_says_why_a_plan_cannot_run():

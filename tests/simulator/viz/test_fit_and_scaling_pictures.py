@@ -6,7 +6,7 @@ import pytest
 from distlab.plan import Plan
 from simulator import cluster, gpt_workload, simulate
 from simulator.viz import describe_fit, describe_scaling, draw_fit, draw_scaling, to_png
-from simulator.viz.large_batch.scaling import scaling
+from simulator.viz.large_batch.scaling import NUM_RANKS, scaling
 
 SIZES = [10.0, 1e4, 1e6]
 
@@ -66,9 +66,9 @@ def seconds(num_ranks):
 
 
 def test_speed_up_of_seconds_is_of_equal_work_a_rank():
-    (line,) = scaling(seconds, (1, 2, 8))
-    assert line.speed_up.tolist() == [1.0, pytest.approx(1.6), pytest.approx(6.4)]
-    assert line.efficiency.tolist() == [1.0, pytest.approx(0.8), pytest.approx(0.8)]
+    (line,) = scaling(seconds)
+    assert line.speed_up.tolist() == [1.0, *(pytest.approx(0.8 * n) for n in NUM_RANKS[1:])]
+    assert line.efficiency.tolist() == [1.0, *[pytest.approx(0.8)] * 6]
 
 
 def test_speed_up_of_simulated_steps_is_of_samples():
@@ -77,49 +77,47 @@ def test_speed_up_of_simulated_steps_is_of_samples():
     def step(num_ranks):
         return simulate(gpt_workload(**sizes), cluster("dgx-a100", num_ranks), Plan(data=num_ranks))
 
-    (line,) = scaling(step, (1, 4, 8))
-    expected = [step(n).samples_per_s / step(1).samples_per_s for n in (1, 4, 8)]
+    (line,) = scaling(step)
+    expected = [step(n).samples_per_s / step(1).samples_per_s for n in NUM_RANKS]
     assert line.speed_up.tolist() == pytest.approx(expected)
     assert line.exposed[0] == 0
-    assert line.exposed[-1] == pytest.approx(step(8).exposed_communication_s / step(8).duration_s)
-    assert "of the step waits for communication" in describe_scaling(step, (1, 4, 8))
+    assert line.exposed[-1] == pytest.approx(step(64).exposed_communication_s / step(64).duration_s)
+    assert "of the step waits for communication" in describe_scaling(step)
 
 
 def test_claims_are_judged():
     claims = {"8 give 6-7x": (8, 6.0, 7.0), "doubling gives 1.7x": (2, 1.7, 1.7), "4 give 2x": (4, 2, 2)}
-    text = describe_scaling({"a": seconds}, (1, 2, 8), claims=claims)
+    text = describe_scaling({"a": seconds}, claims=claims)
     assert "'8 give 6-7x' on a: holds: 6.40x." in text
     assert "'doubling gives 1.7x' on a: is too high: 1.60x." in text
     assert "'4 give 2x' on a: is too low: 3.20x." in text
-    assert "8 ranks are 6.4 times as fast as one: 80 % efficient" in text
+    assert "64 ranks are 51.2 times as fast as one: 80 % efficient" in text
 
 
 def test_a_claim_at_the_edge_of_what_it_rounds_to_holds():
-    assert "holds: 1.60x" in describe_scaling(seconds, (1, 2), claims={"1.6x": (2, 1.6, 1.6)})
+    assert "holds: 1.60x" in describe_scaling(seconds, claims={"1.6x": (2, 1.6, 1.6)})
 
 
 def test_the_picture_has_two_lines_a_name_and_the_claims():
     lines = {"fast": seconds, "slow": lambda n: 1.0 if n == 1 else 4.0}
-    figure = draw_scaling(lines, (1, 2, 8), claims={"8 give 6-7x": (8, 6, 7)})
+    figure = draw_scaling(lines, claims={"8 give 6-7x": (8, 6, 7)})
     gids = [line.get_gid() for axes in figure.axes for line in axes.lines if line.get_gid()]
     named = [gid for gid in gids if gid.startswith(("speed", "eff"))]
     assert named == ["speed-up fast", "speed-up slow", "efficiency fast", "efficiency slow"]
     said = words(figure)
     assert {"80 %  fast", "25 %  slow", "a  claim: 8 give 6-7x"} <= set(said)
-    assert said[-2] == "8 ranks are 2 to 6.4 times as fast as one"
+    assert said[-2] == "64 ranks are 16 to 51.2 times as fast as one"
     assert to_png(figure).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("lines", "options", "message"),
     [
-        (({}, (1, 2)), {}, "0 lines"),
-        ((seconds, ()), {}, "at least one of each"),
-        ((seconds, (0, 2)), {}, "ranks of at least 1"),
-        ((lambda n: 0.0, (1, 2)), {}, "a time above zero"),
-        ((seconds, (1, 2)), {"claims": {"odd": (2, 3, 1)}}, "claim 'odd'"),
+        ({}, {}, "there is no line"),
+        (lambda n: 0.0, {}, "a time above zero"),
+        (seconds, {"claims": {"odd": (2, 3, 1)}}, "claim 'odd'"),
     ],
 )
-def test_what_cannot_scale_is_refused(arguments, options, message):
+def test_what_cannot_scale_is_refused(lines, options, message):
     with pytest.raises(ValueError, match=message):
-        draw_scaling(*arguments, **options)
+        draw_scaling(lines, **options)

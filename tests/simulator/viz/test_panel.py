@@ -6,14 +6,16 @@ import sys
 
 import ipywidgets
 import pytest
+from matplotlib.figure import Figure
 from viz_traces import data_parallel
 
 from simulator.viz import Panel, describe_timeline, draw_timeline
-from simulator.viz.drawing.plot import new_figure, put_title
+from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.style import DPI
 
 
 def picture(title):
-    figure = new_figure(2.0, 4.0)
+    figure = Figure(figsize=(4.0, 2.0), dpi=DPI)
     put_title(figure, title)
     return figure
 

@@ -2,19 +2,19 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from pen_facts import words_of
 
 from simulator.viz import to_png
 from simulator.viz.drawing.pen import Pen
-from simulator.viz.drawing.plot import new_figure
 from simulator.viz.drawing.style import DPI, LegendBox
 from simulator.viz.drawing.words import width_in
 
 
 def sheet(wide=12.8, tall=4.0):
-    figure = new_figure(tall, wide)
+    figure = Figure(figsize=(wide, tall), dpi=DPI)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, wide)
     axes.set_ylim(0, tall)

@@ -8,12 +8,12 @@ from matplotlib.ticker import MaxNLocator
 from pen_facts import legend_of, words_of
 
 from simulator.viz.drawing.pen import put_legend
-from simulator.viz.drawing.plot import draw_scale, draw_time_scale, even_ticks, frame, new_figure, spread_apart
+from simulator.viz.drawing.plot import draw_scale, draw_time_scale, even_ticks, frame, spread_apart
 from simulator.viz.drawing.style import DPI, LegendBox
 
 
 def bare(low, high):
-    figure = new_figure(4.0, 6.0)
+    figure = Figure(figsize=(6.0, 4.0), dpi=DPI)
     axes = frame(figure, left=1.0, right=1.0, top=1.0, bottom=1.0, bare=True)
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)

@@ -60,9 +60,6 @@ def test_a_ring_of_whole_tensors_is_named():
 def test_half_a_ring():
     half = ring(4, num_steps=3)
     assert ring_steps(half).operation == "reduce_scatter"
-    gathered = ring_steps(half, "all_gather")
-    assert (gathered.held[-1] == 4).all()
-    assert step_verb(gathered, 0) == "copy"
 
 
 def test_chunk_names_go_on_after_z():

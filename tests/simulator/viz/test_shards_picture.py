@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from pen_facts import clashes, words
 
-from simulator.viz import cut_weights, describe_shards, shards_figure, to_png
+from simulator.viz import cut_weights, describe_shards, shards_figure
 from simulator.viz.drawing.style import RANK_COLOURS
 from simulator.viz.tensor_parallel.shard_parts import shards_of
 
@@ -106,12 +106,6 @@ def test_marks_stand_at_both_ends_of_a_region_and_words_lie_apart(num_ranks, hea
     assert clashes(figure) == []
 
 
-def test_sequence_parallelism_gathers_and_scatters_in_their_place():
-    figure = shards_figure(cut_weights(weights(), SPLITS, 2), SPLITS, sequence_parallel=True)
-    assert to_png(figure).startswith(b"\x89PNG")
-    assert (words(figure).count("G"), words(figure).count("S")) == (2, 3)
-
-
 def test_the_text_names_rows_and_columns():
     text = describe_shards(cut_weights(weights(), SPLITS, 2), SPLITS)
     assert "query_key_value.weight [12, 4], cut by outputs: rank 0 0-1 and 4-5 and 8-9; rank 1 2-3 and 6-7" in text
@@ -135,10 +129,7 @@ def test_what_cannot_be_drawn_is_refused(parts, message):
             draw(parts, SPLITS)
 
 
-def test_names_and_splits_that_fit_no_weight_are_refused():
-    parts = cut_weights(weights(), SPLITS, 2)
-    with pytest.raises(ValueError, match="no weight of two dims is called 'head'"):
-        shards_figure(parts, SPLITS, names=["head"])
+def test_splits_that_fit_no_weight_are_refused():
     with pytest.raises(ValueError, match="no weight of two dims is cut"):
         shards_figure([weights()], {})
     with pytest.raises(ValueError, match=r"sections \(3,\) sum to 3; expected the 11 of dim 0"):
