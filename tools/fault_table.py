@@ -3,6 +3,8 @@
     python tools/fault_table.py          # run the lessons whose checks have changed since the last run
     python tools/fault_table.py --all    # run all of them
 
+It also writes the words into lessons/COMMON_FAULTS.md, whose wrong versions are chosen by hand.
+
 Next to the words it keeps a digest for each lesson: of the files that decide what its checks say. While they are what
 they were, the rows of the last run stand, and tests/lessons/test_mutants.py runs some of the wrong versions anew.
 """
@@ -24,6 +26,7 @@ from distlab.grading.check import examine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "tests" / "lessons" / "words.csv"
+COMMON = ROOT / "lessons" / "COMMON_FAULTS.md"
 DIGESTS = ROOT / "tests" / "lessons" / "words_digests.json"
 COLUMNS = ("exercise", "wrong version", "fault", "words")
 SEED = 0  # of the drawn arguments
@@ -97,6 +100,29 @@ def text_of(courses: Iterable[Lesson], words: Mapping[tuple[str, str], str]) -> 
     return text.getvalue()
 
 
+def markdown(text: str) -> str:
+    """Return text that Markdown shows as it is, also in a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def common_text(words: Mapping[tuple[str, str], str]) -> str:
+    """Return the page of common faults with what the checks say now.
+
+    Raises:
+        ValueError: the page names a wrong version that there is not.
+    """
+    lines = COMMON.read_text(encoding="utf-8").splitlines()
+    for place, line in enumerate(lines):
+        fault, *named = re.split(r"(?<!\\) ?\| ?", line)[1:4] or [""]
+        if len(named) == 2 and re.fullmatch(r"\d\d\.\w+", named[0]):
+            if (named[0], named[1]) not in words:
+                raise ValueError(
+                    f"{COMMON.name} names {named[1]!r} of {named[0]}, which is no wrong version: choose one"
+                )
+            lines[place] = f"| {fault} | {named[0]} | {named[1]} | {markdown(words[named[0], named[1]])} |"
+    return "\n".join(lines) + "\n"
+
+
 def run_anew(courses: Iterable[Lesson]) -> dict[tuple[str, str], str]:
     """Check every wrong version of some lessons; return what is said of each."""
     found = {}
@@ -117,6 +143,7 @@ def main(arguments: Collection[str]) -> int:
     digests = {lesson.number: digest_of(lesson) for lesson in courses}  # of the files as they are before the run
     words = (kept_words() if WORDS.exists() else {}) | run_anew(changed)
     WORDS.write_text(text_of(courses, words), encoding="utf-8")
+    COMMON.write_text(common_text(words), encoding="utf-8")
     DIGESTS.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {WORDS.relative_to(ROOT)}; ran lessons {', '.join(lesson.number for lesson in changed) or 'none'}")
     return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import re
 import types
 from collections import Counter
 from pathlib import Path
@@ -135,6 +136,22 @@ def test_kept_words_are_what_the_checks_say() -> None:
     assert FAULTS.WORDS.read_text(encoding="utf-8") == FAULTS.text_of(LESSONS, words), (
         "run: python tools/fault_table.py"
     )
+
+
+def test_page_of_common_faults_has_the_words_of_the_checks() -> None:
+    page = FAULTS.COMMON.read_text(encoding="utf-8")
+    assert page == FAULTS.common_text(FAULTS.kept_words()), "run: python tools/fault_table.py"
+    rows = [line for line in page.splitlines() if re.match(r"\| [A-Z]", line)]
+    assert len(rows) == len(set(rows)) == 40
+    assert not [line for line in rows if line.endswith("... |")], "their words are cut: choose shorter ones"
+    assert re.findall(r"^## (\d\d) ", page, re.MULTILINE) == [lesson.number for lesson in LESSONS]
+
+
+def test_page_of_common_faults_names_no_fault_that_is_gone() -> None:
+    words = FAULTS.kept_words()
+    del words["01.shift", "never waits"]
+    with pytest.raises(ValueError, match=r"COMMON_FAULTS.md names 'never waits' of 01.shift, .* choose one"):
+        FAULTS.common_text(words)
 
 
 def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() -> None:
