@@ -1,6 +1,9 @@
 """Write benchmarks/RESULTS.md, and the README's headline rows, from benchmarks/results.json.
 
-The rows that miss their bar come first, then the others by how near they are to missing it.
+    python tools/bench_table.py         # write both
+    python tools/bench_table.py --all   # print all rows: those with a bar, the worst first, then the others
+
+The page has the rows that miss their bar, the worst first, and counts for each benchmark.
 """
 
 from __future__ import annotations
@@ -100,15 +103,50 @@ def describe(machine: dict[str, Any]) -> str:
 
 
 def results_text(results: dict[str, Any]) -> str:
-    """Return all rows as Markdown: those with a bar, the worst first; then those that only inform."""
+    """Return the page as Markdown: counts, machines, the rows that miss their bar, and the benchmarks."""
     rows = all_rows(results)
-    machines = sorted({one.machine for one in rows})
+    machines = machines_of(rows)
     judged = worst_first([one for one in rows if one.judged])
     lines = [summary(judged), "", *(f"- Run {run}: {machine}." for run, machine in enumerate(machines, 1)), ""]
     never = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in results and path.stem[0] != "_")
     lines += [f"Benchmarks without a kept run: {', '.join(never)}.", ""] if never else []
-    lines += ["| holds | claim | bar | measured | 95 % interval | benchmark | run |", "|---|---|---|---|---|---|---|"]
+    lines += ["## Bars that are missed, the worst first", "", *missed_rows(judged, machines)]
+    return "\n".join([*lines, "", "## Every benchmark", "", *counts(rows, machines)])
+
+
+def machines_of(rows: list[Measured]) -> list[str]:
+    """Return the machines and dates of the runs, which are numbered in this order."""
+    return sorted({one.machine for one in rows})
+
+
+def missed_rows(judged: list[Measured], machines: list[str]) -> Iterator[str]:
+    """Yield the table of the rows that miss their bar."""
+    yield "| claim | bar | measured | 95 % interval | benchmark | run |"
+    yield "|---|---|---|---|---|---|"
     for one in judged:
+        if not one.row["holds"]:
+            cells = (one.row["claim"], one.row["bar"], *figures(one), one.benchmark)
+            yield f"| {' | '.join(cells)} | {machines.index(one.machine) + 1} |"
+
+
+def counts(rows: list[Measured], machines: list[str]) -> Iterator[str]:
+    """Yield the table of how many bars of each benchmark hold, and which row that holds is nearest to its bar."""
+    yield "| benchmark | bars that hold | of | of those that hold, the nearest to its bar | run |"
+    yield "|---|---|---|---|---|"
+    for name in sorted({one.benchmark for one in rows}):
+        judged = worst_first([one for one in rows if one.benchmark == name and one.judged])
+        held = [one for one in judged if one.row["holds"]]
+        nearest = f"{held[0].row['claim']}: {figures(held[0])[0]} ({held[0].row['bar']})" if held else "-"
+        runs = sorted({machines.index(one.machine) + 1 for one in rows if one.benchmark == name})
+        yield f"| {name} | {len(held)} | {len(judged)} | {nearest} | {', '.join(map(str, runs))} |"
+
+
+def full_text(results: dict[str, Any]) -> str:
+    """Return all rows as Markdown: those with a bar, the worst first; then those that only inform."""
+    rows = all_rows(results)
+    machines = machines_of(rows)
+    lines = ["| holds | claim | bar | measured | 95 % interval | benchmark | run |", "|---|---|---|---|---|---|---|"]
+    for one in worst_first([one for one in rows if one.judged]):
         cells = (verdict(one), one.row["claim"], one.row["bar"], *figures(one), one.benchmark)
         lines.append(f"| {' | '.join(cells)} | {machines.index(one.machine) + 1} |")
     lines += ["", "## Rows without a bar", "", "Noise (a program against itself) and context.", ""]
@@ -183,7 +221,10 @@ def files() -> dict[Path, str]:
     return {readme: written(readme, headline_text(results)), table: written(table, results_text(results))}
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    if "--all" in arguments:
+        print(full_text(json.loads((BENCHMARKS / "results.json").read_text())))
+        return 0
     try:
         wanted = files()
     except ValueError as error:
@@ -195,4 +236,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ exclude_patterns = [".*", "build", "work", "tests", "distlab", "simulator", "too
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 extensions += [
-    f"site_build.{name}" for name in ("players", "notebooks", "reference", "sources", "docstrings", "mathml")
+    f"site_build.{name}" for name in ("players", "notebooks", "reference", "sources", "faults", "docstrings", "mathml")
 ]
 
 # Notebooks are shown as they were committed, and never run.

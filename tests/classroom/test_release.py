@@ -48,7 +48,7 @@ def test_every_lesson_can_be_released_and_shows_no_solution(tmp_path):
     assert (first.uses_optimizers(), third.uses_optimizers()) == (False, True)
     assert replace(first, folder=copies[0]).uses_optimizers(), "sealed: nobody can tell"
     assert (tmp_path / "copy" / "lessons" / "START.ipynb").is_file()
-    assert not (tmp_path / "copy" / "lessons" / "FAULTS.md").exists()
+    assert not (tmp_path / "copy" / "lessons" / "COMMON_FAULTS.md").exists()
 
 
 def python_in(folder: Path, code: str) -> str:

@@ -2,8 +2,8 @@
 
 That the reference passes, its cell shows: test_bodies.py.
 
-The table of faults keeps the words of the last run of all wrong versions (tools/fault_table.py). While no file that
-decides them has changed, a lesson's rows stand, and one wrong version is run for each exercise, and each that ends
+words.csv keeps the words of the last run of all wrong versions (tools/fault_table.py). While no file that decides
+them has changed, a lesson's rows stand, and one wrong version is run for each exercise, and each that ends
 otherwise than by a judge. Of a lesson whose files have changed, all are run.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import re
 import types
 from collections import Counter
 from pathlib import Path
@@ -41,7 +42,7 @@ FROM_BELOW = {"raised", "hang", "deadlock", "mismatch", "killed", "returned", "n
 
 
 def run_in_any_case(lesson: Lesson) -> set[int]:
-    """Return the places of the wrong versions that are run although the table of faults has their words."""
+    """Return the places of the wrong versions that are run although their words are kept."""
     if not FAULTS.is_kept(lesson):
         return set(range(len(lesson.mutants)))
     first: dict[str, int] = {}
@@ -61,7 +62,7 @@ NOW = [case for case in MUTANTS if case.values[1] in CHOSEN[case.values[0].numbe
 
 @functools.cache
 def report_of(number: str, index: int) -> Report:
-    """Check a wrong version once, for its own test and for the table."""
+    """Check a wrong version once, for its own test and for its words."""
     lesson = next(lesson for lesson in LESSONS if lesson.number == number)
     return FAULTS.examine_mutant(lesson, lesson.mutants[index])
 
@@ -126,13 +127,31 @@ def test_wrong_version_is_told_its_fault(lesson: Lesson, index: int) -> None:
 
 
 @pytest.mark.timeout(400)  # alone it checks the wrong versions itself
-def test_table_of_faults_is_what_the_checks_say() -> None:
+def test_kept_words_are_what_the_checks_say() -> None:
     words = FAULTS.kept_words()
     for lesson in LESSONS:
         for index in CHOSEN[lesson.number]:
             mutant = lesson.mutants[index]
             words[mutant.exercise, mutant.name] = FAULTS.words_of(mutant, report_of(lesson.number, index))
-    assert FAULTS.TABLE.read_text(encoding="utf-8") == FAULTS.table(LESSONS, words), "run: python tools/fault_table.py"
+    assert FAULTS.WORDS.read_text(encoding="utf-8") == FAULTS.text_of(LESSONS, words), (
+        "run: python tools/fault_table.py"
+    )
+
+
+def test_page_of_common_faults_has_the_words_of_the_checks() -> None:
+    page = FAULTS.COMMON.read_text(encoding="utf-8")
+    assert page == FAULTS.common_text(FAULTS.kept_words()), "run: python tools/fault_table.py"
+    rows = [line for line in page.splitlines() if re.match(r"\| [A-Z]", line)]
+    assert len(rows) == len(set(rows)) == 40
+    assert not [line for line in rows if line.endswith("... |")], "their words are cut: choose shorter ones"
+    assert re.findall(r"^## (\d\d) ", page, re.MULTILINE) == [lesson.number for lesson in LESSONS]
+
+
+def test_page_of_common_faults_names_no_fault_that_is_gone() -> None:
+    words = FAULTS.kept_words()
+    del words["01.shift", "never waits"]
+    with pytest.raises(ValueError, match=r"COMMON_FAULTS.md names 'never waits' of 01.shift, .* choose one"):
+        FAULTS.common_text(words)
 
 
 def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() -> None:

@@ -5,7 +5,7 @@
     PYTHONPATH=tests/mutation python -m mutation_run --sample 8  # at most so many of each exercise
 
 `equivalent.toml` says why a change passes: most leave an answer right; `summary.json` what the last run
-found, which lessons/FAULTS.md shows. The words of each check are kept in work/mutation.json, which git ignores.
+found, which the website shows. The words of each check are kept in work/mutation.json, which git ignores.
 """
 
 from __future__ import annotations

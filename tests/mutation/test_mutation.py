@@ -41,7 +41,7 @@ def test_what_is_said_of_a_mutation_is_said_of_one_that_is_made(exercise: Exerci
     made = {one.name for one in slips(reference_of(exercise))}
     assert set(equivalents().get(exercise.name, {})) <= made
     row = json.loads(SUMMARY.read_text(encoding="utf-8"))[exercise.name]
-    assert row["generated"] == len(made), "run: python -m mutation_run, and python tools/fault_table.py"
+    assert row["generated"] == len(made), "run: python -m mutation_run"
     assert row["checked"] == len(made), "all of them, no sample: run python -m mutation_run"
     assert set(row["survived"]) <= made
 
