@@ -25,7 +25,7 @@ def measured(ranks, compression):
 
         from distlab.measure import measure_codec
 
-        return measure_codec(compression, MACHINE, device=torch.device("cpu"), repeats=1)
+        return measure_codec(compression, MACHINE, device=torch.device("cpu"))
 
     return ranks.run(on_ranks)
 
