@@ -34,7 +34,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
+.PHONY: setup gates sizes quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -47,6 +47,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 gates: setup
 	$(BIN)/python tools/gates.py
+
+# The lines of each wing and room beside what they may have.
+sizes: setup
+	@$(BIN)/python tools/sizes.py
 
 # Gates, and for a minute the tests nearest to what has changed since BASE (default: since this branch left main).
 quick: setup

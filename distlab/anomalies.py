@@ -39,6 +39,7 @@ WEIGHTS, INPUT, FORWARD, LOSS, BACKWARD, GRADIENT, AVERAGED = range(7)
 _FIRST = {WEIGHTS: 0, FORWARD: 1, INPUT: 2, LOSS: 3, BACKWARD: 4, GRADIENT: 4, AVERAGED: 5}
 _WHOLE = "the model"
 HISTORY, LEAST_HISTORY = 64, 16
+SPIKE = 10.0  # standard deviations above the median of the last HISTORY losses
 SCALE_OF_MAD = 1.4826  # makes the median absolute deviation of a normal distribution its standard deviation
 
 
@@ -70,31 +71,21 @@ class AnomalyWatch:
         model: its layers are watched until `close`.
         group: the ranks that compare; None is all ranks. Without a process group, this process alone.
         every: steps between two comparisons. An anomaly is reported up to this many steps late; no step waits for it.
-        spike: how many standard deviations above the median of the last 64 losses a rank's loss counts as a spike;
-            None: never.
         gradients: whether gradients count. With a loss scaler they overflow now and then: pass False.
 
     Attributes:
-        spikes: what was told of spikes.
+        spikes: what was told of spikes: a rank's loss SPIKE standard deviations above the median of the last 64.
 
     Cost: every output, gradient and weight is read once per step; no step waits for the device; a comparison reads the
         magnitudes of k steps, and is one all-gather of 8 bytes per rank.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None = None,
-        *,
-        every: int = 10,
-        spike: float | None = 10.0,
-        gradients: bool = True,
+        self, model: nn.Module, group: ProcessGroup | None = None, *, every: int = 10, gradients: bool = True
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every is {every!r}; pass the number of steps between two comparisons, such as 10")
-        if spike is not None and not spike > 0:
-            raise ValueError(f"spike is {spike!r}; pass a number of standard deviations above 0, such as 10, or None")
-        self._model, self._group, self._every, self._spike, self._gradients = model, group, every, spike, gradients
+        self._model, self._group, self._every, self._gradients = model, group, every, gradients
         self.spikes: list[str] = []
         self._next_step = 0
         self._labels: list[tuple[int, str]] = []  # phase and name of what was made since the last look
@@ -246,8 +237,6 @@ class AnomalyWatch:
 
     def _spike_of(self, step: int, events: Sequence[Event]) -> Origin | None:
         """Return what stands out first where the loss does; a step without a spike joins the history."""
-        if self._spike is None:
-            return None
         loss = next((event for event in events if event.phase == LOSS), None)
         typical = None if loss is None else self._typical(loss)
         if loss is None or typical is None or not self._stands_out(loss):
@@ -275,9 +264,9 @@ class AnomalyWatch:
 
     def _stands_out(self, event: Event) -> bool:
         typical = self._typical(event)
-        if typical is None or self._spike is None:
+        if typical is None:
             return False
-        return event.value > typical[0] + self._spike * max(typical[1], 0.01 * abs(typical[0]))
+        return event.value > typical[0] + SPIKE * max(typical[1], 0.01 * abs(typical[0]))
 
 
 def _place(events: Sequence[Event], index: int) -> str:

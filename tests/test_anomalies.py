@@ -250,9 +250,9 @@ def test_hooks_go_and_results_stay_the_same_bit_for_bit():
     assert not any(parameter._backward_hooks for parameter in watched.parameters())
 
 
-@pytest.mark.parametrize("named", [{"every": 0}, {"every": True}, {"every": 1.5}, {"spike": 0}, {"spike": math.nan}])
+@pytest.mark.parametrize("named", [{"every": 0}, {"every": True}, {"every": 1.5}])
 def test_wrong_arguments_are_refused(named):
-    with pytest.raises(ValueError, match="every is|spike is"):
+    with pytest.raises(ValueError, match="every is"):
         AnomalyWatch(net(), **named)
 
 

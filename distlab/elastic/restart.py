@@ -22,7 +22,6 @@ def run_elastic(
     args: Sequence[Any] = (),
     max_restarts: int = 3,
     timeout_s: float = 600.0,
-    backend: str | None = None,
     nodes: Nodes | int = 1,
     **watching: Unpack[Watching],
 ) -> list[Any]:
@@ -36,7 +35,6 @@ def run_elastic(
         args: of fn.
         max_restarts: starts after the first one.
         timeout_s: how long one start may take; ranks that hang are ended then.
-        backend: as of `run`.
         nodes: as of `run`.
         watching: as of `run`.
 
@@ -52,7 +50,7 @@ def run_elastic(
     for start in itertools.count():
         num_ranks = world_size(start) if callable(world_size) else world_size
         try:
-            return run(fn, num_ranks, args=args, timeout_s=timeout_s, backend=backend, nodes=nodes, **watching)
+            return run(fn, num_ranks, args=args, timeout_s=timeout_s, nodes=nodes, **watching)
         except RankError as error:
             refused = bool(error.failures) and error.failures[0].summary.startswith("raised ValueError")
             if refused or start >= max_restarts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, cast
 
 import torch
@@ -21,9 +22,8 @@ def mix_experts(
     *,
     top_k: int = 2,
     capacity_factor: float | None = None,
-    every: int = 1,
 ) -> GPT:
-    """Replace the feed-forward layer of every `every`-th block, the last of each run, by a mixture of new experts.
+    """Replace the feed-forward layer of every block by a mixture of new experts.
 
     Weights are drawn as the model's own; the router's too.
 
@@ -31,17 +31,14 @@ def mix_experts(
         The model itself, changed.
 
     Raises:
-        ValueError: `every` is below 1 or beyond the model's blocks, or as `Router`.
+        ValueError: as `Router`.
     """
-    if not 1 <= every <= len(model.blocks):
-        raise ValueError(f"every is {every!r}, the model has {len(model.blocks)} blocks; pass 1 to {len(model.blocks)}")
     like = next(model.parameters())
-    for index in range(every - 1, len(model.blocks), every):
+    for index, block in enumerate(cast(Iterable[Block], model.blocks)):
         router = Router(model.config.hidden_size, num_experts, top_k=top_k, capacity_factor=capacity_factor)
         mixture = MixtureOfExperts(router, [FeedForward(model.config) for _ in range(num_experts)])
         for name, parameter in mixture.named_parameters():
             model.draw_weight(f"blocks.{index}.feed_forward.{name}", parameter, generator)
-        block = cast(Block, model.blocks[index])
         block.feed_forward = mixture.to(like.device, like.dtype)  # type: ignore[assignment]
     return model
 

@@ -46,7 +46,7 @@ def show(figure: Figure | bytes, text: str) -> None:
     display(Picture(light, text, dark))  # type: ignore[no-untyped-call]
 
 
-def png_of(figure: Any, dpi: int = DPI, *, dark: bool = False) -> bytes:
+def png_of(figure: Any, *, dark: bool = False) -> bytes:
     """Return a figure as PNG: the whole page, and more of it where something stands outside."""
     from matplotlib.transforms import Bbox
 
@@ -56,7 +56,7 @@ def png_of(figure: Any, dpi: int = DPI, *, dark: bool = False) -> bytes:
     with darkened(figure) if dark else nullcontext():
         figure.draw_without_rendering()
         page = Bbox.union([Bbox.from_bounds(0, 0, *figure.get_size_inches()), figure.get_tightbbox()])
-        figure.savefig(buffer, format="png", dpi=dpi, bbox_inches=page)
+        figure.savefig(buffer, format="png", dpi=DPI, bbox_inches=page)
     return buffer.getvalue()
 
 

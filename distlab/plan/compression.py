@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distlab.plan.require import chosen
+
 METHODS = ("top_k", "random_k", "quantize", "sign", "powersgd")
 BLOCK = 1024  # elements that share a scale
 INDEX_BYTES = 4
@@ -53,8 +55,7 @@ class Compression:
     min_saving: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
+        chosen("method", self.method, METHODS)
         check_ratio(self.ratio)
         check_bits(self.bits)
         check_rank(self.rank)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
 from distlab.plan.partition import CUTS
-from distlab.plan.require import require, require_count
+from distlab.plan.require import chosen, require, require_count
 from distlab.plan.schedules.families import SCHEDULES
 from distlab.plan.sharding import Precision, Sharding
 
@@ -88,43 +88,28 @@ class Plan:
             bucket_bytes=self.bucket_bytes,
             first_bucket_bytes=self.first_bucket_bytes,
         )
-        require(
-            self.schedule in ONE_COPY_SCHEDULES,
-            f"Plan: schedule is {self.schedule!r}; choose one of {', '.join(ONE_COPY_SCHEDULES)}",
-        )
+        chosen("Plan: schedule", self.schedule, ONE_COPY_SCHEDULES)
         SCHEDULES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
-        require(
-            self.gradient_sync in GRADIENT_SYNCS,
-            f"Plan: gradient_sync is {self.gradient_sync!r}; choose one of {', '.join(GRADIENT_SYNCS)}",
-        )
+        chosen("Plan: gradient_sync", self.gradient_sync, GRADIENT_SYNCS)
         require(
             self.compression is None or isinstance(self.compression, Compression),
             f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None",
         )
-        require(self.float8 in FLOAT8, f"Plan: float8 is {self.float8!r}; choose one of {', '.join(FLOAT8)}")
+        chosen("Plan: float8", self.float8, FLOAT8)
         require(
             self.float8 != "gathers" or self.sharding.stage == 3,
             f"Plan: float8 'gathers' is about parameters that stage 3 gathers, and the stage is {self.sharding.stage}; "
             "use float8 'products', or stage 3",
         )
-        require(
-            self.recompute in RECOMPUTES,
-            f"Plan: recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTES)}",
-        )
-        require(
-            self.recompute_method in RECOMPUTE_METHODS,
-            f"Plan: recompute_method is {self.recompute_method!r}; choose one of {', '.join(RECOMPUTE_METHODS)}",
-        )
+        chosen("Plan: recompute", self.recompute, RECOMPUTES)
+        chosen("Plan: recompute_method", self.recompute_method, RECOMPUTE_METHODS)
         require(
             self.recompute == "full" or (self.recompute_method, self.recompute_layers) == ("uniform", 1),
             f"Plan: recompute_method and recompute_layers choose blocks of recompute 'full', and recompute is "
             f"{self.recompute!r}; leave them out, or use 'full'",
         )
-        require(
-            self.context_kind in CONTEXT_KINDS,
-            f"Plan: context_kind is {self.context_kind!r}; choose one of {', '.join(CONTEXT_KINDS)}",
-        )
-        require(self.cut in CUTS, f"Plan: cut is {self.cut!r}; choose one of {', '.join(CUTS)}")
+        chosen("Plan: context_kind", self.context_kind, CONTEXT_KINDS)
+        chosen("Plan: cut", self.cut, CUTS)
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
         require(
             self.compression is None or self.sharding.stage == 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,13 @@ def require(ok: bool, text: str) -> None:
     """Raise ValueError with the text unless ok."""
     if not ok:
         raise ValueError(text)
+
+
+def chosen(what: str, value: object, options: Iterable[str]) -> None:
+    """Raise ValueError, with the value and what may be chosen, unless the value is one of the options."""
+    names = tuple(options)
+    if value not in names:
+        raise ValueError(f"{what} is {value!r}; choose one of {', '.join(names)}")
 
 
 def changed(record: Record, **values: Any) -> Record:

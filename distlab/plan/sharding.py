@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from distlab.plan.require import chosen
+
 OFFLOADS = ("none", "optimizer", "all")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -46,8 +48,7 @@ class Sharding:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"Sharding: {name} is {value!r}; pass a whole number of at least {least}")
-        if self.offload not in OFFLOADS:
-            raise ValueError(f"Sharding: offload is {self.offload!r}; choose one of {', '.join(OFFLOADS)}")
+        chosen("Sharding: offload", self.offload, OFFLOADS)
         if self.offload != "none" and self.stage == 0:
             raise ValueError("Sharding: offload keeps shards in the host's memory; choose stage 1, 2 or 3")
         if self.offload == "all" and self.stage != 3:

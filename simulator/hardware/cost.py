@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from distlab.plan import Device, Link, Protocol, Work
+from distlab.plan.require import chosen
 
 ALL_REDUCE_ALGORITHMS = ("ring", "halving_doubling", "tree", "in_network")
 LEAST_IN_SWITCH = 5  # ranks from which nccl lets NVLink 4's switch add up: stas00/ml-engineering@744d01e1, 2025
@@ -105,8 +106,7 @@ def all_reduce_steps(num_ranks: int, algorithm: str = "ring") -> Steps:
         ValueError: the algorithm is unknown, or n is less than 1.
     """
     n = _check_ranks(num_ranks)
-    if algorithm not in ALL_REDUCE_ALGORITHMS:
-        raise ValueError(f"all-reduce algorithm is {algorithm!r}; choose one of {', '.join(ALL_REDUCE_ALGORITHMS)}")
+    chosen("all-reduce algorithm", algorithm, ALL_REDUCE_ALGORITHMS)
     if n == 1:
         return Steps(0, 0.0)
     if algorithm == "ring":

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Region, Work, Workload
+from distlab.plan.require import chosen
 from simulator.models.parts import change_layers
 
 ATTENTION_KERNELS = ("plain", "flash")
@@ -30,8 +31,7 @@ def with_kernel(workload: Workload, kernel: str) -> Workload:
     Raises:
         ValueError: there is no such kernel.
     """
-    if kernel not in ATTENTION_KERNELS:
-        raise ValueError(f"attention is {kernel!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
+    chosen("attention", kernel, ATTENTION_KERNELS)
     return fuse_attention(workload) if kernel == "flash" else workload
 
 

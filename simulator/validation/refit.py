@@ -144,9 +144,9 @@ def _bounded(constant: Constant, linear: float) -> float:
     return 1 / value if constant.is_rate else value
 
 
-def fit_stack(cases: Sequence[Case], stack: Stack, constants: Sequence[Constant], rounds: int = ROUNDS) -> Stack:
+def fit_stack(cases: Sequence[Case], stack: Stack, constants: Sequence[Constant]) -> Stack:
     """Return the stack fitted to cases, from a first guess."""
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         stack = solve(measure_slopes(cases, stack, constants), stack, constants)
     return stack
 

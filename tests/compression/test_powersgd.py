@@ -84,7 +84,7 @@ def test_a_matrix_of_few_directions_is_exact_at_once():
 
 def test_warm_start_comes_to_the_best_factors_and_never_goes_back():
     matrix, rank = decaying(40, 24), 3
-    right = first_right(24, rank, generator(0, 0, "first"), torch.float64)
+    right = first_right(24, rank, generator(0, 0, "first")).double()
     errors = []
     for _ in range(12):
         left, right = power_step(matrix, right)

@@ -11,7 +11,6 @@ from distlab.expert_parallel import (
     assign,
     balance_loss,
     capacity_of,
-    mix_experts,
     switch_loss,
 )
 from distlab.expert_parallel.assign import combine
@@ -113,7 +112,6 @@ def test_experts_that_nobody_asks_get_zeros_and_equal_experts_are_one_layer():
         (lambda: Router(4, 2, capacity_factor=float("inf")), "capacity_factor is inf"),
         (lambda: MixtureOfExperts(Router(4, 3), [nn.Linear(4, 4)]), "1 experts, but the router knows 3"),
         (lambda: MixtureOfExperts(Router(4, 2), [nn.Linear(4, 4)] * 2)(torch.ones(2, 5)), r"expected \[..., 4\]"),
-        (lambda: mix_experts(GPT(GPTConfig(num_layers=2)), 2, every=3), "every is 3"),
         (lambda: balance_loss(GPT(GPTConfig(num_layers=1))), "0 of 0 mixtures"),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from distlab.measure import TrainingRun, median_codec
-from distlab.measure.runs.codec import COLUMNS, IN_A_ROW, ROWS, _fit_line
+from distlab.measure.runs.codec import COLUMNS, IN_A_ROW, REPEATS, ROWS, _fit_line
 from distlab.measure.runs.overhead import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from distlab.models import GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
@@ -25,7 +25,7 @@ def measured(ranks, compression):
 
         from distlab.measure import measure_codec
 
-        return measure_codec(compression, MACHINE, device=torch.device("cpu"), repeats=1)
+        return measure_codec(compression, MACHINE, device=torch.device("cpu"))
 
     return ranks.run(on_ranks)
 
@@ -39,7 +39,7 @@ def test_every_rank_gets_one_result_from_the_calls_that_are_predicted(ranks, com
     assert first.encode_s + first.encode_s_per_byte > 0
     sizes = [call.num_bytes for call in two.records().calls(0) if call.op in ("all_gather", "all_reduce")]
     buckets = [exchanges(compression, ((rows - 1, COLUMNS), (COLUMNS,))) for rows in ROWS]
-    expected = Counter(call.num_bytes for calls in buckets for call in calls * 2 * IN_A_ROW)  # one warms up
+    expected = Counter(call.num_bytes for calls in buckets for call in calls * (REPEATS + 1) * IN_A_ROW)  # one warms up
     assert {size: sizes.count(size) for size in expected} == expected
 
 

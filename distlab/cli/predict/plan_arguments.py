@@ -90,11 +90,9 @@ def order_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     return check_order([*rest, *given])
 
 
-def add_count(
-    command: argparse.ArgumentParser, flag: str, text: str, *, default: int | None = 1, metavar: str = "N"
-) -> None:
+def add_count(command: argparse.ArgumentParser, flag: str, text: str, *, default: int | None = 1) -> None:
     """Declare a flag that takes a number of things, 1 or more."""
-    command.add_argument(flag, type=whole_number(), default=default, metavar=metavar, help=text)
+    command.add_argument(flag, type=whole_number(), default=default, metavar="N", help=text)
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:

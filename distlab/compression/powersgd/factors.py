@@ -84,11 +84,11 @@ def unit_columns(matrix: Tensor) -> Tensor:
     return matrix / length.clamp_min(torch.finfo(matrix.dtype).tiny)
 
 
-def first_right(columns: int, rank: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+def first_right(columns: int, rank: int, generator: torch.Generator) -> Tensor:
     """Draw a right factor to begin with: normal numbers miss no direction.
 
     All ranks must draw the same, or their products M_w right are not parts of one sum.
 
     Shapes: -> [columns, rank]
     """
-    return torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(columns, rank, generator=generator, dtype=torch.float64).float()

@@ -133,17 +133,13 @@ def median_round(rounds: Sequence[Round]) -> Round:
     return cast(Round, median_of(rounds))
 
 
-def fit_cluster(
-    measured: Round,
-    num_ranks: int,
-    *,
-    name: str = "this machine",
-    memory_bytes: float = 1e9,
-    num_nodes: int = 1,
-) -> Cluster:
+THIS_MACHINE = "this machine"
+
+
+def fit_cluster(measured: Round, num_ranks: int, *, memory_bytes: float = 1e9, num_nodes: int = 1) -> Cluster:
     """Fit a round to a cluster of num_ranks equal devices: on one link, or on one inside nodes and one between them."""
     kernel_s, flops_per_s, bytes_per_s = fit_device(measured.observations)
-    device = Device(f"a rank of {name}", flops_per_s, bytes_per_s, memory_bytes, kernel_s, SOURCE)
+    device = Device(f"a rank of {THIS_MACHINE}", flops_per_s, bytes_per_s, memory_bytes, kernel_s, SOURCE)
     if num_ranks == 1:  # nothing travels
         link = between = Link("none", (Protocol(0.0, 1e18),))
     else:
@@ -152,7 +148,7 @@ def fit_cluster(
         link = between = _fit_ring(inside_s, each if each > 1 else num_nodes, "between ranks")
         if num_nodes > 1:
             between = _fit_ring(measured.between_s, num_nodes, "between nodes")
-    return Cluster(name, device, num_ranks, num_ranks // num_nodes, link, between, measured.contention)
+    return Cluster(THIS_MACHINE, device, num_ranks, num_ranks // num_nodes, link, between, measured.contention)
 
 
 def _fit_ring(seconds: Sequence[float], num_ranks: int, name: str) -> Link:

@@ -112,7 +112,6 @@ def track_memory(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | ShardedOptimizer | None = None,
     *,
-    device: torch.device | str | None = None,
     limit_bytes: int | None = None,
     buffers: Iterable[Tensor] | Callable[[], Iterable[Tensor]] = (),
 ) -> Iterator[MeasuredMemory]:
@@ -125,7 +124,6 @@ def track_memory(
         module: whose parameters, gradients and activations are meant; a wrapper with a `module` will do.
         optimizer: whose state exists already; optimizers that step inside are found without it. A ShardedOptimizer's
             buckets are known through it: what it keeps counts as gradients, what it lends and what arrives as buffers.
-        device: which kind of memory; that of the first parameter by default.
         limit_bytes: refuse to hold more; makes a small rank on which to try large models.
         buffers: tensors to communicate with (buckets, gathered units), or what returns those that there are by now: it
             is asked before each step of an optimizer. Units of FullyShard, and their gradients, are known without it.
@@ -135,9 +133,8 @@ def track_memory(
     """
     module = module if isinstance(module, nn.Module) else module.module
     first = next(chain(module.parameters(), module.buffers()), torch.empty(0))
-    device = first.device if device is None else torch.device(device)
-    ledger = Ledger(device.type)
-    measured = MeasuredMemory(ledger, device)
+    ledger = Ledger(first.device.type)
+    measured = MeasuredMemory(ledger, first.device)
     measured.restart()
     tracker = Tracker(ledger, module, limit_bytes, buffers if callable(buffers) else lambda: buffers)
     tracker.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None

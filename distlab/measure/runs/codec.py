@@ -32,6 +32,7 @@ from simulator import MeasuredCodec
 from simulator.hardware.process_groups import group_of
 from simulator.units import to_s
 
+REPEATS = 3  # of each bucket, after one that warms up
 COLUMNS = 256
 ROWS = (64, 384, 1536)  # buckets of 64 KiB, 384 KiB and 1.5 MiB in float32
 IN_A_ROW = 12  # some 20 ms and more of work, several turns of the operating system's scheduler
@@ -41,25 +42,17 @@ MIN_SETTLE_S = 2e-3
 Result = TypeVar("Result")
 
 
-def measure_codec(
-    compression: Compression,
-    cluster: Cluster,
-    *,
-    device: torch.device,
-    repeats: int = 3,
-) -> MeasuredCodec:
+def measure_codec(compression: Compression, cluster: Cluster, *, device: torch.device) -> MeasuredCodec:
     """Time encoding and decoding. Every rank calls it at the same time and gets the same result.
 
     Args:
         compression: what to time.
         cluster: the calibrated machine: how long an exchange takes.
         device: where the rank computes.
-        repeats: how often each bucket is timed, after one that warms up.
     """
     hook = make_hook(compression)
     rows = [
-        _time_bucket(hook, compression, cluster, size=(index, rows), device=device, repeats=repeats)
-        for index, rows in enumerate(ROWS)
+        _time_bucket(hook, compression, cluster, size=(index, rows), device=device) for index, rows in enumerate(ROWS)
     ]
     means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device)
     encode, decode = means[: len(ROWS)], means[len(ROWS) :]
@@ -77,13 +70,7 @@ def median_codec(codecs: Sequence[MeasuredCodec]) -> MeasuredCodec:
 
 
 def _time_bucket(
-    hook: GradientHook,
-    compression: Compression,
-    cluster: Cluster,
-    *,
-    size: tuple[int, int],
-    device: torch.device,
-    repeats: int,
+    hook: GradientHook, compression: Compression, cluster: Cluster, *, size: tuple[int, int], device: torch.device
 ) -> tuple[float, float]:
     """Return the median seconds of encoding and decoding one bucket, a square-ish matrix and a vector."""
     index, rows = size
@@ -98,7 +85,7 @@ def _time_bucket(
     before_s, later_s = _wire_s(compression, cluster, shapes)
     settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * before_s)
     times = []
-    for repeat in range(repeats + 1):
+    for repeat in range(REPEATS + 1):
         for bucket in buckets:
             bucket.buffer.copy_(values)
         dist.barrier()

@@ -292,8 +292,8 @@ class RunResult:
         return Trace.concatenate(report.step_trace(middle) for report in self.reports).from_zero()
 
 
-def time_on_new_ranks(run: TrainingRun, data: bytes | None = None, *, timeout_s: float = 900.0) -> RunResult:
+def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
     """Train on as many new ranks as the plan has, and return what they saw."""
     backend = "cpu" if run.device == "cpu" else None
     job = partial(time_training, run, data)
-    return RunResult(run, run_on_ranks(job, run.plan.world_size, timeout_s=timeout_s, backend=backend, record=False))
+    return RunResult(run, run_on_ranks(job, run.plan.world_size, timeout_s=900.0, backend=backend, record=False))

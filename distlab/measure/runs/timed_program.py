@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
+import torch
 
 from distlab.measure.machine.others import OtherProcesses
-from distlab.measure.machine.ranks import device_of
 from distlab.measure.runs.run import RankReport, RunResult
 from distlab.measure.runs.windows import Window, time_window, trouble_of, windows_between
 from distlab.trace import SpanWriter, Trace
@@ -29,7 +28,6 @@ def time_beside(
     *,
     num_windows: int = 3,
     steps_per_window: int = 4,
-    device: str = "cpu",
 ) -> RankReport:
     """Run on every rank: calibrate, time a window of steps, calibrate, ... on the same warm ranks.
 
@@ -39,13 +37,12 @@ def time_beside(
         spans: what this rank marks.
         num_windows: windows of steps; there is one calibration more.
         steps_per_window: timed steps in a window, after one that is not timed.
-        device: where ranks compute: "cpu" or "cuda".
     """
     report, others = RankReport(), OtherProcesses()
     for window in range(num_windows + 1):
         if window:
             step()  # a warm cache, as in the middle of training
-            seconds, step_ns = time_window(step, steps_per_window, device_of(device, dist.get_rank()))
+            seconds, step_ns = time_window(step, steps_per_window, torch.device("cpu"))
             report.measured_s.append(seconds)
             report.step_ns += step_ns
         report.rounds.append(calibrate())

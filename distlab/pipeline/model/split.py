@@ -137,8 +137,13 @@ def stage_state_names(stages: Sequence[nn.Module]) -> list[list[str]]:
     return names
 
 
-def measure_costs(model: GPT | nn.Sequential | Iterable[nn.Module], batch: Tensor, *, repeats: int = 5) -> list[float]:
+REPEATS = 5
+
+
+def measure_costs(model: GPT | nn.Sequential | Iterable[nn.Module], batch: Tensor) -> list[float]:
     """Time each layer's forward and backward pass on a micro-batch, for `split_gpt` or `split_sequential`.
+
+    The median of REPEATS is taken.
 
     Gradients of the parameters are as before afterwards, and random numbers too. All ranks must split alike: measure
     on one and broadcast, or on each and take one rank's.
@@ -146,16 +151,10 @@ def measure_costs(model: GPT | nn.Sequential | Iterable[nn.Module], batch: Tenso
     Args:
         model: GPT, Sequential or list of modules.
         batch: one micro-batch of inputs.
-        repeats: the median of this many is taken.
 
     Returns:
         Seconds for each layer: of a GPT the embeddings, each block, norm and output.
-
-    Raises:
-        ValueError: repeats below one.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; pass at least 1")
     layers: list[Callable[[Any], Any]]
     if isinstance(model, GPT):
         blocks = model.config.num_layers
@@ -168,7 +167,7 @@ def measure_costs(model: GPT | nn.Sequential | Iterable[nn.Module], batch: Tenso
     gradients = [parameter.grad for parameter in parameters]
     try:
         with torch.random.fork_rng(), torch.enable_grad():
-            rounds = [_time_layers(layers, batch) for _ in range(repeats + 1)]  # the first warms up
+            rounds = [_time_layers(layers, batch) for _ in range(REPEATS + 1)]  # the first warms up
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from distlab.plan.require import chosen
 from simulator.units import capitalised, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.plot import put_title
@@ -82,8 +83,7 @@ def ring_work(num_ranks: int, order: str = "zigzag") -> RingWork:
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"{num_ranks} ranks; pass 1 to {MAX_RANKS}: more cannot be told apart in a picture")
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
+    chosen("order", order, ORDERS)
     chunks = 2 * num_ranks
     length = 1024 * num_ranks
     place = np.arange(chunks)

@@ -107,7 +107,7 @@ class _View(NamedTuple):
     cells: tuple[tuple[float, float], ...]
 
 
-def draw_train_step(trace: Trace, at_s: float | None = None, *, rank: int = 0, title: str | None = None) -> Figure:
+def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | None = None) -> Figure:
     """Draw what each rank of a data-parallel step holds at one moment, and the step's timeline under it.
 
     Args:
@@ -115,13 +115,12 @@ def draw_train_step(trace: Trace, at_s: float | None = None, *, rank: int = 0, t
             "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on another lane.
             `step_of` cuts one step out of a measured trace.
         at_s: the moment, in seconds since the step began; None chooses one in which an all-reduce is under way.
-        rank: whose timeline is drawn, and whose hidden and exposed times are counted.
         title: replaces the takeaway.
 
     Raises:
-        ValueError: the trace is not a data-parallel step (the text says why), or has no such rank.
+        ValueError: the trace is not a data-parallel step (the text says why).
     """
-    step, own, moment = read_moment(trace, at_s, rank)
+    step, own, moment = read_moment(trace, at_s)
     shown = step.ranks if len(step.ranks) <= MAX_RANKS else step.ranks[:MAX_RANKS]
     held = [held_at(each, moment) for each in shown]
     rows_in = len(shown) * ROW_IN

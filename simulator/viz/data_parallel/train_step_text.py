@@ -22,9 +22,9 @@ from simulator.viz.data_parallel.step_state import (
 MAX_RANKS = 8
 
 
-def describe_train_step(trace: Trace, at_s: float | None = None, *, rank: int = 0) -> str:
+def describe_train_step(trace: Trace, at_s: float | None = None) -> str:
     """Say in words what `draw_train_step` shows; arguments and errors as there."""
-    step, own, moment = read_moment(trace, at_s, rank)
+    step, own, moment = read_moment(trace, at_s)
     lines = [f"{takeaway(own, held_at(own, moment), moment)}. Step {format_s(step.duration_s)}, {shares(own)}."]
     lines += [f"{text}."] if (text := microbatches(own)) else []
     for each in step.ranks[:MAX_RANKS]:
@@ -43,14 +43,11 @@ def describe_train_step(trace: Trace, at_s: float | None = None, *, rank: int = 
     return "\n".join(lines)
 
 
-def read_moment(trace: Trace, at_s: float | None, rank: int) -> tuple[TrainStep, RankStep, float]:
-    """Read a step, and choose a rank of it and a moment in it; arguments as `draw_train_step`."""
+def read_moment(trace: Trace, at_s: float | None) -> tuple[TrainStep, RankStep, float]:
+    """Read a step, its first rank, and choose a moment in it; arguments as `draw_train_step`."""
     step = read_step(trace)
-    own = next((each for each in step.ranks if each.rank == rank), None)
-    if own is None:
-        raise ValueError(f"the trace has no rank {rank}; choose one of {[each.rank for each in step.ranks]}")
     moment = best_moment(step) if at_s is None else min(max(float(at_s), 0.0), step.duration_s)
-    return step, own, moment
+    return step, step.ranks[0], moment
 
 
 def microbatches(own: RankStep) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.plan import SCHEDULES, ActionTimes, ScheduleError, one_f_one_b, parse_schedule, validate
+from distlab.plan.require import chosen
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.mimebundle import with_picture
 from simulator.viz.panels.panel import Redrawn, dress
@@ -75,8 +76,7 @@ def schedule_panel(
 
 def _check(names: Sequence[str], ranks: int, microbatches: int) -> None:
     for name in names:
-        if name not in NAMES:
-            raise ValueError(f"schedule is {name!r}; choose one of {', '.join(NAMES)}")
+        chosen("schedule", name, NAMES)
     for what, number, least, most in (
         ("ranks", ranks, 2, MAX_RANKS),
         ("microbatches", microbatches, 1, MAX_MICROBATCHES),

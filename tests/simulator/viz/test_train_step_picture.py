@@ -283,7 +283,6 @@ def test_recorded_calls_and_marked_spans_make_one_step(ranks):
     [
         (grid(2, 3).select(grid(2, 3).is_word("kind", "F")), {}, "no backward span"),
         (grid(2, 3), {}, "several pipeline stages"),
-        (data_parallel(2), {"rank": 5}, "no rank 5"),
         (data_parallel(2).select(np.arange(18) != 6), {}, "different numbers of all-reduces"),
     ],
 )
