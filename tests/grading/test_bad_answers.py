@@ -291,7 +291,7 @@ CASES = [
     (returns_what_cannot_be_sent, 1, "returned", "object of class lock, which is not a plain value"),
     (returns_nothing, 1, "returned", "got None"),
     (leaves_the_group, 1, "left the group", "destroyed or replaced the process group"),
-    (changes_default_dtype, 1, "state left behind", "torch's default dtype to torch.bfloat16"),
+    (changes_default_dtype, 1, "state left behind", "torch's default dtype from torch.float32 to torch.bfloat16"),
     (not_yet, 2, "not attempted", "91.mean is yours to write"),
     (
         never_waits,

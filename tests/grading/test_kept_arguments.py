@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,25 +26,3 @@ def test_gradients_that_share_a_kept_buffer_are_told() -> None:
     report = examine(load_lesson("03.flat").exercise("03.flat"), average_flat, worlds=(1,), seed=1)
     assert report.fault == "kept", str(report)
     assert "right at first, but a later call changed module." in report.message
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("import sys; sys.path.append('/nowhere')", "sys.path"),
-        ("import logging; logging.root.setLevel(0)", "the level of the root logger"),
-        ("import sys; sys.setswitchinterval(0.5)", "the switch interval of threads"),
-        ("import decimal; decimal.getcontext().prec = 3", "the precision of decimal numbers"),
-        ("import tracemalloc; tracemalloc.start()", "tracemalloc"),
-        ("import torch; torch.set_flush_denormal(True)", "torch.set_flush_denormal"),
-    ],
-)
-def test_what_the_whole_process_uses_is_left_as_it_was(line: str, says: str) -> None:
-    def cheapest(offers, days):
-        exec(line)
-        in_time = [offer for offer in offers if offer[2] <= days]
-        return min(in_time, key=lambda one: (one[1] * one[2] * one[3], one[2]))[0] if in_time else None
-
-    report = examine(load_lesson("15.cheapest").exercise("15.cheapest"), cheapest, worlds=(1,), seed=1)
-    assert report.fault == "state left behind", str(report)
-    assert says in report.message

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distlab.grading import load_lesson
 from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
-from distlab.grading.variation.left import SWITCHES, left_on, marks, restored
+from distlab.grading.variation.left import left_on, marks
 from distlab.grading.variation.near import near
 from distlab.grading.variation.owned import leaves
 
@@ -97,12 +97,12 @@ AVERAGES = [
     (hook_on_module, "it leaves a hook on module; keep what"),
     (attribute_on_module, "it leaves the attribute 'seen' on module, which belongs to the caller"),
     (attribute_on_parameter, r"it leaves the attribute 'tag' on module\.\S+, which belongs to the caller"),
-    (default_device, "it changed torch's default device to meta"),
-    (gives_gradients_to_none, r"the grad mode .*\(it was on, and is off\)"),
-    (one_more_thread, r"the number of threads of torch .*\(it was \d+, and is \d+\)"),
-    (anomaly_mode, r"torch's anomaly mode .*\(it was off, and is on\)"),
+    (default_device, "it changed torch's default device from cpu to meta"),
+    (gives_gradients_to_none, "it changed the grad mode from True to False"),
+    (one_more_thread, r"it changed the number of threads of torch from \d+ to \d+"),
+    (anomaly_mode, "it changed torch's anomaly mode from False to True"),
     (draws, "torch's random state is not what it was before"),
-    (walks_away, "the working directory is not what it was before"),
+    (walks_away, r"it changed the working directory from \S+ to /"),
 ]
 
 
@@ -144,7 +144,7 @@ def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path,
         assert report.fault is None, str(report)
     else:
         assert report.fault == "state left behind"
-        assert "the number of threads of torch is not what it was before" in report.message
+        assert "it changed the number of threads of torch from" in report.message
 
 
 def halves_the_rate(model, optimizer, *, microbatches, num_accumulated, loss_fn):
@@ -194,12 +194,3 @@ def test_values_in_other_arguments_are_compared(value: Any, change: Callable[[An
     ((_, after),) = list(leaves("given", value))
     assert name == "given"
     assert not near(after, before, 1.0)
-
-
-def test_what_was_switched_is_put_back() -> None:
-    before = {name: switch.get() for name, switch in SWITCHES.items()}
-    with restored():
-        torch.set_grad_enabled(False)
-        torch.use_deterministic_algorithms(True)
-        assert {name: switch.get() for name, switch in SWITCHES.items()} != before
-    assert {name: switch.get() for name, switch in SWITCHES.items()} == before

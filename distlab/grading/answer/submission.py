@@ -131,7 +131,8 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
     load = functools.partial(execute, source, {exercise.function for exercise in lesson.exercises})
     with start_ranks(1, LOAD_TIMEOUT_S) as ranks:
         try:
-            return ranks.run(drive_on_rank, operator.call, look, MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
+            drive = functools.partial(drive_on_rank, is_looked_at=False)  # a file may switch what it likes when loaded
+            return ranks.run(drive, operator.call, look, MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
         except RankTimeout:
             text = (
                 f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s; a module only defines"

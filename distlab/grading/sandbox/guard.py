@@ -10,17 +10,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from distlab.grading.exercise import Refused
 from distlab.grading.sandbox.limits import forbid_processes, limit_process
 from distlab.grading.variation.calls import in_python_numbers
-from distlab.grading.variation.left import DEFAULTS, restored
 
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # of the whole process: to read, and to set
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the number of threads of torch": (torch.get_num_threads, torch.set_num_threads),
+    "the deterministic mode": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "torch's anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "the working directory": (lambda: os.path.realpath("/proc/self/cwd"), os.chdir),  # its folder may be gone
+}
 _LIBRARIES = ("torch", "numpy", "distlab", "simulator")
 _DEPTH = 20  # a list may hold itself
 
@@ -39,12 +51,12 @@ def drive_on_rank(
     """
     limit_process(memory_limit_bytes)
     forbid_processes()
-    streams, functions = (sys.stdout, sys.stderr), _functions()
+    streams, functions, switches = (sys.stdout, sys.stderr), _functions(), _read()
     try:
-        with restored():
-            if (load := getattr(fn, "load", None)) is not None:  # or the first call would be judged with the whole file
-                guarded(load)()
-            result = drive(guarded(fn, is_looked_at=is_looked_at))
+        if (load := getattr(fn, "load", None)) is not None:  # or the first call would be judged with the whole file
+            guarded(load, is_looked_at=False)()
+            _put_back(switches)
+        result = drive(guarded(fn, is_looked_at=is_looked_at))
         if replaced := [name for name, value in _functions().items() if functions.get(name, value) is not value]:
             text = f"it replaced {', '.join(replaced[:4])}, which everything else in the program uses too"
             raise Refused("replaced", f"{text}: give a function of your own a different name")
@@ -55,9 +67,6 @@ def drive_on_rank(
 
 def _functions() -> dict[str, Any]:
     """Return torch's functions by name: a drive compares with them, and other ranks' calls depend on them."""
-    import torch
-    import torch.distributed as dist
-
     places = (torch, torch.Tensor, torch.nn.functional, dist)
     found = ((f"{place.__name__}.{name}", value) for place in places for name, value in vars(place).items())
     return {name: value for name, value in found if isinstance(value, FunctionType | BuiltinFunctionType)}
@@ -65,12 +74,16 @@ def _functions() -> dict[str, Any]:
 
 def guarded(fn: Callable[..., Any], *, is_looked_at: bool = True) -> Callable[..., Any]:
     """Wrap a function: its result must be plain, and what it must leave is looked at after each call, or by `look`."""
-    look = _look()
+    group, at_first = dist.group.WORLD, _read()
+
+    def look(before: dict[str, Any] = at_first) -> None:
+        _refuse_a_change(before, group)
 
     def call(*args: Any, **named: Any) -> Any:
+        before = _read()
         result = fn(*args, **named)
         if is_looked_at:
-            look()
+            look(before)
         refuse_unless_plain(result)
         return in_python_numbers(result)
 
@@ -80,28 +93,30 @@ def guarded(fn: Callable[..., Any], *, is_looked_at: bool = True) -> Callable[..
     return call
 
 
-def _look() -> Callable[[], None]:
-    """Return a function that refuses where the group or a default is no longer what it is now, and puts that back."""
-    import torch.distributed as dist
+def _read() -> dict[str, Any]:
+    return {name: get() for name, (get, _) in SWITCHES.items()}
 
-    group, old = dist.group.WORLD, {name: switch.get() for name, switch in DEFAULTS.items()}
 
-    def look() -> None:
-        if not dist.is_initialized() or dist.group.WORLD is not group:
-            raise Refused(
-                "left the group",
-                "it destroyed or replaced the process group (dist.destroy_process_group), which belongs to the caller: "
-                "leave it as it is",
-            )
-        for name, switch in DEFAULTS.items():
-            if (now := switch.get()) != old[name]:
-                switch.put(old[name])  # or the check's own tensors would be made with it
-                text = f"it changed {name} to {now}, for everything that comes after"
-                raise Refused("state left behind", f"{text}: put it back, or give it to the call that needs it")
-        if sys.stdout is None or sys.stdout.closed:
-            raise Refused("state left behind", "it closed or replaced sys.stdout, which everything else prints to")
+def _put_back(before: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Switch back what was switched; return its names, and what each was switched to."""
+    switched = [(name, now) for name, now in _read().items() if now != before[name]]
+    for name, _ in switched:
+        SWITCHES[name][1](before[name])
+    return switched
 
-    return look
+
+def _refuse_a_change(before: dict[str, Any], group: Any) -> None:
+    if not dist.is_initialized() or dist.group.WORLD is not group:
+        raise Refused(
+            "left the group",
+            "it destroyed or replaced the process group (dist.destroy_process_group), which belongs to the caller: "
+            "leave it as it is",
+        )
+    for name, now in _put_back(before):
+        text = f"it changed {name} from {before[name]} to {now}, for everything that comes after"
+        raise Refused("state left behind", f"{text}: put it back")
+    if sys.stdout is None or sys.stdout.closed:
+        raise Refused("state left behind", "it closed or replaced sys.stdout, which everything else prints to")
 
 
 def refuse_unless_plain(value: Any, depth: int = _DEPTH) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distlab.comm import device
 from distlab.grading.variation.draw import IN_CALL, Keywords, Vary
-from distlab.grading.variation.left import from_to, left_on, marks
+from distlab.grading.variation.left import left_on, marks
 from distlab.grading.variation.owned import leaves, named, said, state
 
 
@@ -90,9 +90,9 @@ def _made(fn: Callable[..., Any], vary: Vary, positional: tuple[Any, ...], keywo
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any], vary: Vary) -> list[list[str]]:
-    """Return the states that a call changed, each with words."""
+    """Return the states that a call changed."""
     others = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
-    return [[name, from_to(old[name], new.get(name))] for name in others]
+    return [[name, ""] for name in others]
 
 
 def _moved_since(owned: dict[str, Any], after: list[list[Any]]) -> list[str]:

@@ -1,41 +1,15 @@
-"""What a call may leave behind where values do not show it: hooks, attributes, options of optimizers, torch's switches.
-
-`marks` looks at an argument, `SWITCHES` at the process. Both give plain values by name, to be compared after the call.
-"""
+"""What a call may leave on its arguments where values do not show it: hooks, attributes, options of optimizers."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
-class Switch(NamedTuple):
-    """One thing that the whole process uses: how to read it, and how to set it."""
-
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
-
-
-DEFAULTS = {  # no call may change them, not even in a drive that compares nothing else
-    "torch's default dtype": Switch(torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": Switch(torch.get_default_device, torch.set_default_device),
-}
-SWITCHES = {
-    "the grad mode": Switch(torch.is_grad_enabled, torch.set_grad_enabled),
-    "the number of threads of torch": Switch(torch.get_num_threads, torch.set_num_threads),
-    "the deterministic mode": Switch(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "torch's anomaly mode": Switch(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-    "the working directory": Switch(lambda: os.path.realpath("/proc/self/cwd"), os.chdir),  # its folder may be gone
-}
 
 
 def marks(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -90,24 +64,3 @@ def _words(kind: str, place: str, old: Any, new: Any) -> str:
         what = f"it leaves the attribute {put[0]!r} on" if put else f"it took the attribute {gone[0]!r} from"
         return f"{what} {place}, which belongs to the caller"
     return f"it changed {place} from {old} to {new}; put it back"
-
-
-@contextlib.contextmanager
-def restored() -> Iterator[None]:
-    """Put back, at the end, what one call may switch: a later one shall show that it switches it too."""
-    old = {name: switch.get() for name, switch in SWITCHES.items()}
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        for name, switch in SWITCHES.items():
-            if switch.get() != old[name]:
-                switch.put(old[name])
-
-
-def from_to(old: Any, new: Any) -> str:
-    """Say what a state was and is, where that is a word or a number."""
-    if isinstance(old, bool) and isinstance(new, bool):
-        return f" (it was {'on' if old else 'off'}, and is {'on' if new else 'off'})"
-    is_short = all((type(each) is int and abs(each) < 10**6) or isinstance(each, str) for each in (old, new))
-    return f" (it was {old}, and is {new})" if is_short and len(f"{old}{new}") <= 60 else ""

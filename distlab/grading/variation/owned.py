@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.launch.worker import environment
-from distlab.grading.variation.left import SWITCHES
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -44,7 +43,7 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, torch.Generator):
         yield name, value.get_state()
     elif isinstance(value, np.ndarray):
-        yield name, torch.from_numpy(value.copy())
+        yield name, value.tolist()
     elif isinstance(value, set):
         yield name, sorted(map(repr, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -67,7 +66,6 @@ def state() -> dict[str, Any]:
         "Python's random state": hash(random.getstate()),
         "numpy's random state": hash(pickle.dumps(np.random.get_state(legacy=False)["state"])),
         "the environment": hash(environment()),
-        **{name: switch.get() for name, switch in SWITCHES.items()},
     }
     if dist.is_initialized():
         found["the number of process groups"] = len(dist.distributed_c10d._world.pg_map)
