@@ -22,7 +22,7 @@ from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import near, outcome
 
 BUDGET_S = 2.0  # of a rank's processor time, for all changes of one answer: a busy machine changes no verdict
-LIMIT_S = 10.0  # of a batch: a changed argument may make the reference's ranks wait for each other
+LIMIT_S = 4.0  # of a batch: a changed argument may make the reference's ranks wait for each other
 
 
 def cause_of(fn: Callable[..., Any], drawn: Drawn) -> str:
@@ -106,8 +106,10 @@ def _of_a_change(drawn: Drawn, changes: Iterator[Change]) -> str:
                 if part is not None:
                     whole = "what it leaves in its arguments" if is_in_place else "what it returns"
                     whose = f"the result{part}" if part else whole
-                    of = {"does": "that of an answer that", "text": "that of"}.get(change.how, "what is right")
+                    of = "that of" if change.how == "text" else "what is right"
                     text = f"in all {len(results[0][0])} drawn calls {whose} is {of} {change.words}"
+                    if change.how == "does":
+                        text = f"{change.words}: so it is in all {len(results[0][0])} drawn calls"
                     text += "." * (not text.endswith("?"))
                     if is_sure or perhaps:  # two that only may be it: nothing is known, however many a batch has
                         return text if is_sure else ""

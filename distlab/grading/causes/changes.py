@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
+from distlab.grading.agreement import told, words_of
 from distlab.grading.exercise import Exercise
 from distlab.grading.mutant import Mutant, build, compiled, wrong_text
 from distlab.grading.slips.generate import slips
@@ -120,9 +121,8 @@ def reductions(change: Change) -> Iterator[list[int]]:
 
 def changes_of(exercise: Exercise, reference: Callable[..., Any], seed: int, world_size: int) -> Iterator[Change]:
     """Yield what is tried: known slips, other reductions, then each argument at each of a few other values."""
-    for slip in exercise.mutants:
-        if slip.does:
-            yield Change(ALL, "does", build(slip, exercise.name, reference, exercise.imports).fn, slip.does)
+    for wrong in told(exercise, world_size):
+        yield Change(ALL, "does", build(wrong, exercise.name, reference, exercise.imports).fn, words_of(wrong))
     if world_size > 1:
         for op, words in _REDUCED.items():
             yield Change(REDUCTIONS, "op", op, f"if each all_reduce took {words} of the ranks' values, not their sum")
