@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from distlab.grading.causes.as_if import cause_of
+from distlab.grading.causes.condition import condition
 from distlab.grading.causes.mend import mend_of
-from distlab.grading.causes.reached import flow, not_reached
 from distlab.grading.causes.search import Drawn
 from distlab.grading.exercise import SEEN, Evidence, Exercise, Fault
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.draw import IN_CALL
-from distlab.grading.variation.near import is_telling, near, outcome
+from distlab.grading.variation.near import is_telling, near
 from distlab.grading.variation.sent import all_sent, not_taking_part, other_messages, taking_part, too_few, unseen
 
 if TYPE_CHECKING:
@@ -84,20 +84,19 @@ def _fault(
         is_seen = is_wrong or answered.code in SEEN
         return answered._replace(cause=_mend_alone(exercise, fn, reference, ranks, seed)) if is_seen else answered
     num_calls, took_part, num_bytes = answered.records.num_calls(), taking_part(answered), all_sent(answered)
-    reached = flow(answered)
     try:
         wanted = ranks.run(drive, reference)
     except (RankError, RuntimeError, OSError) as error:
         raise Unavailable(f"the reference itself failed with seed {seed}: {error}") from error
     got = answered.results
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
-    num_calls_wanted, reaches = reference_run.records.num_calls(), flow(reference_run)
+    num_calls_wanted = reference_run.records.num_calls()
     fault = next(_judge(exercise, got, wanted), None) if _is_whole(got, exercise.vary.num_calls) else None
     in_place = all(call["result"] is None for each in wanted for call in each["calls"])
     if fault is not None and (fault.code in SEEN or (in_place and fault.code == "argument changed")):
         cause = cause_of(fn, Drawn(exercise, reference, ranks, seed, got, wanted))
-        wrong = (rank for rank in range(len(got)) if _is_wrong(got[rank], wanted[rank], exercise.vary.scale))
-        cause = cause or not_reached(reached, reaches, wrong, exercise.vary.num_calls)
+        if not cause and (where := condition(got, wanted, exercise.vary.scale)):
+            cause = f"in all {exercise.vary.num_calls} drawn calls it is wrong where {where}, and right elsewhere."
         if is_wrong and not cause:
             fault = next(_judge(exercise, got, wanted, is_smallest_first=True))
         fault = fault._replace(cause=cause) if fault is not None else None
@@ -229,12 +228,6 @@ def _size(call: dict[str, Any]) -> float:
     return sum(
         value.numel() if isinstance(value, Tensor) else abs(value) if type(value) is int else 1 for value in given
     )
-
-
-def _is_wrong(mine: dict[str, Any], right: dict[str, Any], scale: float) -> bool:
-    """Whether a rank has a wrong result."""
-    pairs = zip(mine["calls"], right["calls"], strict=True)
-    return any(not near(outcome(one), outcome(other), scale) for one, other in pairs)
 
 
 def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:

@@ -173,10 +173,10 @@ WRONG_ASKS = (
             dist.all_to_all_single(arrived, rows.detach().contiguous(), take, give)
             return arrived
     """),
-    Mutant("counts not swapped", "counts", "swap the two lists", 2).edit(
+    Mutant("counts not swapped", "counts", "swap the two lists", 2, ends=True).edit(
         "take.tolist(), give.tolist()", "give.tolist(), take.tolist()"
     ),
-    Mutant("stays away", "rank stays away", "whose expert no token asked", 3).edit(
+    Mutant("stays away", "rank stays away", "whose expert no token asked", 3, ends=True).edit(
         "answers = exchange_rows", "if not len(arrived):\n    return torch.zeros_like(tokens)\nanswers = exchange_rows"
     ),
     Mutant(

@@ -167,7 +167,7 @@ WRONG_RINGS = (
         "weights of zero",
         2,
     ).edit(_BLOCK, "scores.softmax(-1) @ held[1]"),
-    Mutant("blocking", "blocking sends", "no rank comes to its recv", 2, 3)
+    Mutant("blocking", "blocking sends", "no rank comes to its recv", 2, 3, ends=True)
     .edit("leaving = dist.isend(", "dist.send(")
     .without("leaving.wait()"),
     Mutant(
