@@ -33,16 +33,37 @@ class Refused(BaseException):
         super().__init__(f"{code}: {message}")
 
 
+ENDED = frozenset({"raised", "hang", "deadlock", "mismatch", "killed"})  # how a run ended
+SEEN = frozenset({"values", "shape", "order", "scale", "zeros", "nan", "returned"})  # what is seen: no mistake to blame
+
+
 class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
         code: a few fixed words that name the kind of fault, such as "sum not mean".
         message: what was expected, what was got and what to do, with numbers and ranks.
+        cause: where that comes from, in a sentence, as far as something that was tried shows it.
     """
 
     code: str
     message: str
+    cause: str = ""
+
+    @property
+    def words(self) -> str:
+        """What is told: the cause first."""
+        return f"{self.cause} Seen: {self.message}" if self.cause else self.message
+
+    @property
+    def weight(self) -> int:
+        """How much it tells: 2 where it names a mistake, 1 where it is what was seen, 0 where it is how a run ended.
+
+        Of two faults of an answer the one of more weight is told; of two that weigh as much, that of its own cases.
+        """
+        if self.cause or self.code not in ENDED | SEEN:
+            return 2
+        return int(self.code in SEEN - {"returned"})
 
 
 class Evidence(NamedTuple):
@@ -63,9 +84,18 @@ Drive = Callable[[Callable[..., Any]], Any]
 Judge = Callable[[Evidence], Iterable[Fault]]
 
 
+def by_name(fn: Callable[..., Any]) -> Any:
+    """Stand for the drive that the lesson's checks define by the exercise's name, until the lesson is loaded."""
+    raise NotImplementedError("load_lesson puts drive_NAME of the lesson's checks in this place")
+
+
 @dataclass(frozen=True)
 class Exercise:
     """A function for the learner to write, and how it is checked.
+
+    What the record leaves out, the lesson's folder `checks/` defines by the exercise's name: for "03.flat" these are
+    drive_flat, judge_flat, budget_flat, failure_flat and vary_flat, each in any of its files, and the wrong versions in
+    WRONG_FLAT, which several files may define.
 
     Attributes:
         name: lesson and topic, such as "03.flat".
@@ -73,8 +103,10 @@ class Exercise:
         minutes: how long it takes someone who read the lesson up to here.
         difficulty: 1 (a few known calls), 2 (one thing to think out) or 3 (several things that must fit together).
         source: the reference: "solutions:average_flat" in the lesson's folder, or "distlab.module:function".
-        drive: runs on every rank, calls the learner's function and returns plain values or tensors.
-        judge: looks at all ranks' results and records; yields faults; the first is told, none means right.
+        drive: runs on every rank, calls the learner's function and returns plain values or tensors. `Cases` say what
+            to call: then results and bytes are compared with the reference's, and wrong ones with the wrong versions'.
+        judge: looks at all ranks' results and records; yields faults; the first is told, none means right. Beside
+            `Cases` it looks at calls and times only, after the values.
         imports: the import lines that the body may rely on.
         hints: three, each more telling; the last is the plan in words.
         worlds: world sizes to run, in this order; the first fault ends the check.
@@ -92,8 +124,8 @@ class Exercise:
     minutes: int
     difficulty: int
     source: str
-    drive: Drive
-    judge: Judge
+    drive: Drive = by_name
+    judge: Judge | None = None
     imports: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     worlds: tuple[int, ...] = (1, 2, 3, 4)

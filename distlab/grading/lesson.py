@@ -12,13 +12,13 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from distlab.grading.exercise import Exercise
+from distlab.grading.exercise import Exercise, by_name
 from distlab.grading.mutant import Mutant, build
 
 INSTALLED = "_course"  # in the installed package: the folder that has lessons/, as a checkout does
@@ -136,7 +136,10 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
     found = next((path for path in _folders(everywhere) if path.name[:2] == number), None)
     if found is None:
         raise ValueError(f"there is no lesson {name}; lessons are {', '.join(lessons(everywhere))}")
-    exercises = importlib.import_module(f"{_package(number, found.resolve())}.exercises")
+    package = _package(number, found.resolve())
+    exercises = importlib.import_module(f"{package}.exercises")
+    files = sorted(path.stem for path in found.glob("checks/*.py") if path.stem != "__init__")
+    checks = [importlib.import_module(f"{package}.checks.{file}") for file in files]
     try:
         return Lesson(
             number=number,
@@ -145,12 +148,38 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
             minutes=exercises.MINUTES,
             needs=tuple(exercises.NEEDS),
             aims=tuple(exercises.AIMS),
-            exercises=tuple(exercises.EXERCISES),
+            exercises=tuple(_with_checks(exercise, checks) for exercise in exercises.EXERCISES),
         )
     except AttributeError as error:
         raise ValueError(
             f"{found / 'exercises.py'} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}"
         ) from None
+
+
+def _with_checks(exercise: Exercise, checks: Sequence[types.ModuleType]) -> Exercise:
+    """Return an exercise with what its record leaves out and a file of the lesson's checks defines by its name.
+
+    Raises:
+        ValueError: no file defines how to drive it.
+    """
+    own = exercise.name.partition(".")[2]
+
+    def found(given: Any, name: str) -> Any:
+        return given if given is not None else next((vars(file)[name] for file in checks if name in vars(file)), None)
+
+    drive = found(None if exercise.drive is by_name else exercise.drive, f"drive_{own}")
+    if drive is None:
+        raise ValueError(f"{exercise.name}: no file of the lesson's checks defines drive_{own}")
+    wrong = [mutant for file in checks for mutant in vars(file).get(f"WRONG_{own.upper()}", ())]
+    return replace(
+        exercise,
+        drive=drive,
+        judge=found(exercise.judge, f"judge_{own}"),
+        budget=found(exercise.budget, f"budget_{own}"),
+        on_failure=found(exercise.on_failure, f"failure_{own}"),
+        vary=found(exercise.vary, f"vary_{own}"),
+        mutants=exercise.mutants or tuple(wrong),
+    )
 
 
 def lesson_number(name: str | int) -> str:

@@ -48,6 +48,7 @@ class Mutant:
         exercise: the exercise that it answers; `build` fills it in.
         does: what to say of an answer whose results are these, in all drawn calls, where the exercise's own cases
             name no mistake; it follows "an answer that".
+        ends: its run ends by an error or not at all, so that no answer's results are compared with its own.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Mutant:
     fn: Callable[..., Any] | None = None
     exercise: str = ""
     does: str = ""
+    ends: bool = False
 
     @property
     def source(self) -> str:

@@ -27,7 +27,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:average_top_k",
         drive=choices.drive_top_k,
-        judge=choices.judge_top_k,
         imports=_TORCH,
         hints=(
             "`gradient.abs().topk(k).indices` are the places, `gradient[indices]` the values. Each rank has other "
@@ -47,7 +46,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:average_random_k",
         drive=choices.drive_random_k,
-        judge=choices.judge_random_k,
         imports=_TORCH,
         hints=(
             "Two generators with the same seed draw the same numbers: `torch.Generator().manual_seed(step)`.",
@@ -67,7 +65,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:pack_codes",
         drive=codes.drive_pack,
-        judge=codes.judge_pack,
         imports=("import torch", "from torch import Tensor"),
         hints=(
             "A byte holds 8 // bits codes. Code i of a byte is shifted to the left by i x bits: `code << (i * bits)`.",
@@ -86,7 +83,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:average_quantized",
         drive=codes.drive_quantize,
-        judge=codes.judge_quantize,
         imports=_BITS,
         hints=(
             "low = min, step = (max - low) / (2**bits - 1). The code of x is round((x - low) / step); step can be 0.",
@@ -106,7 +102,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:average_signs",
         drive=signs.drive_signs,
-        judge=signs.judge_signs,
         imports=_BITS,
         hints=(
             "Print `ones` and `signs` of a few elements, one positive and one negative.",
@@ -125,7 +120,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:average_with_memory",
         drive=signs.drive_feedback,
-        judge=signs.judge_memory,
         imports=("from collections.abc import Callable", *_TORCH),
         hints=(
             "A rank wants to send gradient + memory. What it did not send is this minus what compress gave.",
@@ -144,7 +138,6 @@ EXERCISES = (
         difficulty=3,
         source="solutions:average_low_rank",
         drive=factors.drive_low_rank,
-        judge=factors.judge_low_rank,
         imports=_TORCH,
         hints=(
             "The mean of the ranks' `gradient @ q` is `mean @ q`: a matrix product is linear, so sums pass through it.",

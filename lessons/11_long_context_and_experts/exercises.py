@@ -27,7 +27,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:merge",
         drive=attention.drive_merge,
-        judge=attention.judge_merge,
         imports=_TORCH,
         hints=(
             "The sum of weights over both sets is exp(log_sum) + exp(new_log_sum). What part of it is the first set's?",
@@ -46,7 +45,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:zigzag",
         drive=attention.drive_zigzag,
-        judge=attention.judge_zigzag,
         imports=_TORCH,
         hints=(
             "Cut the sequence into 2n chunks. The rank with the chunk of least work should also get that of most work.",
@@ -86,7 +84,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:route",
         drive=routing.drive_route,
-        judge=routing.judge_route,
         imports=("import torch", "import torch.nn.functional as F", "from torch import Tensor"),
         hints=(
             "torch.topk gives weights and experts. For each choice: how many choices before it ask the same expert?",
@@ -107,7 +104,6 @@ EXERCISES = (
         difficulty=3,
         source="solutions:ask_experts",
         drive=dispatch.drive_ask,
-        judge=dispatch.judge_ask,
         imports=(
             "import torch",
             "import torch.distributed as dist",
@@ -133,7 +129,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:balance_loss",
         drive=routing.drive_balance,
-        judge=routing.judge_balance,
         imports=_TORCH,
         hints=(
             "Two numbers per expert: how often it was chosen, and how probable it was on average.",
@@ -152,7 +147,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:synchronize",
         drive=dispatch.drive_synchronize,
-        judge=dispatch.judge_synchronize,
         imports=("import torch.distributed as dist", "from torch import nn"),
         hints=(
             "What lies at the same place of `experts` on another rank?",

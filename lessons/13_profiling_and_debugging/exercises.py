@@ -1,8 +1,6 @@
-"""Exercises of lesson 13; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 13; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_13.checks import causes, replicas, spans, varied
 
 from distlab.grading import Exercise
 
@@ -25,8 +23,6 @@ EXERCISES = (
         minutes=9,
         difficulty=2,
         source="solutions:exposed_ns",
-        drive=spans.drive_exposed,
-        judge=spans.judge_exposed,
         hints=(
             "Only at a start or an end does anything change. Put all of them in one list, sorted by time.",
             "Walk along it and keep two counts: how many calls are under way, and how many spans of computing.",
@@ -34,9 +30,6 @@ EXERCISES = (
             "the time between them. Then change the counts by +1 at a start and -1 at an end.",
         ),
         worlds=(1,),
-        budget=spans.budget_exposed,
-        mutants=spans.WRONG_EXPOSED,
-        vary=varied.EXPOSED,
     ),
     Exercise(
         name="13.late",
@@ -44,16 +37,12 @@ EXERCISES = (
         minutes=8,
         difficulty=1,
         source="solutions:cost_of_lateness",
-        drive=spans.drive_late,
-        judge=spans.judge_late,
         hints=(
             "Look at one call: when did each rank come? zip(*arrivals) gives the times call by call.",
             "The last one is to blame, and only for the time after the last but one.",
             "For each call: sort the times; add the last minus the last but one to the rank that came last.",
         ),
         worlds=(1,),
-        mutants=spans.WRONG_LATE + varied.WRONG_LATE,
-        vary=varied.LATE,
     ),
     Exercise(
         name="13.clocks",
@@ -61,8 +50,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:clock_offsets",
-        drive=spans.drive_clocks,
-        judge=spans.judge_clocks,
         imports=("import statistics",),
         hints=(
             "Which moment do all ranks share: when they come to a call, or when they leave it?",
@@ -72,8 +59,6 @@ EXERCISES = (
             "smallest upper bound.",
         ),
         worlds=(1,),
-        mutants=spans.WRONG_CLOCKS,
-        vary=varied.CLOCKS,
     ),
     Exercise(
         name="13.dearest",
@@ -81,8 +66,6 @@ EXERCISES = (
         minutes=9,
         difficulty=2,
         source="solutions:dearest",
-        drive=causes.drive_dearest,
-        judge=causes.judge_dearest,
         imports=("import statistics",),
         hints=(
             "First the step as it is: the longest data + compute, plus the shortest sync. Then without one thing.",
@@ -92,8 +75,6 @@ EXERCISES = (
             "network. Return the name with the largest saving.",
         ),
         worlds=(1,),
-        mutants=causes.WRONG_DEAREST,
-        vary=varied.DEAREST,
     ),
     Exercise(
         name="13.divergence",
@@ -101,8 +82,6 @@ EXERCISES = (
         minutes=12,
         difficulty=3,
         source="solutions:first_divergence",
-        drive=causes.drive_divergence,
-        judge=causes.judge_divergence,
         hints=(
             "Go through the numbers 0, 1, 2, ... and compare the calls of all ranks. A rank that makes no more calls "
             "has None there.",
@@ -113,8 +92,6 @@ EXERCISES = (
             "shape. Else: other operation.",
         ),
         worlds=(1,),
-        mutants=causes.WRONG_DIVERGENCE,
-        vary=varied.DIVERGENCE,
     ),
     Exercise(
         name="13.flip",
@@ -122,8 +99,6 @@ EXERCISES = (
         minutes=11,
         difficulty=3,
         source="solutions:find_flip",
-        drive=replicas.drive_flip,
-        judge=replicas.judge_flip,
         imports=_TORCH,
         hints=(
             "Compare the last step first: if all ranks agree there, no bit has flipped.",
@@ -133,10 +108,6 @@ EXERCISES = (
             "the middle, else low is the one after. At the end gather sums[low]; torch's mode(0) is the majority.",
         ),
         worlds=(3, 4),
-        on_failure=replicas.flip_failure,
-        budget=replicas.budget_flip,
-        mutants=replicas.WRONG_FLIPS + varied.WRONG_FLIPS,
-        vary=varied.FLIP,
     ),
     Exercise(
         name="13.repair",
@@ -144,8 +115,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:time_sections",
-        drive=replicas.drive_sections,
-        judge=replicas.judge_sections,
         imports=("from collections.abc import Callable", "from itertools import pairwise", *_TORCH),
         hints=(
             "What does the clock measure between the second and the third cut?",
@@ -153,8 +122,5 @@ EXERCISES = (
             "Wait for all works, and divide, before the clock is read for the end of sync.",
         ),
         broken="sync looks free",
-        budget=replicas.budget_sections,
-        mutants=replicas.WRONG_SECTIONS + varied.WRONG_SECTIONS,
-        vary=varied.SECTIONS,
     ),
 )

@@ -1,8 +1,6 @@
-"""Exercises of lesson 15; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 15; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_15.checks import capstone, choice, fits, money, slips, step, varied
 
 from distlab.grading import Exercise
 
@@ -25,8 +23,6 @@ EXERCISES = (
         minutes=11,
         difficulty=2,
         source="solutions:bytes_per_gpu",
-        drive=fits.drive_fits,
-        judge=fits.judge_fits,
         imports=_PLAN,
         hints=(
             "Two sums: states, which are there all the time, and activations, which forward leaves for backward.",
@@ -37,9 +33,6 @@ EXERCISES = (
             "parallelism and else 1; 2 / s under full recompute; held = min(pipeline, micro-batches).",
         ),
         worlds=(1,),
-        budget=fits.budget_fits,
-        mutants=fits.WRONG_FITS + varied.WRONG_FITS + slips.KNOWN_FITS,
-        vary=varied.FITS,
     ),
     Exercise(
         name="15.step",
@@ -47,8 +40,6 @@ EXERCISES = (
         minutes=13,
         difficulty=3,
         source="solutions:step_parts",
-        drive=step.drive_step,
-        judge=step.judge_step,
         imports=("from distlab.plan import Cluster, Plan",),
         hints=(
             "First what one micro-batch takes on one stage: its operations over the rate, and its tensor calls over "
@@ -58,9 +49,6 @@ EXERCISES = (
             "micro-batch's compute, and never below 0.",
         ),
         worlds=(1,),
-        budget=step.budget_step,
-        mutants=step.WRONG_STEPS + varied.WRONG_STEPS + slips.KNOWN_STEP,
-        vary=varied.STEP,
     ),
     Exercise(
         name="15.choose",
@@ -68,8 +56,6 @@ EXERCISES = (
         minutes=11,
         difficulty=2,
         source="solutions:best_degrees",
-        drive=choice.drive_choice,
-        judge=choice.judge_choice,
         imports=("from collections.abc import Callable",),
         hints=(
             "Two loops, over tensor and pipeline degrees; the data degree is the number of GPUs divided by both.",
@@ -78,9 +64,6 @@ EXERCISES = (
             "tensor, then pipeline. None for an empty list.",
         ),
         worlds=(1,),
-        budget=choice.budget_choice,
-        mutants=choice.WRONG_CHOICES,
-        vary=varied.CHOICE,
     ),
     Exercise(
         name="15.bill",
@@ -88,8 +71,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:run_bill",
-        drive=money.drive_bill,
-        judge=money.judge_bill,
         imports=("from math import inf, sqrt",),
         hints=(
             "Everything in seconds. How often does any of the GPUs fail?",
@@ -98,9 +79,6 @@ EXERCISES = (
             "3600, infinite where useful is not above 0; dollars are hours x GPUs x price.",
         ),
         worlds=(1,),
-        budget=money.budget_bill,
-        mutants=money.WRONG_BILLS + slips.KNOWN_BILL,
-        vary=varied.BILL,
     ),
     Exercise(
         name="15.cheapest",
@@ -108,8 +86,6 @@ EXERCISES = (
         minutes=4,
         difficulty=1,
         source="solutions:cheapest",
-        drive=money.drive_cheapest,
-        judge=money.judge_cheapest,
         imports=("from collections.abc import Sequence",),
         hints=(
             "Call it with a cheap offer that is late and an expensive one that is in time.",
@@ -118,9 +94,6 @@ EXERCISES = (
         ),
         broken="cheapest, then in time",
         worlds=(1,),
-        budget=money.budget_cheapest,
-        mutants=money.WRONG_CHEAPEST,
-        vary=varied.CHEAPEST,
     ),
     Exercise(
         name="15.capstone",
@@ -128,8 +101,6 @@ EXERCISES = (
         minutes=14,
         difficulty=3,
         source="solutions:plan_70b",
-        drive=capstone.drive_plan,
-        judge=capstone.judge_plan,
         imports=(
             "from distlab.plan import Plan, Sharding",
             "from simulator import Failures, ModelDescription, Run, bill, cluster, memory_of, simulate",
@@ -145,8 +116,5 @@ EXERCISES = (
         ),
         worlds=(1,),
         timeout_s=60,
-        budget=capstone.budget_plan,
-        mutants=capstone.WRONG_PLANS,
-        vary=varied.CAPSTONE,
     ),
 )

@@ -18,8 +18,8 @@ from distlab.grading import load_lesson, reference_of
 from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.causes import mend
 from distlab.grading.causes.mend import text_of_answer
+from distlab.grading.causes.places import Version, versions
 from distlab.grading.check import examine
-from distlab.grading.slips.generate import Slip, mends
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = """
@@ -36,10 +36,10 @@ def means(rows, num_ranks: int, rank: int):
 """
 
 
-def made(text: str = SUMS) -> dict[str, Slip]:
+def made(text: str = SUMS) -> dict[str, Version]:
     function = ast.parse(textwrap.dedent(text)).body[0]
     assert isinstance(function, ast.FunctionDef)
-    return {slip.words: slip for slip in mends(function)}
+    return {version.words: version for version in versions(function)}
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_a_mend_has_words_and_a_line(words: str, line: int) -> None:
 
 def test_each_mend_is_python_of_another_text() -> None:
     found = made()
-    assert len({slip.body for slip in found.values()}) > 100
-    for slip in found.values():
-        ast.parse("def means():\n" + textwrap.indent(slip.body, "    "))
+    assert len({version.body for version in found.values()}) > 100
+    for version in found.values():
+        ast.parse("def means():\n" + textwrap.indent(version.body, "    "))
 
 
 def told(name: str, fn: Callable[..., Any], world: int = 1) -> str:
@@ -137,7 +137,7 @@ def test_where_no_cause_is_found_the_smallest_drawn_call_is_told() -> None:
 
 
 def test_what_holds_for_one_seed_alone_is_not_said(monkeypatch) -> None:
-    monkeypatch.setattr(mend._Search, "holds", lambda self, slip, part, seed, given: False)
+    monkeypatch.setattr(mend._Search, "holds", lambda self, version, part, seed, given: False)
     assert "all results are right" not in told("13.late", cost_of_lateness)
 
 
@@ -149,8 +149,8 @@ def test_results_without_digits_must_hold_for_many_seeds() -> None:
 def test_a_mend_never_writes_down_the_number_of_ranks() -> None:
     function = ast.parse("def f(x, y):\n    return x * 1 + y\n").body[0]
     assert isinstance(function, ast.FunctionDef)
-    assert any("x * 2 + y" in slip.body for slip in mend._in_order(function, 1))
-    assert not any("x * 2 + y" in slip.body for slip in mend._in_order(function, 2))
+    assert any("x * 2 + y" in version.body for version in mend._in_order(function, 1))
+    assert not any("x * 2 + y" in version.body for version in mend._in_order(function, 2))
 
 
 def test_a_cell_of_a_notebook_is_named_with_its_own_line(tmp_path) -> None:

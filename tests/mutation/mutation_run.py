@@ -20,10 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from generate import Slip, slips
+
 from distlab.grading import Exercise, Mutant, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
 from distlab.grading.mutant import build
-from distlab.grading.slips.generate import Slip, slips
 
 FOLDER = Path(__file__).resolve().parent
 LESSONS = FOLDER.parents[1] / "lessons"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from generate import slips
 from mutation_run import SUMMARY, equivalents, exercises, run, said, sample_of, survivors
 
 from distlab.grading import Exercise, reference_of
-from distlab.grading.slips.generate import slips
 
 EXERCISES = [pytest.param(exercise, id=exercise.name) for exercise in exercises()]
 

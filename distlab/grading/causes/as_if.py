@@ -1,28 +1,27 @@
-"""Find what wrong results are right for: the reference with another argument, another reduction or another text.
+"""Find what wrong results are right for: the reference with a different argument or a different reduction.
 
 The reference is called with the drawn arguments of all calls and one thing changed. Where its results are those of the
 answer, in every call and on every rank, the change is what is wrong with the answer. Nothing is guessed: an answer that
-agrees with no change gets no words from here, unless its results follow from the right ones (`relations`).
+agrees with no change gets no words from here.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from distlab.grading.causes.changes import Change, changed, changes_of, reductions, slips_of
+from distlab.grading.causes.changes import Change, changed, changes_of, reductions
 from distlab.grading.causes.mend import mend_of
-from distlab.grading.causes.relations import relation
 from distlab.grading.causes.search import Agreed, Drawn, agreed, explained, is_evidence, next_size, results_of
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import near, outcome
 
 BUDGET_S = 2.0  # of a rank's processor time, for all changes of one answer: a busy machine changes no verdict
-LIMIT_S = 10.0  # of a batch: a changed argument may make the reference's ranks wait for each other
+LIMIT_S = 4.0  # of a batch: a changed argument may make the reference's ranks wait for each other
 
 
 def cause_of(fn: Callable[..., Any], drawn: Drawn) -> str:
@@ -37,14 +36,10 @@ def _as_if(drawn: Drawn) -> str:
     """Return in words what the results of all drawn calls are right for, or "" where no change explains them."""
     if not _is_of_one_kind(drawn.got, drawn.wanted):
         return ""
-    written, n = _written(drawn.wanted), len(drawn.got)
-    other = changes_of(drawn.exercise, drawn.reference, drawn.seed, n)
-    changes = chain(
-        (change for change in other if change.how != "tensor" or change.what not in written),
-        slips_of(drawn.reference, n),
-    )
-    found = _of_another_rank(drawn) or _of_a_change(drawn, changes)
-    return found or relation(drawn.got, drawn.wanted, drawn.vary.scale)
+    written = _written(drawn.wanted)
+    other = changes_of(drawn.exercise, drawn.reference, drawn.seed, len(drawn.got))
+    changes = (change for change in other if change.how != "tensor" or change.what not in written)
+    return _of_another_rank(drawn) or _of_a_change(drawn, changes)
 
 
 def _is_of_one_kind(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> bool:
@@ -106,8 +101,9 @@ def _of_a_change(drawn: Drawn, changes: Iterator[Change]) -> str:
                 if part is not None:
                     whole = "what it leaves in its arguments" if is_in_place else "what it returns"
                     whose = f"the result{part}" if part else whole
-                    of = {"does": "that of an answer that", "text": "that of"}.get(change.how, "what is right")
-                    text = f"in all {len(results[0][0])} drawn calls {whose} is {of} {change.words}"
+                    text = f"in all {len(results[0][0])} drawn calls {whose} is what is right {change.words}"
+                    if change.how == "does":
+                        text = f"{change.words}: so it is in all {len(results[0][0])} drawn calls"
                     text += "." * (not text.endswith("?"))
                     if is_sure or perhaps:  # two that only may be it: nothing is known, however many a batch has
                         return text if is_sure else ""

@@ -1,4 +1,4 @@
-"""Changes to try: another value of an argument, of a field or of a reduction, and the reference run with it."""
+"""Changes to try: a different value of an argument, of a field or of a reduction, and the reference run with it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
+from distlab.grading.agreement import told, words_of
 from distlab.grading.exercise import Exercise
-from distlab.grading.mutant import Mutant, build, compiled, wrong_text
-from distlab.grading.slips.generate import slips
+from distlab.grading.mutant import build
 from distlab.grading.variation.calls import split
 from distlab.grading.variation.draw import Members
 from distlab.grading.variation.owned import named
@@ -26,7 +26,7 @@ class Change(NamedTuple):
     Attributes:
         what: a parameter's name, with the field after a dot; or REDUCTIONS; or ALL of the function.
         how: "is", "plus", "swapped with", "from the end", "list", "tensor", "op", "left out"; "does" where the value is
-            the whole function, "text" where it is its text.
+            the whole function.
         value: what it is changed to, or by.
         words: what to say.
     """
@@ -41,8 +41,6 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
     """Return the reference as it is with a changed argument; what belongs to the caller is not touched."""
     if change.how == "does":
         return change.value  # type: ignore[no-any-return]
-    if change.how == "text":
-        return compiled(reference, change.value)
     name, _, field = change.what.partition(".")
 
     @functools.wraps(reference)
@@ -62,15 +60,6 @@ def changed(reference: Callable[..., Any], change: Change, made: list[int]) -> C
         return reference(*bound.args, **bound.kwargs)
 
     return other
-
-
-def slips_of(reference: Callable[..., Any], world_size: int) -> Iterator[Change]:
-    """Yield the reference with one place of its text changed; those last that may keep ranks from meeting."""
-    found = sorted(slips(reference, more=True), key=lambda slip: slip.risk)
-    for slip in found:
-        if world_size == 1 or slip.risk < 2:
-            text = wrong_text(Mutant(slip.name, "", "", 1).body(f"\n{slip.body}"), reference)
-            yield Change(ALL, "text", text, f"the reference {slip.words}")
 
 
 def _with_field(value: Any, field: str, change: Change) -> Any:
@@ -119,10 +108,9 @@ def reductions(change: Change) -> Iterator[list[int]]:
 
 
 def changes_of(exercise: Exercise, reference: Callable[..., Any], seed: int, world_size: int) -> Iterator[Change]:
-    """Yield what is tried: known slips, other reductions, then each argument at each of a few other values."""
-    for slip in exercise.mutants:
-        if slip.does:
-            yield Change(ALL, "does", build(slip, exercise.name, reference, exercise.imports).fn, slip.does)
+    """Yield what is tried: known wrong versions, other reductions, then each argument at each of a few other values."""
+    for wrong in told(exercise, world_size):
+        yield Change(ALL, "does", build(wrong, exercise.name, reference, exercise.imports).fn, words_of(wrong))
     if world_size > 1:
         for op, words in _REDUCED.items():
             yield Change(REDUCTIONS, "op", op, f"if each all_reduce took {words} of the ranks' values, not their sum")

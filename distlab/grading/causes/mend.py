@@ -1,7 +1,7 @@
 """Find where an answer is wrong: the one place of its own text with which another there makes all results right.
 
-An answer may be another algorithm than the reference, so that no slip of the reference has its results. Its own text is
-tried with one place changed (`slips.generate.mends`), on the drawn calls and then on those of another seed. What is
+An answer may be another algorithm than the reference, so that no known wrong version has its results. Its own text is
+tried with one place changed (`places.versions`), on the drawn calls and then on those of another seed. What is
 said is what was tried: with this in the place of that, all results were right.
 """
 
@@ -20,12 +20,12 @@ from itertools import chain, islice
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from distlab.grading.causes.places import Version, last_call, versions
 from distlab.grading.causes.search import Agreed, Drawn, agreed, explained, first_wrong, next_size, part_of, results_of
 from distlab.grading.diagnosis.blame import file_of, label
 from distlab.grading.exercise import Refused
 from distlab.grading.mutant import compiled
 from distlab.grading.sealed import is_sealed
-from distlab.grading.slips.generate import Slip, last_call, mends
 from distlab.grading.variation.calls import call_varied
 from distlab.grading.variation.draw import Vary
 from distlab.grading.variation.near import is_telling, near, parts
@@ -136,7 +136,7 @@ class _Search(NamedTuple):
         right = [results_of(wanted, rank) for rank in range(len(wanted))]
         mine = [results_of(got, rank) for rank in range(len(got))] or [[None] * len(one) for one in right]
         results = list(zip(mine, right, strict=True))
-        changes: Iterator[Slip] = iter(_in_order(text.function, len(wanted)))
+        changes: Iterator[Version] = iter(_in_order(text.function, len(wanted)))
         others: dict[int, list[list[Any]]] = {}
         spent_s, size, needed = 0.0, 1, first_wrong(results, scale)
         lost = 0
@@ -150,38 +150,38 @@ class _Search(NamedTuple):
                 changes, size = chain(batch if size > 1 else (), changes), max(1, size // 4)
                 continue
             spent_s += took_s
-            for number, slip in enumerate(batch):
+            for number, version in enumerate(batch):
                 of_ranks = [of_rank[number] for of_rank in found]
                 part, _ = explained(of_ranks, results, scale)
                 if part is None or (part and _breaks(of_ranks, results, scale)):
                     continue
                 others = others or {other: self.right(other) for other in _other_seeds(seed, results)}
-                holds = all(self.holds(slip, part, other, given) for other, given in others.items())
-                if holds and self.holds_on_more(slip, part, seed):
+                holds = all(self.holds(version, part, other, given) for other, given in others.items())
+                if holds and self.holds_on_more(version, part, seed):
                     calls = (1 + len(others)) * len(results[0][0])
-                    return _words(text, slip, part, calls, len(wanted), is_hidden=is_sealed(self.drawn.reference))
+                    return _words(text, version, part, calls, len(wanted), is_hidden=is_sealed(self.drawn.reference))
             size = next_size(size, took_s)
         return ""
 
     def tried(
-        self, batch: Sequence[Slip], seed: int, given: Sequence[Sequence[Any]], needed: str
+        self, batch: Sequence[Version], seed: int, given: Sequence[Sequence[Any]], needed: str
     ) -> tuple[list[Any], float]:
         """Make the calls of a seed with each version of the answer, behind the fence that the answer is behind."""
         from distlab.grading.sandbox.guard import drive_on_rank
 
         drive = functools.partial(_drive, len(batch), self.drawn.vary, seed, self.drawn.reference, given, needed)
-        versions = Versions(self.fn, [f"{self.head}\n{textwrap.indent(slip.body, '    ')}" for slip in batch])
+        texts = Versions(self.fn, [f"{self.head}\n{textwrap.indent(version.body, '    ')}" for version in batch])
         exercise = self.drawn.exercise
         tried = functools.partial(drive_on_rank, is_looked_at=False)  # once for each version: most calls take less time
-        found, took_s = zip(*self.drawn.ranks.run(tried, drive, versions, exercise.memory_limit_bytes), strict=True)
+        found, took_s = zip(*self.drawn.ranks.run(tried, drive, texts, exercise.memory_limit_bytes), strict=True)
         return list(found), took_s[0]
 
-    def holds(self, slip: Slip, part: str, seed: int, given: Sequence[Sequence[Any]]) -> bool:
+    def holds(self, version: Version, part: str, seed: int, given: Sequence[Sequence[Any]]) -> bool:
         """Whether a mend makes this part of all results of another seed right."""
-        again, _ = self.tried([slip], seed, given, part)
+        again, _ = self.tried([version], seed, given, part)
         return all(part in of_rank[0] and all(of_rank[0][part]) for of_rank in again)
 
-    def holds_on_more(self, slip: Slip, part: str, seed: int) -> bool:
+    def holds_on_more(self, version: Version, part: str, seed: int) -> bool:
         """Whether a mend that was found on one rank is right on more, where the exercise runs on more."""
         from distlab.comm import RankError
         from distlab.grading.fresh import start_ranks
@@ -192,7 +192,7 @@ class _Search(NamedTuple):
         with start_ranks(more, LIMIT_S) as ranks:
             search = self._replace(drawn=self.drawn._replace(ranks=ranks))
             try:
-                return search.holds(slip, part, seed, search.right(seed))
+                return search.holds(version, part, seed, search.right(seed))
             except RankError:
                 return False
 
@@ -203,17 +203,17 @@ class _Search(NamedTuple):
         return [results_of(made, rank) for rank in range(len(made))]
 
 
-def _in_order(function: ast.FunctionDef, world_size: int) -> list[Slip]:
+def _in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
     """Return the mends, those last that call a collective.
 
     Left out are those that may keep ranks from meeting, and those that write down the number of ranks.
     """
     last = last_call(function)  # a version that raises on one rank, behind it, keeps no other rank waiting
-    found = sorted(mends(function), key=lambda slip: (slip.risk, slip.line <= last))
+    found = sorted(versions(function), key=lambda version: (version.risk, version.line <= last))
     number = re.compile(rf"(?<![\w.]){world_size}(?![\w.])")
     had = len(number.findall(ast.unparse(function)))
     if world_size > 1:
-        found = [slip for slip in found if slip.risk < 2 and len(number.findall(slip.body)) <= had]
+        found = [version for version in found if version.risk < 2 and len(number.findall(version.body)) <= had]
     return found
 
 
@@ -242,13 +242,13 @@ def _drive(
     fn: Callable[..., Any],
 ) -> tuple[list[Agreed], float]:
     """On a rank, make all calls with each version of the answer; fn is the fence around them."""
-    versions: Any = fn.__wrapped__  # type: ignore[attr-defined]
+    texts: Any = fn.__wrapped__  # type: ignore[attr-defined]
 
     refused: list[int] = []
 
     @contextlib.contextmanager
     def made(number: int) -> Iterator[Callable[..., Any]]:
-        versions.choose(number)
+        texts.choose(number)
         try:
             yield fn
         finally:
@@ -272,9 +272,9 @@ def _breaks(found: Sequence[Agreed], results: Sequence[tuple[list[Any], list[Any
     return False
 
 
-def _words(text: Text, slip: Slip, part: str, calls: int, world_size: int, *, is_hidden: bool) -> str:
+def _words(text: Text, version: Version, part: str, calls: int, world_size: int, *, is_hidden: bool) -> str:
     """Say which line it is, what was tried there, and what came of it."""
-    change = "with one change there" if is_hidden else slip.words
+    change = "with one change there" if is_hidden else version.words
     what = f"result{part} is right" if part else "all results are right"
     on = f" on {world_size} ranks" if world_size > 1 else ""
-    return f"{text.file}, line {slip.line}: {change}, {what} in {calls} drawn calls{on}."
+    return f"{text.file}, line {version.line}: {change}, {what} in {calls} drawn calls{on}."

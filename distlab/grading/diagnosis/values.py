@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grading.diagnosis.moved import items_moved, which
 from distlab.grading.exercise import Fault
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -58,11 +57,8 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
         is_list = isinstance(got, list | tuple)
-        moved = items_moved(got, want, lambda *pair: compare(*pair) is None) if is_list else ""
         if not is_list or len(got) != len(want):
-            return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}{moved}")
-        if moved:
-            return Fault("order", f"{what} has the right items in the wrong order: {moved}")
+            return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
         pairs = [(f"{what}[{index}]", *pair) for index, pair in enumerate(zip(got, want, strict=True))]
     elif isinstance(want, float) and isinstance(got, int | float | Tensor) and not isinstance(got, bool):
         if isinstance(got, Tensor) and got.numel() != 1:
@@ -260,7 +256,7 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
     place = f"[{', '.join(map(str, index))}]" if index else ""
     expected_text, found_text = apart(expected, found)
     text = f"{what}{place}: expected {expected_text}, got {found_text}; {count}, by up to {float(gap.max()):.3g}"
-    return text + (_lost_precision(got, want, float(gap.max())) or _cut_off(got, want) or which(wrong.flatten()))
+    return text + (_lost_precision(got, want, float(gap.max())) or _cut_off(got, want))
 
 
 def _cut_off(got: Tensor, want: Tensor) -> str:

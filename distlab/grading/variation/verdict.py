@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from distlab.grading.causes.as_if import cause_of
+from distlab.grading.causes.condition import condition
 from distlab.grading.causes.mend import mend_of
-from distlab.grading.causes.reached import flow, not_reached
 from distlab.grading.causes.search import Drawn
-from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.exercise import SEEN, Evidence, Exercise, Fault
 from distlab.grading.variation.calls import call_varied
-from distlab.grading.variation.near import is_telling, near, outcome
+from distlab.grading.variation.draw import IN_CALL
+from distlab.grading.variation.near import is_telling, near
 from distlab.grading.variation.sent import all_sent, not_taking_part, other_messages, taking_part, too_few, unseen
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
-
-UNNAMED = {*("values", "shape", "order", "scale", "zeros", "nan", "returned")}  # what is seen: no mistake to blame
-CAUSE_ENDS = " Seen: "
 
 
 def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
@@ -52,7 +51,7 @@ def varied_fault(
         fault = not_judged(error)
     if fault is None or fault.code == "not attempted":
         return fault
-    return Fault(fault.code, f"{fault.message}{_again(exercise, seed)}")
+    return fault._replace(message=f"{fault.message}{_again(exercise, seed)}")
 
 
 def _again(exercise: Exercise, seed: int) -> str:
@@ -80,26 +79,27 @@ def _fault(
     drive = functools.partial(call_varied, vary=exercise.vary, seed=seed, names_of=reference)
     answered = run_world(replace(exercise, drive=drive), fn, ranks)
     if isinstance(answered, Fault):
-        is_seen = is_wrong or answered.code in UNNAMED
-        return _after(_mend_alone(exercise, fn, reference, ranks, seed), answered) if is_seen else answered
+        if earlier := _wrong_before(exercise, fn, reference, ranks, seed, answered):
+            return earlier
+        is_seen = is_wrong or answered.code in SEEN
+        return answered._replace(cause=_mend_alone(exercise, fn, reference, ranks, seed)) if is_seen else answered
     num_calls, took_part, num_bytes = answered.records.num_calls(), taking_part(answered), all_sent(answered)
-    reached = flow(answered)
     try:
         wanted = ranks.run(drive, reference)
     except (RankError, RuntimeError, OSError) as error:
         raise Unavailable(f"the reference itself failed with seed {seed}: {error}") from error
     got = answered.results
     reference_run = Evidence(ranks.world_size, wanted, ranks.records())
-    num_calls_wanted, reaches = reference_run.records.num_calls(), flow(reference_run)
+    num_calls_wanted = reference_run.records.num_calls()
     fault = next(_judge(exercise, got, wanted), None) if _is_whole(got, exercise.vary.num_calls) else None
     in_place = all(call["result"] is None for each in wanted for call in each["calls"])
-    if fault is not None and (fault.code in UNNAMED or (in_place and fault.code == "argument changed")):
+    if fault is not None and (fault.code in SEEN or (in_place and fault.code == "argument changed")):
         cause = cause_of(fn, Drawn(exercise, reference, ranks, seed, got, wanted))
-        wrong = (rank for rank in range(len(got)) if _is_wrong(got[rank], wanted[rank], exercise.vary.scale))
-        cause = cause or not_reached(reached, reaches, wrong, exercise.vary.num_calls)
+        if not cause and (where := condition(got, wanted, exercise.vary.scale)):
+            cause = f"in all {exercise.vary.num_calls} drawn calls it is wrong where {where}, and right elsewhere."
         if is_wrong and not cause:
             fault = next(_judge(exercise, got, wanted, is_smallest_first=True))
-        fault = _after(cause, fault)
+        fault = fault._replace(cause=cause) if fault is not None else None
     fault = fault or unseen(got, num_calls, num_calls_wanted)
     if fault is None:
         fault = not_taking_part(took_part, taking_part(reference_run))
@@ -131,7 +131,7 @@ def with_cause(
 
     Where they show none, the smallest of them that is wrong is told: it can be worked out by hand.
     """
-    if fault.code not in UNNAMED or exercise.vary is None:
+    if fault.cause or fault.code not in SEEN or exercise.vary is None:
         return fault
     from distlab.grading.fresh import Unavailable
 
@@ -141,22 +141,35 @@ def with_cause(
         raise
     except Exception:  # of a comparison: the fault that was seen says enough
         return fault
-    cause, is_there, _ = drawn.message.partition(CAUSE_ENDS) if drawn is not None else ("", "", "")
-    if is_there:
-        return _after(cause, fault)
-    if drawn is None or drawn.code not in UNNAMED:
+    if drawn is not None and drawn.cause:
+        return fault._replace(cause=drawn.cause)
+    if drawn is None or drawn.code not in SEEN:
         return fault
     smallest = f"the smallest drawn arguments for which it is wrong: {drawn.message}"
     return Fault(fault.code, f"{fault.message}\n  {smallest}{_again(exercise, seed)}")
 
 
-def is_named(fault: Fault) -> bool:
-    """Whether a fault of drawn calls says where it comes from."""
-    return CAUSE_ENDS in fault.message
+def _wrong_before(
+    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int, ended: Fault
+) -> Fault | None:
+    """Return what is wrong in the drawn calls before the one that ended the run, where its number is told."""
+    from dataclasses import replace
 
+    from distlab.grading.run import run_world
 
-def _after(cause: str, fault: Fault) -> Fault:
-    return Fault(fault.code, f"{cause}{CAUSE_ENDS}{fault.message}") if cause else fault
+    found = re.search(rf"{IN_CALL} (\d+)", ended.message)
+    if found is None or (count := int(found[1]) - 1) == 0:
+        return None
+    assert exercise.vary is not None
+    drive = functools.partial(
+        call_varied, vary=exercise.vary, seed=seed, names_of=reference, goes_on=lambda number, _: number + 1 < count
+    )
+    answered = run_world(replace(exercise, drive=drive), fn, ranks)
+    if isinstance(answered, Fault):
+        return None
+    wanted = ranks.run(drive, reference)
+    wrong = _wrong_results(exercise, answered.results, wanted, count)
+    return next((_in_call(exercise, wanted, call, *wrong[call], []) for call in wrong), None)
 
 
 def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
@@ -170,19 +183,11 @@ def _judge(
     name, n = exercise.function, len(got)
     scale = exercise.vary.scale if exercise.vary is not None else 1.0
     num_calls = len(wanted[0]["calls"])
-    wrong: dict[int, tuple[int, Fault]] = {}
-    for call in range(num_calls):
-        for rank in range(n):
-            fault = _result(got[rank]["calls"], wanted[rank]["calls"], call, _what(rank, n), n, scale)
-            if fault is not None:
-                wrong.setdefault(call, (rank, fault))
-    order = sorted(wrong, key=lambda call: _size(wanted[0]["calls"][call])) if is_smallest_first else wrong
+    wrong = _wrong_results(exercise, got, wanted, num_calls)
+    order = sorted(wrong, key=lambda call: _size(wanted[0]["calls"][call])) if is_smallest_first else [*wrong]
+    right = [call for call in range(num_calls) if call not in wrong]
     for call in order:
-        rank, fault = wrong[call]
-        words = wanted[rank]["calls"][call]["words"]
-        right = [wanted[rank]["calls"][other]["words"] for other in range(num_calls) if other not in wrong]
-        seen = f"; right for {name}({right[0]})" if right and fault.code != "kept" else ""
-        yield Fault(fault.code, f"call {call + 1}, {name}({words}): {fault.message}{seen}")
+        yield _in_call(exercise, wanted, call, *wrong[call], right)
     for call in range(num_calls):
         for rank in range(n):
             mine, theirs = got[rank]["calls"][call], wanted[rank]["calls"][call]
@@ -194,18 +199,35 @@ def _judge(
                 yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
 
 
+def _wrong_results(
+    exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any], num_calls: int
+) -> dict[int, tuple[int, Fault]]:
+    """Return each call with a wrong result, with the first rank that has one and how it differs."""
+    wrong: dict[int, tuple[int, Fault]] = {}
+    scale = exercise.vary.scale if exercise.vary is not None else 1.0
+    for call in range(num_calls):
+        for rank in range(len(got)):
+            fault = _result(got[rank]["calls"], wanted[rank]["calls"], call, _what(rank, len(got)), len(got), scale)
+            if fault is not None:
+                wrong.setdefault(call, (rank, fault))
+    return wrong
+
+
+def _in_call(
+    exercise: Exercise, wanted: Sequence[Any], call: int, rank: int, fault: Fault, right: Sequence[int]
+) -> Fault:
+    """Return a fault of a call with its arguments, and those of a call whose result is right."""
+    name, words = exercise.function, [one["words"] for one in wanted[rank]["calls"]]
+    seen = f"; right for {name}({words[right[0]]})" if right and fault.code != "kept" else ""
+    return Fault(fault.code, f"call {call + 1}, {name}({words[call]}): {fault.message}{seen}")
+
+
 def _size(call: dict[str, Any]) -> float:
     """Return how much a call was given: elements of tensors, and whole numbers as they are."""
     given = [value for _, value in call["before"]]
     return sum(
         value.numel() if isinstance(value, Tensor) else abs(value) if type(value) is int else 1 for value in given
     )
-
-
-def _is_wrong(mine: dict[str, Any], right: dict[str, Any], scale: float) -> bool:
-    """Whether a rank has a wrong result."""
-    pairs = zip(mine["calls"], right["calls"], strict=True)
-    return any(not near(outcome(one), outcome(other), scale) for one, other in pairs)
 
 
 def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:

@@ -3,21 +3,36 @@
 from distlab.grading import Mutant
 
 WRONG_PACK = (
-    Mutant("last code only", "codes overlap", "do two of them share bits", 1).edit("packed |= ", "packed = "),
+    Mutant(
+        "last code only",
+        "codes overlap",
+        "only the last code of a byte is there; do two of them share bits, or does one replace another?",
+        1,
+    ).edit("packed |= ", "packed = "),
 )
 WRONG_QUANTIZE = (
-    Mutant("one level too many", "a step too many, wrapped", "levels have one step less", 1).edit(
-        "(2**bits - 1)", "2**bits"
-    ),
+    Mutant(
+        "one level too many",
+        "a step too many, wrapped",
+        "its steps are range / 2**bits: 2**bits levels have one step less between them, and the largest value wraps "
+        "round to code 0",
+        1,
+    ).edit("(2**bits - 1)", "2**bits"),
 )
 WRONG_REPAIR = (
     Mutant("bits turned", "scale", "the sign is wrong", 1).edit("(gradient >= 0)", "(gradient < 0)"),
-    Mutant("zero is negative", "zero is negative", "exactly 0 as negative", 1).edit(
-        "(gradient >= 0)", "(gradient > 0)"
-    ),
-    Mutant("largest magnitude", "largest magnitude", "the mean magnitude is asked for", 1).edit(
-        "gradient.abs().mean()", "gradient.abs().max()"
-    ),
+    Mutant(
+        "zero is negative",
+        "zero is negative",
+        "it counts an element of exactly 0 as negative: the bit is 1 for zero or more, gradient >= 0",
+        1,
+    ).edit("(gradient >= 0)", "(gradient > 0)"),
+    Mutant(
+        "largest magnitude",
+        "largest magnitude",
+        "it uses each rank's largest magnitude: the mean magnitude is asked for, gradient.abs().mean()",
+        1,
+    ).edit("gradient.abs().mean()", "gradient.abs().max()"),
 )
 WRONG_POWERSGD = (
     Mutant("sum of ranks", "sum not mean", "2x too large", 2).edit(

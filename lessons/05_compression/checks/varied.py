@@ -113,7 +113,7 @@ WRONG_PACK = (
     ),
 )
 WRONG_MEMORY = (
-    Mutant("new memory", "never remembered", "memory.copy_", 1, "state").edit(
-        "memory.copy_(wanted - sent)", "memory = wanted - sent"
-    ),
+    Mutant(
+        "new memory", "never remembered", "write into the tensor that you were given (memory.copy_)", 1, "state"
+    ).edit("memory.copy_(wanted - sent)", "memory = wanted - sent"),
 )

@@ -186,9 +186,12 @@ WRONG_ZIGZAGS = (
     ),
 )
 WRONG_RINGS = (
-    Mutant("own position hidden", "own position hidden", ">= and not >", 1).edit(
-        "[:, None] < theirs", "[:, None] <= theirs"
-    ),
+    Mutant(
+        "own position hidden",
+        "own position hidden",
+        "each query's own position is hidden; a query sees keys of its own position and before: >= and not >",
+        1,
+    ).edit("[:, None] < theirs", "[:, None] <= theirs"),
     Mutant("positions ignored", "values", "right for", 2, "one set of arguments").edit(
         _POSITIONS, _POSITIONS + _ZIGZAG
     ),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from distlab_lesson_13.checks.shared import Cases, drive_cases, judge_cases
+from distlab_lesson_13.checks.varied import use_dearest
 
 from distlab.grading import Mutant
+from distlab.grading.cases import Cases, Given
 
 
 def _ranks(*rows: tuple[float, float, float]) -> tuple[list[dict[str, float]]]:
     return ([dict(zip(("data", "compute", "sync"), row, strict=True)) for row in rows],)
 
 
-SECTIONS: Cases = {
+SECTIONS: Given = {
     "rank 1 computes longer": _ranks((0.01, 0.10, 0.07), (0.01, 0.16, 0.01), (0.01, 0.10, 0.07)),
     "rank 0 loads longer": _ranks((0.09, 0.10, 0.02), (0.01, 0.10, 0.10), (0.01, 0.10, 0.10)),
     "the network is slow": _ranks((0.01, 0.10, 0.20), (0.02, 0.11, 0.18), (0.01, 0.10, 0.20)),
@@ -36,7 +37,7 @@ def _calls(own: list[Any], rank: int = 1, ranks: int = 4, usual: list[Any] | Non
     return (rows,)
 
 
-CALLS: Cases = {
+CALLS: Given = {
     "nothing differs": _calls(USUAL),
     "rank 1 leaves call 1 out": _calls([A, C, D]),
     "rank 0 leaves call 0 out": _calls([B, C, D], 0),
@@ -134,5 +135,4 @@ WRONG_DIVERGENCE = (
     ).edit("range(max(map(len, calls)))", "reversed(range(max(map(len, calls))))"),
 )
 
-drive_dearest, judge_dearest = drive_cases(SECTIONS), judge_cases("dearest", SECTIONS, WRONG_DEAREST)
-drive_divergence, judge_divergence = drive_cases(CALLS), judge_cases("first_divergence", CALLS, WRONG_DIVERGENCE)
+drive_dearest, drive_divergence = Cases(SECTIONS, use_dearest), Cases(CALLS)

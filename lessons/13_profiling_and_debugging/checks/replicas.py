@@ -53,7 +53,7 @@ def judge_flip(evidence: Evidence) -> Iterator[Fault]:
         yield Fault("bytes", f"{text}: send a step's sum to compare, and the tensors of one step alone")
 
 
-def flip_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_flip(error: RankError, world_size: int) -> Fault | None:
     """Name what ranks do that decide each by itself; None: anything else."""
     if "do not make the same call" not in str(error):
         return None
@@ -84,7 +84,7 @@ def budget_flip(evidence: Evidence) -> list[str]:
     return [f"{each:.1f} calls per search in {STEPS} steps; comparing every step takes {STEPS}"]
 
 
-WRONG_FLIPS = (
+WRONG_FLIP = (
     Mutant("rank 0 is right", "rank", "that may be rank 0 as well", 3).edit("votes.mode(0).values", "votes[0]"),
     Mutant("step by step", "calls", "halve the steps", 3).edit(
         "while low < high:", "while not differs(low):\n    low += 1\nwhile False:"
@@ -118,7 +118,7 @@ SECTION = ("forward", "backward", "sync", "update")
 SHAPES = ((3, 2), (4,))
 
 
-def drive_sections(fn: Callable[..., Any]) -> dict[str, Any]:
+def drive_repair(fn: Callable[..., Any]) -> dict[str, Any]:
     """Time a step whose parts note when they ran, with a clock that notes when it was read."""
     rank, seen, reads, ran = dist.get_rank(), {}, [], []
     gradients = [torch.zeros(shape) for shape in SHAPES]
@@ -144,7 +144,7 @@ def drive_sections(fn: Callable[..., Any]) -> dict[str, Any]:
     return {"times": times, "reads": reads, "ran": ran, **seen}
 
 
-def judge_sections(evidence: Evidence) -> Iterator[Fault]:
+def judge_repair(evidence: Evidence) -> Iterator[Fault]:
     """Each section holds its own part and nothing of the others; sync holds every call, from its start to its end."""
     n = evidence.world_size
 
@@ -192,7 +192,7 @@ def judge_sections(evidence: Evidence) -> Iterator[Fault]:
     yield from each_rank(evidence, look)
 
 
-def budget_sections(evidence: Evidence) -> list[str]:
+def budget_repair(evidence: Evidence) -> list[str]:
     """Show rank 0's sections."""
     words = (f"{name} {time / 1e6:.1f} ms" for name, time in zip(SECTION, evidence.results[0]["times"], strict=True))
     return [", ".join(words)]
@@ -208,7 +208,7 @@ update()
 """
 _STARTS = "works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]"
 
-WRONG_SECTIONS = (
+WRONG_REPAIR = (
     Mutant("sync looks free", "sync looks free", "wait before you read the clock", 2, 74).edit(
         _WAIT,
         """

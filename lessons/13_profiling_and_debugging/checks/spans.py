@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from distlab_lesson_13.checks.shared import Cases, drive_cases, judge_cases
+from distlab_lesson_13.checks.varied import use_clocks
 
 from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases, Given
 
-EXPOSED: Cases = {
+EXPOSED: Given = {
     "a call that reaches out of computing": ([(0, 50)], [(40, 90)]),
     "two calls at once, after computing": ([(0, 30)], [(30, 80), (40, 60)]),
     "a short span of computing inside a long one": ([(0, 100), (20, 30)], [(10, 120)]),
@@ -16,7 +17,7 @@ EXPOSED: Cases = {
     "a gap between two calls": ([(0, 10)], [(10, 20), (50, 70)]),
 }
 
-LATE: Cases = {
+LATE: Given = {
     "rank 1 comes last": ([[1.0], [4.0], [2.0]],),
     "two calls, each with another last rank": ([[1.0, 10.0], [2.0, 13.0], [5.0, 12.0]],),
     "rank 0 comes last twice": ([[3.0, 9.0], [1.0, 7.5], [2.0, 7.0]],),
@@ -25,7 +26,7 @@ LATE: Cases = {
 }
 
 MS = 1_000_000
-CLOCKS: Cases = {
+CLOCKS: Given = {
     "rank 1's clock is 100 behind, and nobody is late": (
         [[0, 50, 90], [-100, -50, -10]],
         [[9, 60, 99], [-91, -40, -1]],
@@ -157,6 +158,4 @@ WRONG_CLOCKS = (
     .edit("starts[0]", "starts[-1]"),
 )
 
-drive_exposed, judge_exposed = drive_cases(EXPOSED), judge_cases("exposed_ns", EXPOSED, WRONG_EXPOSED)
-drive_late, judge_late = drive_cases(LATE), judge_cases("cost_of_lateness", LATE, WRONG_LATE)
-drive_clocks, judge_clocks = drive_cases(CLOCKS), judge_cases("clock_offsets", CLOCKS, WRONG_CLOCKS)
+drive_exposed, drive_late, drive_clocks = Cases(EXPOSED), Cases(LATE), Cases(CLOCKS, use_clocks)

@@ -41,7 +41,8 @@ def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
     return tuple(moved)
 
 
-def _use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
+def use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
+    """Return the offsets as floats, whole numbers or not."""
     return [float(offset) for offset in fn(starts, ends)]
 
 
@@ -56,7 +57,8 @@ def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
     return (rows,)
 
 
-def _use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
+def use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
+    """Return the cause and the seconds as a float."""
     cause, seconds = fn(sections)
     return [cause, float(seconds)]
 
@@ -111,12 +113,12 @@ def _use_sections(fn: Callable[..., Any], gradients: list[Tensor]) -> list[Any]:
 
 
 _SUMS = {"dtype": "checksums are whole numbers", "dims": "the text asks for [S, T]", "empty": "there is a step"}
-EXPOSED = Vary(_draw_exposed)
-LATE = Vary(_draw_late)
-CLOCKS = Vary(_draw_clocks, use=_use_clocks)
-DEAREST = Vary(_draw_dearest, use=_use_dearest)
-DIVERGENCE = Vary(_draw_divergence)
-FLIP = Vary(
+vary_exposed = Vary(_draw_exposed)
+vary_late = Vary(_draw_late)
+vary_clocks = Vary(_draw_clocks, use=use_clocks)
+vary_dearest = Vary(_draw_dearest, use=use_dearest)
+vary_divergence = Vary(_draw_divergence)
+vary_flip = Vary(
     _draw_flip,
     least_bytes=0.2,
     left_out={
@@ -126,7 +128,7 @@ FLIP = Vary(
         "unequal ranks": "replicas have equal tables",
     },
 )
-SECTIONS = Vary(
+vary_repair = Vary(
     _draw_sections,
     use=_use_sections,
     left_out={
@@ -141,12 +143,12 @@ WRONG_LATE = (
         "zip(*arrivals, strict=True)", "zip(*arrivals[:3], strict=True)"
     ),
 )
-WRONG_FLIPS = (
+WRONG_FLIP = (
     Mutant("sums as float32", "returned", "find_flip(sums=", 3, "one size of numbers").edit(
         "sums[step].sum().view(1)", "sums[step].float().sum().view(1)"
     ),
 )
-WRONG_SECTIONS = (
+WRONG_REPAIR = (
     Mutant("float32 written down", "values", "float32 somewhere", 2, "one dtype").edit(
         "gradient /= dist.get_world_size()", "gradient.copy_(gradient.float() / dist.get_world_size())"
     ),

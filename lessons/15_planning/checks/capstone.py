@@ -64,12 +64,12 @@ def advised(budget: Budget) -> Bill:
     return min((one for one in map(advised_on, COUNTS) if one.days <= budget.days), key=lambda one: one.price)
 
 
-def drive_plan(fn: Callable[..., Any]) -> list[Any]:
+def drive_capstone(fn: Callable[..., Any]) -> list[Any]:
     """Ask for a plan for each budget."""
     return [fn(budget.dollars, budget.days) for budget in BUDGETS]
 
 
-def judge_plan(evidence: Evidence) -> Iterator[Fault]:
+def judge_capstone(evidence: Evidence) -> Iterator[Fault]:
     """Judge each plan; what it overlooked first."""
     for budget, plan in zip(BUDGETS, evidence.results[0], strict=True):
         yield from faults_of(budget, plan)
@@ -126,7 +126,7 @@ def _overlooked(text: str, plan: Plan, one: Bill, best: Bill, budget: Budget) ->
     return Fault("price", f"{text}. Overlooked: the price. Another plan on these GPUs is faster")
 
 
-def budget_plan(evidence: Evidence) -> list[str]:
+def budget_capstone(evidence: Evidence) -> list[str]:
     """Say what each run takes, beside the advisor's."""
     lines = []
     for budget, plan in zip(BUDGETS, evidence.results[0], strict=True):
@@ -141,7 +141,7 @@ def _always(name: str, fault: str, says: str, plan: str, seen: str = "common sli
     return Mutant(name, fault, says, 1, seen).body(f"return Plan({plan}, sequence_parallel=True)")
 
 
-WRONG_PLANS = (
+WRONG_CAPSTONE = (
     _always(
         "it will fit",
         "does not fit",

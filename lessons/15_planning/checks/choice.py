@@ -73,7 +73,7 @@ def best_of(case: Case) -> Degrees | None:
     return min(allowed(case), key=lambda each: (case.time(*each), each[1], each[2]), default=None)
 
 
-def drive_choice(fn: Callable[..., Any]) -> list[tuple[Any, list[Degrees]]]:
+def drive_choose(fn: Callable[..., Any]) -> list[tuple[Any, list[Degrees]]]:
     """Ask for every case; note what `seconds` is asked for."""
     answers = []
     for case in CASES:
@@ -87,7 +87,7 @@ def drive_choice(fn: Callable[..., Any]) -> list[tuple[Any, list[Degrees]]]:
     return answers
 
 
-def judge_choice(evidence: Evidence) -> Iterator[Fault]:
+def judge_choose(evidence: Evidence) -> Iterator[Fault]:
     """Rules first, then whether it is the fastest, then ties; at last what was asked."""
     answers = [(case, best_of(case), got, asked) for case, (got, asked) in zip(CASES, evidence.results[0], strict=True)]
     turned = all(want is None or (_is_triple(got) and sorted(got) == sorted(want)) for _, want, got, _ in answers)
@@ -134,14 +134,14 @@ def _judge_answer(case: Case, got: Any, want: Degrees | None) -> Iterator[Fault]
     yield Fault("slower", f"{text}: it keeps to the rules, and takes {slower:.3g} s longer; compare all that fit")
 
 
-def budget_choice(evidence: Evidence) -> list[str]:
+def budget_choose(evidence: Evidence) -> list[str]:
     """Say how many simulations were asked for."""
     return [f"{sum(len(asked) for _, asked in evidence.results[0])} calls of seconds for {len(CASES)} searches"]
 
 
 _RULES = "left or layers % pipeline or batch % data or not fits(data, tensor, pipeline)"
 _FOUND = "found.append((seconds(data, tensor, pipeline), tensor, pipeline, data))"
-WRONG_CHOICES = (
+WRONG_CHOOSE = (
     Mutant("GPUs left over", "not all GPUs", "all GPUs are used", 1)
     .edit(_RULES, _RULES.removeprefix("left or "))
     .edit(_FOUND, "data and " + _FOUND)

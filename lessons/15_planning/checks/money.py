@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from distlab_lesson_15.checks.shared import judge_slips
-
-from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases
 
 Offer = tuple[str, int, float, float]
 
@@ -52,97 +50,15 @@ MARKETS = (
 )
 
 
-def drive_bill(fn: Callable[..., Any]) -> list[Any]:
-    """Ask for every run."""
-    return [fn(*case.arguments) for case in BILLS]
-
-
-def drive_cheapest(fn: Callable[..., Any]) -> list[Any]:
-    """Ask for every market."""
-    return [fn(list(case.offers), case.days) for case in MARKETS]
-
-
-def bill_of(case: Bill, slip: str = "") -> tuple[float, float]:
-    """Return days and dollars, or what a slip makes of them."""
-    num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s = case.arguments
-    between = mtbf_hours * (1 if slip == "hours" else 3600) / (1 if slip == "one GPU fails" else num_gpus)
-    interval = math.sqrt((1 if slip == "half of Young" else 2) * save_s * between)
-    lost = save_s / interval + interval / ((1 if slip == "a whole interval" else 2) * between)
-    lost += 0 if slip == "restarts forgotten" else restart_s / between
-    lost -= save_s / interval if slip == "half forgotten" else 0.0  # at Young's interval both halves are equal
-    useful = 1 - (0 if slip == "no failures" else lost)
-    if useful == 0 or (useful < 0 and slip != "below zero"):
-        return math.inf, math.inf
-    longer = {"multiplied": useful, "added": 1 + lost}.get(slip, 1 / useful)
-    hours = num_steps * step_s * longer / 3600
-    paid = 1 if slip == "one GPU is paid" else num_gpus
-    return hours / 24, (hours / 24 if slip == "per day" else hours) * paid * price
-
-
-BILL_SLIPS = {
-    "no failures": "Failures and checkpoints cost time too: divide by the part that trains",
-    "one GPU fails": "Any of the GPUs stops all of them: M is mtbf_hours over their number",
-    "hours": "mtbf_hours are hours, save_s and restart_s seconds",
-    "half of Young": "Young's interval is sqrt(2 x save_s x M): the 2 is missing",
-    "a whole interval": "A failure throws away half an interval on average",
-    "restarts forgotten": "Each failure costs restart_s too: restart_s / M",
-    "half forgotten": "Saving loses save_s / interval of the time, and work since the last save interval / (2 M): both",
-    "multiplied": "A part of the time trains, so the run takes longer: divide by that part",
-    "added": "The parts are of all time, lost time among it: divide by 1 - lost, do not multiply by 1 + lost",
-    "below zero": "Where failures leave no time the run never ends: return infinity for both",
-    "one GPU is paid": "The price is for one GPU: multiply by num_gpus",
-    "per day": "The price is for an hour, not for a day",
-}
-
-
-def cheapest_of(case: Market, slip: str = "") -> str | None:
-    """Return the name of the right offer, or what a slip makes of it."""
-    keys: dict[str, Callable[[Offer], Any]] = {
-        "price per hour": lambda offer: offer[3],
-        "GPUs forgotten": lambda offer: offer[2] * offer[3],
-        "days forgotten": lambda offer: offer[1] * offer[3],
-        "fastest": lambda offer: offer[2],
-        "ties": lambda offer: offer[1] * offer[2] * offer[3],
-        "ties by name": lambda offer: (offer[1] * offer[2] * offer[3], offer[0]),
-        "longer of equals": lambda offer: (offer[1] * offer[2] * offer[3], -offer[2]),
-    }
-    key = keys.get(slip, lambda offer: (offer[1] * offer[2] * offer[3], offer[2]))
-    limit = math.inf if slip == "deadline ignored" else case.days
-    in_time = [offer for offer in case.offers if (offer[2] < limit if slip == "last day" else offer[2] <= limit)]
-    if slip == "deadline last":
-        first = min(case.offers, key=key, default=None)
-        return first[0] if first and first[2] <= case.days else None
-    return min(in_time, key=key)[0] if in_time else None
-
-
-CHEAPEST_SLIPS = {
-    "deadline ignored": "It is done too late: look at the days first",
-    "deadline last": "The cheapest of all is too late, but others are in time: leave out the late ones, then choose",
-    "price per hour": "The lowest price of an hour is not the lowest bill: GPUs x hours x price",
-    "GPUs forgotten": "The price is for one GPU: multiply by the number of GPUs",
-    "days forgotten": "The bill grows with the days: GPUs x hours x price",
-    "fastest": "In time is in time: of those that are, take the cheapest, not the fastest",
-    "last day": "A run that is done on the last day is in time: <=",
-    "ties": "Both cost the same: take the one that is done sooner",
-    "longer of equals": "Both cost the same: take the one that is done sooner, and this one takes longer",
-    "ties by name": "Both cost the same: take the one that is done sooner, whatever their names",
-}
-
-
-def judge_bill(evidence: Evidence) -> Iterator[Fault]:
-    """Compare every run's days and dollars."""
-    yield from judge_slips(evidence, BILLS, bill_of, BILL_SLIPS)
-
-
-def judge_cheapest(evidence: Evidence) -> Iterator[Fault]:
-    """Compare every market's answer."""
-    yield from judge_slips(evidence, MARKETS, cheapest_of, CHEAPEST_SLIPS)
+drive_bill = Cases({case.words: case.arguments for case in BILLS})
+drive_cheapest = Cases({case.words: (list(case.offers), case.days) for case in MARKETS})
 
 
 def budget_bill(evidence: Evidence) -> list[str]:
     """Say what failures cost."""
+    longer = evidence.results[0][BILLS[3].words]["result"][0]
     plain = math.prod(BILLS[3].arguments[:2]) / 86_400
-    return [f"{BILLS[3].words}: {evidence.results[0][3][0] / plain - 1:.0%} longer than without failures"]
+    return [f"{BILLS[3].words}: {longer / plain - 1:.0%} longer than without failures"]
 
 
 def budget_cheapest(evidence: Evidence) -> list[str]:
@@ -151,38 +67,110 @@ def budget_cheapest(evidence: Evidence) -> list[str]:
 
 
 _KEY = "24 * offer[1] * offer[2] * offer[3]"
-WRONG_BILLS = (
-    Mutant("nothing fails", "no failures", "divide by the part that trains", 1, "popular claim").edit(
-        "1 - save_s / interval - interval / (2 * between) - restart_s / between", "1"
+WRONG_BILL = (
+    Mutant(
+        "nothing fails",
+        "no failures",
+        "failures and checkpoints cost time too: divide by the part that trains",
+        1,
+        "popular claim",
+    ).edit("1 - save_s / interval - interval / (2 * between) - restart_s / between", "1"),
+    Mutant(
+        "one GPU's failures", "one GPU fails", "any of the GPUs stops all of them: M is mtbf_hours over their number", 1
+    ).without(" / num_gpus"),
+    Mutant("hours for seconds", "hours", "mtbf_hours are hours, save_s and restart_s seconds", 1).without("3600 * "),
+    Mutant("sqrt without 2", "half of Young", "Young's interval is sqrt(2 x save_s x M): the 2 is missing", 1).edit(
+        "sqrt(2 *", "sqrt(1 *"
     ),
-    Mutant("one GPU's failures", "one GPU fails", "Any of the GPUs", 1).without(" / num_gpus"),
-    Mutant("hours for seconds", "hours", "seconds", 1).without("3600 * "),
-    Mutant("sqrt without 2", "half of Young", "the 2 is missing", 1).edit("sqrt(2 *", "sqrt(1 *"),
-    Mutant("a whole interval lost", "a whole interval", "half an interval", 1).edit("(2 * between)", "between"),
-    Mutant("restart at once", "restarts forgotten", "restart_s / M", 1).without(" - restart_s / between"),
-    Mutant("saves for nothing", "half forgotten", "save_s / interval", 1).without("- save_s / interval "),
-    Mutant("nothing lost", "half forgotten", "since the last save", 1).without("- interval / (2 * between) "),
-    Mutant("times what trains", "multiplied", "the run takes longer", 1).edit("/ useful / 3600", "* useful / 3600"),
-    Mutant("added on top", "added", "do not multiply", 1).edit("/ useful / 3600", "* (2 - useful) / 3600"),
-    Mutant("time runs back", "below zero", "never ends", 1).edit("if useful > 0", "if useful != 0"),
-    Mutant("one GPU paid", "one GPU is paid", "multiply by num_gpus", 1).without(" * num_gpus"),
+    Mutant("a whole interval lost", "a whole interval", "a failure throws away half an interval on average", 1).edit(
+        "(2 * between)", "between"
+    ),
+    Mutant("restart at once", "restarts forgotten", "each failure costs restart_s too: restart_s / M", 1).without(
+        " - restart_s / between"
+    ),
+    Mutant(
+        "saves for nothing",
+        "half forgotten",
+        "saving loses save_s / interval of the time, and work since the last save interval / (2 M): both",
+        1,
+    ).without("- save_s / interval "),
+    Mutant(
+        "nothing lost",
+        "half forgotten",
+        "saving loses save_s / interval of the time, and work since the last save interval / (2 M): both",
+        1,
+    ).without("- interval / (2 * between) "),
+    Mutant(
+        "times what trains", "multiplied", "a part of the time trains, so the run takes longer: divide by that part", 1
+    ).edit("/ useful / 3600", "* useful / 3600"),
+    Mutant(
+        "added on top",
+        "added",
+        "the parts are of all time, lost time among it: divide by 1 - lost, do not multiply by 1 + lost",
+        1,
+    ).edit("/ useful / 3600", "* (2 - useful) / 3600"),
+    Mutant(
+        "time runs back", "below zero", "where failures leave no time the run never ends: return infinity for both", 1
+    ).edit("if useful > 0", "if useful != 0"),
+    Mutant("one GPU paid", "one GPU is paid", "the price is for one GPU: multiply by num_gpus", 1).without(
+        " * num_gpus"
+    ),
+    Mutant("a day's price", "per day", "the price is for an hour, not for a day", 1).edit(
+        "hours * num_gpus", "hours / 24 * num_gpus"
+    ),
+    Mutant("working days", "working days", "it has days of 8 hours; a run goes on at night", 1).edit(
+        "hours / 24", "hours / 8"
+    ),
+    Mutant(
+        "interval of one GPU", "interval of one GPU", "it takes Young's interval of one GPU, not of the whole job", 1
+    ).edit("sqrt(2 * save_s * between)", "sqrt(2 * save_s * 3600 * mtbf_hours)"),
 )
 WRONG_CHEAPEST = (
-    Mutant("cheapest, then in time", "deadline last", "then choose", 1, "a real purchase").body(f"""
+    Mutant(
+        "cheapest, then in time",
+        "deadline last",
+        "the cheapest of all is too late, but others are in time: leave out the late ones, then choose",
+        1,
+        "a real purchase",
+    ).body(f"""
         if not offers:
             return None
         best = min(offers, key=lambda offer: ({_KEY}, offer[2]))
         return best[0] if best[2] <= days else None
     """),
-    Mutant("late", "deadline ignored", "too late", 1).edit(" if offer[2] <= days", ""),
-    Mutant("price of an hour", "price per hour", "not the lowest bill", 1, "a real purchase").edit(_KEY, "offer[3]"),
-    Mutant("one GPU", "GPUs forgotten", "multiply by the number", 1).without("* offer[1] "),
-    Mutant("an hour of all", "days forgotten", "grows with the days", 1).without("* offer[2] "),
-    Mutant("fastest", "fastest", "not the fastest", 1).edit(_KEY, "offer[2]"),
-    Mutant("before the last day", "last day", "<=", 1).edit("<= days", "< days"),
-    Mutant("first of equals", "ties", "done sooner", 1).edit(f"({_KEY}, offer[2])", _KEY),
-    Mutant("ties by name", "ties by name", "whatever their names", 1).edit(
-        f"({_KEY}, offer[2])", f"({_KEY}, offer[0])"
+    Mutant("late", "deadline ignored", "it is done too late: look at the days first", 1).edit(
+        " if offer[2] <= days", ""
     ),
+    Mutant(
+        "price of an hour",
+        "price per hour",
+        "the lowest price of an hour is not the lowest bill: GPUs x hours x price",
+        1,
+        "a real purchase",
+    ).edit(_KEY, "offer[3]"),
+    Mutant("one GPU", "GPUs forgotten", "the price is for one GPU: multiply by the number of GPUs", 1).without(
+        "* offer[1] "
+    ),
+    Mutant("an hour of all", "days forgotten", "the bill grows with the days: GPUs x hours x price", 1).without(
+        "* offer[2] "
+    ),
+    Mutant("fastest", "fastest", "in time is in time: of those that are, take the cheapest, not the fastest", 1).edit(
+        _KEY, "offer[2]"
+    ),
+    Mutant("before the last day", "last day", "a run that is done on the last day is in time: <=", 1).edit(
+        "<= days", "< days"
+    ),
+    Mutant("first of equals", "ties", "both cost the same: take the one that is done sooner", 1).edit(
+        f"({_KEY}, offer[2])", _KEY
+    ),
+    Mutant(
+        "ties by name", "ties by name", "both cost the same: take the one that is done sooner, whatever their names", 1
+    ).edit(f"({_KEY}, offer[2])", f"({_KEY}, offer[0])"),
     Mutant("min of nothing", "raised", "min()", 1).without("if not in_time:\n    return None"),
+    Mutant(
+        "longer of equals",
+        "longer of equals",
+        "both cost the same: take the one that is done sooner, and this one takes longer",
+        1,
+    ).edit(f"({_KEY}, offer[2])", f"({_KEY}, -offer[2])"),
 )

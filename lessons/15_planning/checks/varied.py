@@ -98,18 +98,18 @@ def _use_capstone(fn: Callable[..., Any], dollars: float, days: float) -> list[s
     return [fault.code for fault in faults_of(BUDGETS[0]._replace(dollars=dollars, days=days), fn(dollars, days))]
 
 
-CAPSTONE = Vary(_draw_capstone, use=_use_capstone, num_calls=2)  # a call simulates
-FITS = Vary(_draw_fits, num_calls=16)
-STEP = Vary(_draw_step, num_calls=16)
-CHOICE = Vary(_draw_choice, use=_use_choice)
-BILL = Vary(_draw_bill, num_calls=12)
-CHEAPEST = Vary(_draw_cheapest, num_calls=16)
+vary_capstone = Vary(_draw_capstone, use=_use_capstone, num_calls=2)  # a call simulates
+vary_fits = Vary(_draw_fits, num_calls=16)
+vary_step = Vary(_draw_step, num_calls=16)
+vary_choose = Vary(_draw_choice, use=_use_choice)
+vary_bill = Vary(_draw_bill, num_calls=12)
+vary_cheapest = Vary(_draw_cheapest, num_calls=16)
 
 WRONG_FITS = (
     Mutant("selective is full", "values", "recompute='selective'", 1, "one set of arguments").edit(
         'plan.recompute == "full"', 'plan.recompute != "none"'
     ),
 )
-WRONG_STEPS = (
+WRONG_STEP = (
     Mutant("the first protocol", "values", "result", 1, "one set of arguments").edit("protocols[-1]", "protocols[0]"),
 )

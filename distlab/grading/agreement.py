@@ -1,0 +1,167 @@
+"""A known wrong version is the diagnosis: it is called on the same cases, and an answer that agrees gets its words.
+
+It runs after a wrong result, and only then, on the ranks that are there: on the case that failed first, and on the
+others where it agrees there. One that would hang or raise is not run. So a wrong version is written once, as an edit of
+the reference; its `says` is what a learner with that fault is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distlab.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
+from distlab.grading.diagnosis.traffic import calls, in_megabytes, most_sent, sent_bytes
+from distlab.grading.exercise import ENDED, SEEN, Evidence, Exercise, Fault
+from distlab.grading.mutant import Mutant, build
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
+
+LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
+BUDGET_S = 4.0  # of all of them: they take less than half a second, more on a busy machine
+NO_CAUSE = {"dtype", "sum not mean", "divided twice", "changed argument", "argument changed"}
+NOT_RUN = ENDED | {"not waited", "kept", "state left behind"}
+
+
+def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
+    """Compare an answer with the reference on the exercise's cases: values, then calls by its judge, then bytes.
+
+    A wrong value, or too many bytes, is named by the wrong version that agrees.
+    """
+    cases = exercise.drive
+    assert isinstance(cases, Cases)
+    evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
+    wanted = _driven(cases, reference, ranks)
+    seen = difference(evidence.results, wanted.results, cases.use or reference)
+    known = _Known(exercise, reference, ranks, wanted)
+    if seen is not None:
+        return _named(known.by_values(evidence), seen)
+    fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
+    if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
+        text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"
+        seen = Fault("too many bytes", f"{text} where {cases.needs} needs {in_megabytes(most_sent(wanted))}")
+        fault = _named(known.by_bytes(evidence), seen)
+    return fault
+
+
+def _named(wrong: Mutant | None, seen: Fault) -> Fault:
+    return seen if wrong is None else Fault(wrong.fault, seen.message, f"{words_of(wrong)}.")
+
+
+def words_of(wrong: Mutant) -> str:
+    """Return what is told to who agrees with a wrong version."""
+    return f"it {wrong.does}" if wrong.does else wrong.says.rstrip(".")
+
+
+def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
+    """Yield the wrong versions that this number of ranks reveals, and whose words say more than what is seen."""
+    for wrong in exercise.mutants:
+        has_words = wrong.does or (isinstance(exercise.drive, Cases) and wrong.fault not in NO_CAUSE | SEEN)
+        if has_words and not (wrong.ends or wrong.fault in NOT_RUN) and wrong.world <= world_size:
+            yield wrong
+
+
+def _driven(cases: Cases, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
+    """Let the ranks make the cases' calls."""
+    results = ranks.run(cases, fn)
+    return Evidence(ranks.world_size, compared_with_rank_0(results), ranks.records())
+
+
+class _Known:
+    """The known wrong versions of an exercise, to be driven on the ranks that are there."""
+
+    def __init__(self, exercise: Exercise, reference: Callable[..., Any], ranks: Ranks, wanted: Evidence) -> None:
+        self.exercise, self.reference, self.ranks, self.wanted = exercise, reference, ranks, wanted
+        assert isinstance(exercise.drive, Cases)
+        self.cases = exercise.drive
+
+    def by_values(self, evidence: Evidence) -> Mutant | None:
+        """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
+
+        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told the one
+        that explains what is wrong first.
+        """
+        got, want = leaves(evidence.results), leaves(self.wanted.results)
+        wrong_at = [place for place in dict.fromkeys([*want, *got]) if not alike(got, want, place)]
+        first, made = wrong_at[0], _operations(evidence)
+        whole: list[Mutant] = []
+        in_part: list[tuple[int, Mutant]] = []
+        for wrong, run in self._runs(lambda theirs: _agrees(got, theirs, want, first), first[1]):
+            theirs = leaves(run.results)
+            odd = [place for place in dict.fromkeys([*want, *theirs]) if not alike(theirs, want, place)]
+            agrees = [place for place in odd if alike(got, theirs, place)]
+            if len(agrees) == len(odd) and set(odd) == set(wrong_at):
+                if _operations(run) == made:
+                    return wrong
+                whole.append(wrong)
+            elif 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) > len(wrong_at):
+                in_part.append((len(agrees), wrong))
+        if whole:
+            return whole[0]
+        return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
+
+    def by_bytes(self, evidence: Evidence) -> Mutant | None:
+        """Return the wrong version that sends as much on each rank; else the dearest that sends no more."""
+        cheaper: list[tuple[int, Mutant]] = []
+        takes = self.cases.use or self.reference
+        for wrong, run in self._runs(lambda _: True, None):
+            most = most_sent(run)
+            if most <= self.cases.most_bytes * most_sent(self.wanted):
+                continue
+            if difference(run.results, self.wanted.results, takes) is not None:
+                continue
+            if _sent(run) == _sent(evidence):
+                return wrong
+            if most <= most_sent(evidence):
+                cheaper.append((most, wrong))
+        return max(cheaper, key=lambda pair: pair[0])[1] if cheaper else None
+
+    def _runs(
+        self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str | None
+    ) -> Iterator[tuple[Mutant, Evidence]]:
+        """Yield each wrong version with its run of all cases, if it goes on after its run of one."""
+        from distlab.comm import RankError, RankTimeout
+
+        begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
+        self.ranks.timeout_s = min(limit_s, LIMIT_S)
+        try:
+            for wrong in told(self.exercise, self.ranks.world_size):
+                if time.perf_counter() - begun > BUDGET_S:
+                    return
+                fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
+                try:
+                    run = _driven(self.cases if case is None else self.cases.at(case), fn, self.ranks)
+                    if not goes_on(leaves(run.results)):
+                        continue
+                    if case is not None and len(self.wanted.results[0]) > 1:
+                        run = _driven(self.cases, fn, self.ranks)
+                except RankTimeout:
+                    if lost:
+                        return
+                    lost = True
+                    continue
+                except (
+                    RankError,
+                    RuntimeError,
+                    OSError,
+                    ValueError,
+                ):  # it may fail on a case: then it agrees with none
+                    continue
+                yield wrong, run
+        finally:
+            self.ranks.timeout_s = limit_s
+
+
+def _agrees(got: Mapping[Place, Any], theirs: Mapping[Place, Any], want: Mapping[Place, Any], place: Place) -> bool:
+    """Whether a wrong version is wrong at a place, as the answer is."""
+    return alike(got, theirs, place) and not alike(theirs, want, place)
+
+
+def _operations(evidence: Evidence) -> set[str]:
+    return {call.op for rank in evidence.records.ranks for call in calls(evidence, rank)}
+
+
+def _sent(evidence: Evidence) -> list[int]:
+    return [sent_bytes(evidence, rank) for rank in range(evidence.world_size)]
