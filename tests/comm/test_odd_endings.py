@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from distlab.comm import RankError, Ranks, RankTimeout, run
 from distlab.comm.launch import fork_client, torchrun
 from distlab.comm.launch import ranks as rounds
-from distlab.comm.launch.failures import describe_exit
 from distlab.comm.launch.fork_client import ForkServer, fork_server
 from distlab.comm.launch.output import Output, Screen
 from distlab.comm.launch.pool import Pool
@@ -116,19 +114,6 @@ def test_a_copy_of_a_rank_does_not_answer_for_it(outcome, capfd):
     said = capfd.readouterr().out
     assert said.count("[rank 1] a copy of rank 1, made by os.fork, ends here: let it leave by os._exit(0)") == 2
     assert said.count("[rank 1] ValueError: in the copy") == (2 if outcome == "raise" else 0)
-
-
-@pytest.mark.parametrize(
-    ("number", "says"),
-    [
-        (signal.SIGILL, "an instruction that this processor has not"),
-        (signal.SIGXCPU, "it used all processor time that it may: ulimit -t"),
-        (signal.SIGALRM, "a timer that it set itself"),
-        (signal.SIGHUP, "its terminal was closed"),
-    ],
-)
-def test_a_signal_is_told_with_what_it_often_means(number, says):
-    assert f"was killed by {number.name} ({says}" in describe_exit(-number)
 
 
 def test_a_program_whose_output_takes_few_letters_or_is_closed_goes_on(monkeypatch):

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from distlab.comm.frames import is_machinery, owner_of
 from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
 from distlab.comm.record.header import Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
@@ -41,8 +42,6 @@ _ALIASES = {
 _PLACES = {"pg_config": dict, "entries": list}
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PAIR = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
-
-_PASSED_ON = re.compile("/torch/|distlab/comm/record/")  # frames above the line that made a call
 
 
 class _PlainOnly(pickle.Unpickler):
@@ -203,6 +202,10 @@ def _row(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str
     return row
 
 
+def _is_passed_on(file: str) -> bool:
+    return owner_of(file) == "torch" or is_machinery(file)
+
+
 def _fields(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> dict[str, int]:
     name = str(entry["profiling_name"]).partition(":")[2]
     pair = _PAIR.match(name)
@@ -215,7 +218,7 @@ def _fields(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[
     shapes = [
         (shape, str(dtype).lower()) for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     ]
-    place = next((f for f in entry.get("frames", ()) if not _PASSED_ON.search(str(f["filename"]))), None)
+    place = next((f for f in entry.get("frames", ()) if not _is_passed_on(str(f["filename"]))), None)
     is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
     created = int(entry["time_created_ns"]) - (time.time_ns() - time.monotonic_ns())
     peer = members[int(pair[3])] if pair else -1
