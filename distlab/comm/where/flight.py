@@ -12,7 +12,6 @@ import http.client
 import io
 import json
 import os
-import pickle
 import re
 import socket
 import time
@@ -27,6 +26,7 @@ from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
 from distlab.comm.record.header import Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
+from distlab.comm.unpickle import restricted_load
 from distlab.comm.where.find import RankProcess
 
 MAX_BYTES = 1 << 28
@@ -44,30 +44,20 @@ _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overflow
 _PAIR = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 
 
-class _PlainOnly(pickle.Unpickler):
-    """An unpickler that looks up no name at all: numbers, text and containers need none."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse.
-
-        Raises:
-            pickle.UnpicklingError: always; nothing was imported.
-        """
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a dump holds plain values alone")
-
-
 def read_dump(data: bytes, what: str) -> dict[str, Any]:
     """Read a dump.
 
     Raises:
         ValueError: it is not a dump of the flight recorder; the text names `what` and says why.
     """
+    name = f"{what} is not a dump of torch's flight recorder: it"
     try:
-        read = json.loads(data) if data.lstrip()[:1] == b"{" else _PlainOnly(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise ValueError(f"{what} is not a dump of torch's flight recorder: {type(error).__name__}: {error}") from None
+        is_json = data.lstrip()[:1] == b"{"
+        read = json.loads(data) if is_json else restricted_load(io.BytesIO(data), {}, name)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name} is damaged ({type(error).__name__}: {error})") from None
     if not isinstance(read, dict) or not all(isinstance(read.get(k), of) for k, of in _PLACES.items()):
-        raise ValueError(f"{what} is not a dump of torch's flight recorder: it lacks pg_config or entries")
+        raise ValueError(f"{name} lacks pg_config or entries")
     return read
 
 

@@ -52,7 +52,7 @@ def _stack_of(process: RankProcess) -> Stack:
     if process.state in "Tt":
         return Stack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
     spy = find_py_spy()
-    stack = Stack((), "py-spy is not installed: pip install 'distlab[where]'") if spy is None else _spied(spy, process)
+    stack = Stack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
     return stack if stack.calls or not answers(process) else _asked(process)
 
 
