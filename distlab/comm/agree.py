@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # loaded where it is needed: `import distlab.comm` loads this file, and should not load torch
@@ -85,13 +86,18 @@ def _explain(texts: list[str], names: list[int], what: str) -> str:
         path = first_difference(values[first], values[next(iter(others))])
         place = f" at {''.join(f'[{json.dumps(step)}]' for step in path)}" if path else ""
         shown = {text: _look_up(value, path) for text, value in values.items()}
-    parts = [f"{_ranks(ranks)} {_shorten(shown[text])}" for text, ranks in holders.items()]
+    parts = [f"{_holders(ranks)} {_shorten(shown[text])}" for text, ranks in holders.items()]
     return f"ranks disagree on {what}{place}: {'; '.join(parts)}. Pass the same on every rank"
 
 
-def _ranks(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names} has" if len(ranks) == 1 else f"ranks {names} have"
+def _holders(ranks: list[int]) -> str:
+    return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return "rank 2" or "ranks 0, 3"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' * (len(names) != 1)} {', '.join(names)}"
 
 
 def _shorten(text: str) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from distlab.comm import RankTimeout
+from distlab.comm.frames import is_machinery
 from distlab.comm.watch.watch import LOOK_S, Watch, end, stack_of
 
 LOCK_GRACE_S = 10.0
-_OWN = ("distlab/lab/", "distlab/comm/record/intercept.py", "<frozen runpy>")
 
 
 class Guard:
@@ -66,14 +66,14 @@ class Guard:
             elif watch is not None:
                 words = watch.look() if self._is_looking else watch.said()
             if words and not self._done.is_set():
-                end(RankTimeout(words), stack_of(self._main, _OWN), aloud=False)
+                end(RankTimeout(words), stack_of(self._main), aloud=False)
 
     def _waits(self) -> list[str]:
         """Return one line per rank: whom it waits for, where calls are recorded and this rank sees them."""
         if self.watch is None or not self._is_looking:
             return []
         from distlab.comm import read_records
-        from distlab.comm.watch.standing import describe
+        from distlab.comm.watch.waits import describe
 
         return describe(read_records(self.watch.watchdog.folder), self.watch.watchdog.world_size)
 
@@ -81,10 +81,6 @@ class Guard:
 def own_traceback(error: BaseException) -> str:
     """Write an exception's traceback without the frames that lead every lab to its own code."""
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    while trace is not None and is_machinery(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
-
-
-def _is_ours(file: str) -> bool:
-    return any(part in file for part in _OWN)

@@ -23,13 +23,13 @@ import torch
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import FAILED, PRESENT, RECORD_BYTES, STEP, Arena, look_s
 from distlab.shared_memory.join import join
+from distlab.shared_memory.mismatch import not_the_same
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 8
 _MAX_KNOWN = 4096
 _ALL = -1  # in place of a rank
 MANY = 8  # ranks; of more one may wait for all and speak for them, and who waits for all sleeps until the last has come
-RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
 
 
 class Record:
@@ -232,17 +232,13 @@ class Meeting:
             ValueError: always.
         """
         limit = time.monotonic() + GRACE_S
-        lines = []
+        calls: dict[int, object] = {}
         for rank in range(self.size):
             while self._is_behind(rank, self.step) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
                 futex.wait(self._steps[rank], self._words[rank].value, self._look)
-            if self._is_behind(rank, self.step):
-                lines.append(f"  rank {self.members[rank]} has not called it yet")
-            else:
-                text = record_at(self._slots[rank][self.parity])
-                lines.append(f"  rank {self.members[rank]}: {text}")
-        head = f"the ranks of group {self.members} do not make the same call:"
-        raise ValueError("\n".join([head, *lines, RULE]))
+            is_here = not self._is_behind(rank, self.step)
+            calls[self.members[rank]] = record_at(self._slots[rank][self.parity]) if is_here else None
+        raise ValueError(not_the_same(self.members, calls))
 
     def _differs(self, rank: int) -> bool:
         return self._marks[self.parity][rank] != self._posted.mark

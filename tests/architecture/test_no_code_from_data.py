@@ -18,8 +18,7 @@ ALLOWED = {  # the calls of a file, and why
     "distlab/grading/sealed.py": ({"exec"}, "a file of this package"),
 }
 UNPICKLERS = {  # classes that let no name through but those they list
-    "distlab/comm/plain.py",
-    "distlab/comm/where/flight.py",
+    "distlab/comm/unpickle.py",
     "distlab/checkpoint/formats/dcp_metadata.py",
 }
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "joblib"}

@@ -71,7 +71,7 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     (tmp_path / "fr_1").write_text(json.dumps(dump_of(1, shape=(5,))))
     assert main(["where", "--dumps", str(tmp_path / "fr_")]) == 0
     text = capsys.readouterr().out
-    assert "do not make the same call: rank 0: all_reduce #1 (float[4]" in text
+    assert "do not make the same call, at their call #1:\n  rank 0: all_reduce #1 (float[4]" in text
     assert "rank 1: all_reduce #1 (float[5]" in text
 
 

@@ -15,7 +15,7 @@ from distlab.comm import Ranks, read_records
 from distlab.comm.record import file
 from distlab.comm.record.file import DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import known_call
-from distlab.comm.watch.standing import describe
+from distlab.comm.watch.waits import describe
 from distlab.comm.watch.watchdog import Watchdog
 
 

@@ -87,12 +87,21 @@ class Liar(torch.Tensor):
         return os._exit, (0,)
 
 
+def _same(value):  # a builder of the reader has this name too
+    return os._exit(0)
+
+
 class Colour(enum.Enum):
     RED = 1
 
 
 def test_objects_of_other_classes_leave_their_name_only():
-    for value, kind in ((object(), "object"), (Colour.RED, "Colour"), (len, "builtin_function_or_method")):
+    for value, kind in (
+        (object(), "object"),
+        (Colour.RED, "Colour"),
+        (_same, "function"),
+        (len, "builtin_function_or_method"),
+    ):
         assert again([value]) == [Foreign(kind)]
     assert again(Loud(3)) == 3
     assert type(again(Loud(3))) is int

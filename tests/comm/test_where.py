@@ -114,7 +114,7 @@ def test_ranks_of_run_are_read_with_who_waits_for_whom(busy, spies, monkeypatch)
     if not spies:
         monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     elif SPY is None:
-        pytest.skip("py-spy is not installed (pip install 'distlab[where]')")
+        pytest.skip("py-spy is not installed (pip install 'distlab[labs]')")
     text = said(busy[0].pids[0])
     assert "3 of 3 ranks are here; calls from distlab's recorder" in text
     verdict = next(line for line in text.splitlines() if line.startswith("=> "))
@@ -204,7 +204,7 @@ def assert_dumps_are_read(prefix):
 
 def test_a_torchrun_job_that_distlab_did_not_start(foreign, capsys):
     if SPY is None:
-        pytest.skip("py-spy is not installed (pip install 'distlab[where]')")
+        pytest.skip("py-spy is not installed (pip install 'distlab[labs]')")
     process, folder = foreign
     assert main(["where", str(process.pid)]) == 0
     text = capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_a_torchrun_job_that_distlab_did_not_start(foreign, capsys):
 def test_without_py_spy_a_foreign_rank_gets_no_signal_and_the_reader_is_told(foreign, monkeypatch):
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     text = said(foreign[0].pid)
-    assert "py-spy is not installed: pip install 'distlab[where]'" in text
+    assert "py-spy is not installed: pip install 'distlab[labs]'" in text
 
 
 def test_without_py_spy_ranks_of_process_group_answer_and_live_on(with_process_group, monkeypatch):

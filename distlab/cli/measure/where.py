@@ -1,7 +1,7 @@
 """Say where the ranks of running jobs stand, who waits for whom, and what is wrong; nothing is stopped or disturbed.
 
 For jobs of `run`, of labs, of notebooks and of torchrun, also those that distlab did not start. Stacks come from py-spy
-(pip install 'distlab[where]'); ranks of distlab also answer without it. Calls come from distlab's recorder, or from
+(pip install 'distlab[labs]'); ranks of distlab also answer without it. Calls come from distlab's recorder, or from
 torch's flight recorder where it is on (TORCH_FR_BUFFER_SIZE) and its dumps can be had.
 """
 

@@ -9,6 +9,9 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from distlab.comm.agree import ranks_in_words
+from distlab.comm.frames import is_machinery, owner_of, threads_in
+
 # What a rank sees when another one has gone. It is a consequence, never the cause.
 PEER_NOISE = re.compile(
     r"connection (closed|reset|refused|aborted)|socket closed|broken pipe|remote process exited|timed out waiting"
@@ -16,14 +19,7 @@ PEER_NOISE = re.compile(
     re.IGNORECASE,
 )
 
-
-_LISTENERS = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py")
 _FRAME = 'File "'
-# Threads that wait for work or a signal, by their function: in a stack they say nothing.
-_IDLE = {
-    "_serve": ("distlab/shared_memory/messages/messages.py", "distlab/shared_memory/work.py"),
-    "_listen": ("distlab/elastic/leave.py",),
-}
 MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
 LONGEST_LINE = 500  # of what an error repeats of a line
 LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
@@ -132,10 +128,6 @@ def describe_exit(exit_code: int, last_output: Sequence[str] = ()) -> str:
         "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
         "SIGTERM": " (another process asked it to end)",
         "SIGINT": " (interrupt: Ctrl-C, or kill -INT)",
-        "SIGHUP": " (its terminal was closed, or kill -HUP was run)",
-        "SIGALRM": " (a timer that it set itself: signal.alarm)",
-        "SIGXCPU": " (it used all processor time that it may: ulimit -t)",
-        "SIGILL": " (an instruction that this processor has not: a package built for another one)",
     }.get(name, "")
     return f"was killed by {name}{reason}"
 
@@ -160,7 +152,9 @@ def error_of(
     root = ordered[0]
     lines = [f"rank {root.rank} of {world_size} {root.summary}"]
     if root.is_noise and finished:
-        lines += [f"Another rank had gone: {_ranks(finished)} had already returned while rank {root.rank} waited."]
+        lines += [
+            f"Another rank had gone: {ranks_in_words(finished)} had already returned while rank {root.rank} waited."
+        ]
     if explanation:
         lines += ["", explanation]
     if root.traceback:
@@ -174,7 +168,7 @@ def error_of(
     for rank, stack in sorted(stacks.items()):
         lines.append(f"rank {rank} was still running{_place(stack)}")
     if finished:
-        lines.append(f"{_ranks(finished)} had returned")
+        lines.append(f"{ranks_in_words(finished)} had returned")
     return RankError("\n".join(lines), root.rank, ordered)
 
 
@@ -187,7 +181,7 @@ def timeout_of(stacks: Mapping[int, str], timeout_s: float, world_size: int, wor
         world_size: number of ranks.
         words: what the recorded calls show: who waits for whom.
     """
-    lines = [f"{_ranks(list(stacks))} of {world_size} did not finish in {timeout_s:g} s"]
+    lines = [f"{ranks_in_words(list(stacks))} of {world_size} did not finish in {timeout_s:g} s"]
     lines += standing(stacks, words)
     failures = [Failure(rank, f"did not finish in {timeout_s:g} s", stack, False, 0) for rank, stack in stacks.items()]
     return RankTimeout("\n".join(lines), next(iter(stacks)) if len(stacks) == 1 else None, failures)
@@ -211,11 +205,6 @@ def noting_interrupt(stand: Callable[[], Sequence[str]]) -> Iterator[None]:
         raise
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
 def _first_line(text: str, limit: int = 160) -> str:
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= limit else line[: limit - 3] + "..."
@@ -225,8 +214,7 @@ def _place(stack: str) -> str:
     """The innermost line of a stack that is not torch's, as " in NAME (FILE:LINE)"; or the stack's own words."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
     if frames:
-        own = [one for one in frames if "/torch/" not in one[0] and not one[0].endswith(_LISTENERS)]
-        own = [one for one in own if not _is_backend(one[0])]
+        own = [one for one in frames if owner_of(one[0]) != "torch" and not is_machinery(one[0])]
         file, line, name = (own or frames)[-1]
         return f" in {name} ({file}:{line})"
     return f": {_first_line(stack)}" if stack else ""
@@ -235,31 +223,17 @@ def _place(stack: str) -> str:
 def format_stack(text: str) -> str:
     """Turn faulthandler's dump into a traceback: innermost call last, with source lines, without the launcher's frames.
 
-    Threads that the launcher started itself are left out.
+    Of threads other than the main one, only those that are in code of the user's or of a package are shown.
     """
-    blocks = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", text.strip())
-    shown = []
-    for block in blocks:
-        frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', block, re.MULTILINE)
-        if any(_is_launcher(file) for file, *_ in frames) and not any(name == "serve_rank" for *_, name in frames):
-            continue
-        if any(file.endswith(_IDLE[name]) for file, _, name in frames if name in _IDLE):
+    shown, threads = [], threads_in(text)
+    for number, (block, frames) in enumerate(threads, 1):
+        if number < len(threads) and all(owner_of(frame.file) not in ("user", "package") for frame in frames):
             continue
         lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
-        for file, number, name in reversed(frames):
-            if _is_launcher(file) or _is_backend(file) or file.endswith(_LISTENERS) or file == "<string>":
-                continue
-            lines.append(f'  File "{file}", line {number}, in {name}')
-            source = linecache.getline(file, int(number)).strip()
-            lines += [f"    {source}"] if source else []
+        for file, line, name in reversed(frames):
+            if not is_machinery(file):
+                source = linecache.getline(file, line).strip()
+                lines += [f'  File "{file}", line {line}, in {name}', *([f"    {source}"] if source else [])]
         if lines:
             shown.append("\n".join(lines))
     return "\n\n".join(shown)
-
-
-def _is_backend(file: str) -> bool:
-    return "distlab/shared_memory/" in file
-
-
-def _is_launcher(file: str) -> bool:
-    return file.endswith(("distlab/comm/launch/worker.py", "distlab/comm/launch/forkserver.py"))

@@ -25,13 +25,6 @@ PRELOAD = (OPTIMIZERS, "cloudpickle", "distlab.comm.launch.worker")
 PREPARE = ("distlab.comm.launch.worker:before_forks",)
 
 
-def take_standard_files() -> None:
-    """Open nothing at all as input, output and errors where these are closed: else sockets would get their numbers."""
-    while (file := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(file, True)
-    os.close(file)
-
-
 class ForkServer:
     """A fork server that belongs to this process and ends with it."""
 
@@ -40,7 +33,8 @@ class ForkServer:
             if importlib.util.find_spec(name) is None:
                 raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
         self._lock = threading.Lock()
-        take_standard_files()
+        if None in (sys.__stdin__, sys.__stdout__, sys.__stderr__):  # sockets may have got their numbers
+            raise RuntimeError("standard input, output or errors are closed; start this program with them on /dev/null")
         self._control, theirs = socket.socketpair()
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "

@@ -27,7 +27,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distlab.comm.launch.processes import (
@@ -162,35 +162,12 @@ class Server:
 
     def become_rank(self, output_fd: int, status_fd: int) -> None:
         """In the child: drop what is the server's, take a session of its own, and write to the launcher's pipe."""
-        os.setsid()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         close_all((self.alive_w, status_fd, *(child.status_fd for child in self.ranks.values())))
-        for end in (self.control, self.wake, self.waker):
-            end.close()
-        for fd in (1, 2):
-            os.dup2(output_fd, fd)
-        os.close(output_fd)
-        sys.stdout, sys.stderr = (
-            open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            for fd in (1, 2)
-        )
+        become_child((self.control, self.wake, self.waker), {1: output_fd, 2: output_fd})
 
     def reap(self) -> None:
         """Report every rank that ended, and kill what it left in its process group."""
-        while True:
-            try:
-                if hasattr(os, "waitid"):  # look first: the group's number stays reserved until the rank is reaped
-                    info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                    if info is not None and info.si_pid in self.ranks:
-                        kill_group(info.si_pid)
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
+        for pid, status in ended_children(self.ranks):
             child = self.ranks.pop(pid, None)
             if child is not None:
                 child.report(pid, status)
@@ -262,6 +239,38 @@ def become_parent(preload: Sequence[str]) -> tuple[socket.socket, socket.socket]
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
     return wake, waker
+
+
+def ended_children(ranks: Container[int]) -> Iterator[tuple[int, int]]:
+    """Yield number and wait status of each child that has ended, and kill what a rank left in its process group."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if hasattr(os, "waitid"):  # look first: the group's number stays reserved until the rank is reaped
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if info is not None and info.si_pid in ranks:
+                    kill_group(info.si_pid)
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, status
+
+
+def become_child(ends: Iterable[socket.socket], files: Mapping[int, int]) -> None:
+    """In a new child: drop what is the server's, take a session of its own, and take over files by number."""
+    os.setsid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for end in ends:
+        end.close()
+    for number, fd in files.items():
+        os.dup2(fd, number)
+    close_all([*set(files.values())])
+    sys.stdout, sys.stderr = (
+        open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        for fd in (1, 2)
+    )
 
 
 def serve(control_fd: int, launcher_pid: int, preload: Sequence[str], serve_rank: tuple[str, str]) -> None:

@@ -16,7 +16,7 @@ from distlab.comm.launch.messages import pack_call
 from distlab.comm.launch.pool import Pool
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
-from distlab.comm.watch.standing import describe, is_settled
+from distlab.comm.watch.waits import describe, is_settled
 from distlab.comm.watch.watchdog import Watchdog
 from distlab.nodes import Nodes
 

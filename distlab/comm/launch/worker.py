@@ -76,8 +76,8 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
             break
         reply = rank.do(pickle.loads(message))
         flush_output()
-        if os.getpid() != own:
-            return end_copy(settings.rank, reply)
+        if os.getpid() != own:  # a copy that the job made (os.fork) must not answer in the rank's place
+            return int(reply.failure is not None)
         try:
             connection.send_bytes(reply.to_bytes())
         except OSError:  # had the launcher gone, the lifeline would have ended this process
@@ -85,17 +85,6 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
     rank.leave()
     flush_output()
     return 0
-
-
-def end_copy(rank: int, reply: Reply) -> int:
-    """Say why a copy of this rank that the job made (os.fork) ends here, and return its exit status.
-
-    Having come out of the job, it would answer in the rank's place, and take its next job away.
-    """
-    if reply.failure is not None:
-        print(reply.failure.traceback, file=sys.stderr)
-    print(f"a copy of rank {rank}, made by os.fork, ends here: let it leave by os._exit(0)", file=sys.stderr)
-    return int(reply.failure is not None)
 
 
 def watch_lifelines(*fds: int) -> None:
@@ -126,10 +115,6 @@ def prepare_process(settings: Settings) -> None:
     sys.argv = ["distlab-rank"]
     with contextlib.suppress(OSError):
         os.chdir(settings.directory)
-    for name in ("stdout", "__stdoutp"):  # C's stdout too: a line at a time, or printf would appear at the end
-        with contextlib.suppress(Exception):
-            libc = ctypes.CDLL(None)
-            libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 1, 0)
     keep_freed_memory()
     stack_file = stack_path(settings.folder, settings.rank).open("w")
     faulthandler.enable(stack_file, all_threads=False)

@@ -12,18 +12,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_DISTLAB = str(Path(__file__).resolve().parents[2]) + os.sep
-_LEARNER, _OURS, _LIBRARY = 0, 1, 2
+from distlab.comm.frames import owner_of
+
 _LOOKING = threading.Lock()
 
 
@@ -33,19 +29,7 @@ Site = tuple[str, int, str, int]
 
 
 class SiteFinder:
-    """Find call sites; remembers for each file whose it is."""
-
-    def __init__(self) -> None:
-        self._owner: dict[str, int] = {}
-
-    def _judge(self, file: str) -> int:
-        packages = "site-packages" in file or "dist-packages" in file
-        if file.startswith((_TORCH, "<frozen")) or (file.startswith(_STANDARD) and not packages):
-            owner = _LIBRARY
-        else:
-            owner = _OURS if file.startswith(_DISTLAB) else _LEARNER
-        self._owner[file] = owner
-        return owner
+    """Find call sites."""
 
     def find(self, frame: FrameType | None) -> Site:
         """Return the site of a call that was made from this frame.
@@ -53,16 +37,14 @@ class SiteFinder:
         A C++ thread of autograd has no frame of the learner's; then the main thread's place is the answer, which is
         the line that called backward().
         """
-        via_file, via_line, owners, seen_main = "", 0, self._owner, False
+        via_file, via_line, seen_main = "", 0, False
         while True:
             while frame is not None:
                 file = frame.f_code.co_filename
-                owner = owners.get(file)
-                if owner is None:
-                    owner = self._judge(file)
-                if owner == _LEARNER:
+                owner = owner_of(file)
+                if owner in ("user", "package") or file == "<string>":  # as of python -c
                     return file, frame.f_lineno, via_file, via_line
-                if owner == _OURS and not via_file:
+                if owner == "distlab" and not via_file:
                     via_file, via_line = file, frame.f_lineno
                 frame = frame.f_back
             main = threading.main_thread().ident
@@ -96,7 +78,7 @@ def is_internal(frame: FrameType | None) -> bool:
     public = (os.path.join("distributed", "distributed_c10d.py"), os.path.join("distributed", "c10d_logger.py"))
     while frame is not None and frame.f_code.co_filename.endswith(public):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return frame is not None and owner_of(frame.f_code.co_filename) == "torch"
 
 
 def blocks_rank() -> bool:

@@ -22,6 +22,7 @@ from distlab.comm.record.alike.swapped import Exchanges
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Known
 from distlab.comm.record.header import Header
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+from distlab.shared_memory.mismatch import not_the_same
 
 _ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
@@ -205,19 +206,16 @@ class Ledger:
 
 def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
     """Say which calls meet and do not agree, with every rank's operation, shape and line."""
-    members = group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]])
-    lines = [f"  rank {r}: {call_of(r, row, ledger.names[r])}" for r, row in zip(ranks.tolist(), rows, strict=True)]
+    calls: dict[int, object] = {
+        r: call_of(r, row, ledger.names[r]) for r, row in zip(ranks.tolist(), rows, strict=True)
+    }
     if is_pair(rows[0]):
         head = "a send and the receive that takes it do not fit:"
         rule = "give both the same number of elements and the same dtype"
-    else:
-        absent = [rank for rank in members if rank not in ranks and rank not in ledger.unseen]
-        lines += [f"  rank {rank} has not called it yet" for rank in absent]
-        head = f"the ranks of group {list(members)} do not make the same call, at their call #{rows[0]['seq']}:"
-        rule = (
-            "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
-        )
-    return "\n".join([head, *lines, rule])
+        return "\n".join([head, *(f"  rank {r}: {call}" for r, call in calls.items()), rule])
+    members = group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]])
+    calls |= {rank: None for rank in members if rank not in calls and rank not in ledger.unseen}
+    return not_the_same(members, calls, int(rows[0]["seq"]))
 
 
 def ledger_of(records: Records) -> Ledger:
@@ -230,9 +228,9 @@ def ledger_of(records: Records) -> Ledger:
     return ledger
 
 
-def absences(absent: Collection[int], finished: Collection[int]) -> list[str]:
+def absences(absent: Collection[int], finished: Collection[int], lacks: str = "it") -> list[str]:
     """Say of each rank that it has not made a call, or never will."""
-    return [f"rank {r} {'has returned without it' if r in finished else 'has not called it'}" for r in absent]
+    return [f"rank {r} {'has returned without it' if r in finished else f'has not called {lacks}'}" for r in absent]
 
 
 def groups_of(header: Header, names: Sequence[str]) -> list[str]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distlab.comm.launch.fork_client import PRELOAD
-from distlab.comm.launch.forkserver import become_parent, receive_request
-from distlab.comm.launch.processes import PR_SET_PDEATHSIG, children, kill_group, prctl
+from distlab.comm.launch.forkserver import become_child, become_parent, ended_children, receive_request
+from distlab.comm.launch.processes import children, kill_group
 
 ENDED = struct.Struct("q")  # a rank's wait status
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,48 +75,27 @@ class Server:
         if pid == 0:
             code = 1
             try:
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                ends = (self.listener, self.wake, control, *self.asked_by.values())
+                become_child(ends, dict(enumerate(fds)))
                 if os.getppid() == server:
-                    self.let_go(control)
-                    code = run_script(request, fds)
+                    code = run_script(request)
             finally:
                 os._exit(code)
         for fd in fds:
             os.close(fd)
         self.asked_by[pid] = control
 
-    def let_go(self, control: socket.socket) -> None:
-        """In the child: drop what is the server's."""
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for end in (self.listener, self.wake, control, *self.asked_by.values()):
-            end.close()
-
     def reap(self) -> None:
-        """Tell who asked how each rank ended, and kill what the rank left in its process group."""
-        with contextlib.suppress(ChildProcessError):
-            while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                control = self.asked_by.pop(info.si_pid, None)
-                if control is not None:  # its number is not given away before it is collected
-                    kill_group(info.si_pid)
-                _, status = os.waitpid(info.si_pid, 0)
-                if control is not None:
-                    with contextlib.suppress(OSError):
-                        control.send(ENDED.pack(status))
-                    control.close()
+        """Tell who asked how each rank ended."""
+        for pid, status in ended_children(self.asked_by):
+            if (control := self.asked_by.pop(pid, None)) is not None:
+                with contextlib.suppress(OSError):
+                    control.send(ENDED.pack(status))
+                control.close()
 
 
-def run_script(request: dict[str, Any], fds: list[int]) -> int:
+def run_script(request: dict[str, Any]) -> int:
     """Become the rank: take over what torchrun gave the process that asked, and run its script to the end."""
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
-    sys.stdout, sys.stderr = (
-        open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        for fd in (1, 2)
-    )
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["arguments"]

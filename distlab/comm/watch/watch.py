@@ -18,12 +18,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from distlab.comm.frames import is_machinery
 from distlab.comm.launch.failures import PEER_NOISE, RankError, who_left
 from distlab.comm.launch.torchrun import record_failure
 from distlab.comm.record.call_site import main_frame
@@ -36,7 +37,6 @@ LOOK_S = 0.25
 LOOKERS = 16  # of more ranks each looks less often, so that all together do no more than so many
 TELL_S = 1.0  # for the other ranks to say where they stand
 GRACE_S = 0.5  # for the other ranks' calls to be made, when this one has failed
-_OWN = ("distlab/comm/record/intercept.py", "distlab/comm/record/shared.py", "distlab/shared_memory/", "<frozen runpy>")
 
 
 class Watch:
@@ -186,10 +186,10 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
-def stack_of(thread: int, own: Sequence[str] = _OWN) -> str:
-    """Return where a thread is, without frames of files whose paths hold one of `own`."""
+def stack_of(thread: int) -> str:
+    """Return where a thread is, without the frames that only carry calls."""
     frames = traceback.extract_stack(main_frame(thread))
-    shown = [frame for frame in frames if not any(part in frame.filename for part in own)]
+    shown = [frame for frame in frames if not is_machinery(frame.filename)]
     return "".join(traceback.format_list(shown or frames))
 
 

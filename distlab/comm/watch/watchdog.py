@@ -1,83 +1,28 @@
 """Say from outside who waits for whom: hangs, calls that do not fit, and deadlocks, while the ranks stand still.
 
-The launcher reads the ranks' record files, so it works when they cannot answer. A slow job must never be ended. It is a
-deadlock only if three things hold. Each rank has returned or is blocked in wait(). No call that a rank waits for can be
-completed by what others have called. Nothing has moved for two seconds.
+The launcher reads the ranks' record files, so it works when they cannot answer. A slow job must never be ended: it is a
+deadlock only if no rank can go on (`waits.find_deadlock`), and nothing has moved for two seconds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import FAILED, ISSUED, OPS, RECV, SEND, WAITING
+from distlab.comm.record.file import FAILED, WAITING
 from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.header import Header
 from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
 from distlab.comm.record.read import call_of
-from distlab.comm.watch.standing import NEED_ALL, Standing, waits_for
+from distlab.comm.watch.waits import Standing, find_deadlock, waits_for
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
-_ALL_MAKE = "every rank must call new_group, also a rank outside the group"
-
-
-def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
-    """Return why no rank can ever move again, or None while one may; `finished`: ranks whose function has returned."""
-    lines, now = [], time.monotonic_ns()
-    for rank, standing in sorted(standings.items()):
-        if rank in finished:
-            continue
-        if number := standing.header.making:
-            absent = [r for r, other in sorted(standings.items()) if other.header.groups_begun < number]
-            if not absent:
-                return None
-            why = ", ".join(absences(absent, finished))
-            lines.append(f"  rank {rank} waits in dist.new_group #{number} {standing.group}: {why}; {_ALL_MAKE}")
-            continue
-        row = standing.blocked_in
-        if row is None:
-            row = _never_met(rank, standing, ledger, finished, now)
-        if row is None or standing.header.aside or _may_be_served(rank, row, standings):
-            return None
-        absent = waits_for(rank, row, standing.names, ledger)
-        if not absent:
-            return None
-        call, since = call_of(rank, row, standing.names), (now - int(row["wait"] or row["start"])) / 1e9
-        reasons = absences(absent, finished)
-        if row["op"] in (SEND, RECV):
-            other = "recv" if row["op"] == SEND else "send"
-            reasons = [reason.replace("called it", f"called the {other}") for reason in reasons]
-        lines.append(f"  rank {rank} waits in {call} for {since:.1f} s: {', '.join(reasons)}")
-    if not lines:
-        return None
-    done = f"; finished: ranks {sorted(finished)}" if finished else ""
-    return "\n".join([f"deadlock: every rank that has not finished waits, and none can go on{done}", *lines])
-
-
-def _may_be_served(rank: int, row: Any, standings: Mapping[int, Standing]) -> bool:
-    """Tell whether a receive from anyone has a message under way."""
-    if row["op"] != RECV or row["peer"] >= 0:
-        return False
-    sends = [s.unfinished[s.unfinished["op"] == SEND] for other, s in standings.items() if other != rank]
-    return any((rows["peer"] == rank).any() for rows in sends)
-
-
-def _never_met(rank: int, standing: Standing, ledger: Ledger, finished: Collection[int], now: int) -> Any:
-    """Return a collective, called five seconds ago or more, that a finished rank never made.
-
-    C++ code (DDP's reducer) waits where no wait() can be seen; such a call can never end, so whoever needs it is stuck.
-    """
-    rows = standing.unfinished[(standing.unfinished["state"] == ISSUED) & (now - standing.unfinished["start"] > 5e9)]
-    for row in rows:
-        if OPS[row["op"]] in NEED_ALL and set(waits_for(rank, row, standing.names, ledger)) & set(finished):
-            return row
-    return None
 
 
 class _Follower:

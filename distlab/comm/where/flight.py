@@ -12,7 +12,6 @@ import http.client
 import io
 import json
 import os
-import pickle
 import re
 import socket
 import time
@@ -22,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from distlab.comm.frames import is_machinery, owner_of
 from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
 from distlab.comm.record.header import Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
+from distlab.comm.unpickle import restricted_load
 from distlab.comm.where.find import RankProcess
 
 MAX_BYTES = 1 << 28
@@ -42,20 +43,6 @@ _PLACES = {"pg_config": dict, "entries": list}
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PAIR = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 
-_PASSED_ON = re.compile("/torch/|distlab/comm/record/")  # frames above the line that made a call
-
-
-class _PlainOnly(pickle.Unpickler):
-    """An unpickler that looks up no name at all: numbers, text and containers need none."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse.
-
-        Raises:
-            pickle.UnpicklingError: always; nothing was imported.
-        """
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a dump holds plain values alone")
-
 
 def read_dump(data: bytes, what: str) -> dict[str, Any]:
     """Read a dump.
@@ -63,12 +50,14 @@ def read_dump(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         ValueError: it is not a dump of the flight recorder; the text names `what` and says why.
     """
+    name = f"{what} is not a dump of torch's flight recorder: it"
     try:
-        read = json.loads(data) if data.lstrip()[:1] == b"{" else _PlainOnly(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise ValueError(f"{what} is not a dump of torch's flight recorder: {type(error).__name__}: {error}") from None
+        is_json = data.lstrip()[:1] == b"{"
+        read = json.loads(data) if is_json else restricted_load(io.BytesIO(data), {}, name)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name} is damaged ({type(error).__name__}: {error})") from None
     if not isinstance(read, dict) or not all(isinstance(read.get(k), of) for k, of in _PLACES.items()):
-        raise ValueError(f"{what} is not a dump of torch's flight recorder: it lacks pg_config or entries")
+        raise ValueError(f"{name} lacks pg_config or entries")
     return read
 
 
@@ -203,6 +192,10 @@ def _row(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str
     return row
 
 
+def _is_passed_on(file: str) -> bool:
+    return owner_of(file) == "torch" or is_machinery(file)
+
+
 def _fields(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> dict[str, int]:
     name = str(entry["profiling_name"]).partition(":")[2]
     pair = _PAIR.match(name)
@@ -215,7 +208,7 @@ def _fields(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[
     shapes = [
         (shape, str(dtype).lower()) for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     ]
-    place = next((f for f in entry.get("frames", ()) if not _PASSED_ON.search(str(f["filename"]))), None)
+    place = next((f for f in entry.get("frames", ()) if not _is_passed_on(str(f["filename"]))), None)
     is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
     created = int(entry["time_created_ns"]) - (time.time_ns() - time.monotonic_ns())
     peer = members[int(pair[3])] if pair else -1

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
+from distlab.comm.agree import ranks_in_words
+from distlab.comm.frames import Frame, owner_of
 from distlab.comm.record.file import OPS
 from distlab.comm.record.file_reader import RecordReader
-from distlab.comm.record.matching import Ledger, ledger_of
-from distlab.comm.record.read import (
-    RankRecord,
-    Records,
-    call_of,
-    group_ranks,
-    is_pair,
-    read_record,
-    read_records,
-    short,
-)
-from distlab.comm.watch.standing import Standing, describe, standings_of, waits_for
+from distlab.comm.record.matching import explain, ledger_of
+from distlab.comm.record.read import RankRecord, Records, read_record, read_records, short
+from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
 from distlab.comm.where.find import Job
 from distlab.comm.where.flight import ask
-from distlab.comm.where.stacks import Frame, Stack, is_torch, stacks_of
+from distlab.comm.where.stacks import Stack, stacks_of
 
 _PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
@@ -53,19 +46,12 @@ class Place(NamedTuple):
         return f"it is at {short(self.site)} in {self.function}" + (f", in {self.call}" if self.call else "")
 
 
-class Wait(NamedTuple):
-    """A rank that waits: in which call, and for which ranks."""
-
-    words: str
-    absent: Sequence[int]
-
-
 def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
     """Yield lines about a job: each rank, the stacks, one sentence. Nothing is disturbed; it takes a second or two."""
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
     records, is_exact = records_of(job)
-    waits = waits_of(records, places, is_exact=is_exact)
+    waits = {**by_stacks(places), **by_records(records, places, is_exact=is_exact)}
     size = len(job.ranks)
     yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {_source(records, is_exact=is_exact)}"
     words = describe(records, job.world_size) if len(records) else []
@@ -82,12 +68,12 @@ def report_dumps(records: Records) -> Iterator[str]:
     """Yield lines about dumps of the flight recorder alone."""
     size = max(records.ranks, default=-1) + 1
     yield from describe(records, size)
-    found = mismatch(ledger_of(records))
+    found = mismatch(records)
     lost = [rank for rank in range(size) if rank not in records.by_rank]
-    waits = waits_of(records, {}, is_exact=False)
+    waits = by_records(records, {}, is_exact=False)
     yield f"=> {found or _chain(waits, {}) or 'no calls that differ, and none that waits for a rank'}"
     if lost:
-        yield f"there is no dump of {_names(lost)}"
+        yield f"there is no dump of {ranks_in_words(lost)}"
 
 
 def records_of(job: Job) -> tuple[Records, bool]:
@@ -116,18 +102,20 @@ def _source(records: Records, *, is_exact: bool) -> str:
 def place_of(stack: Stack) -> Place:
     """Find in a stack the program's own line and the call that it is in."""
     call, peer = "", -1
-    for frame in stack.frames:
-        if frame.is_learners:
-            return Place(f"{frame.file}:{frame.line}", frame.function, call, peer)
-        name = frame.function
-        if "/torch/distributed/" in frame.file and _is_call(name):
-            call, peer = name, _peer(frame)
-        elif frame.file.endswith("distlab/comm/record/intercept.py") and name == "wait":
+    for (file, line, name), values in stack.calls:
+        owner = owner_of(file)
+        if owner in ("user", "package"):
+            return Place(f"{file}:{line}", name, call, peer)
+        if "/torch/distributed/" in file and _is_call(name):
+            value = values.get(_PAIRS.get(name, ""), "")
+            call, peer = name, int(value) if value.isdigit() else -1
+        elif file.endswith("distlab/comm/record/intercept.py") and name == "wait":
             call = call or "wait"
-        elif is_torch(frame.file) and name == _BACKWARD:
+        elif owner == "torch" and name == _BACKWARD:
             call = call or "backward"
-    if stack.frames and not any(frame.function in _IDLE for frame in stack.frames):
-        last = next((frame for frame in stack.frames if not is_torch(frame.file)), stack.frames[0])
+    frames = [frame for frame, _ in stack.calls]
+    if frames and not any(frame.function in _IDLE for frame in frames):
+        last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
         return Place(f"{last.file}:{last.line}", last.function, call, peer)
     return Place("", "", "", -1, stack.why)
 
@@ -136,36 +124,21 @@ def _is_call(name: str) -> bool:
     return name in _PAIRS or name in _WITH_ALL or (name.startswith(OPS[1:-2]) and not name.startswith("_"))
 
 
-def _peer(frame: Frame) -> int:
-    value = frame.values.get(_PAIRS.get(frame.function, ""), "")
-    return int(value) if value.isdigit() else -1
-
-
-def waits_of(records: Records, places: Mapping[int, Place], *, is_exact: bool) -> dict[int, Wait]:
-    """Return which ranks wait, and for whom: from their calls, and from their stacks where those are not recorded."""
-    standings, ledger = standings_of(records), ledger_of(records)
-    waits = {}
-    for rank, standing in standings.items():
-        place = places.get(rank)
-        is_waiting = is_exact or place is None or bool(place.call)
-        if number := standing.header.making:
-            absent = [other for other, one in standings.items() if one.header.groups_begun < number]
-            waits[rank] = Wait(f"dist.new_group #{number} {standing.group}", absent)
-        elif is_waiting and (row := _row(standing, is_exact=is_exact)) is not None:
-            words = str(call_of(rank, row, standing.names))
-            waits[rank] = Wait(words, waits_for(rank, row, standing.names, ledger))
-    for rank, place in places.items():
-        if rank not in standings and place.call not in ("", "wait", "backward"):
-            waits[rank] = Wait(f"{place.call} at {short(place.site)}", _absent(rank, place, places))
-    return waits
-
-
-def _row(standing: Standing, *, is_exact: bool) -> Any:
-    """Return the call that a rank waits in."""
+def by_records(records: Records, places: Mapping[int, Place], *, is_exact: bool) -> dict[int, Wait]:
+    """Return which ranks wait, by their calls; the flight recorder does not tell which calls block, a stack does."""
+    found = waits_of(standings_of(records), ledger_of(records))
     if is_exact:
-        return standing.blocked_in
-    rows = standing.unfinished[~is_pair(standing.unfinished)]
-    return rows[-1] if len(rows) else None
+        return {rank: wait for rank, wait in found.items() if wait.is_blocked}
+    return {rank: wait for rank, wait in found.items() if rank not in places or places[rank].call}
+
+
+def by_stacks(places: Mapping[int, Place]) -> dict[int, Wait]:
+    """Return which ranks wait, by their stacks, where calls are not recorded."""
+    return {
+        rank: Wait(f"{place.call} at {short(place.site)}", _absent(rank, place, places), 0.0, "it", True, place.call)
+        for rank, place in places.items()
+        if place.call not in ("", "wait", "backward")
+    }
 
 
 def _absent(rank: int, place: Place, places: Mapping[int, Place]) -> list[int]:
@@ -180,22 +153,11 @@ def _absent(rank: int, place: Place, places: Mapping[int, Place]) -> list[int]:
     return [other for other, one in places.items() if other != rank and one.call != place.call]
 
 
-def mismatch(ledger: Ledger) -> str:
+def mismatch(records: Records) -> str:
     """Return which calls meet and do not fit, or are alike and in another order; "" where all fit."""
+    ledger = ledger_of(records)
     found = ledger.disagreement()
-    if found is None:
-        return ledger.misfit(is_over=True)
-    rows, ranks = found
-    calls: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        calls.setdefault(int(row["fp"]), []).append(index)
-    said = []
-    for same in calls.values():
-        rank = int(ranks[same[0]])
-        names = ledger.names[rank]
-        said.append(f"{_names([int(ranks[i]) for i in same])}: {call_of(rank, rows[same[0]], names)}")
-    members = list(group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]]))
-    return f"the ranks of group {members} do not make the same call: {'; '.join(said)}"
+    return ledger.misfit(is_over=True) if found is None else explain(ledger, *found)
 
 
 def sentence(job: Job, records: Records, places: Mapping[int, Place], waits: Mapping[int, Wait]) -> str:
@@ -203,16 +165,16 @@ def sentence(job: Job, records: Records, places: Mapping[int, Place], waits: Map
     here = {process.rank: process for process in job.ranks}
     all_here = here[min(here)].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size)
     lost = [rank for rank in range(job.world_size) if rank not in here]
-    if (found := mismatch(ledger_of(records))) != "":
+    if (found := mismatch(records)) != "":
         return found
     if lost and all_here:
-        return f"{_names(lost)} of {job.world_size} have no process: ended, or not begun; {_who_waits(waits)}"
+        return f"{ranks_in_words(lost)} of {job.world_size} have no process: ended, or not begun; {_who_waits(waits)}"
     stopped = [rank for rank, process in here.items() if process.state in "Tt"]
     if stopped:
-        return f"{_names(stopped)} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}".replace(
+        return f"{ranks_in_words(stopped)} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}".replace(
             " stopped", f" {'is' if len(stopped) == 1 else 'are'} stopped", 1
         )
-    elsewhere = f"; {_names(lost)} run on other machines and are not seen from here" if lost else ""
+    elsewhere = f"; {ranks_in_words(lost)} run on other machines and are not seen from here" if lost else ""
     return (_chain(waits, places) or "nothing is wrong: no rank waits for one that does not come") + elsewhere
 
 
@@ -220,7 +182,7 @@ def _who_waits(waits: Mapping[int, Wait]) -> str:
     if not waits:
         return "no rank waits in a call"
     rank = min(waits)
-    return f"{_names(sorted(waits))} wait{'s' if len(waits) == 1 else ''}, rank {rank} in {waits[rank].words}"
+    return f"{ranks_in_words(sorted(waits))} wait{'s' if len(waits) == 1 else ''}, rank {rank} in {waits[rank].call}"
 
 
 def _chain(waits: Mapping[int, Wait], places: Mapping[int, Place]) -> str:
@@ -231,33 +193,27 @@ def _chain(waits: Mapping[int, Wait], places: Mapping[int, Place]) -> str:
             following = here.absent[0]
             if following in line:
                 circle = line[line.index(following) :]
-                steps = [
-                    f"rank {rank} waits for rank {waits[rank].absent[0]} in {waits[rank].words}" for rank in circle
-                ]
+                steps = [f"rank {rank} waits for rank {waits[rank].absent[0]} in {waits[rank].call}" for rank in circle]
                 return f"deadlock: {', and '.join(steps)}"
             line.append(following)
         if len(line) > 1 and line[-1] not in waits:
-            last, first = line[-1], waits[line[-2]].words
+            last, first = line[-1], waits[line[-2]].call
             waiting = sorted(rank for rank, wait in waits.items() if wait.absent)
-            who = f"{_names(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {last} in {first}"
+            who = f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {last} in {first}"
             return f"{who}; rank {last} has not called it" + (f": {places[last]}" if last in places else "")
     return ""
 
 
-def _names(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
 def _stack_lines(stacks: Mapping[int, Stack]) -> Iterator[str]:
     """Yield each different stack once, innermost call last, with its ranks."""
-    same: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
+    same: dict[tuple[Frame, ...], list[int]] = {}
     for rank, stack in stacks.items():
-        shown = [f for f in stack.frames if f.is_learners or is_torch(f.file)] or list(stack.frames)
+        frames = tuple(frame for frame, _ in stack.calls)
+        shown = tuple(f for f in frames if owner_of(f.file) in ("user", "package", "torch")) or frames
         if shown:
-            same.setdefault(tuple((f.file, f.line, f.function) for f in shown), []).append(rank)
+            same.setdefault(shown, []).append(rank)
     for frames, ranks in same.items():
-        yield f"\n--- {_names(ranks)} stand{'s' if len(ranks) == 1 else ''} here (innermost call last) ---"
+        yield f"\n--- {ranks_in_words(ranks)} stand{'s' if len(ranks) == 1 else ''} here (innermost call last) ---"
         for file, line, function in reversed(frames):
             yield f'  File "{file}", line {line}, in {function}'
             source = linecache.getline(file, line).strip()

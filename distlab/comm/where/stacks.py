@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,42 +19,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distlab.comm.frames import Frame, threads_in
 from distlab.comm.where.answer import signal_number
 from distlab.comm.where.find import RankProcess, answers
 
 WAIT_S = 1.0
 _TRIES = 5  # a process that runs changes its frames while they are read
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_TORCH = re.compile(r"/torch/(?!.*/site-packages/)")
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
-_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<frozen|^<string>$")
 
 
-class Frame(NamedTuple):
-    """A function under way: its file, its line, and the plain values that it was called with."""
+class Call(NamedTuple):
+    """A function under way: its frame, and the plain values that it was called with, where py-spy has read them."""
 
-    function: str
-    file: str
-    line: int
+    frame: Frame
     values: Mapping[str, str]
-
-    @property
-    def is_learners(self) -> bool:
-        """Whether the code is the program's own, not torch's, distlab's or Python's."""
-        is_ours = self.file.startswith(_OURS) or "/distlab/comm/" in self.file  # also of another copy of distlab
-        return not (is_torch(self.file) or is_ours or _LIBRARY.search(self.file))
 
 
 class Stack(NamedTuple):
-    """Where a process stands: the frames of its main thread, innermost first; or, in words, why they are not known."""
+    """Where a process stands: the calls of its main thread, innermost first; or, in words, why they are not known."""
 
-    frames: tuple[Frame, ...]
+    calls: tuple[Call, ...]
     why: str = ""
-
-
-def is_torch(file: str) -> bool:
-    """Tell whether a file is part of torch."""
-    return _TORCH.search(file) is not None
 
 
 def stacks_of(processes: Sequence[RankProcess]) -> dict[int, Stack]:
@@ -69,8 +52,8 @@ def _stack_of(process: RankProcess) -> Stack:
     if process.state in "Tt":
         return Stack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
     spy = find_py_spy()
-    stack = Stack((), "py-spy is not installed: pip install 'distlab[where]'") if spy is None else _spied(spy, process)
-    return stack if stack.frames or not answers(process) else _asked(process)
+    stack = Stack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
+    return stack if stack.calls or not answers(process) else _asked(process)
 
 
 def find_py_spy() -> str | None:
@@ -91,18 +74,17 @@ def _spied(spy: str, process: RankProcess) -> Stack:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
                 chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
-                frames = tuple(_frame(frame) for frame in chosen["frames"])
-                if frames:
-                    return Stack(frames)
+                if chosen["frames"]:
+                    return Stack(tuple(map(_call, chosen["frames"])))
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = " ".join(line.strip() for line in lines[:2])
         time.sleep(0.02)
     return Stack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
 
 
-def _frame(read: Mapping[str, Any]) -> Frame:
+def _call(read: Mapping[str, Any]) -> Call:
     values = {one["name"]: str(one["repr"]) for one in read.get("locals") or () if one.get("arg")}
-    return Frame(str(read["name"]).rpartition(".")[2], str(read["filename"]), int(read["line"]), values)
+    return Call(Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2]), values)
 
 
 def _asked(process: RankProcess) -> Stack:
@@ -119,9 +101,8 @@ def _asked(process: RankProcess) -> Stack:
                 text = file.read().decode(errors="replace")
     except OSError:
         return Stack((), "it has just ended")
-    blocks = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", text.strip())
-    frames = [Frame(name, file, int(line), {}) for file, line, name in _FRAME.findall(blocks[-1])]  # main comes last
-    return Stack(tuple(frames), "" if frames else "it does not answer: it starts, ends, or gets no time to run")
+    calls = tuple(Call(frame, {}) for frame in threads_in(text)[-1][1])
+    return Stack(calls, "" if calls else "it does not answer: it starts, ends, or gets no time to run")
 
 
 def _send(process: RankProcess) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sysconfig
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import distlab
 from distlab.comm import RankError, RankTimeout
+from distlab.comm.frames import owner_of
 from distlab.comm.launch.failures import Failure, well_formed
 from distlab.comm.record.read import short
 from distlab.grading.diagnosis.plain_errors import in_words
@@ -18,7 +18,6 @@ from distlab.grading.exercise import Exercise, Fault
 from distlab.grading.variation.draw import IN_CALL
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
-_STANDARD = os.path.dirname(sysconfig.get_path("stdlib")) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(distlab.__file__)) + os.sep
 _LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") + os.sep
 _CELL_FILE = re.compile(
@@ -69,8 +68,7 @@ def place_in(traceback: str, fn: Callable[..., Any]) -> Place | None:
 
 
 def _is_library(file: str) -> bool:
-    packages = "site-packages" in file or "dist-packages" in file
-    return packages or file.startswith((_STANDARD, _PACKAGE, "<frozen")) or file == "<string>"
+    return owner_of(file) != "user"
 
 
 def _is_check(file: str) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,21 +11,21 @@ from distlab.comm.agree import group_device
 from distlab.measure.machine.facts import num_cores
 from distlab.measure.machine.ranks import mean_over_ranks
 
-STAT = Path("/proc/stat")
 MAX_TAKEN_CORES = 0.2  # from more on, times say little
 
 
-def busy_s(stat: Path = STAT) -> float | None:
+def busy_s() -> float | None:
     """Return the seconds that all processes have computed on this process's cores since the start of the machine.
 
-    Time that another virtual machine took ("steal") counts too. None where the system does not tell (outside Linux).
+    Time that a different virtual machine took ("steal") counts too. None where psutil or the system does not tell.
     """
     try:
-        rows = [line.split() for line in stat.read_text().splitlines() if line.startswith("cpu")]
-        own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        ticks = sum(int(row[1]) + int(row[2]) + int(row[3]) + int(row[8]) for row in rows if row[0] in own)
-        return float(ticks) / float(os.sysconf("SC_CLK_TCK"))
-    except (OSError, AttributeError, IndexError, ValueError):
+        import psutil
+
+        cores = psutil.cpu_times(percpu=True)
+        own = [cores[core] for core in psutil.Process().cpu_affinity()]
+        return float(sum(core.user + core.nice + core.system + getattr(core, "steal", 0.0) for core in own))
+    except (ImportError, AttributeError, IndexError, OSError):
         return None
 
 

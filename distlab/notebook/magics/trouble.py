@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from distlab.comm.frames import owner_of
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -116,4 +118,4 @@ def _folded(line: str) -> str:
 
 
 def _is_foreign(file: str) -> bool:
-    return "/site-packages/" in file or bool(re.search(r"/lib/python3\.\d+/", file))
+    return owner_of(file) in ("torch", "package", "python")
