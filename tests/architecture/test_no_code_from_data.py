@@ -21,7 +21,6 @@ UNPICKLERS = {  # classes that let no name through but those they list
     "distlab/comm/plain.py",
     "distlab/comm/unpickle.py",
     "distlab/comm/where/flight.py",
-    "distlab/checkpoint/formats/dcp_metadata.py",
 }
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "joblib"}
 LOADERS = {"load", "loads", "Unpickler"}
