@@ -14,8 +14,7 @@ Read in this order:
 
 from distlab.checkpoint.asynchronous import AsyncSaves
 from distlab.checkpoint.find import Checkpoint, newest
-from distlab.checkpoint.formats.dcp_read import load_dcp, read_dcp
-from distlab.checkpoint.formats.dcp_write import write_dcp
+from distlab.checkpoint.formats.dcp import load_dcp, read_dcp, write_dcp
 from distlab.checkpoint.formats.safetensors import read_safetensors, write_safetensors
 from distlab.checkpoint.manifest import CheckpointError, UnknownVersionError
 from distlab.checkpoint.per_rank import PerRank

@@ -19,7 +19,6 @@ ALLOWED = {  # the calls of a file, and why
 }
 UNPICKLERS = {  # classes that let no name through but those they list
     "distlab/comm/unpickle.py",
-    "distlab/checkpoint/formats/dcp_metadata.py",
 }
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "joblib"}
 LOADERS = {"load", "loads", "Unpickler"}

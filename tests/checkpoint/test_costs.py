@@ -8,6 +8,7 @@ from dcp_models import OURS, gpt
 from test_files import model_of
 
 from distlab.checkpoint import AsyncSaves, load_dcp, read_dcp, write_dcp
+from distlab.checkpoint.formats.torchs import Reader
 from distlab.comm import recorded
 
 
@@ -58,10 +59,11 @@ def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks,
     results = ranks(3).run(measure)
     held = 3 * 8 * sum(parameter.numel() for parameter in gpt().parameters())  # float64: weights and two moments
     for name in OURS:
+        num_boxes = len(Reader(tmp_path / name).read_metadata().storage_data)
         for found in results:
             writing, reading = found[name]
-            assert {op for op, _ in writing + reading} == {"all_gather"}
-            assert max(num_bytes for _, num_bytes in writing) < held / 2, "names and places, of all boxes"
+            assert {op for op, _ in reading} == {"all_gather"}
+            assert max(num_bytes for _, num_bytes in writing) < 500 * num_boxes, "names and places, of all boxes"
             assert [op for op, _ in reading] == 2 * EXCHANGE
             assert max(num_bytes for _, num_bytes in reading) < 1_000
         tree = read_dcp(tmp_path / name)
@@ -69,15 +71,8 @@ def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks,
         tied = tree["model"]["output.weight"].nbytes
         assert sum(value.nbytes for value in [*tree["model"].values(), *moments]) - tied == held
         sizes = [os.path.getsize(tmp_path / name / f"__{rank}_0.distcp") for rank in range(3)]
-        num_boxes = sum(len(item.chunks) or 1 for item in items_of(tmp_path / name))
         assert held < sum(sizes) < held + 1_800 * num_boxes, "equal copies are written once"
         assert max(sizes) < 1.4 * sum(sizes) / 3
-
-
-def items_of(path):
-    from distlab.checkpoint.formats.dcp_metadata import read_metadata
-
-    return read_metadata(path / ".metadata")
 
 
 def test_a_rank_that_does_not_write_for_all_copies_its_own_alone(ranks, tmp_path):

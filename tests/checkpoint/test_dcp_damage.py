@@ -1,4 +1,4 @@
-"""Other people's checkpoints: damaged, forged, of another model. No code runs, and what is wrong is named."""
+"""Other people's checkpoints: damaged, forged, from a different model. No code runs, and what is wrong is named."""
 
 import io
 import math
@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
-from distlab.checkpoint.formats import dcp_metadata
-from distlab.checkpoint.formats.dcp_write import choose_writers
 from distlab.modules.named_parts import PARAMETER, SavedPart, Slab
 
 
@@ -63,34 +60,38 @@ def equal(one, other):
 
 
 def test_plain_modules_of_any_tensors_go_both_ways(tmp_path):
-    parts = run_of()
+    run = run_of()
+    parts = {name: run[name] for name in ("model", "schedule")}
     write_dcp(tmp_path / "ours", parts)
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    theirs = run_of(3)
-    model, optimizer = get_state_dict(theirs["model"], theirs["optimizer"])
-    state = {"model": model, "optimizer": optimizer}
+    theirs = {"model": run_of(3)["model"].state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there are no ranks
-        dcp.load(state, checkpoint_id=tmp_path / "ours", no_dist=True)
-        set_state_dict(theirs["model"], theirs["optimizer"], model_state_dict=model, optim_state_dict=optimizer)
-        dcp.save(state, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    assert equal(theirs["model"].state_dict(), parts["model"].state_dict())
-    assert equal(theirs["optimizer"].state_dict()["state"], parts["optimizer"].state_dict()["state"])
+        dcp.load(theirs, checkpoint_id=tmp_path / "ours", no_dist=True)
+        dcp.save(theirs, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    assert equal(theirs["model"], dict(parts["model"].state_dict()))
     again = run_of(4)
-    load_dcp(tmp_path / "torchs", {name: again[name] for name in ("model", "optimizer")})
+    load_dcp(tmp_path / "torchs", {"model": again["model"]})
     load_dcp(tmp_path / "ours", {"schedule": again["schedule"]})
-    for name, part in again.items():
-        assert equal(part.state_dict(), parts[name].state_dict()), name
+    for name, part in parts.items():
+        assert equal(again[name].state_dict(), part.state_dict()), name
+
+
+def test_plain_optimizers_are_left_to_torch(tmp_path):
+    parts = run_of()
+    with pytest.raises(ValueError, match="optimizer is a plain optimizer, whose state torch names itself: use torch's"):
+        write_dcp(tmp_path / "run", parts)
+    write_dcp(tmp_path / "run", {"model": parts["model"]})
+    with pytest.raises(ValueError, match="optimizer is a plain optimizer"):
+        load_dcp(tmp_path / "run", parts)
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_nothing_is_overwritten_and_other_models_are_refused(tmp_path):
-    parts = run_of()
+    parts = {"model": run_of()["model"]}
     write_dcp(tmp_path / "run", parts)
     with pytest.raises(CheckpointError, match="exists; nothing is overwritten"):
         write_dcp(tmp_path / "run", parts)
-    before = run_of(3, width=5)
-    after = run_of(3, width=5)
+    before, after = ({"model": run_of(3, width=5)["model"]} for _ in range(2))
     with pytest.raises(
         ValueError, match=r"rank 0: model.first.weight is torch.float32 \[5, 3\] here and torch.float32 \[4, 3\]"
     ):
@@ -98,13 +99,11 @@ def test_nothing_is_overwritten_and_other_models_are_refused(tmp_path):
     assert equal(after["model"].state_dict(), before["model"].state_dict())
     with pytest.raises(ValueError, match="net is not in the checkpoint, which has"):
         load_dcp(tmp_path / "run", {"net": parts["model"]})
-    with pytest.raises(ValueError, match="that is in no module of parts"):
-        write_dcp(tmp_path / "other", {"optimizer": parts["optimizer"]})
     assert os.listdir(tmp_path) == ["run"]
 
 
 def test_every_flipped_bit_and_truncation_of_ours_is_named(tmp_path):
-    path = write_dcp(tmp_path / "run", run_of())
+    path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     chance = random.Random(0)
     for name in [".metadata", "__0_0.distcp"]:
         data = (path / name).read_bytes()
@@ -122,35 +121,10 @@ def test_every_flipped_bit_and_truncation_of_ours_is_named(tmp_path):
     read_dcp(path)
 
 
-def test_without_checksums_a_truncation_is_still_named_and_nothing_else_escapes(tmp_path):
-    path = write_dcp(tmp_path / "run", run_of())
-    (path / "SHA256SUMS").unlink()
-    chance = random.Random(1)
-    for name in [".metadata", "__0_0.distcp"]:
-        data = (path / name).read_bytes()
-        for length in range(0, len(data), len(data) // 60):
-            (path / name).write_bytes(data[:length])
-            with pytest.raises(ValueError, match="run/"):
-                read_dcp(path)
-        num_refused = 0
-        for bit in chance.sample(range(8 * len(data)), 100):  # may load, as torch would: but raises nothing else
-            changed = bytearray(data)
-            changed[bit // 8] ^= 1 << bit % 8
-            (path / name).write_bytes(changed)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    read_dcp(path)
-            except ValueError:
-                num_refused += 1
-        assert num_refused
-        (path / name).write_bytes(data)
-
-
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "SHA256SUMS"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "nothing", "link to nothing"])
 def test_something_else_in_place_of_a_file_is_named(tmp_path, name, kind):
-    path = write_dcp(tmp_path / "run", run_of())
+    path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / name).unlink()
     if kind == "pipe":
         os.mkfifo(path / name)
@@ -177,7 +151,7 @@ def metadata_of(path):
 @pytest.mark.parametrize("where", ["alone", "in planner_data", "as a name", "in a size"])
 def test_a_pickle_bomb_is_inert(tmp_path, monkeypatch, where):
     monkeypatch.chdir(tmp_path)
-    path = write_dcp(tmp_path / "run", run_of())
+    path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
     metadata = metadata_of(path)
     if where == "alone":
@@ -211,7 +185,7 @@ def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatc
         warnings.simplefilter("ignore")
         dcp.save({"model": {"w": torch.rand(2)}, "other": Evil()}, checkpoint_id=tmp_path / "run", no_dist=True)
     os.path.exists("evil-was-here") and os.rmdir("evil-was-here")
-    with pytest.warns(UserWarning, match="left out other of run: it would need code to load"):
+    with pytest.warns(UserWarning, match="left out other: it would need code to load"):
         assert list(read_dcp(tmp_path / "run")) == ["model"]
     assert not os.path.exists("evil-was-here")
 
@@ -225,12 +199,12 @@ FORGED = {
         "ends before model.first.weight",
     ),
     "a huge tensor of so many bytes": (lambda m: (grow(m), setattr(first_place(m), "length", 1 << 50)), "ends before"),
-    "a box outside": (lambda m: move(m), "has a box"),
-    "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "damaged, or of a version"),
-    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "are not sizes"),
+    "a box outside": (lambda m: move(m), "run/.metadata is damaged .KeyError"),
+    "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "run/.metadata is damaged .KeyError"),
+    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "ends before model.first.weight"),
     "a value without a place": (lambda m: m.planner_data.update({"model.first.weight": ()}), "stands at"),
     "a place that is text": (lambda m: m.planner_data.update({"model.first.weight": "model"}), "stands at 'model'"),
-    "an extension": (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "changed by an extension"),
+    "an extension": (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "Unknown extension"),
 }
 
 
@@ -248,7 +222,7 @@ def move(metadata):
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_forged_records_are_refused(tmp_path, kind):
-    path = write_dcp(tmp_path / "run", run_of())
+    path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
     metadata = metadata_of(path)
     change, words = FORGED[kind]
@@ -258,17 +232,8 @@ def test_forged_records_are_refused(tmp_path, kind):
         read_dcp(path)
 
 
-def test_what_an_unpickler_says_in_several_lines_is_one(tmp_path):
-    path = write_dcp(tmp_path / "run", run_of())
-    (path / "SHA256SUMS").unlink()
-    (path / ".metadata").write_bytes(b"\x80\x04K\x01Q.")  # asks for an object by a number
-    with pytest.raises(ValueError, match="run/.metadata was not loaded") as caught:
-        read_dcp(path)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_box_that_no_file_has_is_named(tmp_path):
-    path = write_dcp(tmp_path / "run", run_of())
+    path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
     metadata = metadata_of(path)
     chunk = metadata.state_dict_metadata["model.first.weight"].chunks[0]
@@ -287,23 +252,15 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp
     def fail():
         import torch.distributed as dist
 
-        from distlab.checkpoint import files
+        from distlab.checkpoint.formats import torchs
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
 
         if dist.get_rank() == 1:
-
-            def full(*_):
-                raise OSError(28, "No space left on device")
-
-            files.os = type(
-                "Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)}
-            )()
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.Adam(model.parameters())
-        try:
-            with pytest.raises(CheckpointError) as caught:
-                write_dcp(tmp_path / "run", {"model": model, "optimizer": optimizer})
-        finally:
-            files.os = os
+            torchs.Writer.write_data = full
+        with pytest.raises(CheckpointError) as caught:
+            write_dcp(tmp_path / "run", {"model": torch.nn.Linear(4, 4)})
         return str(caught.value)
 
     one, other = ranks(2).run(fail)
@@ -354,44 +311,3 @@ def test_boxes_of_a_slab_leave_its_padding_out(rows, section, num_sections, num_
                 assert torch.equal(whole[where], values[PARAMETER])
                 seen[where] += 1
     assert bool((seen == 1).all())
-
-
-def test_of_equal_copies_one_is_written_and_the_work_is_shared():
-    from distlab.checkpoint.formats.dcp_write import Said
-
-    boxes = [Said(("model", str(n)), (4,), (0,), (4,), torch.float32, 16) for n in range(6)]
-    own = [Said(("model", "x"), (4,), (2 * r,), (2,), torch.float32, 8) for r in range(3)]
-    chosen = choose_writers([[*boxes, own[r]] for r in range(3)])
-    assert sorted(i for one in chosen for i in one if i < 6) == list(range(6))
-    assert all(len(one) == 3 and one[-1] == 6 for one in chosen)
-
-
-def test_the_list_of_records_is_what_torch_writes(tmp_path):
-    """A version of torch that writes other records shows here."""
-    seen = set()
-
-    class Watching(dcp_metadata._RecordsOnly):
-        def find_class(self, module, name):
-            seen.add(module)
-            return super().find_class(module, name)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": {"w": torch.rand(2)}, "n": 3}, checkpoint_id=tmp_path / "run", no_dist=True)
-    Watching(io.BytesIO((tmp_path / "run" / ".metadata").read_bytes())).load()
-    assert "torch.distributed.checkpoint.metadata" in seen
-
-
-def test_an_optimizer_of_modules_that_share_parameters_keeps_its_state(tmp_path):
-    def run():
-        body = torch.nn.Linear(3, 3)
-        whole = torch.nn.Sequential(OrderedDict(body=body, head=torch.nn.Linear(3, 1)))
-        return {"body": body, "whole": whole, "optimizer": torch.optim.Adam(whole.parameters())}
-
-    before, after = run(), run()
-    before["whole"](torch.ones(2, 3)).sum().backward()
-    before["optimizer"].step()
-    write_dcp(tmp_path / "run", before)
-    load_dcp(tmp_path / "run", after)
-    assert len(after["optimizer"].state_dict()["state"]) == 4
-    assert equal(after["optimizer"].state_dict(), before["optimizer"].state_dict())

@@ -1,4 +1,4 @@
-"""safetensors by hand, against the real package where it is installed; damage is named."""
+"""safetensors in and out, by its own library; damage is named."""
 
 import json
 import os
@@ -6,13 +6,16 @@ import random
 
 import pytest
 import torch
+from safetensors import torch as library
 
 from distlab.checkpoint import read_safetensors, write_safetensors
-from distlab.checkpoint.formats.safetensors import DTYPES, INDEX, MODEL
+from distlab.checkpoint.formats.safetensors import INDEX, MODEL
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 
 
 def tensors_of_every_kind():
@@ -28,8 +31,8 @@ def tensors_of_every_kind():
         "bool": torch.tensor([True, False, True]),
         "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
-    for name, dtype in DTYPES.items():
-        made[f"odd {name}"] = torch.tensor([1, 0, 1]).to(dtype)
+    for dtype in DTYPES:
+        made[f"odd {dtype}"] = torch.tensor([1, 0, 1]).to(dtype)
     return made
 
 
@@ -41,29 +44,26 @@ def same(one, other):
     return one.keys() == other.keys() and all(bits(one[key]) == bits(other[key]) for key in one)
 
 
-@pytest.mark.parametrize("max_bytes", [10**9, 40])
-def test_the_real_package_reads_what_we_write_and_we_read_what_it_writes(tmp_path, max_bytes):
-    theirs = pytest.importorskip("safetensors.torch", reason="safetensors is an extra of the tests")
+def test_the_real_package_reads_what_we_write_and_we_read_what_it_writes(tmp_path):
     state = tensors_of_every_kind()
-    path = write_safetensors(tmp_path / "ours", state, max_bytes=max_bytes)
-    names = sorted(name for name in os.listdir(tmp_path / "ours") if name.endswith(".safetensors"))
-    assert (path.name, len(names) > 1) == ((MODEL, False) if max_bytes == 10**9 else (INDEX, True))
-    loaded = {key: value for name in names for key, value in theirs.load_file(tmp_path / "ours" / name).items()}
-    assert same(loaded, state)
+    path = write_safetensors(tmp_path / "ours", state)
+    assert path == tmp_path / "ours" / MODEL
+    assert same(library.load_file(path), state)
     assert same(read_safetensors(tmp_path / "ours"), state)
     assert same(read_safetensors(path), state)
-    theirs.save_file({key: value.contiguous().clone() for key, value in state.items()}, tmp_path / "theirs.safetensors")
+    library.save_file(
+        {key: value.contiguous().clone() for key, value in state.items()}, tmp_path / "theirs.safetensors"
+    )
     assert same(read_safetensors(tmp_path / "theirs.safetensors"), state)
 
 
 def test_a_model_with_tied_weights_goes_both_ways(tmp_path):
-    theirs = pytest.importorskip("safetensors.torch", reason="safetensors is an extra of the tests")
     model, other = GPT(CONFIG, generator(0, 0, "weights")), GPT(CONFIG, generator(1, 0, "weights"))
     path = write_safetensors(tmp_path / "ours", model.state_dict())
-    assert theirs.load_model(other, path) == (set(), [])
+    assert library.load_model(other, path) == (set(), [])
     assert same(other.state_dict(), model.state_dict())
     assert same(read_safetensors(path), model.state_dict())
-    theirs.save_model(model, tmp_path / "theirs.safetensors")
+    library.save_model(model, tmp_path / "theirs.safetensors")
     assert same(read_safetensors(tmp_path / "theirs.safetensors"), model.state_dict())
 
 
@@ -85,14 +85,15 @@ def test_transformers_loads_the_export(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is the zoo's extra")
     config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
-    for max_bytes in (10**9, 5000):
-        directory = tmp_path / str(max_bytes)
-        config.save_pretrained(directory)
-        write_safetensors(directory, model.state_dict(), max_bytes=max_bytes)
-        loaded = transformers.GPT2LMHeadModel.from_pretrained(directory)
-        assert same(loaded.state_dict(), model.state_dict())
-        model.save_pretrained(tmp_path / f"theirs {max_bytes}")
-        theirs = read_safetensors(tmp_path / f"theirs {max_bytes}")
+    config.save_pretrained(tmp_path / "ours")
+    write_safetensors(tmp_path / "ours", model.state_dict())
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
+    assert same(loaded.state_dict(), model.state_dict())
+    for size in ("1GB", "5KB"):
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        theirs = read_safetensors(tmp_path / size)
+        assert (tmp_path / size / INDEX).exists() == (size == "5KB")
+        assert theirs
         assert all(bits(value) == bits(model.state_dict()[name]) for name, value in theirs.items())
 
 
@@ -102,12 +103,13 @@ def test_nothing_is_overwritten_and_odd_tensors_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has model.safetensors already; nothing is overwritten"):
         write_safetensors(tmp_path, {"weight": torch.rand(2)})
     assert path.read_bytes() == data
-    for value, kind in ((torch.rand(2, dtype=torch.complex128), "torch.complex128"), (3, "int")):
-        with pytest.raises(ValueError, match=f"weight is {kind}; safetensors holds tensors of"):
+    for value, words in (
+        (torch.rand(2, dtype=torch.complex128), "safetensors refuses the state .*complex128"),
+        (3, "weight is int; safetensors holds tensors"),
+    ):
+        with pytest.raises(ValueError, match=words):
             write_safetensors(tmp_path / "other", {"weight": value})
-    with pytest.raises(ValueError, match="max_bytes is 0"):
-        write_safetensors(tmp_path / "other", {"weight": torch.rand(2)}, max_bytes=0)
-    assert os.listdir(tmp_path) == [MODEL]
+    assert sorted(os.listdir(tmp_path)) == [MODEL, "other"]
 
 
 def test_a_disk_that_refuses_leaves_nothing(tmp_path, monkeypatch):
@@ -138,14 +140,12 @@ FORGED = {
     "deep": forge(b"[" * 100_000),
     "an unknown type": forge({"w": {**WEIGHT, "dtype": "F128"}}),
     "a negative size": forge({"w": {**WEIGHT, "shape": [-2]}}),
-    "a size of True": forge({"w": {**WEIGHT, "shape": [True, 2]}}),
-    "another size": forge({"w": {**WEIGHT, "shape": [3]}}),
+    "a different size": forge({"w": {**WEIGHT, "shape": [3]}}),
     "an overlap": forge({"w": WEIGHT, "v": WEIGHT}),
     "a gap": forge({"w": {**WEIGHT, "data_offsets": [4, 12]}}, b"\0" * 12),
     "more bytes": forge({"w": WEIGHT}, b"\0" * 9),
     "fewer bytes": forge({"w": WEIGHT}, b"\0" * 7),
     "a huge tensor": forge({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
-    "a name twice": forge(f'{{"w": {json.dumps(WEIGHT)}, "w": {json.dumps(WEIGHT)}}}'.encode()),
     "a size beyond all": forge({"w": {"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]}}, b""),
     "no offsets": forge({"w": {"dtype": "F32", "shape": [2]}}),
 }
@@ -189,16 +189,13 @@ def test_something_else_in_place_of_a_file_is_named(tmp_path, kind):
 
 
 def test_an_index_cannot_point_outside_and_must_be_complete(tmp_path):
-    write_safetensors(tmp_path, {"a": torch.rand(4), "b": torch.rand(4)}, max_bytes=16)
-    index = json.loads((tmp_path / INDEX).read_text())
+    library.save_file({"a": torch.rand(4)}, tmp_path / "one.safetensors")
     for places, words in (
         ({"a": "../outside.safetensors"}, "outside of its directory"),
-        ({**index["weight_map"], "c": "model-00001-of-00002.safetensors"}, "names c, which is not in"),
+        ({"a": "one.safetensors", "c": "one.safetensors"}, "names c, which is not in"),
+        ({"a": "two.safetensors"}, "two.safetensors cannot be read"),
         ([], "is not an index"),
     ):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
         with pytest.raises(ValueError, match=words):
             read_safetensors(tmp_path)
-    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors", "a": "elsewhere"}}')
-    with pytest.raises(ValueError, match="is not an index .*'a' stands in it 2 times"):
-        read_safetensors(tmp_path)

@@ -3,11 +3,12 @@
 torch.distributed.checkpoint sees a run as nested dictionaries: `{"model": {name: tensor}, "optimizer": {"state": {name:
 {"exp_avg": tensor, "step": number}}, "param_groups": [{"lr": ..., "params": [names]}]}}`, which is what its
 `get_state_dict` returns. Our parts hold the same as named parts of tensors (`modules.named_parts`). This file goes from
-one to the other.
+one to the other. Plain optimizers are torch's own matter: its `get_state_dict` names their state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,38 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from distlab.checkpoint.parts import Parts, Sharded, is_hook
-from distlab.modules.every_parameter import every_parameter
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 
-Path = tuple[str | int, ...]
-
-
-class Roots(NamedTuple):
-    """Where a layout has the model and where the optimizer; "" for no level of its own."""
-
-    model: str = "model"
-    optimizer: str = "optimizer"
-
-    def of_model(self, *path: str | int) -> Path:
-        """Return the place of something of the model."""
-        return ((self.model,) if self.model else ()) + path
-
-    def of_optimizer(self, *path: str | int) -> Path:
-        """Return the place of something of the optimizer."""
-        return ((self.optimizer,) if self.optimizer else ()) + path
+Place = tuple[str | int, ...]
+STATE: Place = ("optimizer", "state")
+GROUPS: Place = ("optimizer", "param_groups")
 
 
 class Box(NamedTuple):
     """A box of a tensor that this rank holds.
 
     Attributes:
-        path: place of the tensor.
         shape: of the whole tensor.
         corner: where the box begins.
         values: the box.
     """
 
-    path: Path
     shape: tuple[int, ...]
     corner: tuple[int, ...]
     values: Tensor
@@ -56,41 +41,50 @@ class Held(NamedTuple):
     """What this rank can write.
 
     Attributes:
-        boxes: of tensors.
+        boxes: of tensors, by the tensor's place.
         values: plain values by their places.
-        groups: of optimizers, by the optimizer's place; a rank may know the names of its own tensors alone.
+        groups: of the optimizers; a rank may know the names of its own tensors alone.
         aliases: further places of tensors, each with the place that boxes use.
     """
 
-    boxes: list[Box]
-    values: dict[Path, Any]
-    groups: dict[Path, list[dict[str, Any]]]
-    aliases: dict[Path, Path]
+    boxes: dict[Place, list[Box]]
+    values: dict[Place, Any]
+    groups: list[Sequence[Mapping[str, Any]]]
+    aliases: dict[Place, Place]
 
 
-def held_by(parts: Parts, roots: Roots, rank: int) -> Held:
+def held_by(parts: Parts) -> Held:
     """Return the tensors and numbers of `parts` that this rank holds. Generators and hooks differ per rank: left out.
 
-    Buffers may differ per rank, too: rank 0's are saved.
-
     Raises:
-        ValueError: a sharded part saves in another format, or an optimizer updates what no module of `parts` has.
+        ValueError: a sharded part saves in a different format, or a part is a plain optimizer.
     """
-    held = Held([], {}, {}, {})
+    held = Held({}, {}, [], {})
     for name, part in parts.items():
         if isinstance(part, torch.Generator) or is_hook(part):
             continue
         if isinstance(part, Sharded):
             for shard in shards_in(part.shard_state(), name):
-                _add_shard(held, shard, roots)
-        elif isinstance(part, nn.Module):
-            _add_shard(held, _module_as_shard(part, rank), roots._replace(model=name))
+                _add_shard(held, shard)
         elif isinstance(part, torch.optim.Optimizer):
-            state = named_state(part, parts)
-            _add_shard(held, _optimizer_as_shard(part, state, parts), roots._replace(optimizer=name))
+            raise ValueError(_plain_optimizer(name))
+        elif isinstance(part, nn.Module):
+            first: dict[int, str] = {}
+            for key, value in part.state_dict(keep_vars=True).items():
+                if first.setdefault(id(value), key) == key:
+                    _add_value(held, (name, key), value)
+                else:
+                    held.aliases[name, key] = (name, first[id(value)])
         else:
-            held.values.update(leaves((name,), part.state_dict()))
+            held.values.update(_leaves((name,), part.state_dict()))
     return held
+
+
+def _plain_optimizer(name: str) -> str:
+    return (
+        f"{name} is a plain optimizer, whose state torch names itself: use torch's dcp.save and dcp.load with "
+        "get_state_dict(model, optimizer), or pass ShardedState(model, optimizer) or a ShardedOptimizer"
+    )
 
 
 def shards_in(state: Mapping[str, Any], name: str) -> list[SavedShard]:
@@ -105,136 +99,64 @@ def shards_in(state: Mapping[str, Any], name: str) -> list[SavedShard]:
         raise ValueError(f"{name} does not save named parts of tensors, which other layouts need: {error}") from None
 
 
-def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
     """Yield what stands at the ends of nested dictionaries, with its place."""
     if isinstance(value, Mapping) and value:
         for key, one in value.items():
-            yield from leaves((*path, str(key)), one)
+            yield from _leaves((*place, str(key)), one)
     else:
-        yield path, value
+        yield place, value
 
 
-def _add_shard(held: Held, shard: SavedShard, roots: Roots) -> None:
+def _add_shard(held: Held, shard: SavedShard) -> None:
     for name, part in shard.parts.items():
-        place = {key: roots.of_optimizer("state", name, key) for key in [*part.values, *part.numbers]}
-        place[PARAMETER] = roots.of_model(name)
+        places = {key: (*STATE, name, key) for key in [*part.values, *part.numbers]} | {PARAMETER: ("model", name)}
         for corner, box in part.boxes():
-            held.boxes.extend(Box(place[key], part.shape, corner, value) for key, value in box.items())
+            for key, value in box.items():
+                held.boxes.setdefault(places[key], []).append(Box(part.shape, corner, value))
         for key, number in part.numbers.items():
-            _add_value(held, place[key], number)
+            _add_value(held, places[key], number)
         if 0 in part.shape:
             for key, value in part.values.items():
-                held.boxes.append(Box(place[key], part.shape, (0,) * len(part.shape), value.view(part.shape)))
+                _add_value(held, places[key], value.view(part.shape))
     for name, buffer in (shard.buffers or {}).items() if shard.shard == 0 else ():
-        _add_value(held, roots.of_model(name), buffer)
+        _add_value(held, ("model", name), buffer)
     if shard.groups is not None:
-        own, known = [dict(group) for group in shard.groups], held.groups.get(roots.of_optimizer())
-        held.groups[roots.of_optimizer()] = merge_names([known, own]) if known else own
-    for other, name in (shard.aliases or {}).items():
-        held.aliases[roots.of_model(other)] = roots.of_model(name)
+        held.groups.append(shard.groups)
+    held.aliases.update({("model", other): ("model", name) for other, name in (shard.aliases or {}).items()})
 
 
-def _add_value(held: Held, path: Path, value: Any) -> None:
+def _add_value(held: Held, place: Place, value: Any) -> None:
     if isinstance(value, Tensor):
-        held.boxes.append(Box(path, tuple(value.shape), (0,) * value.dim(), value.detach()))
+        held.boxes[place] = [Box(tuple(value.shape), (0,) * value.dim(), value.detach())]
     else:
-        held.values[path] = value
+        held.values[place] = value
 
 
-def merge_names(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Make the groups of several holders one list: the options of the first, the names of all."""
-    return [
-        {**same[0], "names": list(dict.fromkeys(name for one in same for name in one["names"]))}
-        for same in zip(*everyone, strict=True)
-    ]
+def named_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> dict[Place, Any]:
+    """Return the groups of several holders as plain values: the options of the first, the names of all."""
+    found: dict[Place, Any] = {}
+    for number, same in enumerate(zip(*everyone, strict=True)):
+        names = dict.fromkeys(name for one in same for name in one["names"])
+        options = {key: value for key, value in same[0].items() if key != "names"} | {"params": [*names]}
+        found |= {(*GROUPS, number, key): value for key, value in options.items()}
+    return found
 
 
-def _module_as_shard(module: nn.Module, rank: int) -> SavedShard:
-    parts: dict[str, SavedPart] = {}
-    buffers: dict[str, Tensor] = {}
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} of the module's state is a {type(value).__name__}; other layouts take tensors")
-        if id(value) in first:
-            aliases[name] = first[id(value)]
-            continue
-        first[id(value)] = name
-        if isinstance(value, nn.Parameter):
-            parts[name] = SavedPart(tuple(value.shape), 0, value.numel(), {PARAMETER: value.detach().reshape(-1)}, {})
-        else:
-            buffers[name] = value
-    return SavedShard(rank, rank + 1, parts, buffers=buffers, aliases=aliases)
-
-
-def _optimizer_as_shard(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], parts: Parts
-) -> SavedShard:
-    names = parameter_names(parts)
-    saved = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            kept = state.get(names[id(parameter)], {})
-            shape = tuple(parameter.shape)
-            per_element = {k: v.detach().reshape(-1) for k, v in kept.items() if is_per_element(k, v, shape)}
-            numbers = {key: value for key, value in kept.items() if key not in per_element}
-            saved[names[id(parameter)]] = SavedPart(shape, 0, parameter.numel(), per_element, numbers)
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "names": [names[id(parameter)] for parameter in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return SavedShard(0, 1, saved, groups)
-
-
-def is_per_element(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an optimizer's value has one number per element of its parameter (else it is kept once)."""
-    return isinstance(value, Tensor) and tuple(value.shape) == shape and (bool(shape) or key != "step")
-
-
-def named_state(optimizer: torch.optim.Optimizer, parts: Parts) -> dict[str, dict[str, Any]]:
-    """Return what a plain optimizer keeps, by the names of its parameters in the modules of `parts`.
-
-    Raises:
-        ValueError: a parameter is in none of them.
-    """
-    names = parameter_names(parts)
-    unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
-    if unknown:
-        raise ValueError(
-            f"an optimizer updates a parameter {list(unknown[0].shape)} that is in no module of parts; other layouts "
-            "go by names: pass the module too"
-        )
-    return {names[id(parameter)]: dict(kept) for parameter, kept in optimizer.state.items()}
-
-
-def parameter_names(parts: Parts) -> dict[int, str]:
-    """Return the name of each parameter in the modules of `parts`, by its id: the first, where modules share it."""
-    names: dict[int, str] = {}
-    for part in parts.values():
-        if isinstance(part, nn.Module):
-            for name, parameter in every_parameter(part):
-                names.setdefault(id(parameter), name)
-    return names
-
-
-def unfold(tree: Mapping[Path, Any]) -> dict[str, Any]:
+def unfold(tree: Mapping[Place, Any]) -> dict[str, Any]:
     """Return nested dictionaries from places; a dictionary whose keys are numbers is a list.
 
     Raises:
         ValueError: one thing stands inside another that is not a dictionary.
     """
     nested: dict[Any, Any] = {}
-    for path, value in tree.items():
+    for place, value in tree.items():
         at = nested
-        for step in path[:-1]:
+        for step in place[:-1]:
             at = at.setdefault(step, {})
             if not isinstance(at, dict):
-                raise ValueError(f"{'.'.join(map(str, path))} stands inside of a value; the layout is damaged")
-        at[path[-1]] = value
+                raise ValueError(f"{'.'.join(map(str, place))} stands inside of a value; the layout is damaged")
+        at[place[-1]] = value
     return {str(key): _lists(value) for key, value in nested.items()}
 
 
@@ -244,3 +166,60 @@ def _lists(value: Any) -> Any:
     if value and all(isinstance(key, int) for key in value):
         return [_lists(value[key]) for key in sorted(value)]
     return {key: _lists(one) for key, one in value.items()}
+
+
+def as_saved(part: Sharded, name: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what is saved as the shards of one rank that held everything, for a sharded part to cut anew.
+
+    Raises:
+        ValueError: the part needs what is not there, or the checkpoint has more.
+    """
+    state = part.shard_state()
+    own = shards_in(state, name)
+    model, optimizer = tree.get("model", {}), tree.get("optimizer", {})
+    saved = [_as_shard(one, model, optimizer).to_dict() for one in own]
+    if "shards" in state:  # a mesh, where each rank has some of the model's tensors
+        return [{"shards": saved}]
+    used = {n for one in own for n in [*one.parts, *(one.buffers or {}), *(one.aliases or {})]}
+    extra = [key for key in model if key not in used]
+    if extra and _has_model(own[0]):
+        raise ValueError(f"{extra[0]} is in the checkpoint and not here: it was saved from a different model")
+    return saved
+
+
+def _has_model(shard: SavedShard) -> bool:
+    return any(PARAMETER in part.values for part in shard.parts.values())
+
+
+def _as_shard(own: SavedShard, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> SavedShard:
+    """Return everything that is saved of the tensors of a shard."""
+    kept = optimizer.get("state", {}) if own.groups is not None else {}
+    model = model if _has_model(own) else {}
+    names = {name: name for name in own.parts} | {name: other for other, name in (own.aliases or {}).items()}
+    parts = {}
+    for name, part in own.parts.items():
+        both = (name, names[name])
+        values = next(({PARAMETER: model[one]} for one in both if one in model), {})
+        if not values and _has_model(own):
+            raise ValueError(f"{name} is here and not in the checkpoint: it was saved from a different model")
+        state: Mapping[str, Any] = next((kept[one] for one in both if one in kept), {})
+        values |= {key: value for key, value in state.items() if _is_per_element(key, value, part.shape)}
+        for key, value in values.items():
+            if tuple(value.shape) != part.shape:
+                there, here = list(value.shape), list(part.shape)
+                raise ValueError(f"{key} of {name} is {there} in the checkpoint, {here} here; build the same model")
+        flat = {key: value.reshape(-1) for key, value in values.items()}
+        numbers = {key: value for key, value in state.items() if key not in values}
+        parts[name] = SavedPart(part.shape, 0, math.prod(part.shape), flat, numbers)
+    buffers = {key: model[key] for key in own.buffers or {} if key in model}
+    groups = None if own.groups is None else [_as_group(one) for one in optimizer.get("param_groups", ())]
+    return SavedShard(0, 1, parts, groups or None, buffers, aliases=own.aliases)
+
+
+def _as_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{key: value for key, value in group.items() if key != "params"}, "names": list(group["params"])}
+
+
+def _is_per_element(key: str, value: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether an optimizer's value has one number per element of its parameter (else it is kept once)."""
+    return isinstance(value, Tensor) and tuple(value.shape) == shape and (bool(shape) or key != "step")
