@@ -10,14 +10,12 @@ What would silently do nothing is refused: an optimizer of freed parameters, the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distlab.modules.moved import KNOWN, name_of
@@ -151,7 +149,7 @@ _IN_PLACE = {f"__i{name}__" for name in _OPERATORS.split(" ")}
 def _use(function: Callable[..., Any], args: Any, kwargs: Any, freed: list[FreedParameter]) -> Any:
     """Call a function with the whole parameters: a small forward of their units."""
     model = freed[0].watched.model
-    if not model.running and not _runs_in_method_of(model.module):
+    if not model.running:
         raise RuntimeError(_not_here(freed[0]))
     lenders = list(dict.fromkeys(one.watched for one in freed))
     model.lend(lenders)
@@ -168,18 +166,6 @@ def _use(function: Callable[..., Any], args: Any, kwargs: Any, freed: list[Freed
     for lender, running in calls.items():
         output = lender.end_call(running, output)
     return output
-
-
-def _runs_in_method_of(module: nn.Module) -> bool:
-    """Return whether a method of the module, or of a part of it, is running: ranks call those together."""
-    parts = {id(one) for one in module.modules()}
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        is_torchs_own = frame.f_code.co_filename == torch_module.__file__  # state_dict(), to(), ...
-        if not is_torchs_own and id(frame.f_locals.get("self")) in parts:
-            return True
-    return False
 
 
 class RefusesCopies:

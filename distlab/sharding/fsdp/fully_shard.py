@@ -26,9 +26,9 @@ from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_s
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
-from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import GradientMemory, Options
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
+from distlab.sharding.fsdp.step import step_on_plain_parameters
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
@@ -123,7 +123,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        step_by_pieces()
+        step_on_plain_parameters()
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
