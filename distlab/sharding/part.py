@@ -42,8 +42,8 @@ NO_MEANS = (
 )
 _ABOUT = (
     "data_ptr untyped_storage is_pinned is_shared is_leaf retains_grad _version output_nr name grad _grad _grad_fn "
-    "_base _is_view equal allclose __reduce_ex__ __deepcopy__ register_hook register_post_accumulate_grad_hook as_subclass "
-    "_backward_hooks _post_accumulate_grad_hooks has_names is_tensor _has_compatible_shallow_copy_type"
+    "_base _is_view equal allclose __reduce_ex__ __deepcopy__ as_subclass has_names is_tensor register_hook "
+    "register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks _has_compatible_shallow_copy_type"
 )
 ABOUT = (KNOWN | {*_ABOUT.split(), "set grad"}) - {"dim", "ndim", "ndimension"}  # not of the values
 

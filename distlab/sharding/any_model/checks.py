@@ -72,7 +72,6 @@ def check_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         ValueError: one that does not; the text names it and its module.
     """
     every = parameters_to_shard(module)
-    refuse_overlaps(nn.Module.named_parameters(module, remove_duplicate=False))
     for path, one in module.named_modules(remove_duplicate=False):
         where = f"{path or 'the module'} ({type(one).__name__})"
         if isinstance(one, torch.jit.ScriptModule):
@@ -93,6 +92,7 @@ def check_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
                     "train there. Read it by its name in forward, keep it in an nn.ParameterList, or set "
                     "requires_grad=False if it is not to train"
                 )
+    refuse_overlaps(nn.Module.named_parameters(module, remove_duplicate=False))
     return every
 
 

@@ -2,8 +2,8 @@
 
 A freed parameter still has its name, shape, type and device: `model.parameters()` inside a model, `model.device` and
 counts of parameters are what they are in one process. To compute with it takes the values, so the unit is gathered:
-such a use is a small forward of the unit, and its backward gathers it again. All ranks must do it. So it is open to the
-model's own methods (forward, generate, ...), which all ranks run, and refused outside of them.
+such a use is a small forward of the unit, and its backward gathers it again. All ranks must do it. So it is open while
+the model's forward runs, which all ranks call, and refused outside of it.
 
 What would silently do nothing is refused: an optimizer of freed parameters, their gradients, changes in place.
 """
@@ -125,7 +125,7 @@ def _freed_in(values: Any) -> list[FreedParameter]:
 def _not_here(one: FreedParameter) -> str:
     return (
         f"{one.label} is not here now: its unit frees its parameters outside its own forward, and to gather it takes "
-        "all ranks. Call the module instead, read it in a method of the module that all ranks call, or look at it "
+        "all ranks. Read it in the model's forward; or look at it, and call methods that read it (generate), "
         "inside `with model.summon() as module:`, on all ranks"
     )
 

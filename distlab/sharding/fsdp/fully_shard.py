@@ -47,9 +47,10 @@ class FullyShard(nn.Module):
     gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the same units in one order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
-    unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
-    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled, not with fullgraph=True.
-    Layers may be cut by tensor parallelism: `group` is then the data ranks; norms and states are the whole model's.
+    unit stays whole until the end of the step. In forward all parameters are visible under their names; to compute with
+    those of a freed unit gathers it. Other methods that read them run in `summon()`. Blocks or the whole may be
+    compiled, not with fullgraph=True. Layers may be cut by tensor parallelism: `group` is then the data
+    ranks; norms and states are the whole model's.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
