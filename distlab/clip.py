@@ -74,6 +74,8 @@ def clip_gradients_(
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     named = _once(parameters)
     gradients = [p.grad.detach() for p in named.values() if p.grad is not None]
+    if group is not None:  # the norm is of all ranks' parts, so a part need not refuse it
+        gradients = [one.as_subclass(Tensor) for one in gradients]
     norm = _norm(gradients)
     if group is not None:
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else norm.device
@@ -122,7 +124,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _explain(named: dict[str, nn.Parameter], norm: float, group: ProcessGroup | None) -> str:
-    mine = [name for name, p in named.items() if p.grad is not None and not p.grad.isfinite().all()]
+    mine = [name for name, p in named.items() if p.grad is not None and not p.grad.as_subclass(Tensor).isfinite().all()]
     found = [mine]
     if group is not None:
         found = [[] for _ in range(dist.get_world_size(group))]

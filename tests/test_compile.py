@@ -122,7 +122,7 @@ def by_plan(how, backend):
     torch._dynamo.reset()
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    model = parallelize_module(whole, {"0": "column", "2": "row"})
+    model = parallelize_module(whole, {"0": "column", "2": "row"}, example=(torch.ones(2, 4).double(),))
     called = torch.compile(model, backend=backend) if how == "whole" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(UPDATES):

@@ -20,7 +20,7 @@ def sharded(model):
 
 
 def cut(model):
-    return parallelize_module(model, {"0.0": "column", "0.2": "row"})
+    return parallelize_module(model, {"0.0": "column", "0.2": "row"}, example=(torch.ones(2, 4),))
 
 
 def message(action):
@@ -71,7 +71,7 @@ def what_still_trains():
     model = nn.Sequential(*model_of_two(), nn.Linear(4, 2))
     early = torch.optim.SGD(model[1].parameters(), lr=0.1)
     start = model[1].weight.detach().clone()
-    parallelize_module(model, {"0.0": "column", "0.2": "row"})
+    parallelize_module(model, {"0.0": "column", "0.2": "row"}, example=(torch.ones(2, 4),))
     model(torch.ones(2, 4)).sum().backward()
     early.step()
     return bool((model[1].weight != start).any())

@@ -24,6 +24,7 @@ from distlab.models import Block
 from distlab.modules.blocks import find_blocks
 from distlab.pipeline import Pipeline
 from distlab.sharding import FullyShard, ShardedOptimizer
+from distlab.sharding.part import plain
 from distlab.trace import SpanWriter
 
 
@@ -82,7 +83,7 @@ class ShardedStates(GradientAveraging):
             for name, piece in one.named_pieces():
                 if piece.grad is not None:
                     counts = counts_here(self._built, self._layout, name, sharded=True)
-                    yield Gradient(name, piece.grad.detach(), counts)
+                    yield Gradient(name, plain(piece.grad), counts)
 
     def update(self) -> None:
         """Update this rank's shards, then send the new values to all replicas."""
@@ -128,7 +129,7 @@ class ShardedParameters(GradientAveraging):
                 continue
             for piece in unit.layout.pieces(dist.get_rank(self._layout.copies)):
                 name = unit.layout.names[piece.tensor]
-                values = unit.shard.grad[piece.offset : piece.offset + piece.stop - piece.start]
+                values = plain(unit.shard.grad)[piece.offset : piece.offset + piece.stop - piece.start]
                 yield Gradient(name, values, counts_here(self._built, self._layout, name, sharded=True))
 
 

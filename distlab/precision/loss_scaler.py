@@ -86,7 +86,7 @@ class LossScaler:
             raise ValueError("unscaling float16 gradients brings the underflow back; pass MasterWeights' parameters")
         if self._finite is not None:
             raise RuntimeError("the gradients were unscaled before in this step; call update() at its end")
-        gradients = [p.grad.detach() for p in wanted if p.grad is not None]
+        gradients = [p.grad.detach().as_subclass(Tensor) for p in wanted if p.grad is not None]  # also of parts
         gradients = [one.coalesce()._values() if one.is_sparse else one for one in gradients]
         found = torch.zeros((), device=gradients[0].device if gradients else None)
         if gradients:  # the largest magnitude of each: NaN and infinity survive, and nothing can overflow

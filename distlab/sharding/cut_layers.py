@@ -22,7 +22,7 @@ from distlab.clip import Gradient, clip_counted_, clip_gradients_
 from distlab.comm.agree import group_device
 from distlab.modules.named_parts import SavedPart, SavedShard, Slab, check_one_save
 from distlab.modules.split import Split, group_of_parts, splits_of
-from distlab.sharding.shard_gradient import FlatShard
+from distlab.sharding.part import FlatShard, plain
 from distlab.sharding.state.assemble import cut_slab, whole_tensor
 from distlab.sharding.state.optimizer_parts import merge_groups
 
@@ -179,11 +179,11 @@ def clip_shards_(
 
 def _by_tensor(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of each tensor that has a piece in a shard."""
-    gradient = parameter.grad
-    if gradient is None:
+    if parameter.grad is None:
         return
+    gradient = plain(parameter.grad)
     if not isinstance(parameter, FlatShard):
-        yield name, gradient.detach()
+        yield name, gradient
         return
     for piece in parameter.parts.pieces:
-        yield parameter.parts.names[piece.tensor], gradient.detach()[piece.offset :][: piece.stop - piece.start]
+        yield parameter.parts.names[piece.tensor], gradient[piece.offset :][: piece.stop - piece.start]

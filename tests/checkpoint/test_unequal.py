@@ -25,7 +25,7 @@ CONFIG = GPTConfig(vocab_size=13, context=8, num_layers=1, num_heads=2, hidden_s
 
 def by_plan():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-    return parallelize_module(model, {"0": "column", "2": "row"})
+    return parallelize_module(model, {"0": "column", "2": "row"}, example=(torch.ones(2, 4),))
 
 
 def drifted():

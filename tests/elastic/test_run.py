@@ -345,7 +345,7 @@ def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(ranks, tmp_pat
 
 def cut_parts():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-    model = parallelize_module(model, {"0": "column", "2": "row"})
+    model = parallelize_module(model, {"0": "column", "2": "row"}, example=(torch.ones(2, 4),))
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
 

@@ -43,17 +43,6 @@ STATISTICS = {
     "a direction": lambda p: F.normalize(p.grad, dim=0),
     "by product": lambda p: torch.dot(p.detach(), p.grad),
 }
-GROUPS = {
-    "len of shape": lambda p: len(p.shape) >= 2,
-    "shape": lambda p: p.shape == (5,),
-    "size": lambda p: len(p.size()) >= 2,
-    "rows": lambda p: p.size(0) > 3,
-    "len": lambda p: len(p) > 3,
-    "shape of data": lambda p: p.data.shape,
-    "dim of gradient": lambda p: p.grad.dim() > 1,
-    "numbers": lambda p: p.numel() > 8,
-    "sorted by numbers": lambda p: max(p.data.nelement(), 8),
-}
 
 
 def asked(statistics):
@@ -68,13 +57,6 @@ def test_a_number_of_a_part_is_refused_on_every_rank(ranks, num_ranks):
             assert text.startswith(f"ValueError: rank {rank}: "), (name, text)
             assert " of a shard" in text, (name, text)
             assert "to_local()" in text or name == "one vector", (name, text)
-
-
-def test_a_shape_and_groups_by_size_are_refused_on_every_rank(ranks):
-    for rank, texts in enumerate(ranks(2).run(asked, GROUPS)):
-        for name, text in texts.items():
-            assert text.startswith(f"ValueError: rank {rank}: "), (name, text)
-            assert "FullyShard cannot make such groups; use ShardedOptimizer" in text, (name, text)
 
 
 def by_element():
@@ -107,17 +89,6 @@ def test_work_by_element_and_counts_of_memory_go_on(ranks):
         assert norm > 0
 
 
-def in_a_closure():
-    model = trained()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return message(lambda: optimizer.step(lambda: sum(p.grad.pow(2).sum() for p in model.parameters())))
-
-
-def test_a_closure_is_the_users_also_inside_of_a_step(ranks):
-    for rank, text in enumerate(ranks(2).run(in_a_closure)):
-        assert text.startswith(f"ValueError: rank {rank}: sum of a shard"), text
-
-
 def in_a_hook():
     model = trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,22 +99,6 @@ def in_a_hook():
 def test_a_hook_around_a_step_is_the_users(ranks):
     for rank, text in enumerate(ranks(2).run(in_a_hook)):
         assert text.startswith(f"ValueError: rank {rank}: sum of a shard"), text
-
-
-def collected():
-    """Numbers that people add up in tensors made like a shard, outside of a step."""
-    shard = next(trained().parameters())
-    like = torch.zeros_like(shard)
-    like.add_(shard.grad.square())
-    averages = [torch.empty_like(shard.grad).copy_(shard.grad)]
-    torch._foreach_mul_(averages, 0.5)
-    return [message(lambda one=one: float(one.sum())) for one in (like, *averages)] + [message(lambda: like.sqrt())]
-
-
-def test_sums_collected_in_a_tensor_like_a_shard_are_refused(ranks):
-    for rank, (*sums, root) in enumerate(ranks(2).run(collected)):
-        assert all(text.startswith(f"ValueError: rank {rank}: sum of a shard") for text in sums), sums
-        assert root == "no error"
 
 
 def of_pieces():

@@ -71,10 +71,10 @@ def test_modules_that_would_not_train_are_refused_by_name(ranks):
         return [message(lambda change=change: FullyShard(around(change))) for change in changes]
 
     for texts in ranks(2).run(refusals):
-        assert "1 (Block): mine holds the parameter 1.linear.weight outside of torch's lists" in texts[0]
-        assert "1 (Block): weights holds a parameter of shape [3] that torch does not find" in texts[1]
+        assert "1 (Block): mine holds a parameter outside of torch's lists" in texts[0]
+        assert "1 (Block): weights holds a parameter outside of torch's lists" in texts[1]
         assert "1.linear (LazyLinear): weight has no shape yet" in texts[2]
-        assert "Call the module once" in texts[2]
+        assert "call the module once" in texts[2]
         assert "1 (Block): spectrum is torch.complex64" in texts[3]
         assert "view_as_real" in texts[3]
         assert "1 (Block): steps is torch.int32" in texts[4]

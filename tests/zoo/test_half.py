@@ -62,7 +62,7 @@ def in_stages(kind):
 
 
 def in_parts(kind):
-    model, scaled = parallelize_module(kind.build(dist.get_rank()), kind.plan), Scaled()
+    model, scaled = parallelize_module(kind.build(dist.get_rank()), kind.plan, example=kind.batch(9)[:1]), Scaled()
     optimizer = zoo.adamw(model.parameters())
     for scaled.step in STEPS:
         optimizer.zero_grad()

@@ -98,7 +98,7 @@ class Zero:
         self.kind, self.tensor = kind_of(name), tensor
         self.model = self.module = build(self.kind, dist.get_rank())
         if tensor is not None:
-            parallelize_module(self.module, self.kind.plan, tensor)
+            parallelize_module(self.module, self.kind.plan, tensor, example=self.kind.batch(9)[:1])
         self.optimizer = self.part = ShardedOptimizer(self.module, adamw, data, stage=2, bucket_bytes=2000)
 
     def train(self, steps, number, num):

@@ -1,4 +1,4 @@
-"""A model that is cut by a plan is compared with the whole one at its first forward: what no plan shows is refused."""
+"""A model that is cut by a plan is compared with the whole one for an example: what no plan shows is refused."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from torch import nn
 
 from distlab.comm import run
 from distlab.rng import generator
-from distlab.sharding import FullyShard
 from distlab.tensor_parallel import full_state_dict, parallelize_module
 
 WIDTH, HEADS, UPDATES = 8, 4, 6
@@ -116,7 +115,7 @@ WRONG = {
 def trained():
     found = {}
     for name, (make, plan) in RIGHT.items():
-        model = parallelize_module(build(make, dist.get_rank()), plan)
+        model = parallelize_module(build(make, dist.get_rank()), plan, example=(batch(0),))
         train(model)
         found[name] = {key: value.clone() for key, value in full_state_dict(model).items()}
     return found
@@ -142,23 +141,23 @@ def message(function):
     return "no error"
 
 
-def refused(name, with_example):
-    make, plan, _ = WRONG[name]
-    if with_example:
-        return message(lambda: parallelize_module(build(make), plan, example=(batch(0),)))
-    model = parallelize_module(build(make), plan)
-    return message(lambda: model(batch(0)))
+def refused(make, plan):
+    model = build(make)
+    before = list(model.parameters())
+    text = message(lambda: parallelize_module(model, plan, example=(batch(0),)))
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True)), "nothing is cut"
+    return text
 
 
 def all_refused():
-    return {(name, with_example): refused(name, with_example) for name in WRONG for with_example in (True, False)}
+    return {name: refused(make, plan) for name, (make, plan, _) in WRONG.items()}
 
 
-def test_a_wrong_style_is_refused_at_the_first_forward_on_every_rank_with_the_right_one():
+def test_a_wrong_style_is_refused_before_anything_is_cut_on_every_rank_with_the_right_one():
     for rank, each in enumerate(run(all_refused, 2, timeout_s=60)):
-        for (name, with_example), text in each.items():
-            assert text.startswith(f"ValueError: rank {rank}: parallelize_module: "), (name, with_example, text)
-            assert WRONG[name][2] in text, (name, with_example, text)
+        for name, text in each.items():
+            assert text.startswith(f"ValueError: rank {rank}: parallelize_module: "), (name, text)
+            assert WRONG[name][2] in text, (name, text)
 
 
 class Notes(Mlp):
@@ -179,39 +178,16 @@ class Notes(Mlp):
 def left_as_it_was():
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    model, x = parallelize_module(build(Notes), MLP), batch(0)
+    model, x = build(Notes), batch(0)
     torch.set_rng_state(state)
-    before = x.clone()
-    model(x)
-    after, _ = torch.get_rng_state(), torch.set_rng_state(state)
-    torch.rand(1)
-    F.dropout(torch.ones(3, 4, WIDTH, dtype=torch.float64))
-    assert torch.equal(after, torch.get_rng_state())
-    assert (float(model.calls), len(model.seen), model.training) == (1, 1, True)
-    assert torch.equal(x[..., 0], before[..., 0] + 1)
+    parallelize_module(model, MLP, example=(x,))
+    assert torch.equal(state, torch.get_rng_state())
+    assert (float(model.calls), len(model.seen), model.training) == (0, 0, True)
+    assert torch.equal(x, batch(0))
 
 
 def test_the_comparison_leaves_model_inputs_and_random_numbers_as_they_were():
     run(left_as_it_was, 2, timeout_s=30)
-
-
-def wrapped():
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    plan = {"*.up": "column", "*.down": "row"}
-
-    def blocks():
-        return build(lambda: nn.Sequential(Mlp(), Mlp()))  # each is a unit
-
-    text = message(lambda: FullyShard(parallelize_module(blocks(), plan), alone)(batch(0)))
-    model = FullyShard(parallelize_module(blocks(), plan, example=(batch(0),)), alone)
-    return text, model(batch(0)).shape
-
-
-def test_a_model_that_was_sharded_before_its_first_forward_needs_an_example():
-    for rank, (text, shape) in enumerate(run(wrapped, 2, timeout_s=30)):
-        assert text.startswith(f"ValueError: rank {rank}: parallelize_module: the first forward compares")
-        assert "Pass example=" in text
-        assert shape == (3, 4, WIDTH)
 
 
 def refused_sizes():

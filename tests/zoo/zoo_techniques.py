@@ -139,7 +139,7 @@ def pipeline(family):
 
 
 def tensor_parallel(kind):
-    model = parallelize_module(kind.build(dist.get_rank()), kind.plan)
+    model = parallelize_module(kind.build(dist.get_rank()), kind.plan, example=kind.batch(9)[:1])
     train(kind, model, adamw(model.parameters()), same_batch=True)
     return full_tensor_state(model)
 

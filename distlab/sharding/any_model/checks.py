@@ -16,6 +16,9 @@ from distlab.sharding.fsdp.wrapping import ROOT
 from distlab.sharding.overlap import parameters_to_shard, refuse_overlaps
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+PYTHON = "shard the Python module that it was made from"
+SHAPE = "call the module once on an example of the data before FullyShard is built (lazy modules)"
+FIRST = "shard the whole model once, and before any other tool replaces its parameters"
 
 
 def check_units(module: nn.Module, units: Sequence[str]) -> None:
@@ -63,76 +66,54 @@ def check_options(named: list[tuple[str, nn.Parameter]], prefetch: int, precisio
 
 
 def check_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name all parameters; refuse those that a flat shard cannot hold, or that torch cannot see (in plain lists).
+    """Name all parameters; each that trains must come into exactly one flat shard, and nothing else may compute by it.
 
     Raises:
-        ValueError: a parameter without a shape, of complex numbers or integers, or kept in a plain list; the text
-            names the module.
+        ValueError: one that does not; the text names it and its module.
     """
     every = parameters_to_shard(module)
-    named = list(nn.Module.named_parameters(module, remove_duplicate=False))
-    owners = dict(module.named_modules(remove_duplicate=False))
-    for name, tensor in (*named, *module.named_buffers()):
-        path, _, attribute = name.rpartition(".")
-        where = f"{path or 'the module'} ({type(owners[path]).__name__}): {attribute}"
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{where} has no shape yet: lazy modules learn it from their first input. Call the module once on an "
-                "example of the data before FullyShard is built"
-            )
-        if isinstance(tensor, nn.Parameter) and tensor.is_complex():
-            raise ValueError(
-                f"{where} is {tensor.dtype}, and a flat shard holds real numbers. Keep it as torch.view_as_real(...), "
-                "and use torch.view_as_complex(...) in forward"
-            )
-        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-            raise ValueError(
-                f"{where} is {tensor.dtype}, and a flat shard holds floating point numbers. What is not trained is a "
-                "buffer: register_buffer(...)"
-            )
-        hooks = {**(tensor._backward_hooks or {}), **(tensor._post_accumulate_grad_hooks or {})}.values()
-        if isinstance(tensor, nn.Parameter) and not all(isinstance(hook, LinearHook) for hook in hooks):
-            raise ValueError(
-                f"{where} has a hook on its gradient, and a flat shard has the gradients of a unit end to end: no hook "
-                "would run. Do the same to what the layer returns, or use ShardedOptimizer"
-            )
-    refuse_overlaps(named)
-    registered = {id(parameter): name for name, parameter in named}
-    for path, one in owners.items():
+    for path, one in module.named_modules(remove_duplicate=False):
+        where = f"{path or 'the module'} ({type(one).__name__})"
         if isinstance(one, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{path or 'the module'} was compiled by torch.jit, and its forward reads parameters in C++, where "
-                "none can be gathered; shard the Python module that it was made from"
-            )
+            raise ValueError(f"{where} was compiled by torch.jit, where nothing can be gathered; {PYTHON}")
         for attribute, parameter in one._parameters.items():
-            if parameter is not None and not issubclass(type(parameter), nn.Parameter):
+            wrong = "" if parameter is None else _not_for_a_shard(parameter)
+            if wrong:
+                raise ValueError(f"{where}: {attribute} {wrong}")
+        if any(is_lazy(buffer) for buffer in one._buffers.values() if buffer is not None):
+            raise ValueError(f"{where}: a buffer has no shape yet; {SHAPE}")
+        own = {key: value for key, value in vars(one).items() if key not in _OF_EVERY_MODULE}
+        if isinstance(one, nn.RNNBase):
+            own.pop("_flat_weights", None)
+        for attribute, value in own.items():
+            if any(parameter.requires_grad for parameter in find(value, (nn.Parameter,))[0]):
                 raise ValueError(
-                    f"{path or 'the module'} ({type(one).__name__}): {attribute} is a {type(parameter).__name__}, and "
-                    "a flat shard is cut from plain tensors. Shard the whole model once, and before any other tool "
-                    "replaces its parameters"
+                    f"{where}: {attribute} holds a parameter outside of torch's lists of parameters, which would never "
+                    "train there. Read it by its name in forward, keep it in an nn.ParameterList, or set "
+                    "requires_grad=False if it is not to train"
                 )
-        for attribute, value in vars(one).items():
-            if attribute not in _OF_EVERY_MODULE and not (isinstance(one, nn.RNNBase) and attribute == "_flat_weights"):
-                _check_attribute(f"{path or 'the module'} ({type(one).__name__}): {attribute}", value, registered)
+    refuse_overlaps(nn.Module.named_parameters(module, remove_duplicate=False))
     return every
 
 
-def _check_attribute(where: str, value: object, registered: dict[int, str]) -> None:
-    """Refuse trained parameters in an attribute that torch does not look into."""
-    for parameter in find(value, (nn.Parameter,))[0]:
-        name = registered.get(id(parameter))
-        if parameter.requires_grad and name is not None:
-            raise ValueError(
-                f"{where} holds the parameter {name} outside of torch's lists of parameters. The parameter moves "
-                "into a shard, and what the attribute holds would never train. Read it by its name in forward, or "
-                "keep the parameters in an nn.ParameterList"
-            )
-        if parameter.requires_grad:
-            raise ValueError(
-                f"{where} holds a parameter of shape {list(parameter.shape)} that torch does not find, so it is in no "
-                "shard, no optimizer and no state. Keep it in an nn.ParameterList, or set requires_grad=False if it is "
-                "not to train"
-            )
+def _not_for_a_shard(parameter: nn.Parameter) -> str:
+    """Say why a flat shard cannot hold a parameter; "" where it can."""
+    if is_lazy(parameter):
+        return f"has no shape yet; {SHAPE}"
+    if not issubclass(type(parameter), nn.Parameter):
+        return f"is a {type(parameter).__name__}, and a flat shard is cut from plain tensors: {FIRST}"
+    if not parameter.is_floating_point():
+        return (
+            f"is {parameter.dtype}, and a flat shard holds real floating point numbers. Keep complex ones as "
+            "torch.view_as_real(...), and what is not trained as a buffer: register_buffer(...)"
+        )
+    hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}.values()
+    if not all(isinstance(hook, LinearHook) for hook in hooks):
+        return (
+            "has a hook on its gradient, and a flat shard has the gradients of a unit end to end: no hook would run. "
+            "Do the same to what the layer returns, or use ShardedOptimizer"
+        )
+    return ""
 
 
 def check_place(name: str, thread: int | None) -> None:
@@ -145,16 +126,14 @@ def check_place(name: str, thread: int | None) -> None:
     Raises:
         RuntimeError: it is called inside a transform of torch.func, or in a second thread.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            f"unit {name or 'root'!r} is called inside a transform of torch.func (vmap, grad, jvp, ...), where its "
-            "parameters cannot be gathered. Name other units in units=[...]: the module that makes the transform, and "
-            "not this part of it"
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    if inside or (thread is not None and thread != threading.get_ident()):
+        where = (
+            "inside a transform of torch.func (vmap, grad, jvp, ...)" if inside else "in another thread than its model"
         )
-    if thread is not None and thread != threading.get_ident():
         raise RuntimeError(
-            f"unit {name or 'root'!r} is called in another thread than its model. Ranks gather units in the same "
-            "order, and threads have none; call the parts of the model in one thread"
+            f"unit {name or 'root'!r} is called {where}, where it cannot be gathered in the order of all ranks. Name "
+            "other units in units=[...], such as the module that does so and not this part of it"
         )
 
 

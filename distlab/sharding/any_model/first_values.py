@@ -10,6 +10,7 @@ from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.wrapping import Members
+from distlab.sharding.part import plain
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def fill_from_first(unit: Unit, parameters: list[nn.Parameter]) -> None:
     broadcast_each([flat], options.group)
     unit.fill(flat.split(list(unit.layout.sizes)))
     if options.replicas is not None:
-        values = unit.shard.detach().to(options.device)
+        values = plain(unit.shard).to(options.device)
         broadcast_each([values], options.replicas)
         unit.shard.copy_(values)
 

@@ -2,22 +2,20 @@
 
 A freed parameter still has its name, shape, type and device: `model.parameters()` inside a model, `model.device` and
 counts of parameters are what they are in one process. To compute with it takes the values, so the unit is gathered:
-such a use is a small forward of the unit, and its backward gathers it again. All ranks must do it. So it is open to the
-model's own methods (forward, generate, ...), which all ranks run, and refused outside of them.
+such a use is a small forward of the unit, and its backward gathers it again. All ranks must do it. So it is open while
+the model's forward runs, which all ranks call, and refused outside of it.
 
 What would silently do nothing is refused: an optimizer of freed parameters, their gradients, changes in place.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distlab.modules.moved import KNOWN, name_of
@@ -127,7 +125,7 @@ def _freed_in(values: Any) -> list[FreedParameter]:
 def _not_here(one: FreedParameter) -> str:
     return (
         f"{one.label} is not here now: its unit frees its parameters outside its own forward, and to gather it takes "
-        "all ranks. Call the module instead, read it in a method of the module that all ranks call, or look at it "
+        "all ranks. Read it in the model's forward; or look at it, and call methods that read it (generate), "
         "inside `with model.summon() as module:`, on all ranks"
     )
 
@@ -151,7 +149,7 @@ _IN_PLACE = {f"__i{name}__" for name in _OPERATORS.split(" ")}
 def _use(function: Callable[..., Any], args: Any, kwargs: Any, freed: list[FreedParameter]) -> Any:
     """Call a function with the whole parameters: a small forward of their units."""
     model = freed[0].watched.model
-    if not model.running and not _runs_in_method_of(model.module):
+    if not model.running:
         raise RuntimeError(_not_here(freed[0]))
     lenders = list(dict.fromkeys(one.watched for one in freed))
     model.lend(lenders)
@@ -168,18 +166,6 @@ def _use(function: Callable[..., Any], args: Any, kwargs: Any, freed: list[Freed
     for lender, running in calls.items():
         output = lender.end_call(running, output)
     return output
-
-
-def _runs_in_method_of(module: nn.Module) -> bool:
-    """Return whether a method of the module, or of a part of it, is running: ranks call those together."""
-    parts = {id(one) for one in module.modules()}
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        is_torchs_own = frame.f_code.co_filename == torch_module.__file__  # state_dict(), to(), ...
-        if not is_torchs_own and id(frame.f_locals.get("self")) in parts:
-            return True
-    return False
 
 
 class RefusesCopies:

@@ -31,6 +31,7 @@ from distlab.comm.agree import group_device
 from distlab.modules.every_parameter import every_parameter
 from distlab.rng import generator
 from distlab.sharding.fsdp.fully_shard import FullyShard
+from distlab.sharding.part import plain
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Seed = int | torch.Generator
@@ -77,7 +78,7 @@ def build_sharded(
             for piece in unit.layout.pieces(dist.get_rank(group)):
                 if piece.tensor == tensor:
                     part = values.flatten()[piece.start : piece.stop]
-                    unit.shard[piece.offset : piece.offset + part.numel()] = part.to(unit.shard)
+                    plain(unit.shard)[piece.offset : piece.offset + part.numel()] = part.to(unit.shard.dtype)
                     del part
         del values  # before the next is drawn
     return model

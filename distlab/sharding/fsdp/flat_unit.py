@@ -28,7 +28,7 @@ from distlab.sharding.fsdp.host_gradient import HostGradient
 from distlab.sharding.fsdp.left_out import Pieces, mark, put_end_to_end, refuse_sparse
 from distlab.sharding.fsdp.options import Options
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
-from distlab.sharding.shard_gradient import FlatShard
+from distlab.sharding.part import FlatShard, plain
 from distlab.shared_memory.group_base import zeros
 from distlab.trace import OpenCall
 
@@ -97,7 +97,7 @@ class Unit:
         """Take this rank's part of whole parameters, given in the order of the layout; sends nothing."""
         for piece in self.layout.pieces(dist.get_rank(self.options.group)):
             values = tensors[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
-            self.shard[piece.offset : piece.offset + len(values)].copy_(values)
+            plain(self.shard)[piece.offset : piece.offset + len(values)].copy_(values)
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -113,10 +113,10 @@ class Unit:
         self._call = self._started_call()
         if self._is_offloaded:
             with self.options.to_gpu.after_current():
-                self._gather(self.options.to_gpu.to_gpu(self.shard.detach()))
+                self._gather(self.options.to_gpu.to_gpu(plain(self.shard)))
                 self._copied = device.event(self.options.device)
         else:
-            self._gather(self.shard.detach())
+            self._gather(plain(self.shard))
 
     def _gather(self, shard: Tensor) -> None:
         self._gathering = DirectGather(self._full.detach(), shard.to(self.compute_dtype), self.options.group)

@@ -26,9 +26,9 @@ from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_s
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
-from distlab.sharding.fsdp.left_out import step_by_pieces
 from distlab.sharding.fsdp.options import GradientMemory, Options
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
+from distlab.sharding.fsdp.step import step_on_plain_parameters
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
@@ -47,9 +47,10 @@ class FullyShard(nn.Module):
     gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the same units in one order.
 
     Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
-    unit stays whole until the end of the step. In the module's methods all parameters are visible under their names;
-    to compute with those of a freed unit gathers it. Blocks or the whole may be compiled, not with fullgraph=True.
-    Layers may be cut by tensor parallelism: `group` is then the data ranks; norms and states are the whole model's.
+    unit stays whole until the end of the step. In forward all parameters are visible under their names; to compute with
+    those of a freed unit gathers it. Other methods that read them run in `summon()`. Blocks or the whole may be
+    compiled, not with fullgraph=True. Layers may be cut by tensor parallelism: `group` is then the data
+    ranks; norms and states are the whole model's.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
@@ -123,7 +124,7 @@ class FullyShard(nn.Module):
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         broadcast_buffers(module, group, replicas)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        step_by_pieces()
+        step_on_plain_parameters()
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""

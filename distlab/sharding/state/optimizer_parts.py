@@ -20,6 +20,7 @@ from distlab.comm.agree import group_device
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
 from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
+from distlab.sharding.part import plain
 from distlab.sharding.state.assemble import HeldRow, assemble, cut, holders
 
 Optimizer = torch.optim.Optimizer
@@ -114,7 +115,7 @@ def save_parts(
     }
     for row in rows:
         of_row = kept.get(id(row.parameter), Kept(-1, {}, {}))
-        own = {PARAMETER: row.parameter} if parameters else {}
+        own = {PARAMETER: plain(row.parameter)} if parameters else {}
         parts |= cut(row, {**own, **of_row.values}, of_row.numbers)
     return parts, None if optimizer is None else _groups(optimizer, rows, kept)
 

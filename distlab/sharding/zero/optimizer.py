@@ -36,7 +36,7 @@ from distlab.gradients.gradient_status import find_faults
 from distlab.replicate import agree_on_parameters
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.overlap import parameters_to_shard
-from distlab.sharding.shard_gradient import SCALER
+from distlab.sharding.part import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
 from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards

@@ -139,7 +139,7 @@ class KeptAlike(Registered):
 
 
 def _make_way(bucket: ShardBucket, slot: int) -> Callable[[Tensor], None]:
-    """Return a hook that removes a parameter's `AbsentGradient` before backward adds to it."""
+    """Return a hook that removes a parameter's mark before backward adds to it."""
 
     def make_way(_: Tensor) -> None:
         bucket.take_mark(slot)

@@ -24,7 +24,7 @@ from distlab.comm.p2p import started
 from distlab.gradients.flat_gradients import GradientSlots
 from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.plan import FlatLayout
-from distlab.sharding.shard_gradient import AbsentGradient, absent, of_shard, taken_over
+from distlab.sharding.part import NO_MEANS, absent, as_part, taken_over
 from distlab.sharding.zero.buffers import Kind, Lent
 from distlab.sharding.zero.groups import Origin, OwnPiece
 from distlab.trace import SpanWriter
@@ -86,9 +86,9 @@ class ShardBucket(GradientSlots):
         self.shard = self._buffer[own] if self._buffer is not None else torch.zeros_like(self.whole[own])
         self.held = False
         self.has_gradient = [False] * len(named)
-        self._is_marked = [False] * len(named)  # with an `AbsentGradient`, since `hand_out`
+        self._is_marked = [False] * len(named)  # with a mark (`absent`), since `hand_out`
         self._carried: Tensor | None = None
-        self._absent = [absent(parameter, self.shard, AbsentGradient) for parameter in self.parameters]
+        self._absent = [absent(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
         lent.gradients.add(self.kind, self.whole.numel())
         lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -113,11 +113,11 @@ class ShardBucket(GradientSlots):
             piece.parameter.grad = None
 
     def take_mark(self, slot: int) -> None:
-        """Remove a parameter's `AbsentGradient`; where `module.zero_grad()` has done so, forget what was summed."""
+        """Remove a parameter's mark; where `module.zero_grad()` has done so, forget what was summed."""
         parameter = self.parameters[slot]
         if self.lost_mark(slot):
             self.forget_sums()
-        elif isinstance(parameter.grad, AbsentGradient):
+        elif parameter.grad is self._absent[slot]:
             parameter.grad = None
         elif self._is_marked[slot]:
             self._replace_sum(slot)
@@ -131,7 +131,7 @@ class ShardBucket(GradientSlots):
                 flat[max(begin - self.bounds[0], 0) : max(begin + size - self.bounds[0], 0)].zero_()
 
     def lost_mark(self, slot: int) -> bool:
-        """Whether a parameter's `AbsentGradient` was taken away since `hand_out`."""
+        """Whether a parameter's mark was taken away since `hand_out`."""
         return self._is_marked[slot] and self.parameters[slot].grad is None
 
     def pack(self, slot: int) -> None:
@@ -210,7 +210,7 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Set the pieces' gradients, None where no rank has one; the whole parameters get an `AbsentGradient`."""
+        """Set the pieces' gradients, None where no rank has one; the whole parameters get a mark (`absent`)."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
         for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
             parameter.grad = nothing if has_gradient else None
@@ -222,7 +222,7 @@ class ShardBucket(GradientSlots):
         for piece in self.pieces:
             if self.has_gradient[piece.slot]:
                 gradient = self.gradient_of(piece)
-                piece.parameter.grad = of_shard(gradient) if refusing else taken_over(piece.parameter.grad, gradient)
+                piece.parameter.grad = as_part(gradient) if refusing else taken_over(piece.parameter.grad, gradient)
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""

@@ -1,8 +1,7 @@
-"""Hooks on a model that was cut by a plan: they refuse, on every rank, what no plan can show before it runs.
+"""A hook on a model that was cut by a plan: it refuses, on every rank, what no plan can show before the model runs.
 
-Ranks that work on different inputs would add up parts of different samples. A layer that was left whole behind one that
-was cut gets too few features. A parameter that each rank holds whole must have the same gradient on all: where it
-has not, the ranks' copies drift apart, and training goes wrong without a word.
+Ranks that work on different inputs would add up parts of different samples. A parameter that each rank holds whole must
+have the same gradient on all: where it has not, the ranks' copies drift apart, and training goes wrong without a word.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.modules.every_parameter import every_parameter
 from distlab.modules.split import splits_of
-from distlab.tensor_parallel.linear import RowParallelLinear, is_conv1d, linear_sizes
 
 TOLERANCE = 1e-6  # of a parameter's norm: far more than rounding, far less than an update
 
@@ -32,16 +30,10 @@ def watch(model: nn.Module, group: ProcessGroup | None) -> None:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal calls
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        shapes = (tuple(tuple(tensor.shape) for tensor in tensors), module.training)
-        if shapes not in seen:
-            agree(list(shapes), group, what="the shapes of the inputs of tensor ranks")
-            what = "the inputs of tensor ranks, which work on the same samples (sha256)"
-            agree([_digest(tensor) for tensor in tensors], group, what=what)
-            if module.training and _drops(module):
-                what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
-                agree(_digest(torch.get_rng_state()), group, what=what)
-            seen.add(shapes)
+        shapes = (*(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)),)
+        if (shapes, module.training) not in seen:
+            agree_on_inputs((args, kwargs), group)
+            seen.add((shapes, module.training))
         if module.training:
             calls += 1
             if calls > 1 and calls & (calls - 1) == 0:
@@ -49,11 +41,14 @@ def watch(model: nn.Module, group: ProcessGroup | None) -> None:
 
     if dist.get_world_size(group) > 1:
         model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)  # a graph cannot hold a hash
-    for name, module in model.named_modules():
-        if type(module).forward is nn.Linear.forward or is_conv1d(module):
-            module.register_forward_pre_hook(_whole_input(name, group))
-        elif isinstance(module, RowParallelLinear):
-            module.register_forward_pre_hook(_part_input(name, group))
+
+
+def agree_on_inputs(inputs: Any, group: ProcessGroup | None) -> None:
+    """Refuse, on every rank, inputs of a forward that differ between ranks."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    agree([list(tensor.shape) for tensor in tensors], group, what="the shapes of the inputs of tensor ranks")
+    what = "the inputs of tensor ranks, which work on the same samples (sha256)"
+    agree([_digest(tensor) for tensor in tensors], group, what=what)
 
 
 @torch.no_grad()
@@ -92,40 +87,6 @@ def _two_numbers(parameter: Tensor) -> Tensor:
     return torch.stack([values.norm(), values @ weights / max(len(values), 1) ** 0.5])
 
 
-def _whole_input(name: str, group: ProcessGroup | None) -> Any:
-    def before(module: nn.Module, args: Any) -> None:
-        features = linear_sizes(module)[0]
-        if args and isinstance(args[0], Tensor) and args[0].shape[-1] != features:
-            raise ValueError(
-                f"rank {group_rank(group)}: {name} got {args[0].shape[-1]} features; expected {features}. A layer "
-                f"before it is cut by output features: give {name} the style 'row', or leave that layer whole"
-            )
-
-    return before
-
-
-def _part_input(name: str, group: ProcessGroup | None) -> Any:
-    def before(module: Any, args: Any) -> None:
-        part = module.in_features // dist.get_world_size(group)
-        if args and isinstance(args[0], Tensor) and args[0].shape[-1] != part:
-            raise ValueError(
-                f"rank {group_rank(group)}: {name} got {args[0].shape[-1]} features; expected its part, {part} of "
-                f"{module.in_features}. Between its columns or heads and {name} the model computes with something of "
-                "all heads, such as a table of relative positions: leave these layers and their row out of the plan"
-            )
-
-    return before
-
-
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
-
-
-def _drops(model: nn.Module) -> bool:
-    """Return whether a module has a probability of dropping that is not zero."""
-    for module in model.modules():
-        named = {"dropout": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
-        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in named.items()):
-            return True
-    return False

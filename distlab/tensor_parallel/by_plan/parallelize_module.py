@@ -25,7 +25,7 @@ from distlab.comm.p2p import group_rank
 from distlab.modules.every_parameter import every_parameter
 from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
-from distlab.tensor_parallel.by_plan.guards import watch
+from distlab.tensor_parallel.by_plan.guards import agree_on_inputs, watch
 from distlab.tensor_parallel.by_plan.heads import AttentionHeads
 from distlab.tensor_parallel.by_plan.plan import (
     COUNTS_HEADS,
@@ -34,10 +34,11 @@ from distlab.tensor_parallel.by_plan.plan import (
     check_sizes,
     check_ties,
     find_styles,
+    is_own,
     shapes_of,
 )
 from distlab.tensor_parallel.by_plan.sequence import check_sequences, cut_sequences, sum_over_ranks
-from distlab.tensor_parallel.by_plan.whole import WholeModel
+from distlab.tensor_parallel.by_plan.whole import compare
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, linear_sizes
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
@@ -55,9 +56,8 @@ def parallelize_module(
     Make optimizers and wrappers afterwards. `full_state_dict` returns the uncut model's state with its names, and
     `load_full_state_dict` takes it. Layers that the plan does not name stay whole, and every rank computes them.
 
-    Dropout: seed torch's generator the same on all ranks of the group, which is compared where the model drops. Ranks
-    then drop the same of what they hold whole. Of their own heads and features they drop the same places, too: the
-    mask repeats along the heads.
+    Dropout: seed torch's generator the same on all ranks of the group. Ranks then drop the same of what they hold
+    whole. Of their own heads and features they drop the same places, too: the mask repeats along the heads.
 
     Args:
         model: the same on all ranks except for its weights. Attributes with the number of its heads (`num_heads`,
@@ -67,40 +67,50 @@ def parallelize_module(
         group: the ranks.
         head_counts: names of more attributes that hold a number of heads.
         example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
-            `whole.py`. Without it the first forward's inputs are taken. Pass it where you wrap the model (FullyShard)
-            before its first forward.
+            `whole.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT", alone or with `SEQUENCE`, need none.
 
     Shapes: as the model's: outputs are whole on every rank
     Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
         the vocabulary, and (t-1)/t of the padded scores; backward 2 (t-1)/t of the input of each column, heads, fused
         and scores layer (query, key and value apart: one each) and of each gradient of style "inside". A forward with
-        a new shape of inputs compares them: two or three exchanges of 40 bytes; forward 2, 4, 8, ... in training
-        compares the whole parameters, 16 bytes each. The first one (or example) also sends (t-1)/t of the bytes
-        of the cut parameters, what another forward sends, and 8 (t-1) bytes. Here: two broadcasts of each parameter
-        that is cut, and one of all others and of buffers.
+        a new shape of inputs compares them: two exchanges of 40 bytes; forward 2, 4, 8, ... in training compares the
+        whole parameters, 16 bytes each. Here: two broadcasts of each parameter that is cut, and one of all others and
+        of buffers; with example two exchanges of 40 bytes, and what `compare` and a second cut send.
     Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
 
     Raises:
         ValueError: equal on every rank: ranks disagree; a pattern matches nothing; a module cannot be cut, or the ranks
-            do not divide it; a column without its row; a tied tensor that is cut once only; with example, other
-            numbers than the whole model's. Forward: the same at the first one; inputs that differ, a whole layer that
-            gets a part, parameters that drift apart.
+            do not divide it; a column without its row; a tied tensor that is cut once only; no example; other numbers
+            than the whole model's. Forward: inputs that differ, parameters that drift apart.
     """
     facts = {"plan": dict(plan), "head_counts": list(head_counts), "tensors": shapes_of(model)}
-    agree_on("the model, plan or head_counts of parallelize_module", group, **facts)
-    styles, ties, heads = _check(model, plan, group, head_counts)
+    agree_on("the model, plan or head_counts of parallelize_module", group, **facts, example=example is not None)
+    styles, ties = _check(model, plan, group, head_counts)
+    if example is None and not is_own(plan):
+        raise ValueError(
+            f"rank {group_rank(group)}: parallelize_module: pass example=(inputs of one forward): no plan shows how a "
+            "forward uses what a layer makes, so the cut model is compared with the whole one. Only PLANS of "
+            "Llama, GPT-2 and nanoGPT, alone or with SEQUENCE, need none"
+        )
     with torch.no_grad():
         broadcast_each([one.data for one in (*dict(every_parameter(model)).values(), *model.buffers())], group)
-    whole, before = WholeModel(model, styles, group), dict(every_parameter(model))
-    for name, style in styles.items():
-        _cut(model, name, style, group, heads)
-    cut_sequences(model, styles, group)
-    _tie(model, ties)
-    for attention in heads.values():
-        attention.make_local()
+
+    def cut(one: nn.Module) -> None:
+        heads = _find_heads(one, styles, dist.get_world_size(group), head_counts)
+        for name, style in styles.items():
+            _cut(one, name, style, group, heads)
+        cut_sequences(one, styles, group)
+        _tie(one, ties)
+        for attention in heads.values():
+            attention.make_local()
+
+    if example is not None:
+        agree_on_inputs(example, group)
+        compare(model, cut, styles, example, group)
+    before = dict(every_parameter(model))
+    cut(model)
     _mark_those_cut(model, before)
     watch(model, group)
-    whole.compare_with(model, example)
     return model
 
 
@@ -114,8 +124,8 @@ def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> Non
 
 def _check(
     model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, head_counts: Sequence[str]
-) -> tuple[dict[str, str], list[list[str]], dict[str, AttentionHeads]]:
-    """Return the modules' styles, the names of tied tensors, and heads; refuse a plan that cannot be done.
+) -> tuple[dict[str, str], list[list[str]]]:
+    """Return the modules' styles and the names of tied tensors; refuse a plan that cannot be done.
 
     Raises:
         ValueError: see `parallelize_module`.
@@ -129,7 +139,8 @@ def _check(
         check_sizes(model, styles, num_ranks)
         check_partners(styles)
         check_sequences(model, styles)
-        return styles, check_ties(model, styles), _find_heads(model, styles, num_ranks, head_counts)
+        _find_heads(model, styles, num_ranks, head_counts)
+        return styles, check_ties(model, styles)
     except ValueError as error:
         raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
 

@@ -84,6 +84,12 @@ SEQUENCE: dict[str, dict[str, str]] = {  # what may be added to the plans
     "ViT": {"blocks": "sequence", "blocks.*.norm[12]": "sequence"},
 }
 SEQUENCE["nanoGPT"] = SEQUENCE["GPT-2"]
+OWN = ("Llama", "GPT-2", "nanoGPT")  # a vision model's names are those of many others
+
+
+def is_own(plan: Mapping[str, str]) -> bool:
+    """Return whether a plan is this package's own of GPT or Llama, which were compared with the whole models."""
+    return any(plan in (PLANS[name], PLANS[name] | SEQUENCE[name]) for name in OWN)
 
 
 def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,175 @@
+"""Parts: shards and their gradients, which refuse torch's tools that would take a part for the whole.
+
+Work by element is right on a part, and gives a part of the same shape. What gives anything else (a norm, a sum, a
+decision about NaN) is not: each rank would get its own answer. So it is refused, on every rank, by one rule: a result
+that is not of the part's shape. Code that knows what it holds asks for the plain tensor: `to_local()`.
+
+A part may also stand where a gradient is not, or not yet: then it has a shape, and its `why` answers everything else.
+An optimizer's step never meets a part: it updates plain parameters in their place (`fsdp.step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distlab.comm.together import place_in
+from distlab.modules.moved import KNOWN, name_of
+
+OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
+SCALER = "each rank would judge by its part alone; use distlab.precision.LossScaler, whose ranks skip together"
+WHOLE = (
+    "each rank has a part of several parameters end to end; use an optimizer that works by element (SGD, Adam), "
+    'ShardedOptimizer(split="tensors"), or no sharding'
+)
+DIMENSIONS = (
+    "it is flat, and parameters of all shapes lie in it. FullyShard cannot make such groups; use ShardedOptimizer, "
+    "whose groups are made of whole parameters"
+)
+PART = (
+    "the answer would be of this rank's part alone, and other ranks' would differ. The norm of all gradients is "
+    "clip_gradients_(math.inf); whole parameters are there `with model.summon() as module:`, on all ranks; for the "
+    "part itself call to_local()"
+)
+NO_MEANS = (
+    "the module's parameters have no gradients after ShardedOptimizer.synchronize(): the mean is in this rank's "
+    f"pieces (named_pieces()). In place of torch's clip_grad_norm_, {OWN_CLIP}; to forget gradients, call the "
+    "optimizer's zero_grad()"
+)
+_ABOUT = (
+    "data_ptr untyped_storage is_pinned is_shared is_leaf retains_grad _version output_nr name grad _grad _grad_fn "
+    "_base _is_view equal allclose __reduce_ex__ __deepcopy__ as_subclass has_names is_tensor register_hook "
+    "register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks _has_compatible_shallow_copy_type"
+)
+ABOUT = (KNOWN | {*_ABOUT.split(), "set grad"}) - {"dim", "ndim", "ndimension"}  # not of the values
+
+MIXES = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod", "sort", "flip", "roll")  # numbers of other places
+
+
+class Part(Tensor):
+    """A part, or what was computed from parts by element.
+
+    Attributes:
+        why: of what stands in a gradient's place; "" where there are values.
+    """
+
+    why = ""
+
+    def to_local(self) -> Tensor:
+        """Return this rank's part as a plain tensor, with the same memory: for code that knows what it holds.
+
+        Shapes: any; the same
+        """
+        return plain(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do what works by element, and tell what is known without values; refuse everything else.
+
+        Raises:
+            ValueError: the function would take a part for the whole; every rank raises it.
+        """
+        name, shapes = name_of(func), set()
+        if name not in ABOUT or func is torch.autograd.grad:
+            parts = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Part)]
+            shapes = {plain(one).shape for one in parts}
+            text = next((one.why for one in parts if one.why), "") or _refused(func, name)
+            if text:
+                raise ValueError(f"rank {place_in(None)[0]}: {text}")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if not shapes or name.startswith("new_") or name.endswith("_like"):  # an optimizer's state is none
+            return result
+        return tree_map(lambda one: _marked(one, shapes, name), result)
+
+
+class FlatShard(Part, nn.Parameter):
+    """A parameter in which several whole ones lie end to end, this rank's part of them.
+
+    Attributes:
+        is_shard: checkpoints refuse to take rank 0's for all.
+        parts: which tensors lie in it, and which of them have no gradient.
+        twin: the plain parameter, in the same memory, that an optimizer's step updates.
+    """
+
+    is_shard = True
+    parts: Any = None
+    twin: Any = None
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as a plain tensor, in the same memory.
+
+    Shapes: any; the same
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def as_part(values: Tensor) -> Part:
+    """Return values that refuse what would take them for the whole; they share the memory.
+
+    Shapes: any; the same
+    """
+    part: Part = values.as_subclass(Part)
+    return part
+
+
+def taken_over(now: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Return the gradient of a piece with the values that a user has put in its place; None where it was taken away.
+
+    Shapes: any; the same
+    """
+    if now is not None and now.data_ptr() != gradient.data_ptr():
+        gradient.copy_(plain(now))
+    return None if now is None else gradient
+
+
+def absent(parameter: Tensor, memory: Tensor, why: str) -> Part:
+    """Return what stands for a parameter's gradient while there is none; it takes no memory of its own.
+
+    Args:
+        parameter: whose gradient it is.
+        memory: a tensor of the same dtype and device; one number of it stands for all.
+        why: what it says when it is used.
+
+    Shapes: any, [E]; the same as the parameter's
+    """
+    one = memory[:1] if memory.numel() else torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+    nothing = as_part(one.as_strided(parameter.shape, [0] * len(parameter.shape)))
+    nothing.why = why
+    return nothing
+
+
+def _refused(func: Any, name: str) -> str:
+    """Return why a function is refused for what it is; "" where its result decides."""
+    if func is torch.autograd.grad:
+        return (
+            "torch.autograd.grad by a shard, whose gradient is summed over ranks: call loss.backward() and "
+            "synchronize(), and read shard.grad"
+        )
+    if name in ("dim", "ndim", "ndimension"):
+        return f"the number of dimensions of a shard (groups for weight decay use it): {DIMENSIONS}"
+    if name.endswith("norm"):
+        return (
+            f"a norm of a shard or of its gradient is of this rank's part alone. In place of torch's clip_grad_norm_, "
+            f"{OWN_CLIP}. In an optimizer (Adafactor, LAMB and LARS take norms): {WHOLE}"
+        )
+    if name in MIXES:
+        return f"{name} of a shard: {PART}"
+    return f"torch.amp.GradScaler on shards: {SCALER}" if name.startswith("_amp_") else ""
+
+
+def _marked(one: Any, shapes: set[torch.Size], name: str) -> Any:
+    """Return a result as a part; refuse one that is not by element."""
+    if isinstance(one, Part) or one is None or isinstance(one, str | torch.dtype | torch.device | torch.layout):
+        return one
+    if isinstance(one, Tensor) and one.shape in shapes:
+        return one.as_subclass(Part)
+    raise ValueError(f"rank {place_in(None)[0]}: {name or 'a function'} of a shard: {PART}")
