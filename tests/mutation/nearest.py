@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-FILES = 5
+FILES = 6
 ELSEWHERE = ("architecture", "browser", "lessons", "mutation", "styles")
 
 
@@ -46,12 +46,14 @@ class Near:
             for importer in sorted(self.importers[module] - set(distance)):
                 distance[importer] = distance[module] + 1
                 reached.append(importer)
+        words = {*path.stem.split("_"), *function.lower().replace(".", "_").split("_")} - {"", "test"}
         names = {part for part in function.split(".") if not part.startswith("_")}
 
         def rank(test: Path) -> tuple[float, Path]:
             text = test.read_text(encoding="utf-8")
             far = distance.get(str(test), 9) + 4 * (test.parent.name not in path.parts)
-            near = 2 * any(name in text for name in names) + (path.stem in test.stem)
+            same = bool(words & set(test.stem.split("_")))
+            near = 2 * any(name in text for name in names) + same
             return far - near, test
 
         wanted = f"def {killer.split('::')[-1].split('[')[0]}(" if "::" in killer else None
