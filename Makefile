@@ -34,7 +34,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates sizes quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak versions zoo test-zoo test-exports docs format clean
+.PHONY: setup gates sizes quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak mutations versions zoo test-zoo test-exports docs format clean
 
 setup: $(VENV)/ready
 
@@ -110,6 +110,10 @@ test-zoo:
 test-exports:
 	$(MAKE) setup VENV=.venv-exports EXTRAS=test,exports CONSTRAINTS=
 	OMP_NUM_THREADS=1 .venv-exports/bin/python -m pytest tests/simulator/export
+
+# Changes of one place of the library that the nearest tests noticed once: they are to notice them still.
+mutations: setup
+	$(BIN)/python tests/mutation/library.py --again --workers $(CORES)
 
 # Environments of other versions, in which `make promises ONLY=R14` compares techniques with one process: the oldest and
 # the newest torch, and the pinned one with other Pythons. Those have all packages: `make test VENV=.venv-python-3.13`.

@@ -1,0 +1,101 @@
+"""Changes of the library are drawn by their seed, found again where code has moved, and made in one place."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from changes import Mutation, changed_source, changes, draw, find, functions, pieces
+from library import BASELINE, EACH, PACKAGES, chosen
+from nearest import Near
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = '''
+def outer(rank: int, sizes: list[int], *, wide: bool = True) -> int:
+    """Add 1 to 2."""
+    total = 0
+    for size in sizes[1:]:
+        if (
+            size < rank
+            and wide
+        ):
+            total += send(size, rank, tag=3)
+    if total is None:
+        raise ValueError(f"rank {rank + 1}: {total - 1}")
+    return total - 1
+
+
+class Holder:
+    def keep(self, value: int = 4) -> None:
+        self.value = value
+'''
+
+
+def drawn_from(source: str) -> dict[str, set[str]]:
+    """Return every change of every function, by the function's name."""
+    found = {}
+    for name, node in functions(ast.parse(source)):
+        found[name] = {new for piece in pieces(node.body) for made in changes(piece).values() for new in made}
+    return found
+
+
+def test_each_usual_change_is_made_and_no_words_are_touched() -> None:
+    made = drawn_from(SOURCE)
+    assert made["outer"] == {
+        *("total = 1", "sizes[2:]", "size <= rank and wide", "size < rank or wide", "not (size < rank and wide)"),
+        *("total += send(rank, size, tag=3)", "total += send(size, rank)", "total += send(size, rank, tag=4)", "pass"),
+        *("total is not None", "not (total is None)", "return total + 1", "return total - 2", "return None"),
+    }
+    assert made["Holder.keep"] == {"pass"}
+
+
+def test_the_same_seed_draws_the_same_changes(tmp_path: Path) -> None:
+    (tmp_path / "distlab").mkdir()
+    (tmp_path / "distlab" / "one.py").write_text(SOURCE)
+    first = draw(tmp_path, ("distlab",), "a name", 4)
+    assert first == draw(tmp_path, ("distlab",), "a name", 4)
+    assert first != draw(tmp_path, ("distlab",), "a different name", 4)
+    assert len({(one.function, one.text, one.nth) for one in first}) == 4
+
+
+@pytest.mark.parametrize("home", ["distlab/one.py", "distlab/course/one.py", "simulator/two.py"])
+def test_a_change_is_found_where_its_function_moved_and_leaves_other_lines_alone(tmp_path: Path, home: str) -> None:
+    mutation = Mutation("distlab/one.py", "outer", "size < rank and wide", 0, "size < rank or wide")
+    (tmp_path / home).parent.mkdir(parents=True)
+    (tmp_path / home).write_text("# moved\n" + SOURCE)
+    found = find(tmp_path, mutation)
+    assert found is not None
+    path, place = found
+    assert path == tmp_path / home
+    before, after = path.read_text(), changed_source(path.read_text(), place, mutation.new)
+    assert ast.unparse(ast.parse(after)) == ast.unparse(ast.parse(before)).replace("rank and wide", "rank or wide")
+    kept = [line for line in after.splitlines() if line in before.splitlines()]
+    assert len(after.splitlines()) == len(before.splitlines()) == len(kept) + 2
+    assert after.splitlines()[-8:] == before.splitlines()[-8:]
+
+
+def test_a_change_whose_text_is_gone_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "distlab").mkdir()
+    (tmp_path / "distlab" / "one.py").write_text(SOURCE.replace("size < rank", "size <= rank"))
+    assert find(tmp_path, Mutation("distlab/one.py", "outer", "size < rank and wide", 0, "x")) is None
+    assert find(tmp_path, Mutation("distlab/one.py", "outer", "return total - 1", 1, "x")) is None
+
+
+def test_the_nearest_tests_import_the_function_and_the_budget_holds() -> None:
+    files = Near(ROOT).files(ROOT / "distlab" / "collectives" / "ring.py", "ring_all_reduce")
+    assert {path.parent.name for path in files[:3]} == {"collectives"}
+    times = {"a.py::x[1]": 4.0, "a.py::x[2]": 4.0, "b.py::y": 4.0, "c.py::z": 7.0, "c.py::w": 0.5}
+    assert chosen(["a.py", "b.py", "c.py"], times, "") == ["a.py::x[1]", "a.py::x[2]", "c.py::w"]
+    assert chosen(["a.py", "b.py", "c.py"], times, "old.py::z")[0] == "c.py::z"
+
+
+def test_the_baseline_is_whole() -> None:
+    packages = json.loads(BASELINE.read_text(encoding="utf-8"))["packages"]
+    assert list(packages) == list(PACKAGES)
+    assert len(packages) == 16
+    assert all(len(rows) == EACH for rows in packages.values())
+    done = [[row["by"] is not None for row in rows] for rows in packages.values()]
+    assert all(len({*column}) == 1 for column in zip(*done, strict=True)), "each package has the same first ones run"
+    assert done[0][0]
