@@ -64,9 +64,9 @@ def test_what_comes_while_stacks_are_asked_for_counts(monkeypatch, outcome):
     """Had it come a moment later, the call would have taken too long."""
     stacks = Pool.stacks
 
-    def late(self, asked, **how):
+    def late(self, asked):
         until_all_have_replied(self)
-        return stacks(self, asked, **how)
+        return stacks(self, asked)
 
     with Ranks(2, timeout_s=60) as pool:
         pool.run(int)

@@ -27,6 +27,7 @@ from distlab.nodes import Nodes
 
 ONE_NODE = Nodes(1)
 MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
+ANSWER_S = 0.5  # for ranks to say where they stand
 NEXT_JOB = "recv_bytes"  # where a rank stands between two jobs
 
 
@@ -230,7 +231,7 @@ class Pool:
         request: dict[str, object] = {"kind": "signal", "pool": self._name, "ranks": ranks, "signal": int(number)}
         self._server.request(request)
 
-    def stacks(self, ranks: Sequence[int], *, wait_s: float = 0.5) -> dict[int, str]:
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Ask ranks where they stand; works while they wait in C, and says when one does not answer.
 
         Those that have replied meanwhile are left out: they wait for their next job.
@@ -238,7 +239,7 @@ class Pool:
         asked = [rank for rank in ranks if not self.ranks[rank].is_gone and not self._has_replied(rank)]
         with contextlib.suppress(RuntimeError):
             self.signal(signal.SIGUSR1, asked)
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(self._is_complete(rank) for rank in asked):
             time.sleep(0.01)
         texts = {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}

@@ -8,12 +8,10 @@ groups: then those count that have called.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +30,7 @@ from distlab.comm.where.find import RankProcess
 MAX_BYTES = 1 << 28
 ASK_S = 3.0
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_PIPE, _SERVER = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_WORKER_SERVER_SOCKET"
+_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _ALIASES = {
     "alltoall": "all_to_all",
     "allreduce": "all_reduce",
@@ -90,31 +88,15 @@ def _bytes(path: Path) -> bytes:
 def ask(processes: Sequence[RankProcess]) -> Records:
     """Return the records of these ranks' flight recorders; a rank whose recorder is off or silent is left out.
 
-    A rank is asked over the socket or the pipe that its environment names; else a dump that it wrote since its start
-    is read.
+    A rank is asked over the pipe that its environment names; else a dump that it wrote since its start is read.
     """
     dumps = {}
     for process in processes:
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            data = _from_server(process) or _from_file(process)
+        with contextlib.suppress(OSError, ValueError):
+            data = _from_file(process)
             if data:
                 dumps[process.rank] = read_dump(data, f"the dump of rank {process.rank}")
     return records_of(dumps)
-
-
-def _from_server(process: RankProcess) -> bytes:
-    """Ask the server that torch's `worker_main` opens on a socket of this machine."""
-    path = process.environment.get(_SERVER)
-    if not path:
-        return b""
-    connection = http.client.HTTPConnection("localhost", timeout=ASK_S)
-    connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.settimeout(ASK_S)
-    with contextlib.closing(connection):
-        connection.sock.connect(path)
-        connection.request("POST", "/handler/fr_trace_json")
-        answer = connection.getresponse()
-        return answer.read(MAX_BYTES) if answer.status == 200 else b""
 
 
 def _from_file(process: RankProcess) -> bytes:
