@@ -97,9 +97,9 @@ proofs: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3700 $$($(BIN)/python tools/promises.py --others)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(NOTEBOOKS) $(wildcard lessons/*/lesson.ipynb))
 
-# Models of every kind by every technique, with torch's own next to it: benchmarks/ZOO.md.
+# Models of every kind by every technique: SUPPORTED.md.
 zoo: setup
-	PYTHONPATH=tests/zoo $(BIN)/python -W ignore -m zoo_table
+	PYTHONPATH=tests/zoo $(BIN)/python -W ignore -m zoo_supported
 
 # The same with real models of transformers, in an environment of its own; nothing is downloaded but packages.
 test-zoo:

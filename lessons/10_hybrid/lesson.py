@@ -969,7 +969,7 @@ show_bars(held, "numbers", "A small Llama: the most that one rank keeps and upda
 #
 # A plan can be wrong: a name that matches nothing, heads that the ranks do not divide, a `column` without its `row`.
 # `parallelize_module` refuses these on every rank. What a plan does not show, `example=` finds: it compares the output
-# with that of the whole model. `benchmarks/ZOO.md` in the repository says which models were trained in which ways.
+# with that of the whole model. `SUPPORTED.md` in the repository says which models were trained in which ways.
 
 # %% [markdown]
 # ## The loss falls, and it is wrong: spot the bug

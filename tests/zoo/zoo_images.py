@@ -158,35 +158,6 @@ class Residual(nn.Module):
         return self.relu(y + around)
 
 
-class MobileNet(nn.Module):
-    """Inverted residuals with squeeze and excitation, all in one Sequential."""
-
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.Hardswish(inplace=True)),
-            Inverted(6, 12),
-            Inverted(6, 12),
-        )
-        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(6, 9), nn.Hardswish(), nn.Linear(9, CLASSES))
-
-    def forward(self, images):
-        return self.classifier(F.adaptive_avg_pool2d(self.features(images), 1))
-
-
-class Inverted(nn.Module):
-    def __init__(self, channels, inner):
-        super().__init__()
-        self.expand = nn.Sequential(nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU6())
-        self.depthwise = nn.Sequential(nn.Conv2d(inner, inner, 3, padding=1, groups=inner, bias=False), nn.ReLU6())
-        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(inner, inner, 1), nn.Hardsigmoid())
-        self.project = nn.Sequential(nn.Conv2d(inner, channels, 1, bias=False), nn.BatchNorm2d(channels))
-
-    def forward(self, x):
-        y = self.depthwise(self.expand(x))
-        return x + self.project(y * self.squeeze(y))
-
-
 class Recurrent(nn.Module):
     """An LSTM or a GRU of two layers in both directions; the last output decides."""
 

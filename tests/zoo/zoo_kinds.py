@@ -16,7 +16,8 @@ from distlab.tensor_parallel import PLANS
 
 BATCH = 12  # for 1, 2, 3 and 4 ranks
 TIED = "its head is tied to its embedding, in another stage"
-ALL_STAGES = "its penalty needs the parameters of all stages"
+OWN_LOSS = "its loss reads the model"
+SHOWS = "a stage of it shows what it hides"
 EACH_FORWARD = "it changes at each forward, and each micro-batch is one"
 BATCH_NORM = "BatchNorm sees micro-batches"
 
@@ -143,7 +144,6 @@ KINDS = {
         stages=cut_before("head"),
         plan={"embed": "vocabulary", "head": "vocabulary"},
     ),
-    "ViT": Kind(images.ViT, "images", of_logits, stages=cut_before("head"), plan=MLP),
     "ViT, fused qkv": Kind(images.fused_vit, "images", of_logits, stages=cut_before("head"), plan=FUSED),
     "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),
     "ConvNeXt": Kind(
@@ -154,29 +154,23 @@ KINDS = {
         plan={"stages.*.block.up": "column", "stages.*.block.down": "row"},
     ),
     "ResNet": Kind(images.ResNet, "images", of_logits, apart=False, alone=BATCH_NORM),
-    "MobileNet": Kind(images.MobileNet, "images", of_logits, apart=False, alone=BATCH_NORM),
     "LSTM": Kind(images.Recurrent, "images", of_logits, stages=cut_before("fc")),
-    "GRU": Kind(lambda: images.Recurrent(nn.GRU), "images", of_logits, stages=cut_before("fc")),
     "nn.Transformer": Kind(images.Translate, "images", of_logits, stages=cut_before("head"), plan=TRANSLATE),
-    "block under two names": Kind(odd.TwoNames, "images", of_logits, stages=cut_before("head")),
-    "0-dim parameter": Kind(odd.Scalar, "images", of_logits, stages=cut_before("head")),
-    "mask made at first forward": Kind(odd.CachesMask, "images", of_logits, stages=cut_before("head")),
-    "penalty over parameters": Kind(
-        odd.Penalised, "images", of_logits, alone="its penalty needs the parameters of all stages"
-    ),
-    "penalty over a block's parameters": Kind(odd.BlockPenalty, "images", of_logits, stages=cut_before("head")),
     "LoRA": Kind(odd.Lora, "images", of_logits, stages=cut_before("head")),
+}
+OUTSIDE = {  # what some technique refuses, and the first words in which it does so: below it is for FullyShard alone
     "complex parameters": Kind(odd.Complex, "images", of_logits, stages=cut_before("head")),
-    "spectral and weight norm": Kind(odd.Spectral, "images", of_logits, alone=EACH_FORWARD),
-    "checkpointed blocks": Kind(odd.Recomputes, "images", of_logits, stages=cut_before("head")),
-    "own autograd function": Kind(odd.OwnFunction, "images", of_logits, stages=cut_before("head")),
-    "nested outputs": Kind(odd.Nested, "images", of_logits, stages=cut_before("head")),
-    "blocks left out at times": Kind(odd.SometimesUnused, "images", of_logits, unused=True, alone=EACH_FORWARD),
-    "gradient inside forward": Kind(odd.GradientInside, "images", of_logits, stages=cut_before("head")),
-    "blocks under vmap": Kind(odd.Mapped, "images", of_logits, stages=cut_before("head")),
-    "branches in threads": Kind(odd.Threads, "images", of_logits, stages=cut_before("head")),
-    "block of torch.jit": Kind(odd.Scripted, "images", of_logits, stages=cut_before("head")),
-    "weights clamped in forward": Kind(odd.Clamped, "images", of_logits, stages=cut_before("head")),
     "parameter in a plain list": Kind(odd.InList, "images", of_logits, stages=cut_before("head")),
-    "gradient penalty": Kind(odd.Odd, "images", odd.with_gradient_penalty, alone="its loss calls the model"),
+    "parameter of a class of its own": Kind(odd.OwnTensors, "images", of_logits, stages=cut_before("head")),
+    "hook on a parameter's gradient": Kind(odd.ParameterHooks, "images", of_logits, stages=cut_before("head")),
+    "block under vmap": Kind(odd.Mapped, "images", of_logits, stages=cut_before("head")),
+    "blocks in threads": Kind(odd.Threads, "images", of_logits, stages=cut_before("head")),
+    "block of torch.jit": Kind(odd.Scripted, "images", of_logits, stages=cut_before("head")),
+    "functional_call of a block": Kind(odd.Functional, "images", of_logits, stages=cut_before("head")),
+    "weights changed in forward": Kind(odd.Clamped, "images", of_logits, stages=cut_before("head")),
+    "parameter read outside of forward": Kind(odd.Uncertain, "images", odd.weighted, alone=OWN_LOSS),
+    "two parameters in one memory": Kind(odd.Overlap, "images", of_logits, stages=cut_before("head")),
+    "layer made in forward": Kind(odd.MadeInForward, "images", of_logits, alone=EACH_FORWARD),
+    "two backward passes": Kind(odd.Odd, "images", odd.two_backwards, alone=OWN_LOSS),
+    "parameters that the model hides": Kind(odd.Hides, "images", of_logits, alone=SHOWS),
 }

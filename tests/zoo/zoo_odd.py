@@ -1,4 +1,4 @@
-"""Odd models: each does one thing that people do and that a wrapper may not expect."""
+"""LoRA, and small models that do one thing each which some technique refuses."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call
 
 CLASSES, WIDTH = 5, 8
 
@@ -30,64 +30,6 @@ class Odd(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
-
-
-class TwoNames(Odd):
-    """One block stands under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.again = self.blocks[0]
-
-    def body(self, x):
-        return self.again(super().body(x))
-
-
-class Scalar(Odd):
-    """A parameter without dimensions, used by every block."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def body(self, x):
-        return self.scale * super().body(self.scale * x)
-
-
-class CachesMask(Odd):
-    """Makes a mask at its first forward: one as an attribute, one as a buffer."""
-
-    def body(self, x):
-        if not hasattr(self, "mask"):
-            self.mask = torch.ones(x.shape[1], 1, dtype=x.dtype)
-            self.register_buffer("places", torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None], persistent=False)
-        return super().body(x * self.mask + self.places)
-
-
-class Penalised(Odd):
-    """A penalty over `self.parameters()` inside forward."""
-
-    def forward(self, images):
-        penalty = sum(parameter.square().sum() for parameter in self.parameters())
-        return super().forward(images) + 0.01 * penalty
-
-
-class BlockPenalty(Odd):
-    """Each block adds a penalty over its own weights, and counts its calls in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(WithPenalty() for _ in range(2))
-
-
-class WithPenalty(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), []
-
-    def forward(self, x):
-        self.calls.append(len(x))
-        return self.linear(x).tanh() + 0.1 * sum(p.square().mean() for p in self.parameters())
 
 
 class Lora(Odd):
@@ -117,81 +59,6 @@ class Complex(Odd):
         return super().body(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
 
 
-class Spectral(Odd):
-    """Spectral and weight norm: parametrizations, one of which changes a buffer at each forward."""
-
-    def __init__(self):
-        super().__init__()
-        nn.utils.parametrizations.spectral_norm(self.blocks[0][0])
-        nn.utils.parametrizations.weight_norm(self.blocks[1][0])
-
-
-class Recomputes(Odd):
-    """torch's own checkpoint around each block."""
-
-    def body(self, x):
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
-
-
-class OwnFunction(Odd):
-    """An autograd function of its own, and a hook on a tensor."""
-
-    def body(self, x):
-        y = Square.apply(super().body(x))
-        y.register_hook(lambda gradient: 0.5 * gradient)
-        return y
-
-
-class Nested(Odd):
-    """Blocks that take keyword arguments and return a dict with a dtype, a string and nested lists of tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(NestedBlock() for _ in range(2))
-
-    def body(self, x):
-        for block in self.blocks:
-            out = block(x=x, options={"scale": [x.new_ones(1), None]})
-            x = x + out["states"][0][1]
-        return x
-
-
-class NestedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *, x, options):
-        y = self.linear(x).tanh() * options["scale"][0]
-        return {"states": [(None, y)], "dtype": x.dtype, "name": "nested"}
-
-
-class SometimesUnused(Odd):
-    """Some blocks are left out at some steps; all ranks leave out the same ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.step = 0
-
-    def body(self, x):
-        self.step += 1
-        return x + self.blocks[self.step % 2](x)
-
-
 class InList(Odd):
     """A parameter that hides in a plain list: no optimizer finds it."""
 
@@ -201,14 +68,6 @@ class InList(Odd):
 
     def body(self, x):
         return super().body(x) * self.hidden[0].to(x.dtype)
-
-
-class GradientInside(Odd):
-    """An energy: forward itself asks for a gradient, and backward for the gradient of that one."""
-
-    def body(self, x):
-        (force,) = torch.autograd.grad(super().body(x).square().sum(), x, create_graph=True)
-        return x - 0.1 * force
 
 
 class Mapped(Odd):
@@ -245,9 +104,85 @@ class Clamped(Odd):
         return super().body(x)
 
 
-def with_gradient_penalty(call, images, targets):
-    """A loss that asks for a gradient of a gradient."""
-    images = images.clone().requires_grad_()
-    logits = call(images)
-    (slope,) = torch.autograd.grad(logits.square().sum(), images, create_graph=True)
-    return F.cross_entropy(logits, targets) + 0.1 * slope.square().mean()
+class Functional(Odd):
+    """A block that is called with parameters which forward made."""
+
+    def body(self, x):
+        values = {name: 0.9 * value for name, value in self.blocks[0].named_parameters()}
+        return x + functional_call(self.blocks[0], values, (x,)) + self.blocks[1](x)
+
+
+class MadeInForward(Odd):
+    """A layer that the first forward makes."""
+
+    def body(self, x):
+        x = super().body(x)
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH).double()
+        return self.late(x)
+
+
+class Overlap(Odd):
+    """Two parameters with the same memory, which torch counts as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1][0].weight.data = self.blocks[0][0].weight.data
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.blocks[1][0].weight.data = self.blocks[0][0].weight.data
+        return self
+
+
+def two_backwards(call, images, targets):
+    """A loss whose graph is used twice: backward runs here too, and keeps the graph."""
+    loss = F.cross_entropy(call(images), targets)
+    (0.5 * loss).backward(retain_graph=True)
+    return 0.5 * loss
+
+
+class ParameterHooks(Odd):
+    """Hooks that change gradients on their way to parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0][0].weight.register_hook(lambda gradient: 0.5 * gradient)
+        self.head.bias.register_hook(lambda gradient: 2 * gradient)
+
+
+class Uncertain(Odd):
+    """The weights of two losses are parameters of the model, which the loss reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scales = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+
+def weighted(call, images, targets):
+    logits, model = call(images), getattr(call, "module", call)
+    one, other = F.cross_entropy(logits, targets), logits.square().mean()
+    scales = model.log_scales
+    return (one * (-scales[0]).exp() + other * (-scales[1]).exp() + scales.sum()).squeeze()
+
+
+class Marked(torch.Tensor):
+    """A tensor with a class of its own."""
+
+
+class OwnTensors(Odd):
+    """A parameter of a class of tensors of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.marked = nn.Parameter(torch.randn(WIDTH).as_subclass(Marked))
+
+    def body(self, x):
+        return super().body(x + self.marked.as_subclass(torch.Tensor))
+
+
+class Hides(Odd):
+    """`named_parameters()`, and so `parameters()`, leaves the embedding out."""
+
+    def named_parameters(self, *args, **options):
+        return ((n, p) for n, p in super().named_parameters(*args, **options) if not n.startswith("embed"))

@@ -1,20 +1,13 @@
-"""Train a model of the zoo by a technique, or by torch's own, and say what became of it."""
+"""Train a model of the zoo by a technique, and say what became of it."""
 
-import re
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from zoo_kinds import Kind
 
-from distlab.comm import run
 from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import make_schedule
@@ -86,25 +79,6 @@ def fully(**options):
     return technique
 
 
-def torch_ddp(kind):
-    model = kind.build(0)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=kind.unused)
-    train(kind, wrapped, adamw(model.parameters()))
-    return states(model)
-
-
-def torch_fsdp2(kind):
-    model = kind.build(0)
-    for child in reversed(list(model.modules())):
-        if isinstance(child, torch.nn.ModuleList | torch.nn.Sequential) and child is not model:
-            for block in child:
-                if any(True for _ in block.parameters()) and not isinstance(block, torch.nn.ModuleList):
-                    fully_shard(block)
-    fully_shard(model)
-    train(kind, model, adamw(model.parameters()))
-    return {name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")}
-
-
 def axes():
     """Return this rank's tensor group and data group, of 2 x 2 ranks, and its number among the data ranks."""
     rank = dist.get_rank()
@@ -144,26 +118,6 @@ def tensor_parallel(kind):
     return full_tensor_state(model)
 
 
-def torch_tensor_parallel(kind):
-    """The same plan in torch's styles; the model keeps its numbers of heads, since torch does not know them."""
-    model = kind.build(0)
-    styles = {}
-    for name, style in kind.plan.items():
-        if style in ("column", "paired", "heads", "fused", "interleaved"):
-            styles[name] = ColwiseParallel()
-        elif style == "row":
-            styles[name] = RowwiseParallel()
-        elif style == "vocabulary":
-            is_embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
-            style_of = RowwiseParallel if is_embedding else ColwiseParallel
-            layouts = {"input_layouts": Replicate()} if is_embedding else {"output_layouts": Replicate()}
-            styles[name] = style_of(**layouts)
-    torch_parallelize_module(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), styles)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, foreach=False)
-    train(kind, model, optimizer, same_batch=True)
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in states(model).items()}
-
-
 OURS: dict[str, Callable] = {
     "DataParallel": data_parallel,
     "ZeRO-1": zero(1),
@@ -173,11 +127,6 @@ OURS: dict[str, Callable] = {
     "pipeline 1F1B": pipeline("one_f_one_b"),
     "pipeline ZB-H1": pipeline("zb_h1"),
     "tensor parallel": tensor_parallel,
-}
-PEERS: dict[str, Callable] = {
-    "torch DDP": torch_ddp,
-    "torch FSDP2": torch_fsdp2,
-    "torch tensor parallel": torch_tensor_parallel,
 }
 
 
@@ -192,7 +141,7 @@ def outcome(kind: Kind, name: str, expected) -> str:
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            got = (OURS | PEERS)[name](kind)
+            got = OURS[name](kind)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
     shared = [name for name in expected if name in got]
@@ -210,17 +159,3 @@ def outcome(kind: Kind, name: str, expected) -> str:
 def outcomes(technique: str, kinds, states_of) -> dict[str, str]:
     """Run on every rank: what becomes of each kind of model, by name."""
     return {name: outcome(kind, technique, states_of[name]) for name, kind in kinds.items()}
-
-
-def wrong_outcomes(technique: str, kinds: dict[str, Kind], expected, refused, num_ranks: int) -> str:
-    """Run all kinds on new ranks; say which are neither equal to one process nor refused in the words of `refused`."""
-    said = run(outcomes, num_ranks, args=(technique, kinds, expected), timeout_s=170)
-    wrong = []
-    for name in kinds:
-        wanted = refused.get((technique.removesuffix(", offload"), name), "equal|not tried")
-        wrong += [
-            f"{name} on rank {rank}: {each[name]}"
-            for rank, each in enumerate(said)
-            if not re.search(wanted, each[name]) or "misses" in each[name]
-        ]
-    return "\n".join(wrong)

@@ -51,7 +51,7 @@ def compare(
         example: inputs of a forward, the same on all ranks.
         group: the ranks.
 
-    Cost: a forward of the cut model, and an all-gather of 8 bytes. Memory: this rank's parts once more.
+    It sends what a forward of the cut model sends, and 8 (t-1) bytes; the rank holds its parts twice meanwhile.
 
     Raises:
         ValueError: on every rank: they compute something else, the cut model alone raises, there is nothing to compare,

@@ -1,0 +1,75 @@
+"""Write SUPPORTED.md: what became of each model of the zoo under each technique on 2 ranks, and what is refused.
+
+PYTHONPATH=tests/zoo python -m zoo_supported
+"""
+
+import warnings
+from pathlib import Path
+
+from zoo_kinds import KINDS, OUTSIDE
+from zoo_techniques import OURS, UPDATES, one_process, outcomes
+
+from distlab.comm import run
+
+FILE = Path(__file__).resolve().parents[2] / "SUPPORTED.md"
+INTRO = f"""# What is supported
+
+A model of the list below, or a relative of it, is trained by a technique as by one process, or refused in words on
+every rank before it goes wrong. Each was trained for {UPDATES} updates of AdamW in float64 on 2 ranks, and compared with \
+one
+process on the whole batch: *equal* is within 1e-9. A dash: there is nothing to try (no layers that can be cut, or no
+stages that equal one process). `make zoo` writes this page; the tests compare it with what the techniques do.
+
+"""
+BELOW = """## Outside of the list
+
+FullyShard wants each parameter that trains in exactly one unit: real numbers, plain, on one device, used in the model's
+own forward and in its thread. What is not so is refused, as these small models are:
+
+"""
+END = """
+Not supported, without a try:
+
+- FullyShard: methods other than forward that read parameters (`generate` of an encoder and decoder): call them inside
+  `with model.summon() as module:`, on all ranks.
+- FullyShard: an optimizer's step with a closure; groups of parameters by name or shape (`ShardedOptimizer` makes them);
+  `zero_grad(set_to_none=False)` before `synchronize()`.
+- Optimizers: each class is tried on a few numbers. One that does not work by element (LAMB, Adafactor, Muon) wants
+  `ShardedOptimizer(split="tensors")`; one that looks at all parameters at once (LBFGS, SAM) is refused.
+- Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
+  and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part; sums of `zeros_like(shard)` do too.
+- `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy.
+- Pipeline: a stage that `copy.deepcopy` cannot copy. Hooks that write outside of their module, and caches in classes or
+  global variables, see one call more than there are micro-batches.
+"""
+
+
+def cell(said: str) -> str:
+    """Return the word of an outcome for the table."""
+    return "-" if said.startswith("not tried") else "equal" if said == "equal" else "refused"
+
+
+def row(name: str, said: list[str]) -> str:
+    return f"| {name} | {' | '.join(map(cell, said))} |"
+
+
+def head() -> str:
+    return f"| model | {' | '.join(OURS)} |\n|{'---|' * (len(OURS) + 1)}\n"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    kinds = KINDS | OUTSIDE
+    expected = {name: one_process(kind) for name, kind in kinds.items()}
+    found = {}
+    for technique in OURS:
+        said = run(outcomes, 2, args=(technique, kinds, expected), timeout_s=170)[0]
+        found |= {(technique, name): text for name, text in said.items()}
+    tables = ["".join(f"{row(n, [found[t, n] for t in OURS])}\n" for n in kinds) for kinds in (KINDS, OUTSIDE)]
+    words = {n: dict.fromkeys(found[t, n] for t in OURS if cell(found[t, n]) == "refused") for n in OUTSIDE}
+    said = "".join(f"- **{name}**: {'; '.join(texts)}\n" for name, texts in words.items())
+    FILE.write_text(INTRO + head() + tables[0] + "\n" + BELOW + head() + tables[1] + "\n" + said + END)
+
+
+if __name__ == "__main__":
+    main()
