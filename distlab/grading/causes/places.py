@@ -70,7 +70,8 @@ class Scope(NamedTuple):
                 names.setdefault(node.id, node.lineno)
             elif isinstance(node, ast.Assign) and any(word in ast.unparse(node.value) for word in sizes):
                 scalars[:0] = [one.id for one in node.targets if isinstance(one, ast.Name)]
-        numbers: list[ast.expr] = [ast.Name(name, ast.Load()) for name in dict.fromkeys(scalars)][: FEW // 2]
+        numbers: list[ast.expr] = []
+        numbers += [ast.Name(name, ast.Load()) for name in dict.fromkeys(scalars)][: FEW // 2]
         if "dist." in ast.unparse(function):
             numbers.append(ast.parse("dist.get_world_size()", mode="eval").body)
         return cls(names, numbers)
