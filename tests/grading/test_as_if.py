@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from distlab.grading import load_lesson, reference_of
-from distlab.grading.causes.changes import REDUCTIONS, Change, changed, changes_of, reductions
+from distlab.grading.causes.as_if import changes_of
 from distlab.grading.check import examine
 
 
@@ -47,22 +45,13 @@ def test_nothing_is_said_where_no_change_explains_it() -> None:
     assert "what is right" not in message
 
 
-def largest(own, experts):
-    n = dist.get_world_size()
-    for parameter in own:
-        dist.all_reduce(parameter.grad, dist.ReduceOp.MAX)
-        parameter.grad /= n
-    for parameter in experts:
-        parameter.grad /= n
-
-
 def test_changes_are_those_of_the_drawn_arguments() -> None:
     exercise = load_lesson("08.heads").exercise("08.heads")
     reference = reference_of(exercise)
     changes = list(changes_of(exercise, reference, 0, 1))
-    assert {change.what for change in changes} == {"weight", "num_heads", "num_shared", "num_ranks", "rank"}
+    assert {change.what for change in changes} - {""} == {"weight", "num_heads", "num_shared", "num_ranks", "rank"}
     assert len(changes) < 60
-    assert any(change.how == "swapped with" for change in changes)
+    assert any("had changed places" in change.words for change in changes)
 
 
 def test_a_record_is_changed_field_by_field_and_stays_as_it_was() -> None:
@@ -73,15 +62,7 @@ def test_a_record_is_changed_field_by_field_and_stays_as_it_was() -> None:
     assert exercise.vary is not None
     given = exercise.vary.arguments(exercise.vary.draw(0, 0, 0, 1))
     assert given is not None
-    zero = next(one for one in changes if one.value == 0)
+    zero = next(one for one in changes if "stage=0" in one.words)
     before = repr(given)
-    assert changed(reference, zero, [0])(*given) >= reference(*given)
+    assert zero.fn(*given) >= reference(*given)
     assert repr(given) == before
-
-
-@pytest.mark.parametrize("how", ["op", "left out"])
-def test_reductions_are_put_back(how: str) -> None:
-    real = dist.all_reduce
-    with reductions(Change(REDUCTIONS, how, "MAX" if how == "op" else 1, "")):
-        assert dist.all_reduce is not real
-    assert dist.all_reduce is real

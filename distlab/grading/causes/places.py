@@ -70,7 +70,8 @@ class Scope(NamedTuple):
                 names.setdefault(node.id, node.lineno)
             elif isinstance(node, ast.Assign) and any(word in ast.unparse(node.value) for word in sizes):
                 scalars[:0] = [one.id for one in node.targets if isinstance(one, ast.Name)]
-        numbers: list[ast.expr] = [ast.Name(name, ast.Load()) for name in dict.fromkeys(scalars)][: FEW // 2]
+        numbers: list[ast.expr] = []
+        numbers += [ast.Name(name, ast.Load()) for name in dict.fromkeys(scalars)][: FEW // 2]
         if "dist." in ast.unparse(function):
             numbers.append(ast.parse("dist.get_world_size()", mode="eval").body)
         return cls(names, numbers)
@@ -84,28 +85,38 @@ class Scope(NamedTuple):
 def versions(function: ast.FunctionDef) -> Iterator[Version]:
     """Yield a function with one place changed, each text once."""
     scope, original = Scope.of(function), _body(function)
+    parents = {id(child): node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
     seen = {original}
     for parent in list(ast.walk(function)):
         for field, value in ast.iter_fields(parent):
-            if field in ("decorator_list", "returns", "args", "annotation"):
+            if field in ("decorator_list", "returns", "args", "annotation") and not isinstance(parent, ast.Call):
                 continue
             for at, node in enumerate(value if isinstance(value, list) else [value]):
+                if not isinstance(node, ast.AST):
+                    continue
                 line = getattr(node, "lineno", getattr(parent, "lineno", 0))
-                for new in changes(node, scope, line) if isinstance(node, ast.AST) else ():
-                    around = node if isinstance(node, ast.expr | ast.stmt) else parent
-                    before = shown(around)
+                around = _around(node if isinstance(node, ast.expr | ast.stmt) else parent, parents)
+                before = shown(around)
+                for new in changes(node, scope, line):
                     if isinstance(value, list):
-                        setattr(
-                            parent, field, [*value[:at], *(new if isinstance(new, list) else [new]), *value[at + 1 :]]
-                        )
+                        put = [*value[:at], *(new if isinstance(new, list) else [new]), *value[at + 1 :]]
+                        setattr(parent, field, put or [ast.Pass()])
                     else:
                         setattr(parent, field, new)
-                    after = new if isinstance(new, list) or around is node else parent
-                    text, words = _body(function), _words(before, after)
+                    text, words = _body(function), _words(before, new if around is node else around)
                     setattr(parent, field, value)
                     if text not in seen:
                         seen.add(text)
                         yield Version(text, words, line, _risk(original, text))
+
+
+def _around(node: ast.AST, parents: dict[int, ast.AST]) -> ast.AST:
+    """Return the largest expression around a node that is short enough to be shown."""
+    around = node
+    while isinstance(node, ast.expr) and isinstance(node := parents[id(node)], ast.expr | ast.keyword):
+        if isinstance(node, ast.expr) and len(ast.unparse(node)) <= SHORT:
+            around = node
+    return around
 
 
 def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[Any]:

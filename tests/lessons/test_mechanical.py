@@ -1,0 +1,41 @@
+"""A right answer that does something wrong besides is rejected, whatever the exercise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mechanical import KINDS, Kind
+
+from distlab.grading import Exercise, lessons, load_lesson, reference_of
+from distlab.grading.check import examine
+
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
+EXERCISES = [one for number in lessons(LESSONS) for one in load_lesson(number, LESSONS).exercises if one.vary]
+
+
+def fits(exercise: Exercise, kind: Kind) -> bool:
+    """Whether the exercise's drawn calls can show the mistake: its own function takes what is drawn."""
+    assert exercise.vary is not None
+    vary, world = exercise.vary, exercise.worlds[0]
+    if vary.use is not None and kind.name != "seeds the world":
+        return False
+    if kind.name == "seeds the world" and "torch's random state" in vary.any_state:
+        return False
+    given = [vary.arguments(vary.draw(0, call, 0, world)) for call in range(vary.num_calls)]
+    return vary.scratch == frozenset() and any(one is not None and kind.fits(tuple(one)) for one in given)
+
+
+ALL = [(one, kind) for one in EXERCISES for kind in KINDS if fits(one, kind)]
+FIRST = [next(pair for pair in reversed(ALL) if pair[1] is kind) for kind in KINDS]
+
+
+@pytest.mark.soak_where(exercise=[one for one in EXERCISES if one not in [pair[0] for pair in FIRST]])
+@pytest.mark.parametrize(
+    ("exercise", "kind"), [pytest.param(*each, id=f"{each[0].name}-{each[1].name}") for each in ALL]
+)
+def test_it_is_rejected(exercise: Exercise, kind: Kind) -> None:
+    report = examine(exercise, kind.make(reference_of(exercise)), worlds=exercise.worlds[:1], seed=0)
+    assert report.verdict == "wrong", str(report)
+    assert report.fault in kind.codes, str(report)
+    assert kind.says in report.message, str(report)
