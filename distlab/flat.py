@@ -11,7 +11,12 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+# torch 2.13 renamed both and warns at the old names, which 2.11 has alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.comm.agree import group_device
-from distlab.comm.single_tensor import all_gather_single
+from distlab.flat import all_gather_single
 from distlab.replicate import bit_sum
 
 

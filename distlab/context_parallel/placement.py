@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank, require_same
-from distlab.comm.single_tensor import all_gather_single
+from distlab.flat import all_gather_single
 
 
 def zigzag_positions(length: int, num_ranks: int, rank: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectScatter
 from distlab.comm.p2p import group_rank
-from distlab.comm.single_tensor import all_gather_single
+from distlab.flat import all_gather_single
 
 
 class Sum:

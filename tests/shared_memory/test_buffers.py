@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.comm import Ranks, run
-from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 from distlab.data_parallel import DataParallel
+from distlab.flat import all_gather_single, reduce_scatter_single
 from distlab.sharding import FullyShard
 from distlab.shared_memory.collectives import buffers
 from distlab.shared_memory.collectives.collectives import SMALL_BYTES, Collectives
