@@ -128,7 +128,7 @@ class AsyncSaves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for the last save; where training failed, other ranks may not come: leave what is not complete."""
+        """Wait for the last save; where training failed, leave what is not complete: other ranks may have ended."""
         if kind is None:
             self.close()
         elif self._writing is not None:

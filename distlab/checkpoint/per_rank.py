@@ -46,7 +46,7 @@ class PerRank:
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError where these are not this rank's, or do not fit."""
         if any("parts" not in state for state in states):
-            raise ValueError("this is a PerRank here and another kind of part in the checkpoint; build it as it was")
+            raise ValueError("this is a PerRank here, but the checkpoint saved a sharded part; pass the same part")
         check_fit(self._parts, dict(self._own(states)), [])
 
     @torch.no_grad()

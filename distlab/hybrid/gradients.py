@@ -69,7 +69,7 @@ class GradientAveraging:
 
     @contextmanager
     def accumulating_in(self, pipeline: Pipeline) -> Iterator[None]:
-        """Let a pipeline's backward passes inside keep their gradients, those of each stage up to its last one."""
+        """Do not average a stage's gradients before its last backward pass."""
         with ExitStack() as to_the_end:
             until_last = {number: to_the_end.enter_context(ExitStack()) for number in self.of_stage}
             ends_early = {id(one): until_last[number] for number, own in self.of_stage.items() for one in own}

@@ -24,11 +24,12 @@ from distlab.hybrid.build import Built
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, Slab, check_tensors
+from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, check_tensors
 from distlab.plan import FlatLayout
 from distlab.plan.sharding import Piece
 from distlab.sharding import ShardedState
-from distlab.sharding.state.assemble import HeldRow, cut_slab, whole_tensor
+from distlab.sharding.cut_layers import CutLayers
+from distlab.sharding.state.assemble import HeldRow, cut_anew, parts_by_name
 from distlab.sharding.state.optimizer_parts import SharedBuffer, assemble_rows, merge_groups, save_parts
 from distlab.sharding.state.optimizer_parts import prepare_optimizer as prepare_moments
 from distlab.sharding.state.sharded import prepare as prepare_shards
@@ -136,7 +137,7 @@ class HybridState:
         return {"place": self._place(), "shards": shards, "hooks": [hook.state_dict() for hook in self._hooks()]}
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse another model, and without the shards of all ranks also another plan; change nothing.
+        """Refuse a different model, and without the shards of all ranks also a different plan; change nothing.
 
         Raises:
             ValueError: naming what differs.
@@ -165,7 +166,7 @@ class HybridState:
         """Check saved states and assemble this rank's; return the functions that load it."""
         here, saved = self._place(), [state.get("place", {}) for state in states]
         if any(not isinstance(state.get("shards"), list) for state in states):
-            raise ValueError("an earlier distlab saved it, or another kind of training; load its full_state_dict()")
+            raise ValueError("an earlier distlab saved it, or a different kind of training; load its full_state_dict()")
         for its in (one["the model"] for one in saved if one):
             for name, shape in {**its, **here["the model"]}.items():
                 if its.get(name) != shape or name not in here["the model"]:
@@ -242,16 +243,12 @@ class HybridState:
     def _name_for_all(self, name: str) -> str:
         return self._built.aliases.get(name, name)
 
-    def _slab(self, name: str) -> Slab | None:
-        split, group = self._built.splits.get(name), self._layout.groups["tensor"]
-        return None if split is None else split.slab(dist.get_world_size(group), dist.get_rank(group))
+    def _cut_layers(self) -> CutLayers:
+        return CutLayers(self._built.splits, self._layout.groups["tensor"])
 
     def _for_all(self, own: SavedShard) -> SavedShard:
         """Say what a shard holds of the whole model, by the names that every plan uses."""
-        parts = {
-            self._name_for_all(name): replace(part, shape=self._built.shapes[name], slab=self._slab(name))
-            for name, part in own.parts.items()
-        }
+        parts = {self._name_for_all(name): part for name, part in self._cut_layers().named_for_all(own.parts).items()}
         groups = own.groups and [{**one, "names": [*map(self._name_for_all, one["names"])]} for one in own.groups]
         return replace(own, parts=parts, groups=groups, aliases=self._built.aliases)
 
@@ -267,26 +264,22 @@ class HybridState:
         return {self._name_for_all(name): name for one in self._own_shards() for name in one.parts}
 
     def _cut_anew(self, saved: Sequence[SavedShard]) -> list[SavedShard]:
-        """Make this rank's shards from those of all ranks of another plan."""
-        held: dict[str, list[SavedPart]] = {}
-        for one in saved:
-            for name, part in one.parts.items():
-                held.setdefault(name, []).append(part)
+        """Make this rank's shards from those of all ranks of a different plan."""
+        held = parts_by_name(saved)
         groups = merge_groups([one.groups for one in saved if one.groups is not None])
         buffers = {name: value for one in saved for name, value in (one.buffers or {}).items()}
-        names = self._own_names()
+        names, cut = self._own_names(), self._cut_layers()
         made = []
         for own in self._own_shards():
             parts = {}
             for name, part in own.parts.items():
                 everywhere = self._name_for_all(name)
                 if everywhere not in held:
-                    raise ValueError(f"{name} is in the model and not in the saved shards: they are of another model")
-                whole, slab = whole_tensor(name, held[everywhere]), self._slab(name)
+                    raise ValueError(f"{name} is in the model and not in the saved shards: {ELSEWHERE}")
+                mine = cut_anew(name, held[everywhere], cut.slab(name))
                 wanted = PARAMETER in part.values or isinstance(self._averaging, ShardedParameters)
-                values = {key: value for key, value in whole.values.items() if wanted or key != PARAMETER}
-                whole = replace(whole, values=values)
-                parts[name] = whole if slab is None else cut_slab(whole, slab)
+                values = {key: value for key, value in mine.values.items() if wanted or key != PARAMETER}
+                parts[name] = replace(mine, values=values)
             local = [{**one, "names": [names.get(name, name) for name in one["names"]]} for one in groups]
             kept = {name: buffers[name] for name in own.buffers or {}}
             made.append(SavedShard(0, 1, parts, None if own.groups is None else local, kept))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 FORMAT = "distlab shards"
 VERSION = 1
+ELSEWHERE = "they were saved from a different model"
 PARAMETER = "parameter"  # the key of a parameter's own value, next to the keys of the optimizer's state
 
 
@@ -266,7 +267,7 @@ def check_tensors(
     *,
     convert: bool = False,
 ) -> None:
-    """Refuse the state of another model or of another precision.
+    """Refuse the state of a different model or of a different precision.
 
     Args:
         saved: the shards.
@@ -279,9 +280,9 @@ def check_tensors(
     for one in saved:
         for name in [*expected, *one.parts]:
             if name not in one.parts:
-                raise ValueError(f"{name} is in the model and not in the saved shards: they are of another model")
+                raise ValueError(f"{name} is in the model and not in the saved shards: {ELSEWHERE}")
             if name not in expected:
-                raise ValueError(f"{name} is in the saved shards and not in the model: they are of another model")
+                raise ValueError(f"{name} is in the saved shards and not in the model: {ELSEWHERE}")
             shape, dtype = expected[name]
             part = one.parts[name]
             if part.shape != shape:

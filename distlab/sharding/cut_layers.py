@@ -23,7 +23,7 @@ from distlab.comm.agree import group_device
 from distlab.modules.named_parts import SavedPart, SavedShard, Slab, check_one_save
 from distlab.modules.split import Split, group_of_parts, splits_of
 from distlab.sharding.part import FlatShard, plain
-from distlab.sharding.state.assemble import cut_slab, whole_tensor
+from distlab.sharding.state.assemble import cut_anew, parts_by_name
 from distlab.sharding.state.optimizer_parts import merge_groups
 
 
@@ -116,14 +116,7 @@ class CutLayers(NamedTuple):
                 replace(one, parts={n: replace(p, shape=p.row_shape, slab=None) for n, p in one.parts.items()})
                 for one in local
             ]
-        held: dict[str, list[SavedPart]] = {}
-        for one in saved:
-            for name, part in one.parts.items():
-                held.setdefault(name, []).append(part)
-        parts = {}
-        for name, found in held.items():
-            whole, slab = whole_tensor(name, found), self.slab(name)
-            parts[name] = whole if slab is None else cut_slab(whole, slab)
+        parts = {name: cut_anew(name, held, self.slab(name)) for name, held in parts_by_name(saved).items()}
         groups = merge_groups([one.groups for one in saved if one.groups is not None]) or None
         return [replace(saved[0], shard=0, num_shards=1, parts=parts, groups=groups, digests=())]
 

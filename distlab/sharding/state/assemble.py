@@ -176,6 +176,27 @@ def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
     return SavedPart(shape, 0, math.prod(shape), values, numbers)
 
 
+def parts_by_name(saved: Sequence[SavedShard]) -> dict[str, list[SavedPart]]:
+    """Return the parts that shards hold of each tensor."""
+    held: dict[str, list[SavedPart]] = {}
+    for one in saved:
+        for name, part in one.parts.items():
+            held.setdefault(name, []).append(part)
+    return held
+
+
+def cut_anew(name: str, parts: Sequence[SavedPart], slab: Slab | None) -> SavedPart:
+    """Put a whole tensor together from parts that were cut along any axes, and cut this rank's part out of it.
+
+    Shapes: saved parts [stop - start] -> values [elements of the slab] each; all elements where slab is None
+
+    Raises:
+        ValueError: some elements are in none of the parts.
+    """
+    whole = whole_tensor(name, parts)
+    return whole if slab is None else cut_slab(whole, slab)
+
+
 def _put(own: Tensor, whole: Tensor, slab: Slab | None) -> None:
     for here, there in [(own, whole)] if slab is None else slab.pairs(own, whole):
         there.copy_(here)

@@ -84,7 +84,7 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
     Cost: one all-gather per unit and moment; one of each moment of a cut layer.
 
     Raises:
-        ValueError: on every rank: the optimizer is of another model, or keeps what belongs to no element.
+        ValueError: on every rank: the optimizer is of a different model, or keeps what belongs to no element.
     """
     _check_rank(model, "full_optimizer_state", to_rank)
     keeps = to_rank in (None, dist.get_rank(model.group))
@@ -116,7 +116,7 @@ def load_full_state_dict(
     Error: exact where the types are the same.
 
     Raises:
-        ValueError: on every rank: the state is of another model or another precision.
+        ValueError: on every rank: the state is of a different model or a different precision.
     """
     _check_rank(model, "load_full_state_dict", from_rank, options=[convert])
     gives = from_rank in (None, dist.get_rank(model.group))
@@ -145,7 +145,7 @@ def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Ma
     """Take up what `full_optimizer_state` returned, or a plain optimizer's `state_dict()`, on every rank.
 
     Raises:
-        ValueError: on every rank: the state is of another model, or the optimizer has other groups.
+        ValueError: on every rank: the state is of a different model, or the optimizer has other groups.
     """
     agree(["load_full_optimizer_state"], model.group, what="load_full_optimizer_state")
     refuse_together(model, "load the optimizer's state", lambda: _prepare_full(model, optimizer, state))()
@@ -186,8 +186,8 @@ def _check_full(model: FullyShard, state: Mapping[str, Tensor] | None, *, conver
         if name not in known or name not in state:
             here, there = ("nothing" if name not in one else "a tensor" for one in (known, state))
             raise ValueError(
-                f"{name} is {there} in the state and {here} in the model: the state is of "
-                "another model; load one with the same tensors"
+                f"{name} is {there} in the state and {here} in the model: the state was "
+                "saved from a different model; load one with the same tensors"
             )
     for name, same in known.items():
         if same not in expected:

@@ -89,7 +89,7 @@ def check_buffers(model: FullyShard, saved: Mapping[str, Any]) -> list[Callable[
     for name in dict.fromkeys([*here, *extra, *saved]):
         mine, its = (_kind(one[name]) if name in one else "nothing" for one in (here | extra, saved))
         if mine != its and (name not in extra or name not in saved):
-            raise ValueError(f"buffer {name} is {mine} in the model and {its} in the saved state: of another model")
+            raise ValueError(f"buffer {name} is {mine} in the model, {its} in the saved state of a different model")
         taking.append(partial(extra[name].set_extra_state if name in extra else here[name].copy_, saved[name]))
     return taking
 

@@ -88,7 +88,7 @@ def _split(row: HeldRow, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
         else:
             raise ValueError(
                 f"{key} of {', '.join(row.names)} is {list(value.shape)}, neither one value for each of the shard's "
-                f"{row.parameter.numel()} elements nor one in all; it cannot be cut anew for other ranks"
+                f"{row.parameter.numel()} elements nor one in all; it cannot be divided among other ranks"
             )
     return values, numbers
 
@@ -279,7 +279,7 @@ def as_one_shard(
     parts = {}
     for name in [*state, *shapes]:
         if name not in shapes:
-            raise ValueError(f"{name} is in the optimizer's saved state and not in the model: it is of another model")
+            raise ValueError(f"{name} is in the optimizer's saved state and not here: it is of a different model")
         values, shape = state.get(name, {}), shapes[name]
         moments = {key: value for key, value in values.items() if key not in once}
         for key, value in moments.items():

@@ -37,7 +37,7 @@ def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[s
     """Return this rank's shard of the model, and of the optimizer's state: views; nothing is sent.
 
     Raises:
-        ValueError: the optimizer is of another model, or keeps what cannot be cut.
+        ValueError: the optimizer is of a different model, or keeps what cannot be cut.
     """
     parts, groups = save_parts([shared_buffer(unit) for unit in model.units], optimizer, parameters=True)
     shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
@@ -54,7 +54,7 @@ def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) ->
     Cost: one all-gather of 64 bytes per rank; this rank's shards are hashed.
 
     Raises:
-        ValueError: on every rank, when any rank has an optimizer of another model, or one whose state cannot be cut.
+        ValueError: on every rank, when a rank has an optimizer of a different model, or one whose state cannot be cut.
     """
     agree(["sharded_state_dict", optimizer is not None], model.group, what="sharded_state_dict (with an optimizer)")
     state = refuse_together(model, "save the shards", lambda: shard_state(model, optimizer))
@@ -84,7 +84,7 @@ def load_sharded_state_dict(
     Error: exact where the types are the same.
 
     Raises:
-        ValueError: on every rank, with the text of the ranks that refused: another model, another precision, a missing
+        ValueError: on every rank, with the text of the ranks that refused: a different model or precision, a missing
             shard, shards of two saves, or an optimizer of other groups.
     """
     agree(["load_sharded_state_dict", optimizer is not None, convert], model.group, what="load_sharded_state_dict")

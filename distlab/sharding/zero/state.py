@@ -63,7 +63,7 @@ class SavesShards:
         """Take back what `state_dict` returned on this rank.
 
         Raises:
-            ValueError: it is of another model, another rank or another number of ranks.
+            ValueError: it is of a different model, a different rank or a different number of ranks.
         """
         first = self.buckets[0]
         saved = SavedShard.from_dict(state_dict)
@@ -85,7 +85,7 @@ class SavesShards:
         return SavedShard(first.rank, first.num_ranks, self.cut.named_for_all(parts), groups).to_dict()
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse the shards of another model; change nothing.
+        """Refuse the shards of a different model; change nothing.
 
         Raises:
             ValueError: they do not fit, or shards are missing.
