@@ -232,6 +232,15 @@ def test_forged_records_are_refused(tmp_path, kind):
         read_dcp(path)
 
 
+def test_a_box_of_a_different_kind_of_numbers_is_refused_not_changed(tmp_path):
+    for kind in (torch.int32, torch.float32):  # of one length, so that both files fit both records
+        dcp.save({"x": torch.ones(3, dtype=kind)}, checkpoint_id=str(tmp_path / str(kind)), no_dist=True)
+    (mixed,) = (tmp_path / "torch.float32").glob("*.distcp")
+    mixed.write_bytes((tmp_path / "torch.int32" / mixed.name).read_bytes())
+    with pytest.raises((ValueError, CheckpointError), match=r"x is \[3\] of torch.int32, not \[3\] of torch.float32"):
+        read_dcp(tmp_path / "torch.float32")
+
+
 def test_a_box_that_no_file_has_is_named(tmp_path):
     path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
