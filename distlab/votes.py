@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.collectives.single_tensor import all_gather_single
 from distlab.comm import agree
 from distlab.comm.agree import group_device
-from distlab.comm.single_tensor import all_gather_single
 from distlab.replicate import bit_sum
 
 

@@ -3,7 +3,8 @@
 Begin with `ring.py`. `tree.py` takes fewer steps, `halving.py` few steps and few bytes, `hierarchical.py` spares slow
 links. These work in place on contiguous tensors, for any number of ranks and any length, and end with the same bits on
 every rank. `direct.py` has the two halves of an all-reduce in one step each, to run while a rank computes. `hook.py`
-lets data parallelism use the ring. All begin with `chunks.py`: one flat row, cut into chunks.
+lets data parallelism use the ring; `single_tensor.py` hides a difference between versions of torch. All begin with
+`chunks.py`: one flat row, cut into chunks.
 """
 
 from distlab.collectives.direct import DirectGather, DirectScatter

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.single_tensor import all_gather_single
+from distlab.collectives.single_tensor import all_gather_single
 from distlab.compression.codec import Codec, QuantizeCodec, SignCodec, TopKCodec, average_, is_finite
 from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
 from distlab.compression.sparse import random_indices

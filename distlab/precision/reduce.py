@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.single_tensor import all_gather_single
+from distlab.collectives.single_tensor import all_gather_single
 from distlab.gradient_hook import GradientBucket, Pending
 from distlab.precision.half import HALF
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.collectives import ring_reduce_scatter
+from distlab.collectives.single_tensor import all_gather_single, reduce_scatter_single
 from distlab.comm.p2p import needs_batches
-from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 
 
 def gather_into(

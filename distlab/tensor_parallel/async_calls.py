@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectScatter
+from distlab.collectives.single_tensor import all_gather_single
 from distlab.comm.p2p import group_rank
-from distlab.comm.single_tensor import all_gather_single
 
 
 class Sum:

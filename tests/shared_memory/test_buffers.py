@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.collectives.single_tensor import all_gather_single, reduce_scatter_single
 from distlab.comm import Ranks, run
-from distlab.comm.single_tensor import all_gather_single, reduce_scatter_single
 from distlab.data_parallel import DataParallel
 from distlab.sharding import FullyShard
 from distlab.shared_memory.collectives import buffers
