@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from distlab.comm import RankTimeout
-from distlab.comm.frames import is_machinery
 from distlab.comm.watch.watch import LOOK_S, Watch, end, stack_of
+from distlab.comm.where.frames import is_machinery
 
 LOCK_GRACE_S = 10.0
 

@@ -21,8 +21,9 @@ take gloo (`choice`).
 
 Read `arena` (the memory), `join` (how ranks come to map it) and `meeting` (steps). Then `collectives`, `messages`
 (sends and receives), `work` (what runs where), `group_base` (what all calls share) and `group` (what torch sees).
-`choice` decides between this and gloo, `room` knows how much memory there is, `futex` talks to the kernel, `untraced`
-keeps torch.compile out.
+`mismatch` says which
+calls do not agree, `choice` decides between this and gloo, `room` knows how much memory there is, `futex` talks to the
+kernel, `untraced` keeps torch.compile out.
 """
 
 from __future__ import annotations

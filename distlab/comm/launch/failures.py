@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.comm.agree import ranks_in_words
-from distlab.comm.frames import is_machinery, owner_of, threads_in
+from distlab.comm.where.frames import is_machinery, owner_of, threads_in
 
 # What a rank sees when another one has gone. It is a consequence, never the cause.
 PEER_NOISE = re.compile(

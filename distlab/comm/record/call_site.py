@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from distlab.comm.frames import owner_of
+from distlab.comm.where.frames import owner_of
 
 _LOOKING = threading.Lock()
 

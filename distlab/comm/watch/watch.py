@@ -24,13 +24,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distlab.comm.frames import is_machinery
 from distlab.comm.launch.failures import PEER_NOISE, RankError, who_left
 from distlab.comm.launch.torchrun import record_failure
 from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
 from distlab.comm.watch.watchdog import Watchdog
+from distlab.comm.where.frames import is_machinery
 from distlab.shared_memory.join import kernel_and_user
 
 LOOK_S = 0.25

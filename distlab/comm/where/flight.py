@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from distlab.comm.frames import is_machinery, owner_of
 from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
 from distlab.comm.record.header import Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
 from distlab.comm.unpickle import restricted_load
 from distlab.comm.where.find import RankProcess
+from distlab.comm.where.frames import is_machinery, owner_of
 
 MAX_BYTES = 1 << 28
 ASK_S = 3.0

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from distlab.comm.agree import ranks_in_words
-from distlab.comm.frames import Frame, owner_of
 from distlab.comm.record.file import OPS
 from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import explain, ledger_of
@@ -16,6 +15,7 @@ from distlab.comm.record.read import RankRecord, Records, read_record, read_reco
 from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
 from distlab.comm.where.find import Job
 from distlab.comm.where.flight import ask
+from distlab.comm.where.frames import Frame, owner_of
 from distlab.comm.where.stacks import Stack, stacks_of
 
 _PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}

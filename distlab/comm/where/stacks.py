@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.frames import Frame, threads_in
 from distlab.comm.where.answer import signal_number
 from distlab.comm.where.find import RankProcess, answers
+from distlab.comm.where.frames import Frame, threads_in
 
 WAIT_S = 1.0
 _TRIES = 5  # a process that runs changes its frames while they are read

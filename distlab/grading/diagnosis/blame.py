@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import distlab
 from distlab.comm import RankError, RankTimeout
-from distlab.comm.frames import owner_of
 from distlab.comm.launch.failures import Failure, well_formed
 from distlab.comm.record.read import short
+from distlab.comm.where.frames import owner_of
 from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Exercise, Fault
 from distlab.grading.variation.draw import IN_CALL

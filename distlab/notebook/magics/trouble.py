@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from distlab.comm.frames import owner_of
+from distlab.comm.where.frames import owner_of
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 Owner = Literal["torch", "distlab", "python", "package", "user"]
 
-_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _PYTHON = re.compile(r"/lib/python3[^/]*/|^<frozen|^<string>$")
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
