@@ -33,7 +33,7 @@ _FLAT = (*_GRADIENTS, "distlab.data_parallel.steps:FlatBucket", "distlab.flat", 
 _RATES = ("distlab.large_batch.scaling",)
 _TRUST = _parts("distlab.large_batch.", "trust lars lamb")
 _NORMS = ("distlab.clip", "distlab.hybrid.norm", "distlab.tensor_parallel.norm")
-_SHARDS = _parts("distlab.sharding.", "any_model by_element cut_layers fsdp plain shard_gradient state zero")
+_SHARDS = _parts("distlab.sharding.", "any_model by_element cut_layers fsdp part plain state zero")
 _LAYERS = (
     "distlab.modules.split",
     *_parts(
