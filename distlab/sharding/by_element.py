@@ -85,8 +85,9 @@ def _updated(
                 return torch.zeros(())
 
             again(by=0.0)
+            closures: list[Any] = [again] if takes_closure else []
             with torch.enable_grad():
-                type(optimizer).step(twin, *([again] if takes_closure else []))
+                type(optimizer).step(twin, *closures)
             for row, one in zip(rows, parameters, strict=True):
                 row.append(one.detach().flatten().clone())
     except Exception as error:

@@ -15,8 +15,8 @@ FILE = Path(__file__).resolve().parents[2] / "SUPPORTED.md"
 INTRO = f"""# What is supported
 
 A model of the list below, or a relative of it, is trained by a technique as by one process, or refused in words on
-every rank before it goes wrong. Each was trained for {UPDATES} updates of AdamW in float64 on 2 ranks, and compared with \
-one
+every rank before it goes wrong. Each was trained for {UPDATES} updates of AdamW in float64 on 2 ranks, and \
+compared with one
 process on the whole batch: *equal* is within 1e-9. A dash: there is nothing to try (no layers that can be cut, or no
 stages that equal one process). `make zoo` writes this page; the tests compare it with what the techniques do.
 

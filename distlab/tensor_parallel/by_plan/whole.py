@@ -89,7 +89,7 @@ def compare(
 def _copy(model: nn.Module, where: str) -> nn.Module:
     own = {id(one): nn.Parameter(one.detach(), one.requires_grad) for _, one in every_parameter(model)}  # same memory
     try:
-        return copy.deepcopy(model, own).eval()  # type: ignore[arg-type]
+        return copy.deepcopy(model, own).eval()
     except Exception as error:  # whatever a foreign object says to it
         raise ValueError(
             f"{where} the example runs in a copy of the model, and it cannot be copied: {type(error).__name__}: {error}"
