@@ -171,6 +171,8 @@ def _check_files(directory: Path, stored: dict[Any, Any]) -> None:
         name = one.relative_path
         if type(name) is not str or Path(name).name != name:
             raise ValueError(f"{index.fqn} lies in {name!r}, which is not a file of its directory")
+        if getattr(one, "transform_descriptors", None):
+            raise ValueError(f"{index.fqn} was changed by an extension ({one.transform_descriptors}); save it without")
         if name not in sizes:
             with open_file(directory / name) as file:
                 sizes[name] = os.fstat(file.fileno()).st_size
