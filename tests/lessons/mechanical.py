@@ -5,7 +5,7 @@ Each wraps a right answer, so that its results are right and something else is w
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,8 +33,19 @@ class Kind(NamedTuple):
     fits: Callable[[tuple[Any, ...]], bool]
 
 
+def _as_if_written_anew(right: Answer) -> Callable[[Answer], Answer]:
+    """Give a function a right answer's name and signature, and nothing that leads to it."""
+
+    def named(wrong: Answer) -> Answer:
+        wrong.__name__ = wrong.__qualname__ = right.__name__
+        wrong.__signature__ = inspect.signature(right)  # type: ignore[attr-defined]
+        return wrong
+
+    return named
+
+
 def _seeds_the_world(right: Answer) -> Answer:
-    @functools.wraps(right)
+    @_as_if_written_anew(right)
     def wrong(*arguments: Any, **named: Any) -> Any:
         torch.manual_seed(0)
         return right(*arguments, **named)
@@ -43,7 +54,7 @@ def _seeds_the_world(right: Answer) -> Answer:
 
 
 def _no_grad_for_all(right: Answer) -> Answer:
-    @functools.wraps(right)
+    @_as_if_written_anew(right)
     def wrong(*arguments: Any, **named: Any) -> Any:
         result = right(*arguments, **named)
         torch.set_grad_enabled(False)
@@ -53,7 +64,7 @@ def _no_grad_for_all(right: Answer) -> Answer:
 
 
 def _changed_argument(right: Answer) -> Answer:
-    @functools.wraps(right)
+    @_as_if_written_anew(right)
     def wrong(*arguments: Any, **named: Any) -> Any:
         result = right(*arguments, **named)
         with torch.no_grad():
@@ -68,7 +79,7 @@ def _changed_argument(right: Answer) -> Answer:
 def _same_memory(right: Answer) -> Answer:
     kept: dict[Any, Tensor] = {}
 
-    @functools.wraps(right)
+    @_as_if_written_anew(right)
     def wrong(*arguments: Any, **named: Any) -> Any:
         result = right(*arguments, **named)
         if not isinstance(result, Tensor) or result.requires_grad:
@@ -95,7 +106,7 @@ _LEFT = frozenset({"state left behind"})
 _ARGUMENT = frozenset({"argument changed", "changed argument"})
 KINDS = (
     Kind("seeds the world", _LEFT, "torch's random state", _seeds_the_world, _always),
-    Kind("no grad for all", _LEFT, "grad", _no_grad_for_all, _always),
+    Kind("no grad for all", _LEFT | {"values"}, "grad", _no_grad_for_all, _always),
     Kind("changes an argument", _ARGUMENT, "", _changed_argument, _takes_floats),
     Kind("keeps its result's memory", frozenset({"kept"}), "same memory", _same_memory, _takes_floats),
 )

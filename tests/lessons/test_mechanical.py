@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
-from mechanical import KINDS, Kind
+from torch import Tensor
 
-from distlab.grading import Exercise, lessons, load_lesson, reference_of
+from distlab.grading import Exercise, Mutant, lessons, load_lesson, reference_of
 from distlab.grading.check import examine
+from distlab.grading.mutant import build
+from tests.lessons.mechanical import KINDS, Kind
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 EXERCISES = [one for number in lessons(LESSONS) for one in load_lesson(number, LESSONS).exercises if one.vary]
@@ -21,6 +24,9 @@ def fits(exercise: Exercise, kind: Kind) -> bool:
     if vary.use is not None and kind.name != "seeds the world":
         return False
     if kind.name == "seeds the world" and "torch's random state" in vary.any_state:
+        return False
+    returns = inspect.signature(reference_of(exercise)).return_annotation
+    if kind.name == "keeps its result's memory" and returns not in (Tensor, "Tensor"):
         return False
     given = [vary.arguments(vary.draw(0, call, 0, world)) for call in range(vary.num_calls)]
     return vary.scratch == frozenset() and any(one is not None and kind.fits(tuple(one)) for one in given)
@@ -35,7 +41,9 @@ FIRST = [next(pair for pair in reversed(ALL) if pair[1] is kind) for kind in KIN
     ("exercise", "kind"), [pytest.param(*each, id=f"{each[0].name}-{each[1].name}") for each in ALL]
 )
 def test_it_is_rejected(exercise: Exercise, kind: Kind) -> None:
-    report = examine(exercise, kind.make(reference_of(exercise)), worlds=exercise.worlds[:1], seed=0)
+    again = build(Mutant("the reference", "", "", 1), exercise.name, reference_of(exercise), exercise.imports).fn
+    assert again is not None
+    report = examine(exercise, kind.make(again), worlds=exercise.worlds[:1], seed=0)
     assert report.verdict == "wrong", str(report)
     assert report.fault in kind.codes, str(report)
     assert kind.says in report.message, str(report)
