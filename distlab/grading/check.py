@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from distlab.grading.report import Report
 
 LONGER_S = 5.0  # for another number of ranks, once there is a fault to tell
-_GENERAL = {"raised", "hang", "deadlock", "mismatch", "killed", "returned"}  # codes that name no mistake of an exercise
 _stand_ins: dict[str, Callable[..., Any]] = {}  # the reference that each exercise's last failed check handed out
 
 
@@ -120,47 +119,47 @@ def _run_worlds(
 ) -> tuple[Fault | None, list[int], tuple[str, ...]]:
     """Run one number of ranks after the other; return the first fault, where it was right, and the budget's lines.
 
-    A fault that drawn arguments show is told only if the exercise's own cases, which know the usual mistakes and name
-    them, name none on the other numbers of ranks.
+    After a fault that drawn arguments show, the exercise's own cases are run on the other numbers of ranks: what they
+    show there is told if it weighs as much.
     """
     from distlab.grading.fresh import fresh_ranks
     from distlab.grading.lesson import reference_of
     from distlab.grading.run import judge, run_world
-    from distlab.grading.variation.verdict import UNNAMED, is_named, too_few_bytes, varied_fault, with_cause
+    from distlab.grading.variation.verdict import too_few_bytes, varied_fault, with_cause
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
     drawn: Fault | None = None
+    drawn_on = 0
+    reference = reference_of(exercise)
     with fresh_ranks(worlds, exercise.timeout_s) as sets:
         for ranks in sets:
             if drawn is not None:
                 ranks.timeout_s = min(ranks.timeout_s, LONGER_S)
             outcome = run_world(exercise, fn, ranks)
-            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn)
-            is_told = fault is not None and not (fault.code in UNNAMED and drawn is not None and is_named(drawn))
-            if drawn is not None and fault is not None and fault.code not in _GENERAL and is_told:
-                fault = with_cause(fault, exercise, fn, reference_of(exercise), ranks, seed)
-                return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.message}"), right, ()
-            if fault is not None and drawn is None:
+            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn, ranks)
+            if fault is not None and (drawn is None or 0 < fault.weight >= drawn.weight):
                 if isinstance(outcome, Evidence):  # a short limit would let a busy machine choose the words
-                    fault = with_cause(fault, exercise, fn, reference_of(exercise), ranks, seed)
-                return _at_world(fault, right, ranks.world_size), right, ()
+                    fault = with_cause(fault, exercise, fn, reference, ranks, seed)
+                if drawn is None:
+                    return _at_world(fault, right, ranks.world_size), right, ()
+                return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.words}"), right, ()
             if drawn is None and exercise.vary is not None:
-                reference = reference_of(exercise)
                 drawn = varied_fault(exercise, fn, reference, ranks, seed)
                 if drawn is None and ranks.world_size == worlds[-1] > 1 and isinstance(outcome, Evidence):
                     drawn = too_few_bytes(exercise, outcome, reference, ranks)
-                if drawn is not None:
-                    drawn = _at_world(drawn, right, ranks.world_size)
+                drawn_on = ranks.world_size
             if drawn is None:
                 right.append(ranks.world_size)
-    return drawn, right, () if drawn is not None else budget
+    if drawn is None:
+        return None, right, budget
+    return _at_world(drawn, right, drawn_on), right, ()
 
 
 def _at_world(fault: Fault, right: Sequence[int], wrong: int) -> Fault:
     """Say on which numbers of ranks it was right before."""
     if not right or fault.code == "not attempted":
-        return fault
+        return Fault(fault.code, fault.words)
     listed = " and ".join(filter(None, [", ".join(map(str, right[:-1])), str(right[-1])]))
-    text = f"right on {listed} rank{'' if list(right) == [1] else 's'}, wrong on {wrong}: {fault.message}"
+    text = f"right on {listed} rank{'' if list(right) == [1] else 's'}, wrong on {wrong}: {fault.words}"
     return Fault(fault.code, text)

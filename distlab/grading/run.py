@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.blame import fault_of, file_of, place_in
 from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Evidence, Exercise, Fault
@@ -63,10 +64,20 @@ def _why_not_sent(fn: Callable[..., Any]) -> str:
     return ""
 
 
-def judge(exercise: Exercise, evidence: Evidence, fn: Callable[..., Any]) -> tuple[Fault | None, tuple[str, ...]]:
-    """Return the first fault that the judge finds, or None; and the lines of the budget where the answer is right."""
+def judge(
+    exercise: Exercise, evidence: Evidence, fn: Callable[..., Any], ranks: Ranks
+) -> tuple[Fault | None, tuple[str, ...]]:
+    """Return the first fault of the exercise's own cases, or None; and the lines of the budget where it is right."""
+    from distlab.grading.agreement import fault_of as fault_by_agreement
+    from distlab.grading.lesson import reference_of
+
     try:
-        fault = _with_unwaited(next(iter(exercise.judge(evidence)), None), evidence, fn)
+        if isinstance(exercise.drive, Cases):
+            fault = fault_by_agreement(exercise, evidence, reference_of(exercise), ranks)
+        else:
+            assert exercise.judge is not None, f"{exercise.name} has neither cases nor a judge"
+            fault = next(iter(exercise.judge(evidence)), None)
+        fault = _with_unwaited(fault, evidence, fn)
         if fault is not None or exercise.budget is None:
             return fault, ()
         return None, tuple(exercise.budget(evidence))
@@ -94,7 +105,7 @@ def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., An
     to = {"send": f" to rank {call.peer}", "recv": f" from rank {call.peer}"}.get(call.op, "")
     seen = f"rank {call.rank} starts {call.op}{to} at {call.site} and never waits for it"
     if fault is not None:
-        return Fault(fault.code, f"{fault.message}\n  {seen}: keep what the call returns, and call its wait()")
+        return fault._replace(message=f"{fault.message}\n  {seen}: keep what the call returns, and call its wait()")
     if call.op not in MESSAGES:  # C++ may have waited for it
         return None
     return Fault("not waited", f"right result, but by luck: {seen}; keep what i{call.op} returns, and call its wait()")
