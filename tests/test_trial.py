@@ -4,6 +4,7 @@ import collections
 import gc
 import itertools
 import random
+import weakref
 from functools import partial
 from types import FunctionType, MethodType
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.modules.trial import call_a_copy, copy_of
+from distlab.modules.trial import Copier, call_a_copy, clone, without_numbers
 from distlab.rng import random_state
 
 META, CPU = torch.device("meta"), torch.device("cpu")
+GLOBAL_CACHE: dict = {}
 
 
 def look(value, seen=None):
@@ -73,7 +75,10 @@ class TwoNames(nn.Module):
 
 
 class Caches(nn.Module):
-    """Fills every kind of cache of its own at its first forward."""
+    """Fills every kind of cache at its first forward."""
+
+    shared = {}
+    newest = None
 
     def __init__(self):
         super().__init__()
@@ -84,13 +89,15 @@ class Caches(nn.Module):
     def forward(self, x):
         if self.mask is None:
             self.mask = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
-        if "mask" not in self.by_length:
-            self.by_length["mask"] = self.mask * 1
+        for cache in (self.by_length, self.shared, GLOBAL_CACHE):
+            if "mask" not in cache:
+                cache["mask"] = self.mask * 1
         if self.table is None:
             self.table = self.mask * 2
             self.register_buffer("more", self.mask * 3, persistent=False)
             self.late = nn.Parameter(self.mask * 4)
-        y = self.layer(x) * self.mask + self.by_length["mask"] + self.late
+        Caches.newest = self.mask
+        y = self.layer(x) * self.mask + self.by_length["mask"] + self.shared["mask"] + GLOBAL_CACHE["mask"] + self.late
         self.seen.append(y)
         self.last.append(y.detach())
         return y + self.table + self.more
@@ -112,6 +119,7 @@ class Counts(nn.Module):
         self.calls, self.ids, self.items = 0, itertools.count(), iter([1, 2, 3])
         self.numbers, self.slotted, self.tally = np.zeros(3), Slotted(), collections.Counter()
         self.tables = nn.ModuleList([nn.Embedding(4, 4, max_norm=0.1)])
+        self.parent = weakref.ref(self)
         self.to_drop = nn.Linear(1, 1)
 
     def forward(self, x):
@@ -120,6 +128,7 @@ class Counts(nn.Module):
         self.slotted.count += 1
         self.slotted.tensor += 1
         self.tally["calls"] += 1
+        self.parent().slotted.count += 1
         x = x + torch.rand(1, generator=self.own).to(x) + random.random() + np.random.rand() + torch.rand(1).to(x)
         x = self.norm(x) + self.tables[0](torch.zeros(1, dtype=torch.long, device=x.device))
         self.norm.momentum, self.norm.weight.requires_grad = 0.5, False
@@ -127,6 +136,37 @@ class Counts(nn.Module):
         self.tables.append(nn.Linear(1, 1))
         self.norm.eval()
         return x
+
+
+class Hooked(nn.Module):
+    """Hooks that write to lists outside, count in a closure, take themselves off, and belong to the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.outside, calls = [], 0
+
+        def count(module, inputs, output):
+            nonlocal calls
+            calls += 1
+            return output * calls
+
+        self.layer.register_forward_hook(lambda module, inputs, output: self.outside.append(output))
+        self.layer.register_forward_hook(count)
+        self.layer.register_forward_pre_hook(self.once)
+        self.handle = self.other.register_forward_hook(partial(self.scale, factor=2.0))
+        self.keep = self.outside.append
+
+    def once(self, module, inputs):
+        self.handle.remove()
+        module._forward_pre_hooks.clear()
+
+    def scale(self, module, inputs, output, factor):
+        self.keep(output)
+        return output * factor
+
+    def forward(self, x):
+        return self.layer(self.other(x))
 
 
 class Raises(nn.Module):
@@ -170,7 +210,7 @@ def normed():
     )
 
 
-ODD = [TwoNames, Caches, Counts, recurrent, lazy, normed, ReadsNumbers]
+ODD = [TwoNames, Caches, Counts, Hooked, recurrent, lazy, normed, ReadsNumbers]
 
 
 def attempt(module, device):
@@ -185,12 +225,16 @@ def name_of(kind):
     return f"raises after {kind.args[0].__name__}" if isinstance(kind, partial) else kind.__name__
 
 
-@pytest.mark.parametrize("kind", [*ODD, *(partial(Raises, one) for one in (Caches, Counts))], ids=name_of)
+@pytest.mark.parametrize("kind", [*ODD, *(partial(Raises, one) for one in (Caches, Counts, Hooked))], ids=name_of)
 def test_a_trial_changes_nothing_at_all(kind):
     torch.manual_seed(0)
+    GLOBAL_CACHE.clear()
+    Caches.shared.clear()
+    Caches.newest = None
     module = kind()
     module.train()
-    before, drawn = look(module), random_state()
+    outside = [GLOBAL_CACHE, Caches.shared, vars(Caches)["newest"]]
+    before, drawn, described = look(module), random_state(), look(outside)
     for device in (META, CPU):
         made = attempt(module, device)
         if "Raises" in str(kind):
@@ -202,6 +246,9 @@ def test_a_trial_changes_nothing_at_all(kind):
             assert made.requires_grad
         assert look(module) == before
         assert str(random_state()) == str(drawn)
+        if device == META:
+            assert look(outside) == described
+            assert Caches.newest is None
     if "Raises" not in str(kind):
         module(torch.zeros(3, 4))  # and it still works
         assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
@@ -215,7 +262,7 @@ def test_a_copy_computes_what_the_module_computes_and_shares_no_tensor_with_it()
         module, x = kind(), torch.randn(3, 4)
         with torch.random.fork_rng():
             state = random.getstate(), np.random.get_state()
-            twin = copy_of(module, CPU)
+            twin = Copier(clone).copy(module)
             own = {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
             assert not own & {t.data_ptr() for t in (*twin.parameters(), *twin.buffers())}
             assert [*twin.state_dict()] == [*module.state_dict()]
@@ -225,24 +272,28 @@ def test_a_copy_computes_what_the_module_computes_and_shares_no_tensor_with_it()
         mine = module(x)
         if isinstance(mine, tuple):
             theirs, mine = theirs[0], mine[0]
-        if kind not in (Counts, ReadsNumbers):  # which draw
+        if kind not in (Caches, Counts, ReadsNumbers):  # these two classes cache and draw for all of their kind
             assert torch.equal(mine, theirs), kind
 
 
-def test_what_cannot_be_copied_is_refused_and_groups_are_shared(ranks):
+def test_what_is_one_object_stays_one_and_what_cannot_be_copied_is_shared():
     import threading
 
-    module = nn.Linear(4, 4)
-    module.lock = threading.Lock()
-    with pytest.raises(ValueError, match="Linear is tried out on a copy, and it cannot be copied: TypeError.*lock"):
-        call_a_copy(module, (torch.zeros(3, 4),), CPU)
-
-    def shares():
-        layer = nn.Linear(4, 4)
-        layer.group = torch.distributed.new_group([0, 1])
-        return copy_of(layer, META).group is layer.group
-
-    assert ranks(2).run(shares) == [True, True]
+    lock, mark = threading.Lock(), object()
+    weight = nn.Parameter(torch.randn(3))
+    weight.origin = "row"
+    cycle = [weight]
+    cycle.append(cycle)
+    held = {"lock": lock, "mark": mark, "same": [weight, weight.view(3, 1)], "cycle": cycle, "kind": nn.Linear}
+    copied = Copier(without_numbers).copy(held)
+    assert copied["lock"] is lock
+    assert copied["mark"] is mark
+    assert copied["kind"] is nn.Linear
+    assert copied["cycle"][1] is copied["cycle"]
+    assert copied["same"][0] is copied["cycle"][0] is not weight
+    assert isinstance(copied["same"][0], nn.Parameter)
+    assert copied["same"][0].origin == "row"
+    assert copied["same"][1].shape == (3, 1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -39,8 +39,6 @@ Not supported, without a try:
 - Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
   and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part; sums of `zeros_like(shard)` do too.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy.
-- Pipeline: a stage that `copy.deepcopy` cannot copy. Hooks that write outside of their module, and caches in classes or
-  global variables, see one call more than there are micro-batches.
 """
 
 
