@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -69,8 +70,6 @@ def _fault(
     is_wrong: bool = False,
 ) -> Fault | None:
     """Make the drawn calls and compare them; `is_wrong`: the exercise's own cases have shown a fault without a name."""
-    from dataclasses import replace
-
     from distlab.comm import RankError
     from distlab.grading.fresh import Unavailable
     from distlab.grading.run import run_world
@@ -83,7 +82,7 @@ def _fault(
             return earlier
         is_seen = is_wrong or answered.code in SEEN
         return answered._replace(cause=_mend_alone(exercise, fn, reference, ranks, seed)) if is_seen else answered
-    num_calls, took_part, num_bytes = answered.records.num_calls(), taking_part(answered), all_sent(answered)
+    num_calls, num_bytes = answered.records.num_calls(), all_sent(answered)
     try:
         wanted = ranks.run(drive, reference)
     except (RankError, RuntimeError, OSError) as error:
@@ -102,7 +101,7 @@ def _fault(
         fault = fault._replace(cause=cause) if fault is not None else None
     fault = fault or unseen(got, num_calls, num_calls_wanted)
     if fault is None:
-        fault = not_taking_part(took_part, taking_part(reference_run))
+        fault = not_taking_part(taking_part(answered), taking_part(reference_run))
     if fault is None:
         least = all_sent(reference_run) * exercise.vary.least_bytes
         fault = too_few(num_bytes, num_calls, least, ranks.world_size)
@@ -153,8 +152,6 @@ def _wrong_before(
     exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int, ended: Fault
 ) -> Fault | None:
     """Return what is wrong in the drawn calls before the one that ended the run, where its number is told."""
-    from dataclasses import replace
-
     from distlab.grading.run import run_world
 
     found = re.search(rf"{IN_CALL} (\d+)", ended.message)
