@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_12.checks import disk, folders, newest_wrong, numbers, resume, shards, slips
+from distlab_lesson_12.checks import disk, folders, newest_wrong, resume, shards, slips
 
 from distlab.grading import Exercise
 
@@ -137,8 +137,6 @@ EXERCISES = (
         minutes=10,
         difficulty=3,
         source="solutions:step_on",
-        drive=numbers.drive_steps,
-        judge=numbers.judge_steps,
         imports=("from distlab.elastic import BatchRule",),
         hints=(
             "First the batch of this number of ranks, cut off at the end of the data; then this rank's part of it.",
@@ -148,9 +146,6 @@ EXERCISES = (
             "ratio**0.5. The weight is len(samples) / batch * world_size.",
         ),
         worlds=(1,),
-        budget=numbers.budget_steps,
-        mutants=numbers.WRONG_STEPS,
-        vary=numbers.STEP,
     ),
     Exercise(
         name="12.share",
@@ -158,16 +153,11 @@ EXERCISES = (
         minutes=7,
         difficulty=1,
         source="solutions:useful_share",
-        drive=numbers.drive_share,
-        judge=numbers.judge_share,
         hints=(
             "Take one time between two failures. How much of it is training that a checkpoint keeps?",
             "The restart goes first. Then rounds of interval_s + save_s: only whole ones count, so `//`.",
             "Sum max(uptime - restart_s, 0) // (interval_s + save_s) * interval_s; divide by sum(uptimes_s).",
         ),
         worlds=(1,),
-        budget=numbers.budget_share,
-        mutants=numbers.WRONG_SHARES + slips.KNOWN_SHARE,
-        vary=numbers.SHARE,
     ),
 )

@@ -8,7 +8,7 @@ KNOWN_LOAD = (
     .known("reads each saved shard from its start; a piece begins at start - saved * old"),
 )
 
-KNOWN_SHARE = (
+WRONG_SHARE = (
     Mutant("left time counts", "values", "since the last save", 1)
     .edit("trains_s // (interval_s + save_s) * interval_s", "trains_s - trains_s // (interval_s + save_s) * save_s")
     .known("counts the time since the last save as well; it is lost"),
