@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_12.checks import disk, folders, newest_wrong, resume, shards, slips
+from distlab_lesson_12.checks import disk, resume, shards
 
 from distlab.grading import Exercise
 
@@ -96,8 +96,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:newest_good",
-        drive=folders.drive_newest,
-        judge=folders.judge_newest,
         imports=("import hashlib", "import json", "import re", "from pathlib import Path"),
         hints=(
             'Numbers first: `re.fullmatch(r"step-(\\d+)", path.name)` knows the names; sort by int, largest first.',
@@ -107,9 +105,6 @@ EXERCISES = (
             "the next one; after the last return None and the names.",
         ),
         worlds=(1,),
-        budget=folders.budget_newest,
-        mutants=newest_wrong.WRONG_NEWESTS,
-        vary=folders.NEWEST,
     ),
     Exercise(
         name="12.load",
@@ -117,8 +112,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:load_shard",
-        drive=folders.drive_load,
-        judge=folders.judge_load,
         imports=("from collections.abc import Callable", "from torch import Tensor"),
         hints=(
             "In the row, this shard begins at rank x length, and saved shard s at s x old.",
@@ -127,9 +120,6 @@ EXERCISES = (
             "at start - rank x length.",
         ),
         worlds=(1,),
-        budget=folders.budget_load,
-        mutants=folders.WRONG_LOADS + slips.KNOWN_LOAD,
-        vary=folders.LOAD,
     ),
     Exercise(
         name="12.samples",

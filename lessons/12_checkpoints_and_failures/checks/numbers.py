@@ -31,8 +31,9 @@ LR = 0.1
 def _use_samples(fn: Callable[..., Any], rule: BatchRule, lr: float, at: int, end: int, n: int) -> Any:
     """Return all ranks' samples in order, how many each has, their weights and the rates."""
     ranks = [fn(rule, lr, at, end, rank, n) for rank in range(n)]
-    if not all(isinstance(one, tuple | list) and len(one) == 3 for one in ranks):
-        return ranks
+    odd = [one for one in ranks if not isinstance(one, tuple | list) or len(one) != 3]
+    if odd:
+        return odd[0]
     return {
         "samples of all ranks": sorted(int(sample) for samples, _, _ in ranks for sample in samples),
         "number of samples of each rank": [len(samples) for samples, _, _ in ranks],

@@ -2,7 +2,7 @@
 
 from distlab.grading import Mutant
 
-KNOWN_LOAD = (
+WRONG_LOAD = (
     Mutant("from the start", "values", "from its start", 1)
     .edit("read(saved, start - saved * old, stop - saved * old)", "read(saved, 0, stop - start)")
     .known("reads each saved shard from its start; a piece begins at start - saved * old"),
