@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_12.checks import disk, resume, shards
+from distlab_lesson_12.checks import disk, shards
 
 from distlab.grading import Exercise
 
@@ -47,8 +47,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:resumable",
-        drive=resume.drive_resume,
-        judge=resume.judge_resume,
         imports=(
             "import copy",
             "from collections.abc import Callable",
@@ -66,9 +64,6 @@ EXERCISES = (
             "restore: load the three, set the two, return the position.",
         ),
         worlds=(1,),
-        budget=resume.budget_resume,
-        mutants=resume.WRONG_RESUMES,
-        vary=resume.RESUME,
     ),
     Exercise(
         name="12.shards",
