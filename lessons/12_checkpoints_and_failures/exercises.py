@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_12.checks import disk, folders, newest_wrong, numbers, resume, shards, slips
+from distlab_lesson_12.checks import disk, shards
 
 from distlab.grading import Exercise
 
@@ -47,8 +47,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:resumable",
-        drive=resume.drive_resume,
-        judge=resume.judge_resume,
         imports=(
             "import copy",
             "from collections.abc import Callable",
@@ -66,9 +64,6 @@ EXERCISES = (
             "restore: load the three, set the two, return the position.",
         ),
         worlds=(1,),
-        budget=resume.budget_resume,
-        mutants=resume.WRONG_RESUMES,
-        vary=resume.RESUME,
     ),
     Exercise(
         name="12.shards",
@@ -96,8 +91,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:newest_good",
-        drive=folders.drive_newest,
-        judge=folders.judge_newest,
         imports=("import hashlib", "import json", "import re", "from pathlib import Path"),
         hints=(
             'Numbers first: `re.fullmatch(r"step-(\\d+)", path.name)` knows the names; sort by int, largest first.',
@@ -107,9 +100,6 @@ EXERCISES = (
             "the next one; after the last return None and the names.",
         ),
         worlds=(1,),
-        budget=folders.budget_newest,
-        mutants=newest_wrong.WRONG_NEWESTS,
-        vary=folders.NEWEST,
     ),
     Exercise(
         name="12.load",
@@ -117,8 +107,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:load_shard",
-        drive=folders.drive_load,
-        judge=folders.judge_load,
         imports=("from collections.abc import Callable", "from torch import Tensor"),
         hints=(
             "In the row, this shard begins at rank x length, and saved shard s at s x old.",
@@ -127,9 +115,6 @@ EXERCISES = (
             "at start - rank x length.",
         ),
         worlds=(1,),
-        budget=folders.budget_load,
-        mutants=folders.WRONG_LOADS + slips.KNOWN_LOAD,
-        vary=folders.LOAD,
     ),
     Exercise(
         name="12.samples",
@@ -137,8 +122,6 @@ EXERCISES = (
         minutes=10,
         difficulty=3,
         source="solutions:step_on",
-        drive=numbers.drive_steps,
-        judge=numbers.judge_steps,
         imports=("from distlab.elastic import BatchRule",),
         hints=(
             "First the batch of this number of ranks, cut off at the end of the data; then this rank's part of it.",
@@ -148,9 +131,6 @@ EXERCISES = (
             "ratio**0.5. The weight is len(samples) / batch * world_size.",
         ),
         worlds=(1,),
-        budget=numbers.budget_steps,
-        mutants=numbers.WRONG_STEPS,
-        vary=numbers.STEP,
     ),
     Exercise(
         name="12.share",
@@ -158,16 +138,11 @@ EXERCISES = (
         minutes=7,
         difficulty=1,
         source="solutions:useful_share",
-        drive=numbers.drive_share,
-        judge=numbers.judge_share,
         hints=(
             "Take one time between two failures. How much of it is training that a checkpoint keeps?",
             "The restart goes first. Then rounds of interval_s + save_s: only whole ones count, so `//`.",
             "Sum max(uptime - restart_s, 0) // (interval_s + save_s) * interval_s; divide by sum(uptimes_s).",
         ),
         worlds=(1,),
-        budget=numbers.budget_share,
-        mutants=numbers.WRONG_SHARES + slips.KNOWN_SHARE,
-        vary=numbers.SHARE,
     ),
 )

@@ -3,41 +3,85 @@
 from distlab.grading import Mutant
 
 _DIFFERS = "not there or hashlib.sha256((path / file).read_bytes()).hexdigest() != digest"
+_ENDS = "ends it with an error; name what is damaged, and take an older one"
 
-WRONG_NEWESTS = (
-    Mutant("tidies up", "returned", "who looks for a checkpoint removes none", 1)
+WRONG_NEWEST = (
+    Mutant(
+        "tidies up",
+        "folder changed",
+        "it changes the folder; who looks for a checkpoint removes none, and makes none",
+        1,
+    )
     .edit("damaged += wrong", "damaged += wrong\nshutil.rmtree(path)")
     .setup("import shutil"),
-    Mutant("its name", "returned", "expected the checkpoint's path", 1).edit(
-        "return path, damaged", "return path.name, damaged"
+    Mutant(
+        "its name", "name for a path", "it returns a name; the checkpoint's path is expected, folder / name", 1
+    ).edit("return path, damaged", "return path.name, damaged"),
+    Mutant(
+        "SHA-1",
+        "false alarm",
+        "it calls what is whole damaged; compare with the SHA-256 of the file's bytes, in hex",
+        1,
+    ).edit("hashlib.sha256", "hashlib.sha1"),
+    Mutant(
+        "is it there",
+        "bytes not seen",
+        "it looks whether files are there, not at their bytes; compare the SHA-256 of each file",
+        1,
+        44,
+    ).edit(_DIFFERS, "not there"),
+    Mutant(
+        "any of the sums",
+        "swap not seen",
+        "a file with a SHA-256 of a different file counts as whole; compare each with its own",
+        1,
+    ).edit(" != digest", ' not in manifest["files"].values()'),
+    Mutant("as text", "sorted as text", "names are compared as text; the highest number counts", 1).edit(
+        "int(found[1])", "found[1]"
     ),
-    Mutant("SHA-1", "false alarm", "compare with the SHA-256", 1).edit("hashlib.sha256", "hashlib.sha1"),
-    Mutant("is it there", "not seen", "one bit is flipped", 1, 44).edit(_DIFFERS, "not there"),
-    Mutant("any of the sums", "not seen", "two shards are swapped", 1).edit(
-        " != digest", ' not in manifest["files"].values()'
-    ),
-    Mutant("as text", "not the newest", "the highest number counts", 1).edit("int(found[1])", "found[1]"),
-    Mutant("by time", "not the newest", "not a file's time", 1, 70).edit(
+    Mutant("by time", "by time", "it goes by a file's time; the highest number counts, not a file's time", 1, 70).edit(
         "int(found[1])", "(folder / found[0]).stat().st_mtime"
     ),
-    Mutant("no file missing", "raised", "FileNotFoundError", 1).edit(_DIFFERS, _DIFFERS.replace("not there or ", "")),
-    Mutant("manifest is whole", "raised", "name what is damaged", 1).edit(
+    Mutant("no file missing", "missing file", f"a missing file {_ENDS}", 1).edit(
+        _DIFFERS, _DIFFERS.replace("not there or ", "")
+    ),
+    Mutant("manifest is whole", "manifest cut off", f"a manifest that is cut off {_ENDS}", 1).edit(
         "except (OSError, ValueError):", "except OSError:"
     ),
-    Mutant("step not compared", "not seen", "copied over", 1).edit(
-        'manifest["step"] != int(name[1])', 'manifest["step"] is None'
-    ),
-    Mutant("eight digits", "not seen", "two are damaged", 1).edit(
+    Mutant(
+        "step not compared",
+        "copy not seen",
+        "a checkpoint that was copied over this one is not seen; the manifest's step is compared with the name's",
+        1,
+    ).edit('manifest["step"] != int(name[1])', 'manifest["step"] is None'),
+    Mutant("eight digits", "a part compared", "the first digits of a SHA-256 are compared; all of them count", 1).edit(
         "hexdigest() != digest", "hexdigest()[:8] != digest[:8]"
     ),
-    Mutant("newest or none", "gave up", "is whole", 1).edit("damaged += wrong", "return None, wrong"),
-    Mutant("first one named", "names", "Name each damaged file", 1).edit("damaged += wrong", "damaged += wrong[:1]"),
-    Mutant("older ones too", "names", "that are newer than step-100", 1)
+    Mutant(
+        "newest or none", "gave up", "it gives up when the newest is damaged; an older one that is whole counts", 1
+    ).edit("damaged += wrong", "return None, wrong"),
+    Mutant("first one named", "one named", "one damaged file of a checkpoint is named; name each damaged file", 1).edit(
+        "damaged += wrong", "damaged += wrong[:1]"
+    ),
+    Mutant(
+        "older ones too",
+        "older named",
+        "damage in older checkpoints is named too; name it in those that are newer than the one returned",
+        1,
+    )
     .edit("damaged = []", "damaged, best = [], None")
     .edit("return path, damaged", "best = best or path\ncontinue")
     .edit("return None, damaged", "return best, damaged"),
-    Mutant("half a name", "names", "Name each damaged file", 1).edit(
-        'wrong.append(f"{path.name}/{file}")', "wrong.append(file)"
-    ),
-    Mutant("any name", "names", "got step-110/manifest.json", 1).edit("re.fullmatch", "re.match"),
+    Mutant(
+        "half a name", "half a name", "a file is named without its checkpoint; its name is such as step-40/rank-1.pt", 1
+    ).edit('wrong.append(f"{path.name}/{file}")', "wrong.append(file)"),
+    Mutant(
+        "any name",
+        "any name",
+        "a folder that only begins as step-N counts as a checkpoint; the whole name must fit, re.fullmatch",
+        1,
+    ).edit("re.fullmatch", "re.match"),
+    Mutant(
+        "oldest first", "oldest first", "the oldest checkpoint's damage is named first; the newest one's comes first", 1
+    ).edit("damaged += wrong", "damaged = wrong + damaged"),
 )

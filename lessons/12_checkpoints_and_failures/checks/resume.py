@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.values import describe
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases
 from distlab.grading.variation.draw import Draw, Vary
 
 BEFORE, AFTER, BATCH = 5, 4, 6
@@ -49,17 +50,17 @@ class SmallRun:
         return losses
 
     def facts(self) -> dict[str, Any]:
-        """Return all that the next steps depend on, by the name of the fault where it is forgotten."""
+        """Return a copy of all that the next steps depend on."""
         moments = [dict(sorted(state.items())) for state in self.optimizer.state_dict()["state"].values()]
-        return {
-            "weights": [one.detach() for one in self.model.parameters()],
-            "buffers": list(self.model.buffers()),
-            "moments": [one for state in moments for one in state.values()],
-            "schedule": [self.schedule.last_epoch, self.optimizer.param_groups[0]["lr"]],
-            "noise": self.generator.get_state(),
-            "dropout": torch.get_rng_state(),
-            "position": self.position,
+        found = {
+            "the weights": [one.detach() for one in self.model.parameters()],
+            "the running statistics": list(self.model.buffers()),
+            "the optimizer's moments": [one for state in moments for one in state.values()],
+            "the schedule's step and rate": [self.schedule.last_epoch, self.optimizer.param_groups[0]["lr"]],
+            "the generator of the noise": self.generator.get_state(),
+            "torch's generator": torch.get_rng_state(),
         }
+        return copy.deepcopy(found)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -69,82 +70,40 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
-def resumed(fn: Callable[..., Any], *sizes: Any, before: int = BEFORE) -> dict[str, Any]:
+def _use_resume(fn: Callable[..., Any], before: int, *sizes: Any) -> dict[str, Any]:
     """Capture a run in its middle; let it end; build it anew, restore, and go on."""
     first = SmallRun(0, *sizes)
-    losses = first.train(before)
+    first.train(before)
     capture, restore = fn(*first.parts)
     random_before = torch.get_rng_state()
     state = capture(first.position)
-    result: dict[str, Any] = {"drew": not torch.equal(random_before, torch.get_rng_state())}
+    drew = not torch.equal(random_before, torch.get_rng_state())
     wanted = first.facts()
-    wanted = {
-        name: [one.clone() if isinstance(one, Tensor) else one for one in fact] if isinstance(fact, list) else fact
-        for name, fact in wanted.items()
-    }
-    result["losses"] = losses + first.train(AFTER)
+    losses = first.train(AFTER)
     end = first.facts()
     file = io.BytesIO()
     torch.save(state, file)  # later, while training goes on
+    result: dict[str, Any] = {"capture draws random numbers": drew, "the state is plain": True}
+    result |= dict.fromkeys([*wanted, "the position", "restore leaves the state's names", "losses afterwards"])
     try:
         state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:
-        return result | {"not plain": str(error).strip().splitlines()[0][:150]}
+        return result | {"the state is plain": str(error).strip().splitlines()[0][:78]}
     second = SmallRun(7, *sizes)
     second.train(2)  # so that nothing is as it was
     names = sorted(map(str, state)) if isinstance(state, dict) else []
     second.position = fn(*second.parts)[1](state)
-    if isinstance(state, dict) and sorted(map(str, state)) != names:
-        result["taken out"] = sorted({*names} ^ {*map(str, state)})
-    got = second.facts()
-    result["moved"] = [name for name in wanted if not same(got[name], wanted[name])]
-    result["of the end"] = [name for name in result["moved"] if same(got[name], end[name])]
-    return result | {
-        "position": second.position,
-        "resumed": second.train(AFTER) if isinstance(second.position, int) else [],
-    }
+    for name, fact in second.facts().items():
+        later = "as later, when training had gone on" if same(fact, end[name]) else "different"
+        result[name] = "as saved" if same(fact, wanted[name]) else later
+    result["the position"] = second.position
+    result["restore leaves the state's names"] = not isinstance(state, dict) or sorted(map(str, state)) == names
+    resumed = second.train(AFTER) if isinstance(second.position, int) else []
+    result["losses afterwards"] = "as without a failure" if resumed == losses else "different"
+    return result
 
 
-def drive_resume(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Resume a run that has made some steps, and look at what was not as before."""
-    return resumed(fn)
-
-
-WORDS = {
-    "weights": "the weights are not those that were saved: model.state_dict(), and load_state_dict",
-    "buffers": "BatchNorm's running statistics are not those that were saved: state_dict() has them, parameters() not",
-    "moments": "the optimizer begins anew, without its moments, and makes another step: save optimizer.state_dict()",
-    "schedule": "the schedule is at another step, so the learning rate jumps: save schedule.state_dict()",
-    "noise": "the generator of the noise is not where it was: generator.get_state(), and set_state",
-    "dropout": "dropout draws other masks: keep torch.get_rng_state(), and torch.set_rng_state() last",
-    "position": "restore returned {position}, expected {wanted}: samples are taken twice or never",
-}
-
-
-def judge_resume(evidence: Evidence) -> Iterator[Fault]:
-    """All that the rest of the run depends on, taken at one moment, as plain values."""
-    result = evidence.results[0]
-    if result["drew"]:
-        yield Fault("drew", "capture drew random numbers, so saving changes the run: it only looks")
-    if "not plain" in result:
-        text = "the state cannot be loaded without running code from the file (weights_only=True)"
-        yield Fault(
-            "not plain", f"{text}: put in state_dict()s, numbers and tensors, no objects ({result['not plain']})"
-        )
-    if result["of the end"] and "position" not in result["moved"]:
-        text = (
-            f"what was saved changed while training went on ({', '.join(result['of the end'])}): a state_dict() holds"
-        )
-        yield Fault(
-            "not a copy", f"{text} the tensors themselves, which the next steps change; return copy.deepcopy(...)"
-        )
-    for name in result["moved"]:
-        yield Fault(name, WORDS[name].format(position=describe(result["position"]), wanted=BEFORE * BATCH))
-    if "taken out" in result:
-        text = f"restore took {', '.join(result['taken out'])} out of the state: who restores once more finds it gone"
-        yield Fault("argument changed", f"{text}; leave the caller's state as it is")
-    if result["resumed"] != result["losses"][BEFORE:]:
-        yield Fault("losses", f"the losses are {result['resumed']}, without a failure {result['losses'][BEFORE:]}")
+drive_resume = Cases({f"a run that is resumed after {BEFORE} steps": (BEFORE,)}, _use_resume)
 
 
 def budget_resume(evidence: Evidence) -> list[str]:
@@ -157,40 +116,79 @@ def _draw_resume(draw: Draw) -> tuple[Any, ...]:
     return draw.integer(0, 6), draw.integer(2, 9), kind, draw.number(0.1, 0.6)
 
 
-def _use_resume(fn: Callable[..., Any], before: int, *sizes: Any) -> dict[str, Any]:
-    return resumed(fn, *sizes, before=before)
-
-
-RESUME = Vary(_draw_resume, use=_use_resume, num_calls=6, any_state=frozenset({"torch's random state"}))
+vary_resume = Vary(_draw_resume, use=_use_resume, num_calls=6, any_state=frozenset({"torch's random state"}))
 
 _SET = 'generator.set_state(state["generator"])'
 
-WRONG_RESUMES = (
-    Mutant("takes it out", "argument changed", "leave the caller's state", 1).edit(
-        'state["position"]', 'state.pop("position")'
-    ),
-    Mutant("weights alone", "moments", "without its moments", 1, 42).edit('"optimizer": optimizer, ', ""),
-    Mutant("no schedule", "schedule", "the learning rate jumps", 1, 68).edit(', "schedule": schedule}', "}"),
-    Mutant("no dropout", "dropout", "other masks", 1, 39).without('torch.set_rng_state(state["torch"])'),
-    Mutant("seeded again", "dropout", "other masks", 1).edit(
-        'torch.set_rng_state(state["torch"])', "torch.manual_seed(0)"
-    ),
-    Mutant("no noise", "noise", "not where it was", 1).without(_SET),
-    Mutant("one generator", "noise", "not where it was", 1).edit(_SET, 'generator.set_state(state["torch"])'),
-    Mutant("from the beginning", "position", "samples are taken twice", 1, 43).edit(
-        'return state["position"]', "return 0"
-    ),
-    Mutant("no copy", "not a copy", "while training went on", 1, "asynchronous saves").edit(
-        "copy.deepcopy(state)", "state"
-    ),
-    Mutant("a flat copy", "not a copy", "copy.deepcopy", 1).edit("copy.deepcopy(state)", "dict(state)"),
-    Mutant("parameters alone", "buffers", "running statistics", 1)
+_MASKS = "dropout draws other masks; keep torch.get_rng_state(), and torch.set_rng_state() last"
+_NOISE = "the generator of the noise is not where it was; generator.get_state(), and set_state"
+_TENSORS = (
+    "what was saved changed while training went on; a state_dict() holds the tensors themselves, which the next steps "
+    "change, so return copy.deepcopy(...)"
+)
+
+WRONG_RESUME = (
+    Mutant(
+        "takes it out",
+        "taken out",
+        "restore takes a part out of the state, and who restores once more finds it gone; leave the state as it is",
+        1,
+    ).edit('state["position"]', 'state.pop("position")'),
+    Mutant(
+        "weights alone",
+        "moments",
+        "the optimizer begins anew, without its moments, and makes a different step; save optimizer.state_dict()",
+        1,
+        42,
+    ).edit('"optimizer": optimizer, ', ""),
+    Mutant(
+        "no schedule",
+        "schedule",
+        "the schedule is at a different step, so the learning rate jumps; save schedule.state_dict()",
+        1,
+        68,
+    ).edit(', "schedule": schedule}', "}"),
+    Mutant("no dropout", "dropout", _MASKS, 1, 39).without('torch.set_rng_state(state["torch"])'),
+    Mutant("seeded again", "dropout", _MASKS, 1).edit('torch.set_rng_state(state["torch"])', "torch.manual_seed(0)"),
+    Mutant("no noise", "noise", _NOISE, 1).without(_SET),
+    Mutant("one generator", "noise", _NOISE, 1).edit(_SET, 'generator.set_state(state["torch"])'),
+    Mutant(
+        "from the beginning",
+        "position",
+        "restore returns a different position, so samples are taken twice or never; it returns the one that was saved",
+        1,
+        43,
+    ).edit('return state["position"]', "return 0"),
+    Mutant("no copy", "not a copy", _TENSORS, 1, "asynchronous saves").edit("copy.deepcopy(state)", "state"),
+    Mutant("a flat copy", "not a copy", _TENSORS, 1).edit("copy.deepcopy(state)", "dict(state)"),
+    Mutant(
+        "parameters alone",
+        "buffers",
+        "BatchNorm's running statistics are not those that were saved; state_dict() has them, parameters() not",
+        1,
+    )
     .edit("parts.items()}\n", 'parts.items()}\nstate["model"] = dict(model.named_parameters())\n')
     .edit(
         "part.load_state_dict(state[name])",
         "part.load_state_dict(state[name], **({'strict': False} if part is model else {}))",
     ),
-    Mutant("objects", "not plain", "without running code", 1).edit(
-        "parts.items()}\n", 'parts.items()}\nstate["optimizer"] = optimizer\n'
-    ),
+    Mutant(
+        "no model",
+        "weights",
+        "the weights are not those that were saved; model.state_dict(), and load_state_dict",
+        1,
+    ).edit('"model": model, ', ""),
+    Mutant(
+        "objects",
+        "not plain",
+        "the state cannot be loaded without running code from the file (weights_only=True); put in state_dict()s, "
+        "numbers and tensors, no objects",
+        1,
+    ).edit("parts.items()}\n", 'parts.items()}\nstate["optimizer"] = optimizer\n'),
+    Mutant(
+        "draws a number",
+        "drew",
+        "capture draws random numbers, so saving changes the run; it only looks",
+        1,
+    ).edit("return copy.deepcopy(state)", "torch.rand(1)\nreturn copy.deepcopy(state)"),
 )

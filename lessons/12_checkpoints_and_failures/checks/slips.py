@@ -2,13 +2,13 @@
 
 from distlab.grading import Mutant
 
-KNOWN_LOAD = (
+WRONG_LOAD = (
     Mutant("from the start", "values", "from its start", 1)
     .edit("read(saved, start - saved * old, stop - saved * old)", "read(saved, 0, stop - start)")
     .known("reads each saved shard from its start; a piece begins at start - saved * old"),
 )
 
-KNOWN_SHARE = (
+WRONG_SHARE = (
     Mutant("left time counts", "values", "since the last save", 1)
     .edit("trains_s // (interval_s + save_s) * interval_s", "trains_s - trains_s // (interval_s + save_s) * save_s")
     .known("counts the time since the last save as well; it is lost"),
