@@ -13,6 +13,7 @@ Symbols: t ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -95,15 +96,7 @@ def parallelize_module(
     with torch.no_grad():
         broadcast_each([one.data for one in (*dict(every_parameter(model)).values(), *model.buffers())], group)
 
-    def cut(one: nn.Module) -> None:
-        heads = _find_heads(one, styles, dist.get_world_size(group), head_counts)
-        for name, style in styles.items():
-            _cut(one, name, style, group, heads)
-        cut_sequences(one, styles, group)
-        _tie(one, ties)
-        for attention in heads.values():
-            attention.make_local()
-
+    cut = functools.partial(_cut_all, styles=styles, ties=ties, head_counts=head_counts, group=group)
     if example is not None:
         agree_on_inputs(example, group)
         compare(model, cut, styles, example, group)
@@ -112,6 +105,22 @@ def parallelize_module(
     _mark_those_cut(model, before)
     watch(model, group)
     return model
+
+
+def _cut_all(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    ties: Sequence[Sequence[str]],
+    head_counts: Sequence[str],
+    group: ProcessGroup | None,
+) -> None:
+    heads = _find_heads(model, styles, dist.get_world_size(group), head_counts)
+    for name, style in styles.items():
+        _cut(model, name, style, group, heads)
+    cut_sequences(model, styles, group)
+    _tie(model, ties)
+    for attention in heads.values():
+        attention.make_local()
 
 
 def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
