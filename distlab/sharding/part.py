@@ -84,7 +84,7 @@ class Part(Tensor):
                 raise ValueError(f"rank {place_in(None)[0]}: {text}")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if not shapes or name.startswith("new_") or name.endswith("_like"):  # an optimizer's state is none
+        if not shapes or name.startswith("new_"):  # of a shape that the caller chose
             return result
         return tree_map(lambda one: _marked(one, shapes, name), result)
 

@@ -37,7 +37,7 @@ Not supported, without a try:
 - Optimizers: each class is tried on a few numbers. One that does not work by element (LAMB, Adafactor, Muon) wants
   `ShardedOptimizer(split="tensors")`; one that looks at all parameters at once (LBFGS, SAM) is refused.
 - Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
-  and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part; sums of `zeros_like(shard)` do too.
+  and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy.
 """
 
