@@ -55,7 +55,7 @@ def _use_memory(fn: Callable[..., Any], gradients: list[Tensor], memory: Tensor)
 
 
 drive_signs = Cases(_sign_cases, needs="a number and a bit per element")
-drive_feedback = Cases(_memory_cases, _use_memory)
+drive_feedback = Cases(_memory_cases, _use_memory, most_bytes=0)
 
 
 def budget_signs(evidence: Evidence) -> list[str]:

@@ -87,7 +87,7 @@ def _use_synchronize(fn: Callable[..., Any], *gradients: list[Tensor]) -> dict[s
     return {name: [one.grad for one in some] for name, some in zip(("experts", "shared"), given[::-1], strict=True)}
 
 
-drive_ask = Cases(_ask_cases, _use_ask, needs="tokens, answers, their gradients and counts")
+drive_ask = Cases(_ask_cases, _use_ask, most_bytes=1.05, needs="tokens, answers, their gradients and counts")
 drive_synchronize = Cases(
     lambda rank, n: {"gradients": gradients_of(rank)},
     _use_synchronize,
