@@ -1,8 +1,6 @@
-"""Exercises of lesson 12; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 12; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_12.checks import disk, shards
 
 from distlab.grading import Exercise
 
@@ -26,8 +24,6 @@ EXERCISES = (
         minutes=12,
         difficulty=2,
         source="solutions:save",
-        drive=disk.drive_save,
-        judge=disk.judge_save,
         imports=(*_SAVE, "from distlab.checkpoint.files import flush_directory"),
         hints=(
             "Only the whole checkpoint may ever have the name `step-40.pt`. So write under another name.",
@@ -37,9 +33,6 @@ EXERCISES = (
             "flush_directory.",
         ),
         worlds=(1,),
-        budget=disk.budget_save,
-        mutants=disk.WRONG_SAVES,
-        vary=disk.SAVE,
     ),
     Exercise(
         name="12.resume",
@@ -71,8 +64,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:save_shards",
-        drive=shards.drive_shards,
-        judge=shards.judge_shards,
         imports=(*_SHARDS, "from torch import Tensor"),
         hints=(
             "It is right on one rank. When does rank 0 give the folder its name, and what do the others do then?",
@@ -80,10 +71,6 @@ EXERCISES = (
             "A dist.barrier() that all ranks pass after they have written, and before rank 0 renames.",
         ),
         broken="rank 0 is done",
-        on_failure=shards.shards_failure,
-        budget=shards.budget_shards,
-        mutants=shards.WRONG_SHARDS,
-        vary=shards.SHARDS,
     ),
     Exercise(
         name="12.newest",
