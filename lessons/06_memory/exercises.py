@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_06.checks import activations, counts, master, scaler, slips, varied
+from distlab_lesson_06.checks import activations, master, scaler, slips, varied
 
 from distlab.grading import Exercise
 
@@ -25,8 +25,6 @@ EXERCISES = (
         minutes=8,
         difficulty=1,
         source="solutions:state_bytes",
-        drive=counts.drive_states,
-        judge=counts.judge_states,
         imports=_PLAN,
         hints=(
             "Four kinds: parameters, gradients, optimizer, master weights. First find each kind's bytes per parameter, "
@@ -36,9 +34,6 @@ EXERCISES = (
             "weights 1. Multiply the bytes by the shard where the plan's stage has reached that number, else by all.",
         ),
         worlds=(1,),
-        budget=counts.budget_states,
-        mutants=counts.WRONG_STATES + varied.WRONG_STATES,
-        vary=varied.STATES,
     ),
     Exercise(
         name="06.activations",
@@ -46,17 +41,12 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:activation_bytes",
-        drive=counts.drive_activations,
-        judge=counts.judge_activations,
         hints=(
             "Work in units of s B h bytes, and in two parts: what tensor parallelism leaves whole, and what it splits.",
             "On one rank: 10 whole and 24 + 5 a s / h split. Selective: 10 and 24. Full: 2 whole and nothing else.",
             "unit x (whole / (t if sequence parallel else 1) + split / t).",
         ),
         worlds=(1,),
-        budget=counts.budget_activations,
-        mutants=counts.WRONG_ACTIVATIONS + varied.WRONG_ACTIVATIONS + slips.KNOWN_ACTIVATIONS,
-        vary=varied.ACTIVATIONS,
     ),
     Exercise(
         name="06.recompute",

@@ -2,8 +2,8 @@
 
 from distlab.grading import Mutant
 
-KNOWN_ACTIVATIONS = (
-    Mutant("turned scores", "values", "hidden / sequence", 1)
+WRONG_ACTIVATIONS = (
+    Mutant("turned scores", "turned scores", "hidden / sequence", 1)
     .edit("heads * sequence / hidden", "heads * hidden / sequence")
     .known("has hidden / sequence where sequence / hidden belongs, in the term of the scores"),
 )

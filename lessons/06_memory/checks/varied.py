@@ -169,8 +169,8 @@ def _use_scaler(
     }
 
 
-STATES = Vary(_draw_states, num_calls=24)  # a call costs nothing
-ACTIVATIONS = Vary(_draw_activations, num_calls=24)
+vary_states = Vary(_draw_states, num_calls=24)  # a call costs nothing
+vary_activations = Vary(_draw_activations, num_calls=24)
 RECOMPUTE = Vary(_draw_recompute, use=_use_recompute)
 ACCUMULATE = Vary(
     _draw_accumulate,
