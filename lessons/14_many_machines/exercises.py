@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_14.checks import machines, meeting, slips
+from distlab_lesson_14.checks import meeting
 
 from distlab.grading import Exercise
 
@@ -106,8 +106,6 @@ EXERCISES = (
         minutes=6,
         difficulty=2,
         source="solutions:clock_offset",
-        drive=machines.drive_clocks,
-        judge=machines.judge_clocks,
         hints=(
             "The other machine read its clock at some moment between your sending and your receiving.",
             "If both ways took equally long, it was midway. If not, it is off by half of the round trip at most: so "
@@ -115,9 +113,6 @@ EXERCISES = (
             "min(rounds, key=...) by received - sent; (sent + received) / 2 - theirs, and (received - sent) / 2.",
         ),
         worlds=(1,),
-        budget=machines.budget_clocks,
-        mutants=machines.WRONG_CLOCKS + slips.KNOWN_CLOCKS,
-        vary=machines.CLOCKS_VARY,
     ),
     Exercise(
         name="14.preflight",
@@ -125,8 +120,6 @@ EXERCISES = (
         minutes=9,
         difficulty=2,
         source="solutions:preflight",
-        drive=machines.drive_preflight,
-        judge=machines.judge_preflight,
         imports=("from typing import Any", _DIST),
         hints=(
             "dist.all_gather_object(list of world size, own facts) gives every rank the facts of all.",
@@ -134,9 +127,5 @@ EXERCISES = (
             "For each name: the set of values; more than one: for each value sorted({hosts of its ranks}).",
         ),
         worlds=(1, 3, 4),
-        on_failure=machines.preflight_failure,
-        budget=machines.budget_preflight,
-        mutants=machines.WRONG_PREFLIGHTS,
-        vary=machines.FACTS_VARY,
     ),
 )
