@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distlab_lesson_14.checks import machines, meeting, nodes, slips, slurm
+from distlab_lesson_14.checks import meeting
 
 from distlab.grading import Exercise
 
@@ -25,8 +25,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:hosts_of",
-        drive=slurm.drive_lists,
-        judge=slurm.judge_lists,
         imports=("import re",),
         hints=(
             "A comma ends a name only outside of brackets. What follows the brackets belongs to each name.",
@@ -36,9 +34,6 @@ EXERCISES = (
             "first to the last, both included; str(number).zfill(len(first)). Nothing inside: head alone.",
         ),
         worlds=(1,),
-        budget=slurm.budget_lists,
-        mutants=slurm.WRONG_LISTS,
-        vary=slurm.LIST_VARY,
     ),
     Exercise(
         name="14.slurm",
@@ -46,8 +41,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:torch_variables",
-        drive=slurm.drive_variables,
-        judge=slurm.judge_variables,
         hints=(
             "Four of the seven are a variable of Slurm's under another name.",
             'SLURM_TASKS_PER_NODE: split at commas; "2(x3)" is three nodes of 2. Yours is number SLURM_NODEID.',
@@ -55,9 +48,6 @@ EXERCISES = (
             "MASTER_PORT is str(20000 + int(job) % 10000).",
         ),
         worlds=(1,),
-        budget=slurm.budget_variables,
-        mutants=slurm.WRONG_VARIABLES,
-        vary=slurm.VARIABLES_VARY,
     ),
     Exercise(
         name="14.places",
@@ -65,8 +55,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:places",
-        drive=nodes.drive_places,
-        judge=nodes.judge_places,
         hints=(
             "Collect the ranks of each host in a dict: it keeps the order in which hosts came.",
             "A group between nodes takes the ranks at one place of their nodes: all first ones, all second ones, ...",
@@ -74,9 +62,6 @@ EXERCISES = (
             "every node that has that many ranks.",
         ),
         worlds=(1,),
-        budget=nodes.budget_places,
-        mutants=nodes.WRONG_PLACES,
-        vary=nodes.PLACES_VARY,
     ),
     Exercise(
         name="14.rendezvous",
@@ -106,8 +91,6 @@ EXERCISES = (
         minutes=4,
         difficulty=1,
         source="solutions:once_per_node",
-        drive=nodes.drive_once,
-        judge=nodes.judge_once,
         imports=("from collections.abc import Callable", _DIST),
         hints=(
             "On how many machines is rank 0?",
@@ -116,10 +99,6 @@ EXERCISES = (
         ),
         worlds=(1, 2, 3, 4),
         broken="rank 0",
-        on_failure=nodes.once_failure,
-        budget=nodes.budget_once,
-        mutants=nodes.WRONG_ONCE,
-        vary=nodes.ONCE_VARY,
     ),
     Exercise(
         name="14.clocks",
@@ -127,8 +106,6 @@ EXERCISES = (
         minutes=6,
         difficulty=2,
         source="solutions:clock_offset",
-        drive=machines.drive_clocks,
-        judge=machines.judge_clocks,
         hints=(
             "The other machine read its clock at some moment between your sending and your receiving.",
             "If both ways took equally long, it was midway. If not, it is off by half of the round trip at most: so "
@@ -136,9 +113,6 @@ EXERCISES = (
             "min(rounds, key=...) by received - sent; (sent + received) / 2 - theirs, and (received - sent) / 2.",
         ),
         worlds=(1,),
-        budget=machines.budget_clocks,
-        mutants=machines.WRONG_CLOCKS + slips.KNOWN_CLOCKS,
-        vary=machines.CLOCKS_VARY,
     ),
     Exercise(
         name="14.preflight",
@@ -146,8 +120,6 @@ EXERCISES = (
         minutes=9,
         difficulty=2,
         source="solutions:preflight",
-        drive=machines.drive_preflight,
-        judge=machines.judge_preflight,
         imports=("from typing import Any", _DIST),
         hints=(
             "dist.all_gather_object(list of world size, own facts) gives every rank the facts of all.",
@@ -155,9 +127,5 @@ EXERCISES = (
             "For each name: the set of values; more than one: for each value sorted({hosts of its ranks}).",
         ),
         worlds=(1, 3, 4),
-        on_failure=machines.preflight_failure,
-        budget=machines.budget_preflight,
-        mutants=machines.WRONG_PREFLIGHTS,
-        vary=machines.FACTS_VARY,
     ),
 )

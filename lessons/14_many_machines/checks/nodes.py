@@ -10,63 +10,22 @@ import torch.distributed as dist
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import describe
 from distlab.grading.variation.draw import Draw, Vary
 
 HOSTS = (("a", "a", "b", "b", "b"), ("b", "a", "b", "a", "c"), ("x", "x"), ("x",))
 
 
-def drive_places(fn: Callable[..., Any]) -> list[Any]:
-    """Ask for the groups of each job."""
-    return [fn(list(hosts)) for hosts in HOSTS]
+def _groups(fn: Callable[..., Any], hosts: list[str]) -> Any:
+    """Return the groups of one job by kind, if there are two kinds."""
+    found = fn(hosts)
+    if isinstance(found, list | tuple) and len(found) == 2:
+        return dict(zip(("the groups inside nodes", "the groups between nodes"), found, strict=True))
+    return found
 
 
-def judge_places(evidence: Evidence) -> Iterator[Fault]:
-    """Every rank in one group of each kind; inside one host, between several."""
-    for hosts, got in zip(HOSTS, evidence.results[0], strict=True):
-        yield from judge_groups(list(hosts), got)
-
-
-def judge_groups(hosts: list[str], got: Any) -> Iterator[Fault]:
-    """Judge the groups of one job."""
-    what = f"ranks on {', '.join(hosts)}"
-    if not isinstance(got, list | tuple) or len(got) != 2 or not all(isinstance(part, list | tuple) for part in got):
-        yield Fault("returned", f"{what}: expected groups inside and groups between, got {describe(got)}")
-    inside, between = ([list(group) for group in part] for part in got)
-    nodes = {host: [rank for rank, name in enumerate(hosts) if name == host] for host in hosts}
-    most = max(map(len, nodes.values()))
-    right = list(nodes.values()), [[own[i] for own in nodes.values() if i < len(own)] for i in range(most)]
-    if (inside, between) == right[::-1] != right:
-        yield Fault("turned round", f"{what}: expected {right}: first the groups inside nodes, then those between")
-    for kind, groups in (("inside", inside), ("between", between)):
-        if kind == "between" and len(inside) > len(nodes):
-            yield Fault("node in pieces", f"{what}: there are {len(nodes)} nodes, got the groups inside {inside}")
-        members = [rank for group in groups for rank in group]
-        for rank in range(len(hosts)):
-            if members.count(rank) != 1:
-                text = f"{what}: rank {rank} is in {members.count(rank)} of the groups {kind} nodes, {groups}"
-                yield Fault("rank missing" if rank not in members else "rank twice", f"{text}; each is in one")
-        for group in groups:
-            found = [hosts[rank] for rank in group]
-            if kind == "inside" and len(set(found)) > 1:
-                text = (
-                    f"{what}: {group} is not a node, its ranks run on {', '.join(found)}: ranks of a node need not be"
-                )
-                yield Fault("not one node", f"{text} neighbours, and nodes need not be equal")
-            if kind == "between" and len(set(found)) < len(found):
-                yield Fault(
-                    "one node twice", f"{what}: {group} has two ranks of one node, they run on {', '.join(found)}"
-                )
-    if sorted(inside) == sorted(right[0]) and inside != right[0]:
-        yield Fault(
-            "order", f"{what}: nodes stand in the order of their first ranks: expected {right[0]}, got {inside}"
-        )
-    if (inside, between) != right:
-        yield Fault(
-            "between",
-            f"{what}: expected the groups between {right[1]}, got {between}: place by place, as far as there are any",
-        )
+drive_places = Cases({f"ranks on {', '.join(hosts)}": (list(hosts),) for hosts in HOSTS}, _groups)
 
 
 def budget_places(evidence: Evidence) -> list[str]:
@@ -79,47 +38,76 @@ def _draw_hosts(draw: Draw) -> tuple[Any, ...]:
     return ([names[draw.integer(0, len(names) - 1)] for _ in range(draw.integer(1, 9))],)
 
 
-PLACES_VARY = Vary(_draw_hosts)
+vary_places = Vary(_draw_hosts)
 _BETWEEN = "[[ranks[place] for ranks in inside if place < len(ranks)] for place in range(most)]"
 WRONG_PLACES = (
-    Mutant("equal blocks", "node in pieces", "there are 2 nodes", 1).edit(
+    Mutant(
+        "equal blocks",
+        "node in pieces",
+        "nodes need not be equal: a node's ranks are those that have its name in hosts",
+        1,
+    ).edit(
         "inside = list(nodes.values())",
         "size, ranks = len(hosts) // len(nodes), list(range(len(hosts)))\n"
         "inside = [ranks[first : first + size] for first in range(0, len(hosts), size)]",
     ),
-    Mutant("runs of one host", "node in pieces", "there are 3 nodes", 1)
+    Mutant(
+        "runs of one host",
+        "neighbours",
+        "ranks of a node need not be neighbours: a node that comes again later is the same node",
+        1,
+    )
     .setup("from itertools import groupby")
     .edit(
         "inside = list(nodes.values())",
         "inside = [list(run) for _, run in groupby(range(len(hosts)), key=lambda rank: hosts[rank])]",
     ),
-    Mutant("shortest node counts", "rank missing", "rank 4 is in 0 of the groups between", 1).edit("max(", "min("),
-    Mutant("leaders alone", "rank missing", "rank 1 is in 0 of the groups between", 1).edit("range(most)", "range(1)"),
-    Mutant("modulo", "between", "place by place", 1).edit(
-        _BETWEEN, "[list(range(place, len(hosts), most)) for place in range(most)]"
-    ),
-    Mutant("last rank leads", "between", "expected the groups between [[0, 2]", 1).edit(
-        "ranks[place] for", "ranks[-1 - place] for"
-    ),
-    Mutant("by name", "order", "order of their first ranks", 1).edit(
+    Mutant(
+        "shortest node counts",
+        "rank missing",
+        "count the places of the largest node, not of the smallest: each rank is in one group between nodes",
+        1,
+    ).edit("max(", "min("),
+    Mutant(
+        "leaders alone",
+        "leaders alone",
+        "that is the group of the first ranks alone: each rank is in one group between nodes",
+        1,
+    ).edit("range(most)", "range(1)"),
+    Mutant(
+        "modulo",
+        "modulo",
+        "go place by place in the nodes, which may be unequal: counting ranks by a step mixes nodes",
+        1,
+    ).edit(_BETWEEN, "[list(range(place, len(hosts), most)) for place in range(most)]"),
+    Mutant(
+        "last rank leads",
+        "last rank leads",
+        "the leaders are the first ranks of their nodes, not the last: go from the first place on",
+        1,
+    ).edit("ranks[place] for", "ranks[-1 - place] for"),
+    Mutant("by name", "order of nodes", "nodes stand in the order of their first ranks, not of their names", 1).edit(
         "list(nodes.values())", "[nodes[host] for host in sorted(nodes)]"
     ),
-    Mutant("turned", "turned round", "first the groups inside", 1).edit(
+    Mutant("turned", "turned round", "return first the groups inside nodes, then those between", 1).edit(
         f"return inside, {_BETWEEN}", f"return {_BETWEEN}, inside"
     ),
     Mutant("a view of the dict", "returned", "write list(...) around it", 1).edit(
         "list(nodes.values())", "nodes.values()"
     ),
-    Mutant("last of each", "rank missing", "rank 0 is in 0 of the groups inside", 1).edit(
+    Mutant("last of each", "last of each", "a node keeps only its last rank: append to its list", 1).edit(
         "nodes.setdefault(host, []).append(rank)", "nodes[host] = [rank]"
     ),
-    Mutant("everyone together", "not one node", "run on a, a, b", 1).edit(
-        "inside = list(nodes.values())", "inside = [list(range(len(hosts)))]"
-    ),
+    Mutant(
+        "everyone together",
+        "not one node",
+        "one group inside holds the ranks of several nodes: each node has a group of its own",
+        1,
+    ).edit("inside = list(nodes.values())", "inside = [list(range(len(hosts)))]"),
 )
 
 
-def drive_once(fn: Callable[..., Any]) -> tuple[int, list[int]]:
+def drive_repair(fn: Callable[..., Any]) -> tuple[int, list[int]]:
     """Call it on nodes of two ranks; return this rank's node, and when it ended each piece of work."""
     node, local_rank = divmod(dist.get_rank(), 2)
     done: list[int] = []
@@ -132,7 +120,7 @@ def drive_once(fn: Callable[..., Any]) -> tuple[int, list[int]]:
     return node, done
 
 
-def judge_once(evidence: Evidence) -> Iterator[Fault]:
+def judge_repair(evidence: Evidence) -> Iterator[Fault]:
     """Once on each node, and a collective behind it on every rank."""
     of_node: dict[int, list[int]] = {}
     for rank, (node, done) in enumerate(evidence.results):
@@ -156,7 +144,7 @@ def judge_once(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("waits too early", f"{text}: they go on while it still works")
 
 
-def once_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_repair(error: RankError, world_size: int) -> Fault | None:
     """Name a barrier that only some ranks call."""
     if "barrier" in str(error) and "raised" not in str(error).splitlines()[0]:
         text = f"on {world_size} ranks some wait in a barrier that others never call"
@@ -164,7 +152,7 @@ def once_failure(error: RankError, world_size: int) -> Fault | None:
     return None
 
 
-def budget_once(evidence: Evidence) -> list[str]:
+def budget_repair(evidence: Evidence) -> list[str]:
     """Say what it cost."""
     return [
         f"work on {-(-evidence.world_size // 2)} of {evidence.world_size} ranks, {evidence.records.num_calls()} calls"
@@ -182,9 +170,9 @@ def _use_once(fn: Callable[..., Any], local_rank: int) -> int:
     return len(done)
 
 
-ONCE_VARY = Vary(_draw_once, _use_once, left_out={"sub-group": "all nodes of the job wait"})
+vary_repair = Vary(_draw_once, _use_once, left_out={"sub-group": "all nodes of the job wait"})
 _WORK = "if local_rank == 0:\n    work()"
-WRONG_ONCE = (
+WRONG_REPAIR = (
     Mutant("rank 0", "node left out", "no rank did the work on node 1", 3, 41).edit(
         "local_rank == 0", "dist.get_rank() == 0"
     ),
