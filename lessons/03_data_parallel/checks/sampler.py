@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.diagnosis.values import describe
@@ -29,9 +30,16 @@ def drive_sampler(fn: Callable[..., Any]) -> dict[Case, dict[str, Any]]:
         given = (num_samples, batch_size, world_size, seed)
         asked = _positions(num_samples, batch_size)
         first = [_ask(fn, position, given) for position in asked]
-        again = [_ask(fn, position, given) for position in reversed(asked)][::-1]
+        with mock.patch("builtins.hash", _hash_in_a_later_program):
+            again = [_ask(fn, position, given) for position in reversed(asked)][::-1]
         found[given] = {"positions": asked, "batches": first, "again": again}
     return found
+
+
+def _hash_in_a_later_program(value: Any) -> int:
+    """Return a hash as the program that resumes a run would: that of a text differs from program to program."""
+    holds_text = isinstance(value, str | bytes) or (isinstance(value, tuple) and any(isinstance(v, str) for v in value))
+    return value.__hash__() ^ 0x5EED if holds_text else value.__hash__()
 
 
 def _ask(fn: Callable[..., Any], position: int, case: Case) -> list[Any]:
