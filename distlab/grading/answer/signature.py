@@ -31,6 +31,8 @@ TAUGHT = {  # by lesson, the packages of this library that an answer may not tak
     "12": ("distlab.checkpoint.", "distlab.elastic."),
     "13": ("distlab.profile.",),
 }
+# Calls of these packages that the lesson gives to its other exercises: an answer may call them here, too.
+TOOLS = {"07.clip": {"gather_into"}, "08.cross_entropy": {"copy_to_ranks"}, "08.repair": {"copy_to_ranks"}}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -140,7 +142,7 @@ def _is_not_own(exercise: Exercise, fn: Callable[..., Any], reference: Callable[
     if fn is reference:  # tests, and `--impl reference`
         return None
     taught = TAUGHT.get(exercise.lesson, ())
-    given = {word for line in exercise.imports for word in re.findall(r"\w+", line)}
+    given = {word for line in exercise.imports for word in re.findall(r"\w+", line)} | TOOLS.get(exercise.name, set())
     seen: dict[int, Any] = {}
     held: list[Any] = [fn]
     while held and len(seen) < MAX_HELD:
