@@ -105,8 +105,9 @@ for name, answer in (("13.late", cost_of_lateness), ("13.exposed", exposed_ns)):
 def test_sealed_references_still_name_a_fault_by_a_wrong_version(tmp_path):
     release(LESSONS, tmp_path / "copy", ["13"])
     said = python_in(tmp_path / "copy", LATENESS)
-    assert "expected [0, 2, 0], got [0, 3, 0]: compare with the last of the others" in said
-    assert "expected 40, got 50: that is the sum of the calls' times" in said
+    assert "Wrong: compare with the last of the others" in said
+    assert "expected 40, got 50" in said
+    assert "the sum of the calls' times" in said
 
 
 def test_what_cannot_be_released_is_said_in_one_line(tmp_path, capsys, monkeypatch):

@@ -98,6 +98,8 @@ def _take(state: State, group: dict[str, Any]) -> _Taken:
 def _plain(state: State, shard: FlatShard) -> list[nn.Parameter]:
     """Return what stands for a shard: a twin, or where its tensors differ a parameter for each; with the state."""
     values, gradient = plain(shard), None if shard.grad is None else plain(shard.grad)
+    own = state.get(shard, {})
+    own.update({key: plain(value) for key, value in own.items() if isinstance(value, Part)})  # made before any step
     if gradient is None or not (shard.parts.unused or BY_TENSOR in state.get(shard, {})):
         if shard.twin is None:
             shard.twin = nn.Parameter(values, requires_grad=shard.requires_grad)
@@ -112,9 +114,9 @@ def _plain(state: State, shard: FlatShard) -> list[nn.Parameter]:
     for piece in shard.parts.pieces:
         one = nn.Parameter(values[_part(piece)])
         one.grad = None if piece.tensor in shard.parts.unused else gradient[_part(piece)]
-        own = of_tensor.get(shard.parts.names[piece.tensor], numbers)
-        if kept and own is not None:
-            state[one] = {**{key: value[_part(piece)] for key, value in moments.items()}, **copy.deepcopy(own)}
+        counts = of_tensor.get(shard.parts.names[piece.tensor], numbers)
+        if kept and counts is not None:
+            state[one] = {**{key: value[_part(piece)] for key, value in moments.items()}, **copy.deepcopy(counts)}
         made.append(one)
     return made
 
