@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from distlab.grading import Evidence, Mutant, NotYet
-from distlab.grading.cases import Cases
+from distlab.grading import Evidence, Fault, Mutant, NotYet
+from distlab.grading.diagnosis.values import describe
+from distlab.grading.exercise import Refused
 from distlab.grading.variation.draw import Draw, Vary
 
 SIZES = (2, 5, 3, 4)  # ranks that the agents start
 PATIENCE = timedelta(seconds=0.3)
+Asked = tuple[int, str]  # local ranks, address
 
 
-def new_board(purpose: str) -> dist.Store:
-    """Return a part of its own, for this call, of the store in which the ranks of this run have met."""
-    store = dist.distributed_c10d._get_default_store()
-    numbers = [store.add(f"{purpose} calls", 1) if dist.get_rank() == 0 else 0]
-    dist.broadcast_object_list(numbers)
-    return dist.PrefixStore(f"{purpose} {numbers[0]}", store)
+def board(purpose: str) -> dist.Store:
+    """Return a part of the store in which the ranks of this run have met."""
+    return dist.PrefixStore(purpose, dist.distributed_c10d._get_default_store())
 
 
 class InTurn:
     """A store in which agents are counted in the order of their ranks, so that a check says the same each time.
 
-    With `is_late` this agent writes nothing before the first one has its answer, or has waited for it long enough.
+    Attributes:
+        written: keys that got a value.
+        read: keys whose value was asked for.
     """
 
-    def __init__(self, store: dist.Store, turns: dist.Store, place: int, *, is_late: bool = False) -> None:
+    def __init__(self, store: dist.Store, turns: dist.Store, place: int) -> None:
         self._store = store
-        self._turns, self._place, self._has_come, self._is_late = turns, place, False, is_late
+        self._turns, self._place, self._has_come = turns, place, False
+        self.written, self.read = set[str](), set[str]()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        if self._is_late:
-            self._is_late = False
-            for _ in range(30):
-                if not self._turns.check(["answered"]):
-                    time.sleep(0.01)
+        self.written.add(key)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Wait until there is a value, and return it."""
+        self.read.add(key)
         return bytes(self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
         """Wait for the agent before, and add."""
+        self.written.add(key)
+        self.read.add(key)
         if self._place and not self._has_come:
             self._turns.wait([f"turn {self._place - 1}"])
         found = int(self._store.add(key, amount))
@@ -59,48 +59,167 @@ class InTurn:
 
     def wait(self, keys: list[str]) -> None:
         """Wait until all have a value."""
+        self.read |= {*keys}
         self._store.wait(keys)
 
 
-def told(fn: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what an agent was told, each part by its name, or which error was raised."""
+def attempted(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+    """Call it; return ("returned", value) or ("raised", words)."""
     try:
-        found = fn(*arguments)
+        return "returned", fn(*arguments)
     except NotYet:
         raise
     except Exception as error:
-        return f"{type(error).__name__} was raised"
-    if isinstance(found, list | tuple) and len(found) == 4:
-        return dict(zip(("its number", "its first rank", "the world size", "the master"), found, strict=True))
-    return found
+        return "raised", f"{type(error).__name__}: {error}"
 
 
-def meetings(fn: Callable[..., Any], rank: int, n: int) -> dict[str, Any]:
+def drive_meeting(fn: Callable[..., Any]) -> dict[str, Any]:
     """Meet, come too late, meet again without agent 0, and wait for an agent that never comes."""
-    store, size = new_board("meeting"), SIZES[rank]
-    found = {"attempt 0": told(fn, InTurn(store, dist.PrefixStore("first", store), rank), 0, n, size, f"old{rank}:1")}
+    rank, n = dist.get_rank(), dist.get_world_size()
+    store = board("meeting")
+    met = InTurn(store, board("first"), rank)
+    found = {"first": attempted(fn, met, 0, n, SIZES[rank], f"old{rank}:1"), "written": sorted(met.written)}
     dist.barrier()
+    if rank == 0:
+        found["late"] = attempted(fn, store, 0, n, 1, "late:1")
+    if rank > 0 or n == 1:
+        again = InTurn(store, board("second"), max(0, rank - 1))
+        found["second"] = attempted(fn, again, 1, max(1, n - 1), SIZES[rank] + 1, f"new{rank}:2")
+        found["read"] = sorted(again.read)
     if rank == 0:
         alone = dist.HashStore()
         alone.set_timeout(PATIENCE)
-        answer = told(fn, alone, 0, 2, 1, "alone:1")
-        raised = isinstance(answer, str) and answer.endswith("was raised")
-        found["an agent that is alone, of two"] = "an error was raised" if raised else answer
-    if rank > 0 or n == 1:
-        turns, place = dist.PrefixStore("second", store), max(0, rank - 1)
-        again = InTurn(store, turns, place, is_late=place > 0)
-        found["attempt 1, after attempt 0"] = told(fn, again, 1, max(1, n - 1), size + 1, f"new{rank}:2")
-        if place == 0:
-            turns.set("answered", "yes")
-    if rank == 0:
-        found["an agent that comes too late"] = told(fn, store, 0, n, 1, "late:1")
+        found["alone"] = attempted(fn, alone, 0, 2, 1, "alone:1")
     return found
 
 
-drive_rendezvous = Cases(lambda rank, n: {"": (rank, n)}, meetings, most_bytes=0)
+def judge_meeting(evidence: Evidence) -> Iterator[Fault]:
+    """Numbers, ranks and master agree; one too late is refused, a new attempt begins anew, a missing one is missed."""
+    results, n = evidence.results, evidence.world_size
+    asked = [(SIZES[rank], f"old{rank}:1") for rank in range(n)]
+    yield from judge_attempt("attempt 0", asked, [one["first"] for one in results])
+    kind, said = results[0]["alone"]
+    if kind == "returned":
+        text = f"one of two agents came, and it was told {said!r}: wait for every agent before you answer"
+        yield Fault("did not wait", f"{text}; store.get waits, and raises after the store's timeout")
+    again = [rank for rank in range(n) if "second" in results[rank]]
+    asked = [(SIZES[rank] + 1, f"new{rank}:2") for rank in again]
+    written = {key for one in results for key in one["written"]}
+    shared = sorted(written & {key for rank in again for key in results[rank]["read"]})
+    is_in_order = [one["first"][1][0] for one in results] == [*range(n)]
+    since = "; attempt 0 was right" + ", where each agent's number was its rank" * is_in_order
+    answers = [results[rank]["second"] for rank in again]
+    yield from judge_attempt("attempt 1", asked, answers, since=since, shared=shared)
+    kind, said = results[0]["late"]
+    if kind == "returned":
+        text = f"{n} of {n} agents had met when one more came: it was told {said!r}"
+        yield Fault("late", f"{text}; raise RuntimeError, or its ranks begin in a job that is full")
+    if not said.startswith("RuntimeError"):
+        yield Fault("late", f"an agent that came too late was told {said}; raise RuntimeError and say why")
 
 
-def budget_rendezvous(evidence: Evidence) -> list[str]:
+def judge_attempt(
+    what: str,
+    asked: Sequence[Asked],
+    answers: Sequence[tuple[str, Any]],
+    *,
+    since: str = "",
+    shared: Sequence[str] = (),
+) -> Iterator[Fault]:
+    """Judge what the agents of one attempt were told; they may have come in any order.
+
+    Args:
+        what: the attempt, for messages.
+        asked: by agent, its number of ranks and its address.
+        answers: by agent, what the call returned or raised.
+        since: words on a former attempt, which was right.
+        shared: keys read in this attempt that were written in the former one.
+    """
+    n, sizes = len(asked), [size for size, _ in asked]
+    codes = {}
+    if shared:
+        codes = dict.fromkeys(("raised", "numbers", "world size", "first rank", "master"), "attempts mixed")
+        keys = f"the key{'s' * (len(shared) > 1)} {', '.join(map(repr, shared))}"
+        since = f": {keys} of the attempt before it {'are' if len(shared) > 1 else 'is'} read again"
+        since += ", and nothing of a former attempt may count; give each attempt keys of its own"
+
+    def fault(code: str, text: str, why: str = "") -> Fault:
+        return Fault(codes.get(code, code), f"{what}{text}{since or (f': {why}' if why else '')}")
+
+    for place, ((_, address), (kind, said)) in enumerate(zip(asked, answers, strict=True)):
+        if kind == "raised":
+            is_last = place == n - 1 and said.startswith("RuntimeError")
+            counts = "store.add returns 1 to the first that comes, and agents are numbered from 0" * is_last
+            yield fault("raised", f", {n} agent{'s' * (n > 1)}: {address} was told {said}", counts)
+        if not isinstance(said, list | tuple) or len(said) != 4:
+            yield Fault("returned", f"{what}: expected number, first rank, world size and master, got {describe(said)}")
+    told = [tuple(said) for _, said in answers]
+    numbers = [one[0] for one in told]
+    if sorted(numbers, key=str) != list(range(n)):
+        text = f": {n} agents got the numbers {numbers}, expected each of 0 to {n - 1} once"
+        yield fault("numbers", text, "store.add counts, and tells each another number")
+    by_number = [asked[numbers.index(number)] for number in range(n)]
+    before = [sum(size for size, _ in by_number[:number]) for number in numbers]
+    why_total = _why([one[2] for one in told], _totals(sizes, before))
+    why_first = _why([one[1] for one in told], _firsts(sizes, before, numbers))
+    for place, (number, first, world_size, master) in enumerate(told):
+        who = f", agent {number} of {n} with {sizes[place]} ranks"
+        if world_size != sum(sizes):
+            text = f"{who}: the world size is {world_size!r}, expected {sum(sizes)}, the ranks of all agents"
+            yield fault("world size", text, why_total)
+        if first != before[place]:
+            text = f"{who}: its first rank is {first!r}, expected {before[place]}, the ranks of the agents before it"
+            yield fault("first rank", text, why_first)
+        if master != by_number[0][1]:
+            text = f"{who}: the master is {master!r}, expected {by_number[0][1]!r}"
+            yield fault("master", text, _whose(master, asked[place][1], [address for _, address in by_number]))
+
+
+def _totals(sizes: Sequence[int], before: Sequence[int]) -> dict[str, list[int]]:
+    """Return wrong world sizes, agent by agent, each with its cause."""
+    n, total = len(sizes), sum(sizes)
+    return {
+        "the agents were counted, not their ranks": [n] * n,
+        f"that is {n} times its own: agents have different numbers of ranks": [n * size for size in sizes],
+        "its own ranks are missing": [total - size for size in sizes],
+        "only the agents before it were added": [*before],
+        "the agents after it are missing": [sum(pair) for pair in zip(before, sizes, strict=True)],
+        "that is its own number of ranks": [*sizes],
+    }
+
+
+def _firsts(sizes: Sequence[int], before: Sequence[int], numbers: Sequence[int]) -> dict[str, list[int]]:
+    """Return wrong first ranks, agent by agent, each with its cause."""
+    total, ends = sum(sizes), [sum(pair) for pair in zip(before, sizes, strict=True)]
+    return {
+        "that is its number times its own ranks: agents have different numbers of ranks": [
+            number * size for number, size in zip(numbers, sizes, strict=True)
+        ],
+        "its own ranks are counted with them": ends,
+        "that is its number: the agents were counted, not their ranks": [*numbers],
+        "that is the sum of the agents after it": [total - end for end in ends],
+    }
+
+
+def _why(told: Sequence[Any], causes: dict[str, list[int]]) -> str:
+    """Return the cause that explains what every agent was told, or "": one number may agree by chance."""
+    return next((words for words, values in causes.items() if [*told] == values), "")
+
+
+def _whose(master: Any, own: str, addresses: Sequence[str]) -> str:
+    """Say whose address an agent was given as the master's."""
+    if isinstance(master, bytes):
+        return "store.get returns bytes: decode() them"
+    if master == own:
+        return "its own; all agents name that of agent 0"
+    return (
+        f"that is the address of agent {addresses.index(master)}"
+        if master in addresses
+        else "no agent has that address"
+    )
+
+
+def budget_meeting(evidence: Evidence) -> list[str]:
     """Say who met."""
     return [f"{evidence.world_size} agents with {list(SIZES[: evidence.world_size])} ranks met, and met again"]
 
@@ -109,109 +228,60 @@ def _draw_meeting(draw: Draw) -> tuple[Any, ...]:
     return draw.integer(0, 3), draw.own(1, 8), f"host{draw.own(0, 9)}-{draw.rank}:{draw.integer(1, 9)}"
 
 
-def _use_meeting(fn: Callable[..., Any], attempt: int, local_ranks: int, address: str) -> Any:
-    """Meet in a store of this call's own, in the order of the ranks."""
-    store, rank = new_board("varied"), dist.get_rank()
-    met = InTurn(store, dist.PrefixStore("turns", store), rank)
-    return told(fn, met, attempt, dist.get_world_size(), local_ranks, address)
+def _use_meeting(fn: Callable[..., Any], attempt: int, local_ranks: int, address: str) -> bool:
+    """Meet in a store of this call's own, and judge what all were told."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    numbers = [board("varied").add("calls", 1) if dist.get_rank() == 0 else 0]
+    dist.broadcast_object_list(numbers)  # a part of the store for each call, also where two have the same attempt
+    answer = fn(board(f"call {numbers[0]}"), attempt, dist.get_world_size(), local_ranks, address)
+    dist.all_gather_object(everyone, ((local_ranks, address), ("returned", answer)))
+    asked, answers = zip(*everyone, strict=True)
+    for fault in judge_attempt(f"attempt {attempt}", asked, answers):
+        raise Refused(fault.code, fault.message)
+    return True
 
 
-vary_rendezvous = Vary(_draw_meeting, _use_meeting, num_calls=4, left_out={"sub-group": "agents are no ranks yet"})
+MEETING_VARY = Vary(_draw_meeting, _use_meeting, num_calls=4, left_out={"sub-group": "agents are no ranks yet"})
 _LATE = "if number >= num_agents:"
-WRONG_RENDEZVOUS = (
-    Mutant(
-        "one room for all attempts",
-        "attempts mixed",
-        "agents of a former attempt are counted again, and nothing of it may count: give each attempt keys of its own",
-        3,
-        "pytorch #135712",
-    ).edit("attempt {attempt}, agent", "agent", times=3),
+WRONG_MEETINGS = (
+    Mutant("one room for all attempts", "attempts mixed", "keys of its own", 3, "pytorch #135712").edit(
+        "attempt {attempt}, agent", "agent", times=3
+    ),
     Mutant(
         "addresses kept",
         "attempts mixed",
-        "the master of the attempt before it is read again, and nothing of a former attempt may count: give each "
-        "attempt keys of its own",
+        "'master' of the attempt before it is read again",
         3,
         "pytorch #167288",
     )
     .edit("return number", 'if number == attempt == 0:\n    store.set("master", address)\nreturn number')
     .edit("agents[0][1]", 'store.get("master").decode()'),
-    Mutant(
-        "late is let in",
-        "late is let in",
-        "all agents had met when one more came: raise RuntimeError, or its ranks begin in a job that is full",
-        3,
-    ).edit(_LATE, "if False:"),
-    Mutant(
-        "late leaves quietly",
-        "late leaves",
-        "an agent that came too late was told nothing: raise RuntimeError and say why",
-        3,
-    ).edit(f"{_LATE}\n    raise RuntimeError", f"{_LATE}\n    return None\nif number < 0:\n    raise RuntimeError"),
-    Mutant(
-        "another error",
-        "late",
-        "an agent that came too late must be told by a RuntimeError: raise RuntimeError and say why",
-        3,
-    ).edit("raise RuntimeError", "raise ValueError"),
-    Mutant(
-        "does not wait",
-        "did not wait",
-        "wait for every agent before you answer; store.get waits, and raises after the store's timeout",
-        1,
-    ).edit("range(num_agents)", "range(number + 1)"),
-    Mutant("agents counted", "world size", "the agents were counted, not their ranks", 3).edit(
-        "sum(sizes), agents", "num_agents, agents"
+    Mutant("late is let in", "late", "begin in a job that is full", 3).edit(_LATE, "if False:"),
+    Mutant("late leaves quietly", "late", "was told None", 3).edit(
+        f"{_LATE}\n    raise RuntimeError", f"{_LATE}\n    return None\nif number < 0:\n    raise RuntimeError"
     ),
-    Mutant(
-        "equal agents",
-        "equal agents",
-        "agents have different numbers of ranks: the world size is not num_agents times its own",
-        3,
-    ).edit("sum(sizes), agents", "num_agents * local_ranks, agents"),
-    Mutant(
-        "equal first ranks",
-        "first rank",
-        "that is its number times its own ranks: agents have different numbers of ranks",
-        3,
-    ).edit("sum(sizes[:number])", "number * local_ranks"),
-    Mutant("own included", "own included", "its own ranks are counted with those of the agents before it", 3).edit(
-        "sizes[:number]", "sizes[: number + 1]"
+    Mutant("another error", "late", "raise RuntimeError", 3).edit("raise RuntimeError", "raise ValueError"),
+    Mutant("does not wait", "did not wait", "wait for every agent", 1).edit("range(num_agents)", "range(number + 1)"),
+    Mutant("agents counted", "world size", "not their ranks", 3).edit("sum(sizes), agents", "num_agents, agents"),
+    Mutant("equal agents", "world size", "3 times its own", 3).edit(
+        "sum(sizes), agents", "num_agents * local_ranks, agents"
     ),
-    Mutant("own address", "master", "that is its own address; all agents name that of agent 0", 3).edit(
-        "agents[0][1]", "address"
+    Mutant("equal first ranks", "first rank", "its number times its own ranks", 3).edit(
+        "sum(sizes[:number])", "number * local_ranks"
     ),
-    Mutant(
-        "last agent's", "last agent", "that is the address of the last agent; all agents name that of agent 0", 3
-    ).edit("agents[0][1]", "agents[-1][1]"),
-    Mutant(
-        "refused itself",
-        "numbered from 1",
-        "store.add returns 1 to the first that comes, and agents are numbered from 0",
-        1,
-    ).edit('agents", 1) - 1', 'agents", 1)'),
-    Mutant(
-        "sizes kept",
-        "values",
-        "attempt 1, after attempt 0, the world size: expected 10, got 11",
-        3,
-    )
+    Mutant("own included", "first rank", "its own ranks are counted", 3).edit("sizes[:number]", "sizes[: number + 1]"),
+    Mutant("own address", "master", "its own; all agents name", 3).edit("agents[0][1]", "address"),
+    Mutant("last agent's", "master", "the address of agent 2", 3).edit("agents[0][1]", "agents[-1][1]"),
+    Mutant("refused itself", "raised", "agents are numbered from 0", 1).edit('agents", 1) - 1', 'agents", 1)'),
+    Mutant("sizes kept", "attempts mixed", "keys of its own", 3)
     .edit('f"attempt {attempt}, agent {number}"', 'f"agent {number}"')
     .edit('f"attempt {attempt}, agent {other}"', 'f"agent {other}"'),
-    Mutant(
-        "attempt added",
-        "attempt added",
-        "the world size is that of all agents' ranks in each attempt: its number is no part of it",
-        3,
-    ).edit("sum(sizes), agents", "sum(sizes) + attempt, agents"),
-    Mutant(
-        "rank for number",
-        "rank for number",
-        "an agent's number is not its rank: it is what store.add told it in this attempt",
-        3,
-    ).edit("sum(sizes[:number])", "sum(sizes[: __import__('torch').distributed.get_rank()])"),
-    Mutant("bytes", "bytes", "store.get returns bytes: decode() them", 1).edit("agents[0][1]", "agents[0][1].encode()"),
-    Mutant("counted from 1", "numbers", "agents are numbered from 0, each of 0 to num_agents - 1 once", 3).edit(
-        "return number,", "return number + 1,"
+    Mutant("attempt added", "world size", "; attempt 0 was right, where each agent's number was its rank", 3).edit(
+        "sum(sizes), agents", "sum(sizes) + attempt, agents"
     ),
+    Mutant("rank for number", "first rank", "; attempt 0 was right, where each agent's number was its rank", 3).edit(
+        "sum(sizes[:number])", "sum(sizes[: __import__('torch').distributed.get_rank()])"
+    ),
+    Mutant("bytes", "master", "decode() them", 1).edit("agents[0][1]", "agents[0][1].encode()"),
+    Mutant("counted from 1", "numbers", "each of 0 to 2 once", 3).edit("return number,", "return number + 1,"),
 )
