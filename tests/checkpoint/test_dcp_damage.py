@@ -204,7 +204,10 @@ FORGED = {
     "a negative length": (lambda m: setattr(first_place(m), "length", -1), "ends before model.first.weight"),
     "a value without a place": (lambda m: m.planner_data.update({"model.first.weight": ()}), "stands at"),
     "a place that is text": (lambda m: m.planner_data.update({"model.first.weight": "model"}), "stands at 'model'"),
-    "an extension": (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "was changed by an extension"),
+    "an extension": (
+        lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]),
+        "was changed by an extension",
+    ),
 }
 
 

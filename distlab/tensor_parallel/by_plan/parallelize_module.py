@@ -90,12 +90,11 @@ def parallelize_module(
     if example is None and not is_own(plan):
         raise ValueError(
             f"rank {group_rank(group)}: parallelize_module: pass example=(inputs of one forward): no plan shows how a "
-            "forward uses what a layer makes, so the cut model is compared with the whole one. Only PLANS of "
-            "Llama, GPT-2 and nanoGPT, alone or with SEQUENCE, need none"
+            "forward uses what a layer makes, so the cut model is compared with the whole one. Only PLANS of Llama, "
+            "GPT-2 and nanoGPT, alone or with SEQUENCE, need none"
         )
     with torch.no_grad():
         broadcast_each([one.data for one in (*dict(every_parameter(model)).values(), *model.buffers())], group)
-
     cut = functools.partial(_cut_all, styles=styles, ties=ties, head_counts=head_counts, group=group)
     if example is not None:
         agree_on_inputs(example, group)
