@@ -38,6 +38,9 @@ Not supported, without a try:
   `ShardedOptimizer(split="tensors")`; one that looks at all parameters at once (LBFGS, SAM) is refused.
 - Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
   and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part.
+- Not refused, and of this rank's part alone: `numel`, `len` and `shape` of a shard, and what keeps its shape but mixes
+  its places (`fft`, `cummax`, `argsort`). Whole parameters are there `with model.summon() as module:`.
+- Tensor parallel: ranks whose dropout is seeded differently are told only when whole weights drift apart.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy.
 """
 
