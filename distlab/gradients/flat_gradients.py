@@ -28,7 +28,7 @@ from distlab.trace import SpanWriter
 class GradientSlots:
     """A bucket's parameters, one slot each, and which of their gradients are packed.
 
-    A subclass says in `pack` what packing is.
+    A subclass says in `pack` what packing is; without one the gradients stay where they are.
 
     Attributes:
         parameters: whose gradients travel together.
@@ -75,8 +75,7 @@ class GradientSlots:
                     self.take(slot)
 
     def pack(self, slot: int) -> None:
-        """Copy a gradient to its place; one that is None counts as zeros."""
-        raise NotImplementedError
+        """Copy a gradient to its place, if it has one already; one that is None counts as zeros."""
 
 
 Slots = TypeVar("Slots", bound=GradientSlots)
