@@ -50,8 +50,7 @@ from distlab.measure import (
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
-from simulator import Measured as MeasuredApart
-from simulator import MeasuredCodec, break_even_bytes_per_s, simulate
+from simulator import Measured as MeasuredApart, MeasuredCodec, break_even_bytes_per_s, simulate
 
 LATENCY_S = 500e-6  # more than the machine's own, so that the link's is what counts
 BANDWIDTHS = (5e6, 10e6, 20e6, 40e6, 80e6, 160e6, 320e6)  # bytes per second, one way

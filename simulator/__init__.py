@@ -13,158 +13,96 @@ Read the rooms in this order:
 file.
 """
 
-from simulator.advisor.question import Question
-from simulator.advisor.reasons import Reason, near_fit, reasons, words_of
-from simulator.advisor.search import Choice, Search, search
-from simulator.advisor.strategies import MapCell, strategy_map, strategy_of
-from simulator.gradients.compression import Codec, MeasuredCodec, codec_work
+from simulator.advisor.question import Question as Question
+from simulator.advisor.reasons import Reason as Reason, near_fit as near_fit, reasons as reasons, words_of as words_of
+from simulator.advisor.search import Choice as Choice, Search as Search, search as search
+from simulator.advisor.strategies import MapCell as MapCell, strategy_map as strategy_map, strategy_of as strategy_of
+from simulator.gradients.compression import Codec as Codec, MeasuredCodec as MeasuredCodec, codec_work as codec_work
 from simulator.hardware.cost import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    broadcast_s,
-    bus_bytes_per_s,
-    compute_s,
-    hierarchical_all_gather_s,
-    hierarchical_all_reduce_s,
-    hierarchical_all_to_all_s,
-    message_s,
-    reduce_scatter_s,
-    ring_over_nodes_s,
+    all_gather_s as all_gather_s,
+    all_reduce_s as all_reduce_s,
+    all_to_all_s as all_to_all_s,
+    broadcast_s as broadcast_s,
+    bus_bytes_per_s as bus_bytes_per_s,
+    compute_s as compute_s,
+    hierarchical_all_gather_s as hierarchical_all_gather_s,
+    hierarchical_all_reduce_s as hierarchical_all_reduce_s,
+    hierarchical_all_to_all_s as hierarchical_all_to_all_s,
+    message_s as message_s,
+    reduce_scatter_s as reduce_scatter_s,
+    ring_over_nodes_s as ring_over_nodes_s,
 )
-from simulator.hardware.description import ClusterDescription
-from simulator.hardware.fit import fit_link, fit_steps
-from simulator.hardware.presets import Stack, cluster, device, link, names, stack
-from simulator.memory.advice import DoesNotFitError, check_fit, smallest_change
-from simulator.memory.memory import Memory, memory_of
-from simulator.memory.published_formulas import activation_bytes_per_layer, adam_state_bytes
-from simulator.models.attention_kernel import fuse_attention
-from simulator.models.attention_products import LatentSizes
-from simulator.models.by_name import model_by_name
-from simulator.models.description import ModelDescription
-from simulator.models.gpt import gpt_num_parameters, gpt_step_flops, gpt_workload
-from simulator.models.hugging_face.config import workload_from_config
-from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.models.mixture_of_experts import Mixture, mix_experts
-from simulator.pipeline.compiled import CompiledSchedule
-from simulator.pipeline.jitter import Jitter, Uneven
-from simulator.pipeline.schedule_arrays import arrays_of, peak_in_flight
-from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
-from simulator.plan_file import PlanFile, plan_of_text, read_plan_file
-from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
-from simulator.runs.failures import RATES, Failures, checkpoint_bytes
-from simulator.runs.money import Bill, Curve, Run, bill, curve, goodput_of
-from simulator.runs.monte_carlo import best_by_trial, draw_runs, goodput_by_trial
-from simulator.runs.spread import Spread, counts_of, spread
-from simulator.step.measured import Measured
-from simulator.step.simulate import Step, closed_form_bubble, simulate
-from simulator.step.timed import why_not_timed
-from simulator.sweeps.axis_order import Placed, axes_inside_nodes, rank_orders
+from simulator.hardware.description import ClusterDescription as ClusterDescription
+from simulator.hardware.fit import fit_link as fit_link, fit_steps as fit_steps
+from simulator.hardware.presets import (
+    Stack as Stack,
+    cluster as cluster,
+    device as device,
+    link as link,
+    names as names,
+    stack as stack,
+)
+from simulator.memory.advice import (
+    DoesNotFitError as DoesNotFitError,
+    check_fit as check_fit,
+    smallest_change as smallest_change,
+)
+from simulator.memory.memory import Memory as Memory, memory_of as memory_of
+from simulator.memory.published_formulas import (
+    activation_bytes_per_layer as activation_bytes_per_layer,
+    adam_state_bytes as adam_state_bytes,
+)
+from simulator.models.attention_kernel import fuse_attention as fuse_attention
+from simulator.models.attention_products import LatentSizes as LatentSizes
+from simulator.models.by_name import model_by_name as model_by_name
+from simulator.models.description import ModelDescription as ModelDescription
+from simulator.models.gpt import (
+    gpt_num_parameters as gpt_num_parameters,
+    gpt_step_flops as gpt_step_flops,
+    gpt_workload as gpt_workload,
+)
+from simulator.models.hugging_face.config import workload_from_config as workload_from_config
+from simulator.models.llama import LlamaSizes as LlamaSizes, llama_workload as llama_workload
+from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts as mix_experts
+from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
+from simulator.pipeline.jitter import Jitter as Jitter, Uneven as Uneven
+from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
+from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
+from simulator.plan_file import PlanFile as PlanFile, plan_of_text as plan_of_text, read_plan_file as read_plan_file
+from simulator.runs.checkpoints import (
+    Goodput as Goodput,
+    best_s as best_s,
+    daly_s as daly_s,
+    goodput as goodput,
+    young_s as young_s,
+)
+from simulator.runs.failures import RATES as RATES, Failures as Failures, checkpoint_bytes as checkpoint_bytes
+from simulator.runs.money import (
+    Bill as Bill,
+    Curve as Curve,
+    Run as Run,
+    bill as bill,
+    curve as curve,
+    goodput_of as goodput_of,
+)
+from simulator.runs.monte_carlo import (
+    best_by_trial as best_by_trial,
+    draw_runs as draw_runs,
+    goodput_by_trial as goodput_by_trial,
+)
+from simulator.runs.spread import Spread as Spread, counts_of as counts_of, spread as spread
+from simulator.step.measured import Measured as Measured
+from simulator.step.simulate import Step as Step, closed_form_bubble as closed_form_bubble, simulate as simulate
+from simulator.step.timed import why_not_timed as why_not_timed
+from simulator.sweeps.axis_order import (
+    Placed as Placed,
+    axes_inside_nodes as axes_inside_nodes,
+    rank_orders as rank_orders,
+)
 from simulator.sweeps.compression import (
-    CompressionSweep,
-    break_even_bytes_per_s,
-    sweep_compression,
-    with_bandwidth,
+    CompressionSweep as CompressionSweep,
+    break_even_bytes_per_s as break_even_bytes_per_s,
+    sweep_compression as sweep_compression,
+    with_bandwidth as with_bandwidth,
 )
-from simulator.sweeps.fsdp_units import UnitSweep, sweep_units
-
-__all__ = [
-    "RATES",
-    "Bill",
-    "Choice",
-    "ClusterDescription",
-    "Codec",
-    "CompiledSchedule",
-    "CompressionSweep",
-    "Curve",
-    "DoesNotFitError",
-    "Failures",
-    "Goodput",
-    "Jitter",
-    "LatentSizes",
-    "LlamaSizes",
-    "MapCell",
-    "Measured",
-    "MeasuredCodec",
-    "Memory",
-    "Mixture",
-    "ModelDescription",
-    "PipelineRun",
-    "Placed",
-    "PlanFile",
-    "Question",
-    "Reason",
-    "Run",
-    "Search",
-    "Spread",
-    "Stack",
-    "Step",
-    "Uneven",
-    "UnitSweep",
-    "activation_bytes_per_layer",
-    "adam_state_bytes",
-    "all_gather_s",
-    "all_reduce_s",
-    "all_to_all_s",
-    "arrays_of",
-    "axes_inside_nodes",
-    "best_by_trial",
-    "best_s",
-    "bill",
-    "break_even_bytes_per_s",
-    "broadcast_s",
-    "bus_bytes_per_s",
-    "check_fit",
-    "checkpoint_bytes",
-    "closed_form_bubble",
-    "cluster",
-    "codec_work",
-    "compute_s",
-    "counts_of",
-    "curve",
-    "daly_s",
-    "device",
-    "draw_runs",
-    "fit_link",
-    "fit_steps",
-    "fuse_attention",
-    "goodput",
-    "goodput_by_trial",
-    "goodput_of",
-    "gpt_num_parameters",
-    "gpt_step_flops",
-    "gpt_workload",
-    "hierarchical_all_gather_s",
-    "hierarchical_all_reduce_s",
-    "hierarchical_all_to_all_s",
-    "link",
-    "llama_workload",
-    "memory_of",
-    "message_s",
-    "mix_experts",
-    "model_by_name",
-    "names",
-    "near_fit",
-    "peak_in_flight",
-    "plan_of_text",
-    "rank_orders",
-    "read_plan_file",
-    "reasons",
-    "reduce_scatter_s",
-    "ring_over_nodes_s",
-    "search",
-    "simulate",
-    "simulate_schedule",
-    "smallest_change",
-    "spread",
-    "stack",
-    "strategy_map",
-    "strategy_of",
-    "sweep_compression",
-    "sweep_units",
-    "why_not_timed",
-    "with_bandwidth",
-    "words_of",
-    "workload_from_config",
-    "young_s",
-]
+from simulator.sweeps.fsdp_units import UnitSweep as UnitSweep, sweep_units as sweep_units

@@ -4,8 +4,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, seed, settings, strategies as st
 
 REDUCED = ("all_reduce", "reduce", "reduce_scatter", "scatter_tensor", "coalesced")
 MOVED = ("broadcast", "all_gather", "into_tensor", "all_to_all", "exchange", "gather", "scatter", "in_place")

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import given, settings, strategies as some
 
 from distlab.comm import recorded
 from distlab.data_parallel import average_flat

@@ -19,8 +19,7 @@ from gpu.ask import read_facts
 from gpu.facts import Facts, Verdict, judge, old_torch
 from gpu.job import Job, Part, choose
 from gpu.report import headline, write_report
-from gpu.results import FILE as FILE
-from gpu.results import Results, resume
+from gpu.results import FILE as FILE, Results, resume
 from gpu.run import ROOT, environment, run_part
 
 NEEDED = ("torch", "numpy", "cloudpickle", "matplotlib")

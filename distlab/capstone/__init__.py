@@ -8,13 +8,6 @@ Read in this order:
 4. `board`: the class's table.
 """
 
-from distlab.capstone.board import add_row as add_row
-from distlab.capstone.board import read_board as read_board
-from distlab.capstone.board import table as table
-from distlab.capstone.judge import Verdict as Verdict
-from distlab.capstone.judge import attempt as attempt
-from distlab.capstone.task import FIRST_PLAN as FIRST_PLAN
-from distlab.capstone.task import Entry as Entry
-from distlab.capstone.task import read_entry as read_entry
-
-__all__ = ["FIRST_PLAN", "Entry", "Verdict", "add_row", "attempt", "read_board", "read_entry", "table"]
+from distlab.capstone.board import add_row as add_row, read_board as read_board, table as table
+from distlab.capstone.judge import Verdict as Verdict, attempt as attempt
+from distlab.capstone.task import FIRST_PLAN as FIRST_PLAN, Entry as Entry, read_entry as read_entry

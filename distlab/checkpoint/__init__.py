@@ -12,27 +12,13 @@ Read in this order:
 `crashes` makes every state of a folder that a kill would leave, to try whether a save survives it.
 """
 
-from distlab.checkpoint.asynchronous import AsyncSaves
-from distlab.checkpoint.find import Checkpoint, newest
-from distlab.checkpoint.formats.dcp import load_dcp, read_dcp, write_dcp
-from distlab.checkpoint.formats.safetensors import read_safetensors, write_safetensors
-from distlab.checkpoint.manifest import CheckpointError, UnknownVersionError
-from distlab.checkpoint.per_rank import PerRank
-from distlab.checkpoint.resume import Resumed, load, save
-
-__all__ = [
-    "AsyncSaves",
-    "Checkpoint",
-    "CheckpointError",
-    "PerRank",
-    "Resumed",
-    "UnknownVersionError",
-    "load",
-    "load_dcp",
-    "newest",
-    "read_dcp",
-    "read_safetensors",
-    "save",
-    "write_dcp",
-    "write_safetensors",
-]
+from distlab.checkpoint.asynchronous import AsyncSaves as AsyncSaves
+from distlab.checkpoint.find import Checkpoint as Checkpoint, newest as newest
+from distlab.checkpoint.formats.dcp import load_dcp as load_dcp, read_dcp as read_dcp, write_dcp as write_dcp
+from distlab.checkpoint.formats.safetensors import (
+    read_safetensors as read_safetensors,
+    write_safetensors as write_safetensors,
+)
+from distlab.checkpoint.manifest import CheckpointError as CheckpointError, UnknownVersionError as UnknownVersionError
+from distlab.checkpoint.per_rank import PerRank as PerRank
+from distlab.checkpoint.resume import Resumed as Resumed, load as load, save as save

@@ -13,9 +13,5 @@ Read in this order:
 
 from distlab.classroom.marks import Grade as Grade
 from distlab.classroom.release import release as release
-from distlab.classroom.run import Limits as Limits
-from distlab.classroom.run import grade_all as grade_all
-from distlab.classroom.submissions import Submission as Submission
-from distlab.classroom.submissions import find_submissions as find_submissions
-
-__all__ = ["Grade", "Limits", "Submission", "find_submissions", "grade_all", "release"]
+from distlab.classroom.run import Limits as Limits, grade_all as grade_all
+from distlab.classroom.submissions import Submission as Submission, find_submissions as find_submissions

@@ -6,36 +6,25 @@ every rank. `direct.py` has the two halves of an all-reduce in one step each, to
 lets data parallelism use the ring. All begin with `chunks.py`: one flat row, cut into chunks.
 """
 
-from distlab.collectives.direct import DirectGather, DirectScatter
-from distlab.collectives.halving import doubling_all_gather, halving_doubling_all_reduce, halving_reduce_scatter
-from distlab.collectives.hierarchical import hierarchical_all_reduce
-from distlab.collectives.hook import RingAllReduce
-from distlab.collectives.ring import (
-    naive_ring_all_reduce,
-    plain_ring_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_broadcast,
-    ring_reduce_scatter,
+from distlab.collectives.direct import DirectGather as DirectGather, DirectScatter as DirectScatter
+from distlab.collectives.halving import (
+    doubling_all_gather as doubling_all_gather,
+    halving_doubling_all_reduce as halving_doubling_all_reduce,
+    halving_reduce_scatter as halving_reduce_scatter,
 )
-from distlab.collectives.tree import double_tree_all_reduce, tree_all_reduce, tree_broadcast, tree_reduce
-
-__all__ = [
-    "DirectGather",
-    "DirectScatter",
-    "RingAllReduce",
-    "double_tree_all_reduce",
-    "doubling_all_gather",
-    "halving_doubling_all_reduce",
-    "halving_reduce_scatter",
-    "hierarchical_all_reduce",
-    "naive_ring_all_reduce",
-    "plain_ring_all_reduce",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_broadcast",
-    "ring_reduce_scatter",
-    "tree_all_reduce",
-    "tree_broadcast",
-    "tree_reduce",
-]
+from distlab.collectives.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
+from distlab.collectives.hook import RingAllReduce as RingAllReduce
+from distlab.collectives.ring import (
+    naive_ring_all_reduce as naive_ring_all_reduce,
+    plain_ring_all_reduce as plain_ring_all_reduce,
+    ring_all_gather as ring_all_gather,
+    ring_all_reduce as ring_all_reduce,
+    ring_broadcast as ring_broadcast,
+    ring_reduce_scatter as ring_reduce_scatter,
+)
+from distlab.collectives.tree import (
+    double_tree_all_reduce as double_tree_all_reduce,
+    tree_all_reduce as tree_all_reduce,
+    tree_broadcast as tree_broadcast,
+    tree_reduce as tree_reduce,
+)

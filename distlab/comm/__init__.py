@@ -11,70 +11,27 @@ Names load on first use, so that importing the package does not load torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from distlab.comm.agree import agree  # first, or the name would come to mean the submodule of the same name
+from distlab import lazy
+from distlab.comm.agree import agree as agree  # first, or the name would come to mean the submodule of the same name
 
 if TYPE_CHECKING:
     from distlab.comm.groups import (
-        Nodes,
-        choose_backend,
-        clock_offsets_ns,
-        entry,
-        mesh_groups,
-        node_groups,
-        process_group,
+        Nodes as Nodes,
+        choose_backend as choose_backend,
+        clock_offsets_ns as clock_offsets_ns,
+        entry as entry,
+        mesh_groups as mesh_groups,
+        node_groups as node_groups,
+        process_group as process_group,
     )
-    from distlab.comm.launch.failures import RankError, RankTimeout
-    from distlab.comm.launch.launch import run, warm
-    from distlab.comm.launch.ranks import Ranks
-    from distlab.comm.record.read import Records, read_records
-    from distlab.comm.record.recorder import Recorder, recorded
-    from distlab.comm.record.throttle import throttled
-
-_HOMES = {
-    "run": "launch.launch",
-    "warm": "launch.launch",
-    "Ranks": "launch.ranks",
-    "RankError": "launch.failures",
-    "RankTimeout": "launch.failures",
-    "process_group": "groups",
-    "entry": "groups",
-    "mesh_groups": "groups",
-    "node_groups": "groups",
-    "Nodes": "groups",
-    "clock_offsets_ns": "groups",
-    "choose_backend": "groups",
-    "Recorder": "record.recorder",
-    "recorded": "record.recorder",
-    "Records": "record.read",
-    "read_records": "record.read",
-    "throttled": "record.throttle",
-}
-__all__ = [
-    "Nodes",
-    "RankError",
-    "RankTimeout",
-    "Ranks",
-    "Recorder",
-    "Records",
-    "agree",
-    "choose_backend",
-    "clock_offsets_ns",
-    "entry",
-    "mesh_groups",
-    "node_groups",
-    "process_group",
-    "read_records",
-    "recorded",
-    "run",
-    "throttled",
-    "warm",
-]
+    from distlab.comm.launch.failures import RankError as RankError, RankTimeout as RankTimeout
+    from distlab.comm.launch.launch import run as run, warm as warm
+    from distlab.comm.launch.ranks import Ranks as Ranks
+    from distlab.comm.record.read import Records as Records, read_records as read_records
+    from distlab.comm.record.recorder import Recorder as Recorder, recorded as recorded
+    from distlab.comm.record.throttle import throttled as throttled
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"distlab.comm.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'distlab.comm' has no attribute {name!r}")
+__getattr__ = lazy(__name__)

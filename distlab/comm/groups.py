@@ -28,8 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab import nodes as crossing_nodes
-from distlab import shared_memory
+from distlab import nodes as crossing_nodes, shared_memory
 from distlab.comm import device as gpus
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns

@@ -7,33 +7,17 @@ precision) and `powersgd` (send thin factors). `feedback` says why none of them 
     replicas = DataParallel(module, hook=TopK(ratio=0.01))
 """
 
-from distlab.compression.bits import pack_bits, unpack_bits
-from distlab.compression.cast import Cast
-from distlab.compression.feedback import FeedbackHook
-from distlab.compression.hooks import Quantize, RandomK, Sign, TopK
-from distlab.compression.make import make_hook
-from distlab.compression.powersgd.factors import orthogonalize
-from distlab.compression.powersgd.hook import PowerSGD
-from distlab.compression.quantize import Quantized, dequantize, quantize, sign
-from distlab.compression.sparse import random_indices, scatter, top_k
-
-__all__ = [
-    "Cast",
-    "FeedbackHook",
-    "PowerSGD",
-    "Quantize",
-    "Quantized",
-    "RandomK",
-    "Sign",
-    "TopK",
-    "dequantize",
-    "make_hook",
-    "orthogonalize",
-    "pack_bits",
-    "quantize",
-    "random_indices",
-    "scatter",
-    "sign",
-    "top_k",
-    "unpack_bits",
-]
+from distlab.compression.bits import pack_bits as pack_bits, unpack_bits as unpack_bits
+from distlab.compression.cast import Cast as Cast
+from distlab.compression.feedback import FeedbackHook as FeedbackHook
+from distlab.compression.hooks import Quantize as Quantize, RandomK as RandomK, Sign as Sign, TopK as TopK
+from distlab.compression.make import make_hook as make_hook
+from distlab.compression.powersgd.factors import orthogonalize as orthogonalize
+from distlab.compression.powersgd.hook import PowerSGD as PowerSGD
+from distlab.compression.quantize import (
+    Quantized as Quantized,
+    dequantize as dequantize,
+    quantize as quantize,
+    sign as sign,
+)
+from distlab.compression.sparse import random_indices as random_indices, scatter as scatter, top_k as top_k

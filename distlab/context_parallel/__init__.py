@@ -8,20 +8,16 @@ the mask leaves, while the next keys travel. `all_to_all` is the other way: trad
 `parallelize` makes a GPT of either.
 """
 
-from distlab.context_parallel.all_to_all import all_to_all_attention
-from distlab.context_parallel.parallelize import average_gradients_, context_parallel
-from distlab.context_parallel.placement import gather_sequence, position_ids, scatter_sequence, zigzag_positions
-from distlab.context_parallel.plain import plain_ring_attention
-from distlab.context_parallel.ring import ring_attention
-
-__all__ = [
-    "all_to_all_attention",
-    "average_gradients_",
-    "context_parallel",
-    "gather_sequence",
-    "plain_ring_attention",
-    "position_ids",
-    "ring_attention",
-    "scatter_sequence",
-    "zigzag_positions",
-]
+from distlab.context_parallel.all_to_all import all_to_all_attention as all_to_all_attention
+from distlab.context_parallel.parallelize import (
+    average_gradients_ as average_gradients_,
+    context_parallel as context_parallel,
+)
+from distlab.context_parallel.placement import (
+    gather_sequence as gather_sequence,
+    position_ids as position_ids,
+    scatter_sequence as scatter_sequence,
+    zigzag_positions as zigzag_positions,
+)
+from distlab.context_parallel.plain import plain_ring_attention as plain_ring_attention
+from distlab.context_parallel.ring import ring_attention as ring_attention

@@ -6,35 +6,24 @@ Read `steps` first: the ladder, from one all-reduce per parameter to buckets tha
 averaged gradients do not.
 """
 
-from distlab.data_parallel.bucketed import DataParallel
-from distlab.data_parallel.buffers import SyncBatchNorm, broadcast_buffers, convert_sync_batchnorm
-from distlab.data_parallel.horovod import HorovodOptimizer
-from distlab.data_parallel.sampler import DistributedBatchSampler, DistributedSampler
-from distlab.data_parallel.steps import (
-    Bucketed,
-    Overlapped,
-    average_flat,
-    average_per_parameter,
-    broadcast_parameters,
-    loss_weight,
-    micro_weights,
-    train_step,
+from distlab.data_parallel.bucketed import DataParallel as DataParallel
+from distlab.data_parallel.buffers import (
+    SyncBatchNorm as SyncBatchNorm,
+    broadcast_buffers as broadcast_buffers,
+    convert_sync_batchnorm as convert_sync_batchnorm,
 )
-
-__all__ = [
-    "Bucketed",
-    "DataParallel",
-    "DistributedBatchSampler",
-    "DistributedSampler",
-    "HorovodOptimizer",
-    "Overlapped",
-    "SyncBatchNorm",
-    "average_flat",
-    "average_per_parameter",
-    "broadcast_buffers",
-    "broadcast_parameters",
-    "convert_sync_batchnorm",
-    "loss_weight",
-    "micro_weights",
-    "train_step",
-]
+from distlab.data_parallel.horovod import HorovodOptimizer as HorovodOptimizer
+from distlab.data_parallel.sampler import (
+    DistributedBatchSampler as DistributedBatchSampler,
+    DistributedSampler as DistributedSampler,
+)
+from distlab.data_parallel.steps import (
+    Bucketed as Bucketed,
+    Overlapped as Overlapped,
+    average_flat as average_flat,
+    average_per_parameter as average_per_parameter,
+    broadcast_parameters as broadcast_parameters,
+    loss_weight as loss_weight,
+    micro_weights as micro_weights,
+    train_step as train_step,
+)

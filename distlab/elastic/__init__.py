@@ -9,29 +9,16 @@ Begin with `plain`, the whole idea on one screen. What a cluster asks for stands
 5. `faults` and `packets`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
 """
 
-from distlab.elastic.agents import Agent, Agents
-from distlab.elastic.faults import Fault, Faults, InjectedFault, plan_faults
-from distlab.elastic.leave import Left
-from distlab.elastic.packets import lossy_loopback
-from distlab.elastic.plain import plain_train
-from distlab.elastic.restart import run_elastic
-from distlab.elastic.run import ElasticRun, Saves
-from distlab.elastic.work import BatchRule, Step, Work
-
-__all__ = [
-    "Agent",
-    "Agents",
-    "BatchRule",
-    "ElasticRun",
-    "Fault",
-    "Faults",
-    "InjectedFault",
-    "Left",
-    "Saves",
-    "Step",
-    "Work",
-    "lossy_loopback",
-    "plain_train",
-    "plan_faults",
-    "run_elastic",
-]
+from distlab.elastic.agents import Agent as Agent, Agents as Agents
+from distlab.elastic.faults import (
+    Fault as Fault,
+    Faults as Faults,
+    InjectedFault as InjectedFault,
+    plan_faults as plan_faults,
+)
+from distlab.elastic.leave import Left as Left
+from distlab.elastic.packets import lossy_loopback as lossy_loopback
+from distlab.elastic.plain import plain_train as plain_train
+from distlab.elastic.restart import run_elastic as run_elastic
+from distlab.elastic.run import ElasticRun as ElasticRun, Saves as Saves
+from distlab.elastic.work import BatchRule as BatchRule, Step as Step, Work as Work

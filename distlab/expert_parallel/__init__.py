@@ -8,27 +8,17 @@ messages that it needs and the rules that hold across ranks. Training with it: `
 complete already, and the norm of both). Whole models: `convert`.
 """
 
-from distlab.expert_parallel.assign import Assignment, assign, capacity_of
-from distlab.expert_parallel.convert import balance_loss, expert_parallel, mix_experts
-from distlab.expert_parallel.gradients import clip_gradients_, reduce_gradients, split_parameters
-from distlab.expert_parallel.layer import ExpertParallel
-from distlab.expert_parallel.plain import Load, MixtureOfExperts
-from distlab.expert_parallel.router import Router, Routing, switch_loss
-
-__all__ = [
-    "Assignment",
-    "ExpertParallel",
-    "Load",
-    "MixtureOfExperts",
-    "Router",
-    "Routing",
-    "assign",
-    "balance_loss",
-    "capacity_of",
-    "clip_gradients_",
-    "expert_parallel",
-    "mix_experts",
-    "reduce_gradients",
-    "split_parameters",
-    "switch_loss",
-]
+from distlab.expert_parallel.assign import Assignment as Assignment, assign as assign, capacity_of as capacity_of
+from distlab.expert_parallel.convert import (
+    balance_loss as balance_loss,
+    expert_parallel as expert_parallel,
+    mix_experts as mix_experts,
+)
+from distlab.expert_parallel.gradients import (
+    clip_gradients_ as clip_gradients_,
+    reduce_gradients as reduce_gradients,
+    split_parameters as split_parameters,
+)
+from distlab.expert_parallel.layer import ExpertParallel as ExpertParallel
+from distlab.expert_parallel.plain import Load as Load, MixtureOfExperts as MixtureOfExperts
+from distlab.expert_parallel.router import Router as Router, Routing as Routing, switch_loss as switch_loss

@@ -8,24 +8,14 @@ how an answer is driven and judged: by `cases`, on which the known wrong version
 Importing the package loads neither torch nor a lesson.
 """
 
-from distlab.grading.answer.submission import load_submission
-from distlab.grading.check import check  # the function, not the submodule
-from distlab.grading.exercise import Evidence, Exercise, Fault, NotYet
-from distlab.grading.lesson import Lesson, lessons, load_lesson, reference_of
-from distlab.grading.mutant import Mutant
-from distlab.grading.report import Report
-
-__all__ = [
-    "Evidence",
-    "Exercise",
-    "Fault",
-    "Lesson",
-    "Mutant",
-    "NotYet",
-    "Report",
-    "check",
-    "lessons",
-    "load_lesson",
-    "load_submission",
-    "reference_of",
-]
+from distlab.grading.answer.submission import load_submission as load_submission
+from distlab.grading.check import check as check  # the function, not the submodule
+from distlab.grading.exercise import Evidence as Evidence, Exercise as Exercise, Fault as Fault, NotYet as NotYet
+from distlab.grading.lesson import (
+    Lesson as Lesson,
+    lessons as lessons,
+    load_lesson as load_lesson,
+    reference_of as reference_of,
+)
+from distlab.grading.mutant import Mutant as Mutant
+from distlab.grading.report import Report as Report

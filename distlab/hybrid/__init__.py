@@ -14,19 +14,8 @@ Last, `train`: `Hybrid`, all of it for real training; `failures`: who hears of a
 saves, whole or in parts.
 """
 
-from distlab.clip import Gradient
-from distlab.hybrid.layout import Layout, joint_group, lay_out
-from distlab.hybrid.norm import clip_on_mesh_, mesh_norm
-from distlab.hybrid.stage_averages import StageAverages
-from distlab.hybrid.train import Hybrid
-
-__all__ = [
-    "Gradient",
-    "Hybrid",
-    "Layout",
-    "StageAverages",
-    "clip_on_mesh_",
-    "joint_group",
-    "lay_out",
-    "mesh_norm",
-]
+from distlab.clip import Gradient as Gradient
+from distlab.hybrid.layout import Layout as Layout, joint_group as joint_group, lay_out as lay_out
+from distlab.hybrid.norm import clip_on_mesh_ as clip_on_mesh_, mesh_norm as mesh_norm
+from distlab.hybrid.stage_averages import StageAverages as StageAverages
+from distlab.hybrid.train import Hybrid as Hybrid

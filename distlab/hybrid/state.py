@@ -30,8 +30,13 @@ from distlab.plan.sharding import Piece
 from distlab.sharding import ShardedState
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.state.assemble import HeldRow, cut_anew, parts_by_name
-from distlab.sharding.state.optimizer_parts import SharedBuffer, assemble_rows, merge_groups, save_parts
-from distlab.sharding.state.optimizer_parts import prepare_optimizer as prepare_moments
+from distlab.sharding.state.optimizer_parts import (
+    SharedBuffer,
+    assemble_rows,
+    merge_groups,
+    prepare_optimizer as prepare_moments,
+    save_parts,
+)
 from distlab.sharding.state.sharded import prepare as prepare_shards
 
 

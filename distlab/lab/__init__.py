@@ -16,8 +16,6 @@ A lab is a plain script for torchrun. It declares its settings and says what to 
 `pictures` is what --trace leaves; `watch` ends a lab that hangs.
 """
 
-from distlab.lab.member import Lab, main
-from distlab.lab.report import Report, Row
-from distlab.lab.settings import CommonSettings, flag
-
-__all__ = ["CommonSettings", "Lab", "Report", "Row", "flag", "main"]
+from distlab.lab.member import Lab as Lab, main as main
+from distlab.lab.report import Report as Report, Row as Row
+from distlab.lab.settings import CommonSettings as CommonSettings, flag as flag

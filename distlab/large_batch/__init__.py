@@ -6,21 +6,18 @@ tensor, as the papers write them. Then `lars` and `lamb`: the same as torch opti
 Accumulating gradients over several backward passes makes a large batch on few ranks: see `distlab.data_parallel`.
 """
 
-from distlab.large_batch.lamb import LAMB
-from distlab.large_batch.lars import LARS
-from distlab.large_batch.scaling import LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr, warmup_factor
-from distlab.large_batch.trust import Moments, Trust, lamb_update, lars_update, trust_ratio
-
-__all__ = [
-    "LAMB",
-    "LARS",
-    "Moments",
-    "LearningRateSchedule",
-    "Trust",
-    "lamb_update",
-    "lars_update",
-    "linear_scaled_lr",
-    "sqrt_scaled_lr",
-    "trust_ratio",
-    "warmup_factor",
-]
+from distlab.large_batch.lamb import LAMB as LAMB
+from distlab.large_batch.lars import LARS as LARS
+from distlab.large_batch.scaling import (
+    LearningRateSchedule as LearningRateSchedule,
+    linear_scaled_lr as linear_scaled_lr,
+    sqrt_scaled_lr as sqrt_scaled_lr,
+    warmup_factor as warmup_factor,
+)
+from distlab.large_batch.trust import (
+    Moments as Moments,
+    Trust as Trust,
+    lamb_update as lamb_update,
+    lars_update as lars_update,
+    trust_ratio as trust_ratio,
+)

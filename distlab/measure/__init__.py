@@ -6,106 +6,70 @@ so that `distlab doctor` works without torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from distlab import lazy
 
 if TYPE_CHECKING:
-    from distlab.measure.count.gpt import count_gpt
-    from distlab.measure.count.module import workload_from_module
-    from distlab.measure.machine.blocks import MIN_BLOCKS, interleave
-    from distlab.measure.machine.facts import Machine, gpu_names, memory_bytes, num_cores, this_machine, version_of
-    from distlab.measure.machine.ranks import device_of, on_first_rank
-    from distlab.measure.machine.rates import Rates, device_for, measure_rates, operators_of
-    from distlab.measure.machine.saved import DEFAULT_PATH, Calibration, calibrate, load_calibration
-    from distlab.measure.machine.speed import Round, fit_cluster, measure_round, median_round
-    from distlab.measure.memory.measured import KINDS, MeasuredMemory, MemoryLimitError, storage_bytes, track_memory
-    from distlab.measure.runs.calibrate import CalibrationOfRun
-    from distlab.measure.runs.calls import measure_messages
-    from distlab.measure.runs.codec import measure_codec, median_codec
-    from distlab.measure.runs.predict import CalibrationRound, median_calibration, predict_step
-    from distlab.measure.runs.run import (
-        RankReport,
-        RunResult,
-        TrainingRun,
-        time_on_new_ranks,
-        time_training,
-        windows_of,
+    from distlab.measure.count.gpt import count_gpt as count_gpt
+    from distlab.measure.count.module import workload_from_module as workload_from_module
+    from distlab.measure.machine.blocks import MIN_BLOCKS as MIN_BLOCKS, interleave as interleave
+    from distlab.measure.machine.facts import (
+        Machine as Machine,
+        gpu_names as gpu_names,
+        memory_bytes as memory_bytes,
+        num_cores as num_cores,
+        this_machine as this_machine,
+        version_of as version_of,
     )
-    from distlab.measure.runs.timed_program import overlay_of, overlay_of_run, time_beside
-    from distlab.measure.runs.windows import Verdict, Window, judge
-
-_NAMES = {
-    "machine.facts": ["Machine", "gpu_names", "memory_bytes", "num_cores", "this_machine", "version_of"],
-    "machine.blocks": ["MIN_BLOCKS", "interleave"],
-    "machine.ranks": ["device_of", "on_first_rank"],
-    "machine.rates": ["Rates", "device_for", "measure_rates", "operators_of"],
-    "machine.saved": ["DEFAULT_PATH", "Calibration", "calibrate", "load_calibration"],
-    "machine.speed": ["Round", "fit_cluster", "measure_round", "median_round"],
-    "count.module": ["workload_from_module"],
-    "count.gpt": ["count_gpt"],
-    "memory.measured": ["KINDS", "MemoryLimitError", "MeasuredMemory", "storage_bytes", "track_memory"],
-    "runs.run": ["RankReport", "RunResult", "TrainingRun", "time_on_new_ranks", "time_training", "windows_of"],
-    "runs.predict": ["CalibrationRound", "median_calibration", "predict_step"],
-    "runs.timed_program": ["overlay_of", "overlay_of_run", "time_beside"],
-    "runs.calibrate": ["CalibrationOfRun"],
-    "runs.calls": ["measure_messages"],
-    "runs.codec": ["measure_codec", "median_codec"],
-    "runs.windows": ["Verdict", "Window", "judge"],
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
-__all__ = [
-    "Calibration",
-    "CalibrationOfRun",
-    "CalibrationRound",
-    "DEFAULT_PATH",
-    "KINDS",
-    "MIN_BLOCKS",
-    "Machine",
-    "MeasuredMemory",
-    "MemoryLimitError",
-    "RankReport",
-    "Rates",
-    "Round",
-    "RunResult",
-    "TrainingRun",
-    "Verdict",
-    "Window",
-    "calibrate",
-    "count_gpt",
-    "device_for",
-    "device_of",
-    "fit_cluster",
-    "gpu_names",
-    "interleave",
-    "judge",
-    "load_calibration",
-    "measure_codec",
-    "measure_messages",
-    "measure_rates",
-    "measure_round",
-    "median_calibration",
-    "median_codec",
-    "median_round",
-    "memory_bytes",
-    "num_cores",
-    "on_first_rank",
-    "operators_of",
-    "overlay_of",
-    "overlay_of_run",
-    "predict_step",
-    "storage_bytes",
-    "this_machine",
-    "time_beside",
-    "time_on_new_ranks",
-    "time_training",
-    "track_memory",
-    "version_of",
-    "windows_of",
-    "workload_from_module",
-]
+    from distlab.measure.machine.ranks import device_of as device_of, on_first_rank as on_first_rank
+    from distlab.measure.machine.rates import (
+        Rates as Rates,
+        device_for as device_for,
+        measure_rates as measure_rates,
+        operators_of as operators_of,
+    )
+    from distlab.measure.machine.saved import (
+        DEFAULT_PATH as DEFAULT_PATH,
+        Calibration as Calibration,
+        calibrate as calibrate,
+        load_calibration as load_calibration,
+    )
+    from distlab.measure.machine.speed import (
+        Round as Round,
+        fit_cluster as fit_cluster,
+        measure_round as measure_round,
+        median_round as median_round,
+    )
+    from distlab.measure.memory.measured import (
+        KINDS as KINDS,
+        MeasuredMemory as MeasuredMemory,
+        MemoryLimitError as MemoryLimitError,
+        storage_bytes as storage_bytes,
+        track_memory as track_memory,
+    )
+    from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
+    from distlab.measure.runs.calls import measure_messages as measure_messages
+    from distlab.measure.runs.codec import measure_codec as measure_codec, median_codec as median_codec
+    from distlab.measure.runs.predict import (
+        CalibrationRound as CalibrationRound,
+        median_calibration as median_calibration,
+        predict_step as predict_step,
+    )
+    from distlab.measure.runs.run import (
+        RankReport as RankReport,
+        RunResult as RunResult,
+        TrainingRun as TrainingRun,
+        time_on_new_ranks as time_on_new_ranks,
+        time_training as time_training,
+        windows_of as windows_of,
+    )
+    from distlab.measure.runs.timed_program import (
+        overlay_of as overlay_of,
+        overlay_of_run as overlay_of_run,
+        time_beside as time_beside,
+    )
+    from distlab.measure.runs.windows import Verdict as Verdict, Window as Window, judge as judge
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"distlab.measure.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'distlab.measure' has no attribute {name!r}")
+__getattr__ = lazy(__name__)

@@ -7,48 +7,22 @@ load on first use, so that importing the package needs no IPython.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from distlab import lazy
 
 if TYPE_CHECKING:
-    from distlab.notebook.display import show
-    from distlab.notebook.extension import load_ipython_extension, unload_ipython_extension
-    from distlab.notebook.learner.course import course_map
-    from distlab.notebook.learner.page import progress_page
-    from distlab.notebook.learner.prediction import predict
-    from distlab.notebook.learner.stuck import hint, saved_answers, solution
-    from distlab.notebook.magics.magic import last_records
-    from distlab.notebook.magics.trouble import in_cells
-
-_HOMES = {
-    "course_map": "learner.course",
-    "show": "display",
-    "load_ipython_extension": "extension",
-    "unload_ipython_extension": "extension",
-    "last_records": "magics.magic",
-    "predict": "learner.prediction",
-    "progress_page": "learner.page",
-    "hint": "learner.stuck",
-    "saved_answers": "learner.stuck",
-    "solution": "learner.stuck",
-    "in_cells": "magics.trouble",
-}
-__all__ = [
-    "course_map",
-    "hint",
-    "in_cells",
-    "last_records",
-    "load_ipython_extension",
-    "predict",
-    "progress_page",
-    "saved_answers",
-    "show",
-    "solution",
-    "unload_ipython_extension",
-]
+    from distlab.notebook.display import show as show
+    from distlab.notebook.extension import (
+        load_ipython_extension as load_ipython_extension,
+        unload_ipython_extension as unload_ipython_extension,
+    )
+    from distlab.notebook.learner.course import course_map as course_map
+    from distlab.notebook.learner.page import progress_page as progress_page
+    from distlab.notebook.learner.prediction import predict as predict
+    from distlab.notebook.learner.stuck import hint as hint, saved_answers as saved_answers, solution as solution
+    from distlab.notebook.magics.magic import last_records as last_records
+    from distlab.notebook.magics.trouble import in_cells as in_cells
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"distlab.notebook.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'distlab.notebook' has no attribute {name!r}")
+__getattr__ = lazy(__name__)

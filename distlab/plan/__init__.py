@@ -8,79 +8,56 @@ Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh` and `axes`, `buc
 `schedules` has the order in which each rank of a pipeline runs its micro-batches.
 """
 
-from distlab.plan.axes import AXES, mesh_of
-from distlab.plan.buckets import Bucket, assign_buckets
-from distlab.plan.hardware import Cluster, Contention, Device, Link, Protocol
-from distlab.plan.mesh import Mesh
-from distlab.plan.partition import balance, split_evenly
-from distlab.plan.records import Plan
-from distlab.plan.regions import Product
-from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
-from distlab.plan.schedules.building_blocks import v_half, v_min
-from distlab.plan.schedules.check.validate import Report, ScheduleError, text_grid, validate
-from distlab.plan.schedules.communication import add_communication
-from distlab.plan.schedules.families import SCHEDULES, Family, make_schedule
-from distlab.plan.schedules.grammar import KINDS, Action, ActionTimes, Schedule, parse_action, parse_schedule
-from distlab.plan.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
-from distlab.plan.schedules.search.automatic import automatic, zb_1p, zb_2p
-from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, zb_v
-from distlab.plan.schedules.zero_bubble import zb_h1, zb_h2
-from distlab.plan.sharding import FlatLayout, Precision, Sharding, make_units
-from distlab.plan.work import Attention, Experts, Layer, Region, Work, Workload
-
-__all__ = [
-    "AXES",
-    "KINDS",
-    "SCHEDULES",
-    "Action",
-    "ActionTimes",
-    "Attention",
-    "Bucket",
-    "Cluster",
-    "Contention",
-    "Device",
-    "Experts",
-    "Family",
-    "FlatLayout",
-    "Layer",
-    "Link",
-    "Mesh",
-    "Plan",
-    "Precision",
-    "Product",
-    "Protocol",
-    "Region",
-    "Report",
-    "Schedule",
-    "ScheduleError",
-    "Sharding",
-    "Work",
-    "Workload",
-    "add_communication",
-    "assign_buckets",
-    "automatic",
-    "balance",
-    "dualpipe",
-    "dualpipe_v",
-    "gpipe",
-    "interleaved",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "make_schedule",
-    "make_units",
-    "mesh_of",
-    "naive",
-    "one_f_one_b",
-    "parse_action",
-    "parse_schedule",
-    "split_evenly",
-    "text_grid",
-    "v_half",
-    "v_min",
-    "validate",
-    "zb_1p",
-    "zb_2p",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+from distlab.plan.axes import AXES as AXES, mesh_of as mesh_of
+from distlab.plan.buckets import Bucket as Bucket, assign_buckets as assign_buckets
+from distlab.plan.hardware import (
+    Cluster as Cluster,
+    Contention as Contention,
+    Device as Device,
+    Link as Link,
+    Protocol as Protocol,
+)
+from distlab.plan.mesh import Mesh as Mesh
+from distlab.plan.partition import balance as balance, split_evenly as split_evenly
+from distlab.plan.records import Plan as Plan
+from distlab.plan.regions import Product as Product
+from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
+from distlab.plan.schedules.building_blocks import v_half as v_half, v_min as v_min
+from distlab.plan.schedules.check.validate import (
+    Report as Report,
+    ScheduleError as ScheduleError,
+    text_grid as text_grid,
+    validate as validate,
+)
+from distlab.plan.schedules.communication import add_communication as add_communication
+from distlab.plan.schedules.families import SCHEDULES as SCHEDULES, Family as Family, make_schedule as make_schedule
+from distlab.plan.schedules.grammar import (
+    KINDS as KINDS,
+    Action as Action,
+    ActionTimes as ActionTimes,
+    Schedule as Schedule,
+    parse_action as parse_action,
+    parse_schedule as parse_schedule,
+)
+from distlab.plan.schedules.interleaved import (
+    interleaved as interleaved,
+    interleaved_zero_bubble as interleaved_zero_bubble,
+    looped_bfs as looped_bfs,
+)
+from distlab.plan.schedules.search.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
+from distlab.plan.schedules.v_shaped import dualpipe as dualpipe, dualpipe_v as dualpipe_v, zb_v as zb_v
+from distlab.plan.schedules.zero_bubble import zb_h1 as zb_h1, zb_h2 as zb_h2
+from distlab.plan.sharding import (
+    FlatLayout as FlatLayout,
+    Precision as Precision,
+    Sharding as Sharding,
+    make_units as make_units,
+)
+from distlab.plan.work import (
+    Attention as Attention,
+    Experts as Experts,
+    Layer as Layer,
+    Region as Region,
+    Work as Work,
+    Workload as Workload,
+)

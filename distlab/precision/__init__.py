@@ -14,9 +14,7 @@ this reading order:
 A step with everything: scale the loss, backward, average, accumulate in the masters, unscale, clip, step, update.
 """
 
-from distlab.precision.half import HALF, as_dtype, autocast
-from distlab.precision.loss_scaler import LossScaler
-from distlab.precision.master_weights import MasterWeights
-from distlab.precision.reduce import Float32Reduce, all_reduce_in_float32
-
-__all__ = ["HALF", "Float32Reduce", "LossScaler", "MasterWeights", "all_reduce_in_float32", "as_dtype", "autocast"]
+from distlab.precision.half import HALF as HALF, as_dtype as as_dtype, autocast as autocast
+from distlab.precision.loss_scaler import LossScaler as LossScaler
+from distlab.precision.master_weights import MasterWeights as MasterWeights
+from distlab.precision.reduce import Float32Reduce as Float32Reduce, all_reduce_in_float32 as all_reduce_in_float32

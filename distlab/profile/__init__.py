@@ -8,30 +8,17 @@ Names load on first use: files are read without torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from distlab import lazy
 
 if TYPE_CHECKING:
-    from distlab.profile.findings.finding import Finding
-    from distlab.profile.live import Profiler
-    from distlab.profile.profile import Profile
-    from distlab.profile.read import read_files
-    from distlab.profile.sections import SECTIONS
-    from distlab.profile.words import find, report
-
-_HOMES = {
-    "Finding": "findings.finding",
-    "Profile": "profile",
-    "Profiler": "live",
-    "SECTIONS": "sections",
-    "find": "words",
-    "read_files": "read",
-    "report": "words",
-}
-__all__ = ["SECTIONS", "Finding", "Profile", "Profiler", "find", "read_files", "report"]
+    from distlab.profile.findings.finding import Finding as Finding
+    from distlab.profile.live import Profiler as Profiler
+    from distlab.profile.profile import Profile as Profile
+    from distlab.profile.read import read_files as read_files
+    from distlab.profile.sections import SECTIONS as SECTIONS
+    from distlab.profile.words import find as find, report as report
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"distlab.profile.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'distlab.profile' has no attribute {name!r}")
+__getattr__ = lazy(__name__)

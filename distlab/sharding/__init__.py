@@ -13,34 +13,19 @@ parameters that lie in one memory.
 where tensor parallelism has cut the model's layers.
 """
 
-from distlab.sharding.calls import gather_into, scatter_sum
-from distlab.sharding.fsdp.construct import build_sharded, draw_weights
-from distlab.sharding.fsdp.fully_shard import FullyShard
+from distlab.sharding.calls import gather_into as gather_into, scatter_sum as scatter_sum
+from distlab.sharding.fsdp.construct import build_sharded as build_sharded, draw_weights as draw_weights
+from distlab.sharding.fsdp.fully_shard import FullyShard as FullyShard
 from distlab.sharding.state.full import (
-    full_optimizer_state,
-    full_state_dict,
-    load_full_optimizer_state,
-    load_full_state_dict,
+    full_optimizer_state as full_optimizer_state,
+    full_state_dict as full_state_dict,
+    load_full_optimizer_state as load_full_optimizer_state,
+    load_full_state_dict as load_full_state_dict,
 )
-from distlab.sharding.state.sharded import ShardedState, load_sharded_state_dict, sharded_state_dict
-from distlab.sharding.zero.offload import OffloadedOptimizer, offloaded
-from distlab.sharding.zero.optimizer import PlainSharded, ShardedOptimizer
-
-__all__ = [
-    "FullyShard",
-    "OffloadedOptimizer",
-    "PlainSharded",
-    "ShardedOptimizer",
-    "ShardedState",
-    "build_sharded",
-    "draw_weights",
-    "full_optimizer_state",
-    "full_state_dict",
-    "gather_into",
-    "load_full_optimizer_state",
-    "load_full_state_dict",
-    "load_sharded_state_dict",
-    "offloaded",
-    "scatter_sum",
-    "sharded_state_dict",
-]
+from distlab.sharding.state.sharded import (
+    ShardedState as ShardedState,
+    load_sharded_state_dict as load_sharded_state_dict,
+    sharded_state_dict as sharded_state_dict,
+)
+from distlab.sharding.zero.offload import OffloadedOptimizer as OffloadedOptimizer, offloaded as offloaded
+from distlab.sharding.zero.optimizer import PlainSharded as PlainSharded, ShardedOptimizer as ShardedOptimizer

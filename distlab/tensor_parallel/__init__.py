@@ -13,58 +13,42 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 `full_state_dict` puts the model together again.
 """
 
-from distlab.modules.split import Split, splits_of
-from distlab.tensor_parallel.attention.grouped import SharedKeyValueLinear
-from distlab.tensor_parallel.attention.heads import ParallelAttention
-from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module
-from distlab.tensor_parallel.by_plan.plan import PLANS, SEQUENCE
-from distlab.tensor_parallel.dropout import SplitDropout, own_random
+from distlab.modules.split import Split as Split, splits_of as splits_of
+from distlab.tensor_parallel.attention.grouped import SharedKeyValueLinear as SharedKeyValueLinear
+from distlab.tensor_parallel.attention.heads import ParallelAttention as ParallelAttention
+from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module as parallelize_module
+from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS, SEQUENCE as SEQUENCE
+from distlab.tensor_parallel.dropout import SplitDropout as SplitDropout, own_random as own_random
 from distlab.tensor_parallel.functions import (
-    add_once,
-    copy_to_ranks,
-    gather_sequence,
-    join_features,
-    join_sequence,
-    reduce_from_ranks,
-    reduce_scatter_sequence,
-    split_sequence,
-    sum_gradients,
+    add_once as add_once,
+    copy_to_ranks as copy_to_ranks,
+    gather_sequence as gather_sequence,
+    join_features as join_features,
+    join_sequence as join_sequence,
+    reduce_from_ranks as reduce_from_ranks,
+    reduce_scatter_sequence as reduce_scatter_sequence,
+    split_sequence as split_sequence,
+    sum_gradients as sum_gradients,
 )
-from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from distlab.tensor_parallel.norm import clip_tensor_parallel_, tensor_parallel_norm
-from distlab.tensor_parallel.parallelize import ParallelGPT, full_state_dict, load_full_state_dict, parallelize
-from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
-from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
-
-__all__ = [
-    "PLANS",
-    "SEQUENCE",
-    "ColumnParallelLinear",
-    "ParallelAttention",
-    "ParallelGPT",
-    "RowParallelLinear",
-    "SequenceParallelNorm",
-    "SequenceParallelPositions",
-    "SharedKeyValueLinear",
-    "Split",
-    "SplitDropout",
-    "VocabularyParallelEmbedding",
-    "add_once",
-    "clip_tensor_parallel_",
-    "copy_to_ranks",
-    "full_state_dict",
-    "gather_sequence",
-    "join_features",
-    "join_sequence",
-    "load_full_state_dict",
-    "own_random",
-    "parallelize",
-    "parallelize_module",
-    "reduce_from_ranks",
-    "reduce_scatter_sequence",
-    "split_sequence",
-    "splits_of",
-    "sum_gradients",
-    "tensor_parallel_norm",
-    "vocabulary_parallel_cross_entropy",
-]
+from distlab.tensor_parallel.linear import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+)
+from distlab.tensor_parallel.norm import (
+    clip_tensor_parallel_ as clip_tensor_parallel_,
+    tensor_parallel_norm as tensor_parallel_norm,
+)
+from distlab.tensor_parallel.parallelize import (
+    ParallelGPT as ParallelGPT,
+    full_state_dict as full_state_dict,
+    load_full_state_dict as load_full_state_dict,
+    parallelize as parallelize,
+)
+from distlab.tensor_parallel.sequence import (
+    SequenceParallelNorm as SequenceParallelNorm,
+    SequenceParallelPositions as SequenceParallelPositions,
+)
+from distlab.tensor_parallel.vocabulary import (
+    VocabularyParallelEmbedding as VocabularyParallelEmbedding,
+    vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy,
+)

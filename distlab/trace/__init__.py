@@ -4,22 +4,14 @@ Read `span` (`Trace`), `writer` (a rank notes what it does), `merge` (one trace 
 ui.perfetto.dev) and `foreign` (traces that other programs wrote).
 """
 
-from distlab.trace.chrome import read_chrome, write_chrome
-from distlab.trace.merge import load_folder, load_trace, merge, rank_file, save_clocks, save_trace
-from distlab.trace.span import Span, Trace
-from distlab.trace.writer import OpenCall, SpanWriter
-
-__all__ = [
-    "OpenCall",
-    "Span",
-    "SpanWriter",
-    "Trace",
-    "load_folder",
-    "load_trace",
-    "merge",
-    "rank_file",
-    "read_chrome",
-    "save_clocks",
-    "save_trace",
-    "write_chrome",
-]
+from distlab.trace.chrome import read_chrome as read_chrome, write_chrome as write_chrome
+from distlab.trace.merge import (
+    load_folder as load_folder,
+    load_trace as load_trace,
+    merge as merge,
+    rank_file as rank_file,
+    save_clocks as save_clocks,
+    save_trace as save_trace,
+)
+from distlab.trace.span import Span as Span, Trace as Trace
+from distlab.trace.writer import OpenCall as OpenCall, SpanWriter as SpanWriter

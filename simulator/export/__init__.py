@@ -16,29 +16,16 @@ How each is checked (`make test-exports`; versions in the first lines of each fi
     fsdp2                                 runs on ranks
 """
 
-from simulator.export.accelerate import accelerate_config
-from simulator.export.deepspeed import deepspeed_config, deepspeed_notes
-from simulator.export.fsdp2 import fsdp2_code, fsdp2_notes
-from simulator.export.launch import job_set, pytorch_job, slurm_script, torchrun_command
-from simulator.export.megatron import megatron_flags
-from simulator.export.parts import Exported, Wish
-from simulator.export.tools import TOOLS, export
-from simulator.export.torchtitan import torchtitan_config
-
-__all__ = [
-    "TOOLS",
-    "Exported",
-    "Wish",
-    "accelerate_config",
-    "deepspeed_config",
-    "deepspeed_notes",
-    "export",
-    "fsdp2_code",
-    "fsdp2_notes",
-    "job_set",
-    "megatron_flags",
-    "pytorch_job",
-    "slurm_script",
-    "torchrun_command",
-    "torchtitan_config",
-]
+from simulator.export.accelerate import accelerate_config as accelerate_config
+from simulator.export.deepspeed import deepspeed_config as deepspeed_config, deepspeed_notes as deepspeed_notes
+from simulator.export.fsdp2 import fsdp2_code as fsdp2_code, fsdp2_notes as fsdp2_notes
+from simulator.export.launch import (
+    job_set as job_set,
+    pytorch_job as pytorch_job,
+    slurm_script as slurm_script,
+    torchrun_command as torchrun_command,
+)
+from simulator.export.megatron import megatron_flags as megatron_flags
+from simulator.export.parts import Exported as Exported, Wish as Wish
+from simulator.export.tools import TOOLS as TOOLS, export as export
+from simulator.export.torchtitan import torchtitan_config as torchtitan_config

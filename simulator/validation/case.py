@@ -9,8 +9,7 @@ from functools import cache
 from importlib import resources
 
 from distlab.plan import Plan, Precision, Workload
-from simulator.hardware.presets import Stack, cluster
-from simulator.hardware.presets import stack as stack_named
+from simulator.hardware.presets import Stack, cluster, stack as stack_named
 from simulator.step.simulate import simulate
 
 Row = Mapping[str, str]

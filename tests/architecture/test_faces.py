@@ -1,7 +1,6 @@
 """One way to import each public name: outside a package, from the package's face."""
 
 import ast
-import importlib
 import subprocess
 from pathlib import Path
 
@@ -21,8 +20,7 @@ def homes_of(face: str) -> dict[tuple[str, str], str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{face}."):
             found |= {(node.module, alias.name): face for alias in node.names}
-    lazily = getattr(importlib.import_module(face), "_HOMES", {})
-    return found | {(f"{face}.{home}", name): face for name, home in lazily.items()}
+    return found
 
 
 EXPORTED = {home: face for one in FACES for home, face in homes_of(one).items()}

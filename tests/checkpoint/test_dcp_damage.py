@@ -10,8 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import given, settings, strategies as some
 
 from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
 from distlab.modules.named_parts import PARAMETER, SavedPart, Slab

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab import collectives
+from distlab import collectives, public_names
 
-NAMES = tuple(name for name in collectives.__all__ if name != "hierarchical_all_reduce" and name.islower())  # functions
+NAMES = tuple(
+    name for name in public_names("distlab.collectives") if name != "hierarchical_all_reduce" and name.islower()
+)  # functions
 REDUCING = tuple(name for name in NAMES if "reduce" in name and not name.startswith(("naive", "plain")))
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, RankTimeout, run
-from distlab.comm.launch import fork_client, torchrun
-from distlab.comm.launch import ranks as rounds
+from distlab.comm.launch import fork_client, ranks as rounds, torchrun
 from distlab.comm.launch.fork_client import ForkServer, fork_server
 from distlab.comm.launch.output import Output, Screen
 from distlab.comm.launch.pool import Pool

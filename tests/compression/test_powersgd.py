@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distlab.compression import orthogonalize
 from distlab.compression.powersgd.factors import decompress, first_right, power_step, unit_columns

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader
-from torch.utils.data import DistributedSampler as TorchSampler
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import DataLoader, DistributedSampler as TorchSampler
 
 from distlab.comm import RankError
 from distlab.data_parallel import (

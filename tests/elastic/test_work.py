@@ -3,8 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import given, strategies as some
 
 from distlab.data import SampleOrder, rank_slice
 from distlab.elastic import BatchRule, Work

@@ -1,8 +1,7 @@
 """What may stand after %%ranks."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.notebook.magics.line import Line, read_line
 

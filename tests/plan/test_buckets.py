@@ -1,8 +1,7 @@
 """Buckets: every parameter once, in reverse, closed when full, as torch does it."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.plan import Bucket, assign_buckets
 

@@ -1,8 +1,7 @@
 """Mesh: coordinates and ranks are inverses, groups partition the ranks, errors show the whole product."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.plan import Mesh
 

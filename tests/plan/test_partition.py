@@ -3,8 +3,7 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.plan import balance, split_evenly
 from distlab.plan.partition import Cuts, even_blocks

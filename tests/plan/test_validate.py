@@ -5,8 +5,7 @@ import time
 from collections import deque
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.plan import (
     Schedule,

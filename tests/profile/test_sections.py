@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import given, strategies as some
 
 from distlab.plan import Plan
 from distlab.profile import SECTIONS, Profile, find, report

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from optimizer_net import Net, adam, run_steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

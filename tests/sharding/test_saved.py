@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import given, settings, strategies as some
 
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
 from distlab.plan import FlatLayout

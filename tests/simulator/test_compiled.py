@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
 from distlab.plan import Contention, Layer, Link, Plan, Protocol, Work

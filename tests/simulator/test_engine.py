@@ -3,8 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Contention
 from simulator.engine import event_engine as engine

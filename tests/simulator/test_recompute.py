@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Device, Plan, Sharding
 from simulator import LlamaSizes, cluster, fuse_attention, gpt_workload, llama_workload, memory_of, simulate

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
 from simulator import Jitter, Uneven, arrays_of, memory_of, simulate, simulate_schedule

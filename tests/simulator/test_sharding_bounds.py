@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sharding_cases import cluster_of, plan_of, workload_of
 
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Sharding

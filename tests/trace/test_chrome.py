@@ -6,8 +6,7 @@ import random
 from itertools import combinations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from distlab.trace import Span, Trace, read_chrome, write_chrome
 

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from distlab.trace import Span, Trace, load_folder, load_trace, merge, rank_file, save_clocks, save_trace
 

@@ -11,8 +11,7 @@ from distlab.pipeline import Pipeline
 from distlab.plan import Precision, make_schedule
 from distlab.precision import LossScaler
 from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
-from distlab.tensor_parallel import full_state_dict as full_tensor_state
-from distlab.tensor_parallel import parallelize_module
+from distlab.tensor_parallel import full_state_dict as full_tensor_state, parallelize_module
 
 CLOSE = 1e-10
 STEPS = (0, 1, 2, 2, 3, 4, 5)  # one step overflows on one rank alone, and is done again

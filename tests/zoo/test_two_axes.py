@@ -23,9 +23,11 @@ from distlab.sharding import (
     load_sharded_state_dict,
     sharded_state_dict,
 )
-from distlab.tensor_parallel import full_state_dict as full_tensor_state
-from distlab.tensor_parallel import load_full_state_dict as load_full_tensor_state
-from distlab.tensor_parallel import parallelize_module
+from distlab.tensor_parallel import (
+    full_state_dict as full_tensor_state,
+    load_full_state_dict as load_full_tensor_state,
+    parallelize_module,
+)
 
 STOP = 3
 

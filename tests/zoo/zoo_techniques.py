@@ -12,8 +12,7 @@ from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import make_schedule
 from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
-from distlab.tensor_parallel import full_state_dict as full_tensor_state
-from distlab.tensor_parallel import parallelize_module
+from distlab.tensor_parallel import full_state_dict as full_tensor_state, parallelize_module
 
 UPDATES, RATE = 6, 0.01
 

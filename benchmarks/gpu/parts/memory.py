@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from _memory_run import Job as MemoryJob
-from _memory_run import measure_memory, workload_of
+from _memory_run import Job as MemoryJob, measure_memory, workload_of
 from memory import error_row
 
 from distlab.comm import Ranks

@@ -23,8 +23,7 @@ from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
-from distlab.nodes.wire import Wire
-from distlab.nodes.wire import link_s as link_s
+from distlab.nodes.wire import Wire, link_s as link_s
 from distlab.shared_memory.work import SharedWork
 
 PAIRS = ("send", "recv")

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from distlab.comm.agree import group_device
 from distlab.comm.clocks import clock_offsets_ns
-from distlab.comm.device import device_of as device_of
-from distlab.comm.device import is_gpu, synchronize
+from distlab.comm.device import device_of as device_of, is_gpu, synchronize
 from distlab.measure.machine.facts import num_cores
 
 Result = TypeVar("Result")

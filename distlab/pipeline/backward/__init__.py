@@ -4,6 +4,4 @@ Read `two_parts` (`SplitBackward`), `layers` (a rule for each kind of layer) and
 one).
 """
 
-from distlab.pipeline.backward.two_parts import prepare_split
-
-__all__ = ["prepare_split"]
+from distlab.pipeline.backward.two_parts import prepare_split as prepare_split

@@ -19,6 +19,8 @@ from types import ModuleType
 
 from sphinx.application import Sphinx
 
+from distlab import public_names
+
 FOLDER = "docs/api"
 
 
@@ -38,7 +40,7 @@ def floors(root: Path) -> dict[int, list[str]]:
 def rooms(module: ModuleType) -> dict[str, list[str]]:
     """Return the names that a package offers, by the room under it where they are written."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name in module.__all__:
+    for name in public_names(module.__name__):
         home = getattr(getattr(module, name), "__module__", "") or ""
         inside = home.removeprefix(f"{module.__name__}.").split(".")[0] if home.startswith(module.__name__) else ""
         room = f"{module.__name__}.{inside}" if inside else module.__name__
@@ -60,7 +62,7 @@ def page(name: str, *, source: str = "", names: list[str] | None = None) -> str:
     """Return the page of a module: its docstring and `names` (by default all that it offers) of the module `source`."""
     module = importlib.import_module(name)
     own = [key for key, thing in vars(module).items() if getattr(thing, "__module__", "") == name and key[0] != "_"]
-    listed = list(getattr(module, "__all__", own)) if names is None else names
+    listed = ([*public_names(name)] or own) if names is None else names
     heading = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n   :no-members:\n   :no-index:\n"
     return "\n".join([heading, *(entry(source or name, each) for each in listed)])
 

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from distlab.plan import AXES, Cluster, Plan, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
 from simulator.advisor.strategies import MapCell, strategy_map
-from simulator.hardware.presets import cluster as cluster_by_name
-from simulator.hardware.presets import link
+from simulator.hardware.presets import cluster as cluster_by_name, link
 from simulator.models.by_name import model_by_name
 from simulator.runs.failures import RATES, Failures, checkpoint_bytes
 from simulator.runs.money import Run, bill, curve

@@ -18,11 +18,11 @@ from distlab.plan import (
     make_schedule,
     one_f_one_b,
     parse_schedule,
+    records as plan_records,
     text_grid,
     validate,
     zb_h1,
 )
-from distlab.plan import records as plan_records
 
 GRIDS = sorted((Path(__file__).parent / "grids").glob("*.txt"))
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.plan import KINDS, Action, Schedule, gpipe, one_f_one_b, parse_action, parse_schedule
 

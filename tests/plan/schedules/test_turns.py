@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Action, Schedule
 from distlab.plan.schedules.turns import depth_first, rounds_of, take_turns

@@ -7,8 +7,7 @@ import shlex
 import subprocess
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from plan_files import BF16, H100, LLAMA, SHARDED, WIDE, said
 
 from distlab.cli.predict.export import TOOLS as NAMES

@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from viz_traces import data_parallel
 
+from distlab import public_names
 from simulator.viz import Panel, describe_timeline, draw_timeline
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import DPI
@@ -141,6 +142,6 @@ def test_figures_stay_free_of_widgets():
 def test_the_face_has_every_name_that_it_promises():
     import simulator.viz
 
-    assert all(callable(getattr(simulator.viz, name)) for name in simulator.viz.__all__)
+    assert all(callable(getattr(simulator.viz, name)) for name in public_names("simulator.viz"))
     with pytest.raises(AttributeError, match="module 'simulator.viz' has no attribute 'no_panel'"):
         _ = simulator.viz.no_panel
