@@ -19,13 +19,13 @@ class Submission(NamedTuple):
         student: names the student and the files of results: the submission's file name, or its folder's.
         path: the notebook or module, or None where the student's folder has none.
         digest: of the file's bytes, "" where there is none.
-        data: the file's bytes as they were found: another submission that runs first cannot change them.
+        data: the file's bytes as they were found: a different submission that runs first cannot change them.
         problem: why it cannot be graded, in one line, or "".
     """
 
     student: str
-    path: Path | None
-    digest: str
+    path: Path | None = None
+    digest: str = ""
     data: bytes = b""
     problem: str = ""
 
@@ -45,88 +45,58 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
             student's files stands in `problem`, and does not keep the others from being graded.
     """
     found: dict[str, Submission] = {}
-    for student, path in _pairs(paths, lesson):
-        name = _SAFE.sub("_", student).strip(".") or "student"
-        one = _read(name, path)
-        if name in found:
-            text = f"two submissions are {name}'s: {found[name].path} and {one.path}; leave one out, or rename a folder"
-            one = Submission(name, one.path, one.digest, problem=text)
-        found[name] = one
+    for path in paths:
+        for student, files in _by_student(path, lesson):
+            name = _SAFE.sub("_", student).strip(".") or "student"
+            one = _read(name, files, lesson)
+            if name in found:
+                both = f"{found[name].path} and {one.path}"
+                text = f"two submissions are {name}'s: {both}; leave one out, or rename a folder"
+                one = Submission(name, one.path, one.digest, problem=text)
+            found[name] = one
     if not found:
         listed = ", ".join(map(str, paths))
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")
     return [found[name] for name in sorted(found)]
 
 
-def _read(student: str, path: Path | None | ValueError) -> Submission:
-    if path is None or isinstance(path, ValueError):
-        return Submission(student, None, "", problem=str(path or ""))
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return Submission(student, path, "", problem=f"{path} cannot be read: {error.strerror}")
-    return Submission(student, path, hashlib.sha256(data).hexdigest(), data)
-
-
-def _pairs(paths: Sequence[Path], lesson: str) -> Iterator[tuple[str, Path | None | ValueError]]:
-    for path in paths:
-        if path.is_file():
-            if path.suffix not in KINDS:
-                raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py); pass one, or a folder")
-            yield _owner(path, lesson), path
-        elif path.is_dir():
-            yield from _in_folder(path, lesson)
-        else:
-            raise ValueError(f"{path} is not there; pass notebooks, .py files or folders of them")
-
-
-def _in_folder(folder: Path, lesson: str) -> Iterator[tuple[str, Path | None | ValueError]]:
-    for child in sorted(folder.iterdir()):
-        if child.name.startswith((".", "__")):
-            continue
-        if child.is_dir():
-            yield child.name, _one_or_why_not(child, lesson)
+def _by_student(path: Path, lesson: str) -> Iterator[tuple[str, list[Path]]]:
+    """Yield each student's name and files in a file or folder."""
+    if path.is_file() and path.suffix not in KINDS:
+        raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py); pass one, or a folder")
+    if not path.exists():
+        raise ValueError(f"{path} is not there; pass notebooks, .py files or folders of them")
+    for child in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if child.is_dir() and not child.name.startswith((".", "__")):
+            yield child.name, sorted(one for one in child.rglob("*") if _is_answer(one.relative_to(child), one))
         elif child.suffix in KINDS:
-            yield _owner(child, lesson), child if child.is_file() else None  # a pipe, or a link to nothing
+            yield _owner(child, lesson), [child] if _is_answer(Path(child.name), child) else []
+
+
+def _is_answer(name: Path, path: Path) -> bool:
+    """Whether a file holds answers; no pipe, no link to nothing, and nothing in a hidden folder."""
+    return path.suffix in KINDS and path.is_file() and not any(part.startswith((".", "__")) for part in name.parts)
 
 
 def _owner(path: Path, lesson: str) -> str:
     """Return the file's name, or that of the first folder above it that is not named like the lesson."""
-    generic = (lesson, "lesson", "answers", "work", "")
     names = (path.stem, *(parent.name for parent in path.absolute().parents))
-    return next((name for name in names if name not in generic), path.stem)
+    return next((name for name in names if name not in (lesson, "lesson", "answers", "work", "")), path.stem)
 
 
-def _one_or_why_not(folder: Path, lesson: str) -> Path | None | ValueError:
+def _read(student: str, files: Sequence[Path], lesson: str) -> Submission:
+    """Read a student's one file for the lesson: the one of its name, or the only one that is of no lesson."""
+    if len(files) > 1:
+        others = [path for path in files if not re.match(r"\d\d_|START$", path.stem)]
+        named = [path for path in files if lesson in (path.stem, path.parent.name) and path not in others]
+        files = named or [path for path in others if lesson == path.parent.name] or others
+    if len(files) > 1:
+        listed = ", ".join(path.name for path in files[:4])
+        return Submission(student, problem=f"several files to grade ({listed}); name the right one {lesson}.ipynb")
+    if not files:
+        return Submission(student)
     try:
-        return _only(folder, lesson)
-    except ValueError as error:
-        return error
+        data = files[0].read_bytes()
     except OSError as error:
-        return ValueError(f"{error.filename} cannot be read: {error.strerror}")
-
-
-def _only(folder: Path, lesson: str) -> Path | None:
-    """Return the student's one file for the lesson, or None.
-
-    Raises:
-        ValueError: there are several, and none is named like the lesson.
-    """
-    files = sorted(_files(folder))
-    if len(files) <= 1:
-        return files[0] if files else None
-    named = [path for path in files if path.stem == lesson or (path.stem == "lesson" and path.parent.name == lesson)]
-    if len(named) == 1:
-        return named[0]
-    others = [path for path in files if not re.match(r"\d\d_", path.stem) and path.stem != "START"]
-    if not named and len(others) <= 1:
-        return others[0] if others else None
-    listed = ", ".join(str(path.relative_to(folder)) for path in (named or others)[:4])
-    raise ValueError(f"{folder} has several files to grade ({listed}); name the right one {lesson}.ipynb")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
-        if path.suffix in KINDS and path.is_file() and not hidden:
-            yield path
+        return Submission(student, files[0], problem=f"{files[0]} cannot be read: {error.strerror}")
+    return Submission(student, files[0], hashlib.sha256(data).hexdigest(), data)

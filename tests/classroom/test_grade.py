@@ -19,7 +19,7 @@ import pytest
 from distlab.classroom import Limits, find_submissions, grade_all
 from distlab.classroom.contained import in_container, refuse_unless_it_runs
 from distlab.classroom.marks import grade_of, read_grade, write_grade
-from distlab.classroom.page import class_page, student_page, to_csv
+from distlab.classroom.page import class_page, student_page, to_csv, to_gradescope
 from distlab.classroom.run import _result_of, _size
 from distlab.cli import main
 from distlab.grading import load_lesson
@@ -341,6 +341,9 @@ def test_blocked_points_are_neither_earned_nor_lost(lesson, tmp_path):
     assert (grade.points, grade.possible, grade.blocked) == (double, double, mean)
     assert "blocked" in to_csv([grade])
     assert "'=ann" in to_csv([grade])
+    (test,) = to_gradescope(grade)["tests"]
+    assert test == {"name": "91.double", "score": double, "max_score": double, "output": "it needs a GPU"}
+    assert to_gradescope(grade)["output"] == "cell 3 was left out"
     page = student_page("Lesson", grade)
     assert "it needs a GPU" in page
     assert "cell 3 was left out" in page

@@ -159,7 +159,7 @@ def test_the_box_commits_and_shows_what_code_commits():
     assert "application/vnd.jupyter.widget-view+json" in bundle
     box, unit, button = guess._widget().children[1].children
     assert (box.value, box.placeholder, unit.value) == ("", "your number", "ms")
-    box.value = "3,5"
+    box.value = "3.5"
     assert guess.value == 3.5
     guess.commit(4)
     assert box.value == "4"
@@ -184,11 +184,9 @@ def test_the_box_commits_and_shows_what_code_commits():
         ("inf", "&#x27;inf&#x27; cannot be the answer: write a finite number of ms"),
         ("nan", "&#x27;nan&#x27; cannot be the answer: write a finite number of ms"),
         (" ", "Type a number first."),
-        ("1.000.000", "&#x27;1.000.000&#x27; can be read in more ways than one; write one such as 3.2 or 1000"),
-        ("10,00,000", "&#x27;10,00,000&#x27; can be read in more ways than one; write one such as 3.2 or 1000"),
-        ("1.000,5", "&#x27;1.000,5&#x27; can be read in more ways than one; write one such as 3.2 or 1000"),
-        ("1 0", "&#x27;1 0&#x27; can be read in more ways than one; write one such as 3.2 or 1000"),
-        ("1_0", "&#x27;1_0&#x27; can be read in more ways than one; write one such as 3.2 or 1000"),
+        ("3,5", "&#x27;3,5&#x27; is not a number; write one such as 3.2 or 1000"),
+        ("10,00,000", "&#x27;10,00,000&#x27; is not a number; write one such as 3.2 or 1000"),
+        ("1 0", "&#x27;1 0&#x27; is not a number; write one such as 3.2 or 1000"),
     ],
 )
 def test_the_box_says_what_was_understood(typed, says):
@@ -203,19 +201,9 @@ def test_the_box_says_what_was_understood(typed, says):
     [
         ("1,000", 1000),
         ("1,234,567.5", 1234567.5),
-        ("1 000", 1000),
-        ("1\u202f000,5", 1000.5),
-        ("1'000'000", 1e6),
         ("1_000", 1000),
-        ("1e3", 1000),
         ("1E+3", 1000),
-        ("3,5", 3.5),
-        ("0,125", 0.125),
-        ("1234,567", 1234.567),
-        ("1,5e3", 1500),
-        ("1.000", 1),
         (".5", 0.5),
-        ("+2.", 2),
     ],
 )
 def test_the_box_reads_thousands_and_decimals(typed, number):

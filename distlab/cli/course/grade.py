@@ -75,7 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     else:
         print(
-            f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json, and a page for each in students/"
+            f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; in students/ a page for each and "
+            "Gradescope's results.json"
         )
     return 1 if any(grade.stopped for grade in grades) else 0
 
@@ -93,7 +94,7 @@ def _seed(kept: Path, asked: int | None) -> int:
 
 
 def _write(out: Path, title: str, grades: Sequence[Grade]) -> None:
-    from distlab.classroom.page import class_page, student_page, to_csv
+    from distlab.classroom.page import class_page, student_page, to_csv, to_gradescope
 
     (out / "students").mkdir(exist_ok=True)
     (out / "grades.csv").write_text(to_csv(grades), encoding="utf-8")
@@ -101,6 +102,7 @@ def _write(out: Path, title: str, grades: Sequence[Grade]) -> None:
     (out / "grades.html").write_text(class_page(title, grades), encoding="utf-8")
     for grade in grades:
         (out / "students" / f"{grade.student}.html").write_text(student_page(title, grade), encoding="utf-8")
+        (out / "students" / f"{grade.student}.results.json").write_text(json.dumps(to_gradescope(grade), indent=2))
 
 
 def _as_dict(grade: Grade) -> dict[str, object]:

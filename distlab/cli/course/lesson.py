@@ -8,9 +8,8 @@ of a lesson aside and brings a fresh one.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
-import signal
-import webbrowser
 from pathlib import Path
 
 from distlab.cli.arguments import whole_number
@@ -53,7 +52,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int:
-    from distlab.notebook.jupyter.server import Server
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise ValueError("the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it")
+    from distlab.notebook.jupyter import serve
     from distlab.notebook.learner.copies import draw_map, make_copies
 
     copies = make_copies(lessons, work)
@@ -64,33 +65,9 @@ def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int
         if copy.message:
             print(f"note: {copy.message}")
     draw_map(lessons, work)
-    signal.signal(signal.SIGTERM, _interrupt)
     print("starting JupyterLab ...", flush=True)
-    with Server(work, port) as server:
-        try:
-            print(f"The lessons are at  {server.address}", flush=True)
-            print("They run until you press Ctrl-C here; what you saved stays.", flush=True)
-            if browser:
-                _open(server.address)
-            status = server.wait()
-        except KeyboardInterrupt:
-            print("\nending JupyterLab, its kernels and their ranks ...", flush=True)
-            return 0
-    return 1 if status else 0
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _open(address: str) -> None:
-    """Open a browser with a window; one that would take over the terminal is left alone."""
-    try:
-        found = webbrowser.get()
-    except webbrowser.Error:
-        return
-    if type(found) is not webbrowser.GenericBrowser:
-        found.open(address)
+    serve(work, port, browser=browser)
+    return 0
 
 
 def _short(path: Path) -> str:

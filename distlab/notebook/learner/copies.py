@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 from distlab.comm.command import runnable
 from distlab.grading.progress import MARKER, copy_in, load_progress
 
-VERSIONS = ".versions.json"
 START = "START.ipynb"
 NOTEBOOK = "lesson.ipynb"  # its name in the repository, next to its source
+CAME_FROM = "distlab"  # in a copy's metadata: the fingerprint of the lesson that it was made from
 _LINK = re.compile(r"\(\.\./(\d\d_\w+)/\w+\.ipynb\)")
 PAGES = ("GLOSSARY.md", "CHEATSHEET.md")  # the lessons and START link to them
+BROUGHT_S = 946_684_800  # a page's time of change (2000-01-01) until you write in it
 
 
 class Copy(NamedTuple):
@@ -57,12 +57,12 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
         raise ValueError(f"{work} is inside the lessons themselves; pass --work with a folder of your own")
     work.mkdir(parents=True, exist_ok=True)
     (work / MARKER).touch()
-    versions = _read_versions(work)
     for page in PAGES:
-        _bring_page(lessons / page, work / page, versions)
-    copies = [_copy(name, original, work, versions) for name, original in originals(lessons, work).items()]
-    _write_versions(work, versions)
-    return copies
+        copy = work / page
+        if (lessons / page).is_file() and (not copy.exists() or copy.stat().st_mtime == BROUGHT_S):
+            shutil.copyfile(lessons / page, copy)
+            os.utime(copy, (BROUGHT_S, BROUGHT_S))
+    return [_copy(name, original, work) for name, original in originals(lessons, work).items()]
 
 
 def draw_map(lessons: Path, work: Path) -> None:
@@ -78,7 +78,7 @@ def draw_map(lessons: Path, work: Path) -> None:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code" and "course_map()" in "".join(cell["source"]):
             cell["outputs"] = [{"output_type": "display_data", "data": data, "metadata": {}}]
-    _put(path, notebook, replace=True)
+    _put(path, notebook)
 
 
 def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
@@ -96,13 +96,9 @@ def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
     name, copy = names[0], work / names[0]
     if not os.path.lexists(copy):
         raise ValueError(f"nothing to reset: {copy} is not there; {runnable('distlab lesson start')} makes it")
-    aside = _free_name(copy)
+    aside = copy.with_name(f"{copy.stem}.{datetime.now():%Y-%m-%d_%H-%M-%S.%f}{copy.suffix}")
     copy.rename(aside)
-    fresh = _read(known[name])
-    _put(copy, _to_work_in(fresh, work))
-    versions = _read_versions(work)
-    versions[name] = fingerprint(fresh)
-    _write_versions(work, versions)
+    _put(copy, _to_work_in(_read(known[name]), work))
     return aside, copy
 
 
@@ -114,32 +110,18 @@ def fingerprint(notebook: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]
 
 
-def damage(path: Path) -> str | None:
-    """Return why a file cannot be opened as a notebook, exactly, or None when it can."""
+def damage(path: Path) -> str:
+    """Return why a file cannot be opened as a notebook, or "" where it can."""
     try:
-        text = path.read_bytes().decode("utf-8")
-        if not text.strip():
-            return "is empty"
-        notebook = json.loads(text)
-    except IsADirectoryError:
-        return "is a folder, not a file"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
-    except json.JSONDecodeError as error:
-        return f"is not whole JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-    except RecursionError:
-        return "is JSON nested too deep to be a notebook"
-    cells = notebook.get("cells") if isinstance(notebook, dict) else None
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) and "source" in cell for cell in cells):
-        return "is JSON, but no notebook: it has no list of cells"
-    if notebook.get("nbformat") != 4:
-        return f"is a notebook of format {notebook.get('nbformat')!r}; JupyterLab wants format 4"
-    return None
+        notebook = _read(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if not isinstance(notebook, dict) or notebook.get("nbformat") != 4 or not isinstance(notebook.get("cells"), list):
+        return "is JSON, but no notebook of format 4"
+    return ""
 
 
-def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Copy:
+def _copy(name: str, original: Path, work: Path) -> Copy:
     """Make one copy, or look at the one that is there."""
     copy, lesson = work / name, _read(original)
     version = fingerprint(lesson)
@@ -150,35 +132,20 @@ def _copy(name: str, original: Path, work: Path, versions: dict[str, str]) -> Co
             _put(copy, _to_work_in(lesson, work))
         except OSError as error:
             return Copy(name, "blocked", f"{copy} cannot be made: {error.strerror}")
-        versions[name] = version
         return Copy(name, "made")
     if wrong := damage(copy):
         message = f"{copy} {wrong}. It is kept as it is; `{reset_it}` puts it aside and brings a fresh one"
         return Copy(name, "damaged", message)
-    came_from = versions.get(name)
-    if came_from == version:
+    mine = _read(copy)
+    came_from = mine["metadata"].get(CAME_FROM)
+    if version in (came_from, fingerprint(mine)):
         return Copy(name, "kept")
-    if name == START and fingerprint(_read(copy)) == came_from:  # the learner wrote nothing in it
+    if name == START and fingerprint(mine) == came_from:  # the learner wrote nothing in it
         with contextlib.suppress(OSError):
-            _put(copy, _to_work_in(lesson, work), replace=True)
-            versions[name] = version
+            _put(copy, _to_work_in(lesson, work))
             return Copy(name, "refreshed")
-    if fingerprint(_read(copy)) == version:  # brought by hand
-        versions[name] = version
-        return Copy(name, "kept")
     since = "there is a newer version of it" if came_from else "it is not known which version it came from"
     return Copy(name, "newer", f"{copy}: {since}. Yours is kept; `{reset_it}` puts it aside and brings the new one")
-
-
-def _bring_page(original: Path, copy: Path, versions: dict[str, str]) -> None:
-    """Copy a page, also over an older one in which the learner wrote nothing."""
-    if original.is_file() and (not copy.exists() or versions.get(copy.name) == _hash(copy)):
-        shutil.copyfile(original, copy)
-        versions[copy.name] = _hash(copy)
-
-
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -201,37 +168,14 @@ def _to_work_in(notebook: dict[str, Any], work: Path) -> dict[str, Any]:
         else {**cell, "source": _LINK.sub(link, "".join(cell["source"]))}
         for cell in notebook["cells"]
     ]
-    return {**notebook, "cells": cells}
+    return {**notebook, "cells": cells, "metadata": {**notebook["metadata"], CAME_FROM: fingerprint(notebook)}}
 
 
-def _put(path: Path, notebook: dict[str, Any], *, replace: bool = False) -> None:
-    """Write a whole notebook at once; without `replace`, only where nothing is."""
+def _put(path: Path, notebook: dict[str, Any]) -> None:
+    """Write a whole notebook at once."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if replace or not os.path.lexists(path):
-            part.replace(path)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _free_name(copy: Path) -> Path:
-    stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    paths = (copy.with_name(f"{copy.stem}.{stamp}{ending}{copy.suffix}") for ending in endings)
-    return next(path for path in paths if not os.path.lexists(path))
-
-
-def _read_versions(work: Path) -> dict[str, str]:
-    """Return which version each copy came from; a damaged file knows nothing."""
-    try:
-        known = json.loads((work / VERSIONS).read_text(encoding="utf-8"))
-        return {str(name): str(version) for name, version in known.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _write_versions(work: Path, versions: dict[str, str]) -> None:
-    part = work / f"{VERSIONS}.{os.getpid()}"
-    part.write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
-    part.replace(work / VERSIONS)
