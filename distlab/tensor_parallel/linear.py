@@ -83,15 +83,7 @@ class ColumnParallelLinear(_ParallelLinear):
         output's bytes forward.
     Error: exact forward; x's gradient is a sum over ranks, in another order.
 
-    Args:
-        in_features: I.
-        out_features: O; a multiple of t.
-        group: the ranks.
-        bias: add one.
-        full: take the weights of this layer, as rank 0 has it; None draws them as nn.Linear does.
-        split: how the output features are cut; None for one piece.
-
-    `from_full` has more options, which are attributes here:
+    `from_full` makes one.
 
     Attributes:
         splits: how its parameters are cut.
@@ -105,19 +97,7 @@ class ColumnParallelLinear(_ParallelLinear):
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: ProcessGroup | None = None,
-        *,
-        bias: bool = True,
-        full: nn.Linear | None = None,
-        split: Split | None = None,
-    ) -> None:
-        split = split or Split(0, (out_features,))
-        super().__init__(full or nn.Linear(in_features, out_features, bias), group, {"weight": split, "bias": split})
-        self.join_output = self.regather = False
+    join_output = regather = False
 
     @classmethod
     def from_full(
@@ -144,7 +124,7 @@ class ColumnParallelLinear(_ParallelLinear):
             ValueError: t does not divide the features, or ranks disagree on the layer.
         """
         split = Split(0, tuple(sections or (linear_sizes(layer)[1],)), padded)
-        made = cls(*linear_sizes(layer), group, full=layer, split=split)
+        made = cls(layer, group, {"weight": split, "bias": split})
         made.sequence_parallel, made.join_output = sequence_parallel, join_output
         return made
 
@@ -175,12 +155,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
     Error: a sum over ranks, in another order than the full product's; gradients are exact.
 
-    Args:
-        in_features: I; a multiple of t.
-        out_features: O.
-        group: the ranks.
-        bias: add one.
-        full: take the weights of this layer, as rank 0 has it; None draws them as nn.Linear does.
+    `from_full` makes one.
 
     Attributes:
         splits: how its parameters are cut; the bias is not.
@@ -192,18 +167,7 @@ class RowParallelLinear(_ParallelLinear):
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: ProcessGroup | None = None,
-        *,
-        bias: bool = True,
-        full: nn.Linear | None = None,
-    ) -> None:
-        splits = {"weight": Split(1, (in_features,))}
-        super().__init__(full or nn.Linear(in_features, out_features, bias), group, splits)
-        self.num_parts = 1
+    num_parts = 1
 
     @classmethod
     def from_full(
@@ -221,7 +185,7 @@ class RowParallelLinear(_ParallelLinear):
         """
         if num_parts < 1:
             raise ValueError(f"num_parts is {num_parts}; pass at least 1")
-        made = cls(*linear_sizes(layer), group, full=layer)
+        made = cls(layer, group, {"weight": Split(1, (linear_sizes(layer)[0],))})
         made.sequence_parallel, made.num_parts = sequence_parallel, num_parts
         return made
 

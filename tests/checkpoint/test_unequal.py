@@ -44,8 +44,8 @@ def other_names():
 
 
 CUT = {
-    "column": (lambda: ColumnParallelLinear(4, 8), "model: weight, model: bias;"),
-    "row": (lambda: RowParallelLinear(8, 4), "model: weight;"),
+    "column": (lambda: ColumnParallelLinear.from_full(torch.nn.Linear(4, 8)), "model: weight, model: bias;"),
+    "row": (lambda: RowParallelLinear.from_full(torch.nn.Linear(8, 4)), "model: weight;"),
     "column and row": (by_plan, "model: 0.weight, model: 0.bias, model: 2.weight;"),
     "vocabulary": (lambda: VocabularyParallelEmbedding(torch.nn.Embedding(13, 4)), "model: weight;"),
     "experts": (

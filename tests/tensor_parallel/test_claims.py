@@ -99,7 +99,10 @@ def waited_ns(call):
 
 def check_order():
     """The weight's product begins after the sum was started and before anyone waits for it; parts likewise."""
-    column, row = ColumnParallelLinear(H, H), RowParallelLinear.from_full(torch.nn.Linear(H, H), num_parts=2)
+    column, row = (
+        ColumnParallelLinear.from_full(torch.nn.Linear(H, H)),
+        RowParallelLinear.from_full(torch.nn.Linear(H, H), num_parts=2),
+    )
     x = torch.randn(B, S, H, requires_grad=True)
     y = column(x)
     with recorded() as seen, Products() as products:

@@ -92,10 +92,10 @@ def of_layers(t):
     targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
     width = -(-V // t)
     table = {
-        "column": (ColumnParallelLinear(H, H), whole, 0, 2 * size),
+        "column": (ColumnParallelLinear.from_full(nn.Linear(H, H)), whole, 0, 2 * size),
         "column, sequence": (ColumnParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True), part, size, size),
         "column, join": (ColumnParallelLinear.from_full(nn.Linear(H, H), join_output=True), whole, size, 2 * size),
-        "row": (RowParallelLinear(H, H), features, 2 * size, 0),
+        "row": (RowParallelLinear.from_full(nn.Linear(H, H)), features, 2 * size, 0),
         "row, sequence": (RowParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True), features, size, size),
         "attention": (attention, whole, 2 * size, 2 * size),
         "attention, sequence": (sequence_attention, part, 2 * size, 2 * size),

@@ -44,15 +44,15 @@ def cases():
     broken.blocks[0].feed_forward.widen.weight.grad[0, 0] = float("nan") if rank == 0 else 0.0
     torch.manual_seed(rank)
     refused = {
-        "features": lambda: ColumnParallelLinear(4, 7),
-        "inputs": lambda: RowParallelLinear(7, 4),
-        "layer differs": lambda: ColumnParallelLinear(4, 4 + 2 * rank),
+        "features": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 7)),
+        "inputs": lambda: RowParallelLinear.from_full(nn.Linear(7, 4)),
+        "layer differs": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 4 + 2 * rank)),
         "heads": lambda: ParallelAttention(nn.Linear(6, 18), nn.Linear(6, 6), 3),
         "shared heads": lambda: ParallelAttention(nn.Linear(12, 24), nn.Linear(12, 12), 6, num_key_value_heads=3),
         "heads of keys": lambda: ParallelAttention(nn.Linear(8, 24), nn.Linear(8, 8), 4, num_key_value_heads=3),
         "uneven heads": lambda: ParallelAttention(nn.Linear(10, 24), nn.Linear(10, 10), 4),
         "fused features": lambda: ParallelAttention(nn.Linear(8, 23), nn.Linear(8, 8), 4),
-        "wrong input": lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 6)),
+        "wrong input": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 6))(torch.ones(2, 6)),
         "sequence": lambda: reduce_scatter_sequence(torch.ones(2, 5, 4)),
         "no sequence": lambda: reduce_scatter_sequence(torch.ones(4)),
         "model's sequence": lambda: sequences(torch.zeros(2, 5, dtype=torch.int64)),

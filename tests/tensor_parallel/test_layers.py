@@ -233,7 +233,7 @@ def check_functions():
 def check_drawn():
     """A layer that draws its own weights has those of nn.Linear on rank 0."""
     torch.manual_seed(5 + dist.get_rank())
-    made = ColumnParallelLinear(6, HIDDEN, dist.group.WORLD)
+    made = ColumnParallelLinear.from_full(nn.Linear(6, HIDDEN), dist.group.WORLD)
     torch.manual_seed(5)
     whole = nn.Linear(6, HIDDEN)
     assert torch.equal(made.weight, part_of(whole.weight, 0))
@@ -241,7 +241,7 @@ def check_drawn():
 
 
 def check_autocast():
-    layer = RowParallelLinear(HIDDEN, 8)
+    layer = RowParallelLinear.from_full(nn.Linear(HIDDEN, 8))
     x = torch.randn(4, HIDDEN // dist.get_world_size(), requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -261,7 +261,7 @@ def test_layers_equal_those_they_were_cut_from(ranks, world_size):
         check_drawn()
         check_autocast()
         x = torch.ones(2, HIDDEN)  # wants no gradient: nothing is sent for it
-        y = ColumnParallelLinear(HIDDEN, HIDDEN)(x)
+        y = ColumnParallelLinear.from_full(nn.Linear(HIDDEN, HIDDEN))(x)
         y.sum().backward()
         assert x.grad is None
 
