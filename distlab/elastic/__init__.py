@@ -6,7 +6,7 @@ Begin with `plain`, the whole idea on one screen. What a cluster asks for stands
 2. `run`: `ElasticRun`, the loop itself.
 3. `leave`: SIGTERM, and ranks that are stopped.
 4. `restart`: new ranks for those that failed, where no torchrun does it.
-5. `faults` and `packets`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
+5. `faults`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
 """
 
 from distlab.elastic.agents import Agent as Agent, Agents as Agents
@@ -17,7 +17,6 @@ from distlab.elastic.faults import (
     plan_faults as plan_faults,
 )
 from distlab.elastic.leave import Left as Left
-from distlab.elastic.packets import lossy_loopback as lossy_loopback
 from distlab.elastic.plain import plain_train as plain_train
 from distlab.elastic.restart import run_elastic as run_elastic
 from distlab.elastic.run import ElasticRun as ElasticRun, Saves as Saves

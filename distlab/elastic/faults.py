@@ -9,7 +9,7 @@
 - "disk": its next save finds no room on the disk.
 
 Each happens once, however often the run is started: a mark in a directory remembers it. The mark of a flip says which
-bit it was. Lost packets are a fault of the wire, not of a rank: see `packets`.
+bit it was.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def plan_faults(
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
-        raise ValueError(f"kinds is {list(kinds)}; pass some of {', '.join(KINDS)} (lost packets: lossy_loopback)")
+        raise ValueError(f"kinds is {list(kinds)}; pass some of {', '.join(KINDS)}")
     if min(count, within_s) < 0 or min(num_steps, world_size) < 1:
         raise ValueError(
             f"count {count}, within_s {within_s}, num_steps {num_steps} or world_size {world_size} cannot be: pass at "

@@ -2,7 +2,7 @@
 
 Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `async_calls`).
 Then `linear` (column- and row-parallel layers) and `vocabulary` (embedding, and cross-entropy that never gathers the
-scores). `attention` has its heads split, also where there are fewer heads of keys and values than ranks.
+scores). `attention` has its heads split.
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
 regions by positions. `dropout` has masks that must be equal, and those that must not. `norm` is the gradients' norm,
@@ -14,8 +14,7 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 """
 
 from distlab.modules.split import Split as Split, splits_of as splits_of
-from distlab.tensor_parallel.attention.grouped import SharedKeyValueLinear as SharedKeyValueLinear
-from distlab.tensor_parallel.attention.heads import ParallelAttention as ParallelAttention
+from distlab.tensor_parallel.attention import ParallelAttention as ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module as parallelize_module
 from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS, SEQUENCE as SEQUENCE
 from distlab.tensor_parallel.dropout import SplitDropout as SplitDropout, own_random as own_random

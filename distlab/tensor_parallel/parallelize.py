@@ -27,7 +27,7 @@ from distlab.comm.p2p import group_rank
 from distlab.models import GPT, Block, FeedForward
 from distlab.modules.split import Split
 from distlab.tensor_parallel.async_calls import check_sequence
-from distlab.tensor_parallel.attention.heads import ParallelAttention, check_heads
+from distlab.tensor_parallel.attention import ParallelAttention, check_heads
 from distlab.tensor_parallel.dropout import SplitDropout
 from distlab.tensor_parallel.functions import join_features, join_sequence, split_sequence
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, take_parts

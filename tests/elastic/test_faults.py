@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 from elastic_job import torchrun
+from packets import lossy_loopback
 
 from distlab.checkpoint import CheckpointError, save
-from distlab.elastic import Fault, Faults, InjectedFault, lossy_loopback, plan_faults
+from distlab.elastic import Fault, Faults, InjectedFault, plan_faults
 from distlab.elastic.faults import KINDS
 
 
@@ -26,7 +27,7 @@ def test_a_seed_makes_the_same_plan_and_every_kind_and_rank_comes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"kinds": ["kill", "packets"]}, r"kinds is \['kill', 'packets'\]; pass some of kill, .*lossy_loopback"),
+        ({"kinds": ["kill", "packets"]}, r"kinds is \['kill', 'packets'\]; pass some of kill, "),
         ({"kinds": []}, r"kinds is \[\]"),
         ({"count": -1}, "count -1"),
         ({"world_size": 0}, "world_size 0"),

@@ -11,7 +11,7 @@ from torch import nn
 from distlab.comm import recorded
 from distlab.pipeline.backward.two_parts import prepare_split
 from distlab.plan import Plan
-from distlab.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear, parallelize
+from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 
 LATER = {"pipeline": 2, "tensor": 2, "num_microbatches": 4, "schedule": "zb_h1"}
 
@@ -67,17 +67,6 @@ def test_the_weights_of_parallel_layers_wait_and_w_sends_nothing(ranks):
                     continue
                 assert (between[name] is None) == waits, name
                 assert (after[name] - gradient).abs().max() <= 1e-12, name
-
-
-def test_a_layer_that_nobody_calls_has_no_rule(ranks):
-    def report():
-        torch.manual_seed(0)
-        attention = ParallelAttention(nn.Linear(8, 8 + 4), nn.Linear(8, 8), 4, num_key_value_heads=1)
-        return prepare_split(attention).report
-
-    for found in ranks(2).run(report):
-        assert found.deferred == ("output",)
-        assert dict(found.kept).keys() == {"query_key_value.query", "query_key_value.key_value"}
 
 
 def test_layers_alone_equal_their_own_backward(ranks):

@@ -14,7 +14,6 @@ from distlab.tensor_parallel import (
     RowParallelLinear,
     SequenceParallelNorm,
     SequenceParallelPositions,
-    SharedKeyValueLinear,
     VocabularyParallelEmbedding,
     clip_tensor_parallel_,
     full_state_dict,
@@ -77,7 +76,7 @@ def of_functions(t):
 def of_layers(t):
     """Layer -> what it sent, and what its Cost says in elements times (t-1)/t."""
     whole, part, features = ((B, S, H), (B, S // t, H), (B, S, H // t))
-    size, d = B * S * H, H // 6
+    size = B * S * H
     tokens, positions = torch.randint(V, (B, S)), torch.arange(S)
     embedding = VocabularyParallelEmbedding(nn.Embedding(V, H))
     in_parts = VocabularyParallelEmbedding(nn.Embedding(V, H), sequence_parallel=True)
@@ -86,9 +85,6 @@ def of_layers(t):
         for sequence in (False, True)
     )
     placed = SequenceParallelPositions(nn.Embedding(S, H))
-    shared = SharedKeyValueLinear(nn.Linear(H, 8 * d), 6, 1)
-    shared_parts = SharedKeyValueLinear(nn.Linear(H, 8 * d), 6, 1, sequence_parallel=True)
-    assert shared.key_value.weight.numel() == 2 * d * H  # all weights of key and value, on each rank
     targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
     width = -(-V // t)
     table = {
@@ -99,8 +95,6 @@ def of_layers(t):
         "row, sequence": (RowParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True), features, size, size),
         "attention": (attention, whole, 2 * size, 2 * size),
         "attention, sequence": (sequence_attention, part, 2 * size, 2 * size),
-        "shared": (shared, whole, 0, 2 * size + 2 * 2 * d * (H + 1)),
-        "shared, sequence": (shared_parts, part, size, size + 2 * 2 * d * (H + 1)),
         "norm": (SequenceParallelNorm(nn.LayerNorm(H)), part, 0, 2 * 2 * H),
         "positions": (lambda x: placed(positions) + 0 * x.sum(), (1,), 0, S * H),
         "embedding": (lambda x: embedding(tokens) + 0 * x.sum(), (1,), 2 * size, 0),

@@ -86,7 +86,7 @@ def test_bad_input_is_refused_on_every_rank(ranks):
         "features": "7 features cannot be split over 2 ranks",
         "layer differs": "ranks disagree",
         "heads": "3 heads cannot be split over 2 ranks",
-        "shared heads": "3 heads of keys and values can neither be split over 2 ranks nor",
+        "shared heads": "3 heads of keys and values cannot be split over 2 ranks",
         "uneven heads": "the output layer has 10 inputs, which 4 heads do not divide",
         "fused features": "need a layer of 24 features for query, key and value; got 23",
         "model's sequence": "5 positions, which 2 ranks do not divide",

@@ -15,9 +15,7 @@ from distlab.tensor_parallel import (
     SequenceParallelNorm,
     Split,
     VocabularyParallelEmbedding,
-    full_state_dict,
     functions,
-    tensor_parallel_norm,
     vocabulary_parallel_cross_entropy,
 )
 
@@ -132,38 +130,6 @@ def check_attention():
             given.query_key_value, given.output, 12, num_key_value_heads=num_ranks, sequence_parallel=sequence
         )
         compare(grouped, full(lambda: GroupedAttention(12, num_ranks)), x_dim=dim, y_dim=dim)
-        for num_shared in range(1, num_ranks):
-            if num_ranks % num_shared == 0:
-                check_shared_heads(num_shared, sequence)
-
-
-def check_shared_heads(num_shared, sequence):
-    """Fewer heads of keys and values than ranks: all copies get the whole gradient, and the norm counts them once."""
-    rank, dim = dist.get_rank(), 1 if sequence else None
-    whole, given = (full(lambda: GroupedAttention(12, num_shared), which) for which in (0, rank))
-    made = ParallelAttention(
-        given.query_key_value, given.output, 12, num_key_value_heads=num_shared, sequence_parallel=sequence
-    )
-    x = draw(BATCH, LENGTH, HIDDEN).requires_grad_()
-    y = whole(x)
-    upward = draw(*y.shape, what="upward")
-    expected, x_gradient = gradients(whole, x, y, upward)
-    local, local_upward = (t if dim is None else part_of(t, dim) for t in (x.detach(), upward))
-    local = local.clone().requires_grad_()
-    local_y = made(local)
-    close(local_y, y if dim is None else part_of(y, dim), "forward")
-    _, found_x = gradients(made, local, local_y, local_upward)
-    close(found_x, x_gradient if dim is None else part_of(x_gradient, dim), "input gradient")
-    inner = made.query_key_value
-    for own in ("weight", "bias"):
-        queries, keys_and_values = expected[f"query_key_value.{own}"].tensor_split([HIDDEN])
-        close(getattr(inner.query, own).grad, part_of(queries, 0), own)
-        close(getattr(inner.key_value, own).grad, keys_and_values, own)
-    norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
-    close(tensor_parallel_norm(made), norm)
-    state = full_state_dict(made)
-    names = [f"query_key_value.{part}.weight" for part in ("query", "key_value")]
-    assert torch.equal(torch.cat([state[name] for name in names]), whole.query_key_value.weight)
 
 
 def check_vocabulary():

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
 from distlab.models import Attention
-from distlab.tensor_parallel.attention.grouped import SharedKeyValueLinear
 from distlab.tensor_parallel.dropout import own_random
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
 
@@ -26,8 +25,7 @@ class ParallelAttention(nn.Module):
     """Causal attention with A/t heads on each rank.
 
     With fewer heads of keys and values than of queries (grouped queries), head i of the queries reads head
-    i // (A/K) of the keys; a rank has A/t and K/t of them, and those fit. With fewer than ranks, some ranks share a
-    head: see `SharedKeyValueLinear`, whose parameters are named `query` and `key_value`.
+    i // (A/K) of the keys; a rank has A/t and K/t of them, and those fit.
 
     Shapes: x [B, S, H] -> [B, S, H]; with sequence_parallel both [B, S/t, H]
     Cost: an all-reduce of [B, S, H] forward and one backward: 4 (t-1)/t B S H elements sent per rank; as much with
@@ -44,8 +42,7 @@ class ParallelAttention(nn.Module):
         sequence_parallel: ranks hold parts of the sequence before and after.
 
     Raises:
-        ValueError: t does not divide the heads, nor the heads of keys and values t, or the layers' features are not
-            those of the heads.
+        ValueError: t does not divide the heads, or the layers' features are not those of the heads.
     """
 
     def __init__(
@@ -77,17 +74,11 @@ class ParallelAttention(nn.Module):
                 f"rank {group_rank(group)}: {num_heads} heads of queries and {num_shared} of keys and values need a "
                 f"layer of {wanted} features for query, key and value; got {query_key_value.out_features}"
             )
-        self.num_heads, self.num_shared = num_heads // num_ranks, max(1, num_shared // num_ranks)  # of this rank
+        self.num_heads, self.num_shared = num_heads // num_ranks, num_shared // num_ranks  # of this rank
         sections = [count * self.head_size for count in (num_heads, num_shared, num_shared)]
-        self.query_key_value: nn.Module
-        if num_shared < num_ranks:
-            self.query_key_value = SharedKeyValueLinear(
-                query_key_value, num_heads, num_shared, group, sequence_parallel=sequence_parallel
-            )
-        else:
-            self.query_key_value = ColumnParallelLinear.from_full(
-                query_key_value, group, sections=sections, sequence_parallel=sequence_parallel
-            )
+        self.query_key_value = ColumnParallelLinear.from_full(
+            query_key_value, group, sections=sections, sequence_parallel=sequence_parallel
+        )
         self.output = RowParallelLinear.from_full(output, group, sequence_parallel=sequence_parallel)
 
     @classmethod
@@ -143,8 +134,8 @@ def check_heads(num_heads: int, num_shared: int, group: ProcessGroup | None) -> 
             f"rank {rank}: {num_heads} heads cannot be split over {num_ranks} ranks; use a number of ranks that "
             f"divides {num_heads}, or a multiple of {num_ranks} heads"
         )
-    if num_shared % num_ranks and num_ranks % num_shared:
+    if num_shared % num_ranks:
         raise ValueError(
-            f"rank {rank}: {num_shared} heads of keys and values can neither be split over {num_ranks} ranks nor be "
-            f"shared by them evenly; use a multiple or a divisor of {num_ranks} heads"
+            f"rank {rank}: {num_shared} heads of keys and values cannot be split over {num_ranks} ranks; use a number "
+            f"of ranks that divides {num_shared}"
         )
