@@ -104,6 +104,9 @@ def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., An
         return fault
     to = {"send": f" to rank {call.peer}", "recv": f" from rank {call.peer}"}.get(call.op, "")
     seen = f"rank {call.rank} starts {call.op}{to} at {call.site} and never waits for it"
+    if call.op == "recv":  # whether its result is right is chance
+        text = f"{seen}: the tensor may still be empty; keep what irecv returns, and call its wait() before you read"
+        return Fault("not waited", text)
     if fault is not None:
         return fault._replace(message=f"{fault.message}\n  {seen}: keep what the call returns, and call its wait()")
     if call.op not in MESSAGES:  # C++ may have waited for it

@@ -1,8 +1,6 @@
-"""Exercises of lesson 1; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 1; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_01.checks import decisions, links, messages, slips, varied
 
 from distlab.grading import Exercise
 
@@ -26,10 +24,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:shift",
         imports=MESSAGES,
-        drive=messages.drive_shift,
-        judge=messages.judge_shift,
-        on_failure=messages.shift_failure,
-        budget=messages.shift_budget,
         timeout_s=10.0,
         hints=(
             "The next rank is `(rank + 1) % world_size`, the one before `(rank - 1) % world_size`. What are they on "
@@ -40,8 +34,6 @@ EXERCISES = (
             "into it from the rank before, start `isend` of `tensor` to the next one, wait for both, return what was "
             "received.",
         ),
-        mutants=messages.WRONG_SHIFTS + varied.WRONG_SHIFTS,
-        vary=varied.SHIFT,
     ),
     Exercise(
         name="01.ping_pong",
@@ -50,10 +42,6 @@ EXERCISES = (
         difficulty=2,
         source="solutions:ping_pong",
         imports=("import time", *MESSAGES),
-        drive=links.drive_ping_pong,
-        judge=links.judge_ping_pong,
-        on_failure=links.ping_pong_failure,
-        budget=links.ping_pong_budget,
         timeout_s=10.0,
         worlds=(2, 3, 4),
         hints=(
@@ -65,8 +53,6 @@ EXERCISES = (
             "`send`; receive into a tensor of your own (`torch.empty_like`). Read the clock again; divide by `2 * "
             "rounds`.",
         ),
-        mutants=links.WRONG_PING_PONGS + varied.WRONG_PING_PONGS + slips.WRONG_PING_PONG,
-        vary=varied.PING_PONG,
     ),
     Exercise(
         name="01.fit",
@@ -75,9 +61,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:fit",
         imports=("from collections.abc import Sequence", "import numpy as np"),
-        drive=links.drive_fit,
-        judge=links.judge_fit,
-        budget=links.fit_budget,
         worlds=(1,),
         hints=(
             "`alpha + size / beta` is a straight line in `size`: it starts at alpha and its slope is 1 / beta.",
@@ -86,8 +69,6 @@ EXERCISES = (
             "Turn both lists into arrays, stack the columns `1 / times` and `sizes / times`, solve for ones with "
             "`np.linalg.lstsq(rows, ones, rcond=None)[0]`; the first number is alpha, beta is 1 over the second.",
         ),
-        mutants=links.WRONG_FITS + varied.WRONG_FITS + slips.WRONG_FIT,
-        vary=varied.FIT,
     ),
     Exercise(
         name="01.gather",
@@ -96,10 +77,6 @@ EXERCISES = (
         difficulty=1,
         source="solutions:gather",
         imports=MESSAGES,
-        drive=messages.drive_gather,
-        judge=messages.judge_gather,
-        on_failure=messages.gather_failure,
-        budget=messages.gather_budget,
         timeout_s=10.0,
         hints=(
             "Two roles: root receives from every other rank, every other rank sends once. Which of them needs a list?",
@@ -109,8 +86,6 @@ EXERCISES = (
             "order `torch.empty_like(tensor)`, received from that rank, or `tensor.clone()` at root's own place. "
             "Return it.",
         ),
-        mutants=messages.WRONG_GATHERS + varied.WRONG_GATHERS + slips.WRONG_GATHER,
-        vary=varied.GATHER,
     ),
     Exercise(
         name="01.repair",
@@ -120,10 +95,6 @@ EXERCISES = (
         source="solutions:should_stop",
         broken="reduce",
         imports=MESSAGES[1:],
-        drive=decisions.drive_should_stop,
-        judge=decisions.judge_should_stop,
-        on_failure=decisions.should_stop_failure,
-        budget=decisions.should_stop_budget,
         hints=(
             "Let every rank print `total`. On which ranks is it the sum of all losses?",
             "`dist.reduce` brings the sum to one rank; what the others find in their tensor means nothing. Yet all of "
@@ -131,7 +102,5 @@ EXERCISES = (
             "Every rank needs the same sum: use the collective that leaves it on every rank (`dist.all_reduce`), or "
             "send the decision of rank 0 to all others.",
         ),
-        mutants=decisions.WRONG_STOPS + varied.WRONG_STOPS + slips.WRONG_REPAIR,
-        vary=varied.SHOULD_STOP,
     ),
 )

@@ -1,10 +1,6 @@
-"""Exercises of lesson 2; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 2; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from functools import partial
-
-from distlab_lesson_02.checks import rings, shared, slips, sums, trees, varied
 
 from distlab.grading import Exercise
 
@@ -26,8 +22,6 @@ EXERCISES = (
         minutes=12,
         difficulty=2,
         source="solutions:ring_reduce_scatter",
-        drive=shared.drive_on_sums,
-        judge=rings.judge_reduce_scatter,
         imports=MESSAGES,
         hints=(
             "Cut the tensor with `tensor.tensor_split(n)`. In each step you send one chunk to rank + 1 and receive "
@@ -38,10 +32,6 @@ EXERCISES = (
             "- s - 2) % n, and add that to the chunk in place. Return chunks[rank].",
         ),
         timeout_s=15.0,
-        on_failure=shared.explain_failure,
-        budget=partial(shared.most_sent, formula="(n-1)/n S"),
-        mutants=rings.WRONG_SCATTERS + varied.WRONG_RING_REDUCE_SCATTER,
-        vary=varied.RING_REDUCE_SCATTER,
     ),
     Exercise(
         name="02.ring_all_gather",
@@ -49,8 +39,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:ring_all_gather",
-        drive=rings.drive_all_gather,
-        judge=rings.judge_all_gather,
         imports=MESSAGES,
         hints=(
             "The same ring and the same neighbours as before; but what arrives is finished, so it replaces what is "
@@ -60,10 +48,6 @@ EXERCISES = (
             "just come; receive into chunk (rank - s - 1) % n. Return the tensor.",
         ),
         timeout_s=15.0,
-        on_failure=shared.explain_failure,
-        budget=partial(shared.most_sent, formula="(n-1)/n S"),
-        mutants=rings.WRONG_GATHERS + slips.WRONG_RING_ALL_GATHER,
-        vary=varied.RING_ALL_GATHER,
     ),
     Exercise(
         name="02.repair",
@@ -71,8 +55,6 @@ EXERCISES = (
         minutes=7,
         difficulty=2,
         source="solutions:relay_all_reduce",
-        drive=shared.drive_on_sums,
-        judge=sums.judge_relay,
         imports=MESSAGES,
         hints=(
             "Run it in your head on three ranks. Which tensors should pass through rank 0, and in which order?",
@@ -82,11 +64,7 @@ EXERCISES = (
             "came in goes out next. One line at the end of the loop does it.",
         ),
         timeout_s=15.0,
-        on_failure=shared.explain_failure,
-        budget=partial(shared.most_sent, formula="(n-1) S"),
         broken="never passes on",
-        mutants=sums.WRONG_RELAYS + varied.WRONG_RELAY,
-        vary=varied.RELAY,
     ),
     Exercise(
         name="02.tree_broadcast",
@@ -94,8 +72,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:tree_broadcast",
-        drive=trees.drive_broadcast,
-        judge=trees.judge_broadcast,
         imports=MESSAGES,
         hints=(
             "After the first step two ranks have the tensor, after the second four. Every rank that has it sends it "
@@ -106,10 +82,6 @@ EXERCISES = (
             "% n; a place from `have` to 2 have - 1 receives from rank (place - have + root) % n; then double `have`.",
         ),
         timeout_s=15.0,
-        on_failure=shared.explain_failure,
-        budget=trees.broadcast_budget,
-        mutants=trees.WRONG_BROADCASTS + varied.WRONG_TREE_BROADCAST + slips.WRONG_TREE_BROADCAST,
-        vary=varied.TREE_BROADCAST,
         worlds=(1, 2, 3, 4, 5),
     ),
     Exercise(
@@ -118,8 +90,6 @@ EXERCISES = (
         minutes=15,
         difficulty=3,
         source="solutions:halving_doubling",
-        drive=sums.drive_halving,
-        judge=sums.judge_halving,
         imports=MESSAGES,
         hints=(
             "The partner in the step of distance d is rank ^ d: the same number with one binary digit turned over. The "
@@ -131,10 +101,6 @@ EXERCISES = (
         ),
         worlds=(1, 2, 4),
         timeout_s=15.0,
-        on_failure=shared.explain_failure,
-        budget=partial(shared.most_sent, formula="2 (n-1)/n S"),
-        mutants=sums.WRONG_HALVINGS,
-        vary=varied.HALVING_DOUBLING,
     ),
     Exercise(
         name="02.times",
@@ -142,8 +108,6 @@ EXERCISES = (
         minutes=8,
         difficulty=1,
         source="solutions:all_reduce_times",
-        drive=trees.drive_times,
-        judge=trees.judge_times,
         imports=("import math",),
         hints=(
             "Each time is (number of steps that follow one another) x latency_s + (bytes over the busiest link) / "
@@ -153,8 +117,6 @@ EXERCISES = (
             "carries the whole tensor. `math.ceil(math.log2(n))` is the number of levels.",
         ),
         worlds=(1,),
-        mutants=trees.WRONG_TIMES + varied.WRONG_TIMES + slips.WRONG_TIMES,
-        vary=varied.TIMES,
     ),
     Exercise(
         name="02.hierarchical",
@@ -162,8 +124,6 @@ EXERCISES = (
         minutes=6,
         difficulty=2,
         source="solutions:hierarchical_all_reduce",
-        drive=sums.drive_hierarchical,
-        judge=sums.judge_hierarchical,
         imports=("import torch", "import torch.distributed as dist", "from distlab import collectives"),
         hints=(
             "You have the pieces: `collectives.ring_reduce_scatter`, `ring_all_reduce` and `ring_all_gather` all take "
@@ -175,9 +135,5 @@ EXERCISES = (
         ),
         worlds=(1, 2, 4),
         timeout_s=20.0,
-        on_failure=sums.hierarchical_failure,
-        budget=sums.hierarchical_budget,
-        mutants=sums.WRONG_LEVELS + slips.WRONG_HIERARCHICAL,
-        vary=varied.HIERARCHICAL,
     ),
 )

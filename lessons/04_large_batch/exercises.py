@@ -1,8 +1,6 @@
-"""Exercises of lesson 4; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 4; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_04.checks import accumulation, layers, rates, slips, varied
 
 from distlab.grading import Exercise
 
@@ -25,8 +23,6 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:learning_rate",
-        drive=rates.drive_rate,
-        judge=rates.judge_rate,
         worlds=(1,),
         hints=(
             "Compute the full rate first: how many times the base batch is the batch?",
@@ -34,9 +30,6 @@ EXERCISES = (
             "peak = base_lr * batch / base_batch. While step < num_warmup return peak * (step + 1) / num_warmup, "
             "otherwise peak. With num_warmup 0 the first case never comes, so nothing is divided by zero.",
         ),
-        on_failure=rates.rate_failure,
-        mutants=rates.WRONG_RATES + varied.WRONG_RATE,
-        vary=varied.RATE,
     ),
     Exercise(
         name="04.accumulate",
@@ -44,8 +37,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:accumulate",
-        drive=accumulation.drive_accumulate,
-        judge=accumulation.judge_accumulate,
         imports=(
             "from collections.abc import Callable",
             "import torch.distributed as dist",
@@ -59,9 +50,6 @@ EXERCISES = (
             "Count the samples; for each micro-batch run the model, multiply the loss by len(inputs) / all samples, "
             "call backward. After the loop, once: divide each gradient by world_size and all_reduce it.",
         ),
-        budget=accumulation.accumulate_budget,
-        mutants=accumulation.WRONG_ACCUMULATIONS,
-        vary=varied.ACCUMULATE,
     ),
     Exercise(
         name="04.lars",
@@ -69,8 +57,6 @@ EXERCISES = (
         minutes=12,
         difficulty=2,
         source="solutions:lars_step",
-        drive=layers.drive_lars,
-        judge=layers.judge_lars,
         imports=_TORCH,
         worlds=(1,),
         hints=(
@@ -80,8 +66,6 @@ EXERCISES = (
             "coefficient * |w| / (|g| + decay * |w|). New buffer = momentum * buffer + lr * ratio * (gradient + decay "
             "* weight). Return weight - buffer, and the buffer.",
         ),
-        mutants=layers.WRONG_LARS + varied.WRONG_LARS + slips.KNOWN_LARS,
-        vary=varied.LARS,
     ),
     Exercise(
         name="04.lamb",
@@ -89,8 +73,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:lamb_step",
-        drive=layers.drive_lamb,
-        judge=layers.judge_lamb,
         imports=_TORCH,
         worlds=(1,),
         hints=(
@@ -100,8 +82,6 @@ EXERCISES = (
             " + 1e-6) + decay * weight; ratio = |weight| / |update|, or 1 where one is zero; return weight - lr * ratio"
             " * update, mean, square.",
         ),
-        mutants=layers.WRONG_LAMBS + varied.WRONG_LAMB + slips.KNOWN_LAMB,
-        vary=varied.LAMB,
     ),
     Exercise(
         name="04.repair",
@@ -109,8 +89,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:warm_up",
-        drive=rates.drive_warm_up,
-        judge=rates.judge_warm_up,
         imports=("from collections.abc import Callable", "import torch"),
         worlds=(1,),
         hints=(
@@ -120,7 +98,5 @@ EXERCISES = (
             "+ 1) / num_warmup).",
         ),
         broken="from what it finds",
-        mutants=rates.WRONG_WARMUPS + varied.WRONG_WARM_UP,
-        vary=varied.WARM_UP,
     ),
 )

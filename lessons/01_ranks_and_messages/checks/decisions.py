@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from distlab_lesson_01.checks.shared import on_ranks, waiting
+from distlab_lesson_01.checks.messages import on_ranks, waiting
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.cases import Cases
+from distlab.grading.variation.draw import Draw, Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
@@ -19,57 +20,43 @@ if TYPE_CHECKING:
 NUM_STEPS = 5
 
 
-def losses(rank: int) -> list[float]:
-    """Return a rank's loss after each step: falling, and higher on higher ranks."""
-    return [4 / (1 + step) + rank for step in range(NUM_STEPS)]
+def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    """Return a rank's loss after each step: falling, and higher on higher ranks; the third mean is low enough."""
+    threshold = 1.9 + (n - 1) / 2
+    return {
+        f"after step {step} (mean loss {4 / step + (n - 1) / 2:.2f}, threshold {threshold:.2f})": (
+            torch.tensor(4 / step + rank, dtype=torch.float64),
+            threshold,
+        )
+        for step in range(1, 1 + NUM_STEPS)
+    }
 
 
-def threshold_of(world_size: int) -> float:
-    """Return a threshold that the mean loss passes in the third step."""
-    return 1.9 + (world_size - 1) / 2
+def _use(fn: Callable[..., Any], loss: Tensor, threshold: float) -> dict[str, Any]:
+    answer = fn(loss, threshold)
+    return {"whether it stops": bool(answer) if isinstance(answer, Tensor | np.bool_) else answer}
 
 
-def drive_should_stop(fn: Callable[[Tensor, float], Any]) -> list[tuple[Any, bool]]:
-    """Ask after each step, whatever the answers; return them, and whether the loss stayed as it was."""
-    seen, rank, threshold = [], dist.get_rank(), threshold_of(dist.get_world_size())
-    for value in losses(rank):
-        loss = torch.tensor(value, dtype=torch.float64)
-        answer = fn(loss, threshold)
-        seen.append((bool(answer) if isinstance(answer, bool | Tensor | np.bool_) else answer, float(loss) == value))
-    return seen
+def _draw(draw: Draw) -> tuple[Any, ...]:
+    shape, dtype = draw.one_of((), (1,)), draw.dtype("float64", "float32")
+    kind = draw.one_of("near", "just as large", "a little larger")
+    if kind != "near":  # 12 can be divided by any number of ranks; 12.04 and 12.01 are one when rounded
+        above = kind == "a little larger"
+        return torch.full(shape, 12.04 if above else 12, dtype=dtype), 12.01 if above else 12.0
+    return draw.tensor(*shape, dtype=dtype), draw.number(-0.6, 0.6)
 
 
-def judge_should_stop(evidence: Evidence) -> Iterator[Fault]:
-    """Look at what all ranks decided after each step."""
-    n, limit = evidence.world_size, threshold_of(evidence.world_size)
-    answers = [[answer for answer, _ in result] for result in evidence.results]
-    sums = [sum(losses(rank)[step] for rank in range(n)) for step in range(NUM_STEPS)]
-    for rank, own in enumerate(answers):
-        if any(not isinstance(answer, bool) for answer in own):
-            yield Fault("not a decision", f"rank {rank} returns {own[0]!r}; return True or False")
-    if n > 1 and not len(evidence.records):
-        yield Fault("not communicated", f"on {n} ranks nothing is sent: each rank decides from its own loss alone")
-    for step in range(NUM_STEPS):
-        decided = [own[step] for own in answers]
-        if len(set(decided)) > 1:
-            words = ", ".join(f"rank {rank} {'stops' if stop else 'goes on'}" for rank, stop in enumerate(decided))
-            text = f"after step {step + 1} the ranks decide differently: {words}. Those that go on wait forever"
-            yield Fault("ranks disagree", f"{text} for those that left: every rank needs the same mean")
-    wrong = [step for step in range(NUM_STEPS) if answers[0][step] != (sums[step] / n < limit)]
-    if wrong and all(answers[0][step] == (sums[step] < limit) for step in range(NUM_STEPS)):
-        text = f"after step {wrong[0] + 1} the mean loss is {sums[wrong[0]] / n:.2f}, the threshold {limit:.2f}"
-        yield Fault("sum not mean", f"{text}, but the sum over {n} ranks is compared; divide by world_size")
-    elif wrong:
-        mean, answer = sums[wrong[0]] / n, answers[0][wrong[0]]
-        text = f"after step {wrong[0] + 1} the mean loss is {mean:.2f}, the threshold {limit:.2f}"
-        yield Fault("wrong decision", f"{text}, and the answer {answer}; return mean < threshold")
-    for rank, result in enumerate(evidence.results):
-        if not all(unchanged for _, unchanged in result):
-            text = f"right answers, but rank {rank}'s loss was overwritten by the collective"
-            yield Fault("argument changed", f"{text}: the caller still needs it; communicate a copy (loss.clone())")
+drive_repair = Cases(_cases, _use, most_bytes=0)
+vary_repair = Vary(
+    _draw,
+    use=_use,
+    least_bytes=0.5,
+    left_out={"bytes": "one rank may decide, and send a flag of one byte", "sub-group": "takes no group"}
+    | dict.fromkeys(("sizes", "dims", "empty", "layout", "unequal ranks"), "a loss is one number"),
+)
 
 
-def should_stop_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_repair(error: RankError, world_size: int) -> Fault | None:
     """Name a collective that only some ranks call."""
     text = str(error)
     if "has returned without it" in text or "do not make the same call" in text:
@@ -79,19 +66,36 @@ def should_stop_failure(error: RankError, world_size: int) -> Fault | None:
     return None
 
 
-def should_stop_budget(evidence: Evidence) -> list[str]:
+def budget_repair(evidence: Evidence) -> list[str]:
     """Say how many collectives it took."""
     return [f"{evidence.records.num_calls() / evidence.world_size / NUM_STEPS:g} call per step and rank, of one number"]
 
 
-WRONG_STOPS = (
-    Mutant("reduce", "ranks disagree", "differently", 2, 4).edit("dist.all_reduce(total)", "dist.reduce(total, dst=0)"),
-    Mutant("under if", "not on every rank", "out of the `if`", 2, 5).edit(
+_SUM, _MEAN = "dist.all_reduce(total)", " / dist.get_world_size()"
+WRONG_REPAIR = (
+    Mutant(
+        "reduce",
+        "ranks disagree",
+        "rank 0 alone has the sum, so that ranks decide differently, and those that go on wait forever for those that "
+        "left; every rank needs the same sum",
+        2,
+        4,
+    ).edit(_SUM, "dist.reduce(total, dst=0)"),
+    Mutant("under if", "not on every rank", "out of the `if`", 2, 5, ends=True).edit(
         "dist.all_reduce(", "if dist.get_rank() == 0:\n    dist.all_reduce("
     ),
-    Mutant("sum, not mean", "sum not mean", "divide by world_size", 2, 9).without(" / dist.get_world_size()"),
-    Mutant("own loss", "not communicated", "its own loss alone", 2, 20)
-    .without("dist.all_reduce(total)")
-    .without(" / dist.get_world_size()"),
-    Mutant("overwritten", "argument changed", "loss.clone()", 2, 40).edit("loss.clone()", "loss"),
+    Mutant("sum, not mean", "sum compared", "the sum over ranks is compared; divide by world_size", 2, 9).without(
+        _MEAN
+    ),
+    Mutant("own loss", "not communicated", "each rank decides from its own loss alone, and nothing is sent", 2, 20)
+    .without(_SUM)
+    .without(_MEAN),
+    Mutant("overwritten", "changed argument", "it belongs to the caller", 2, 40).edit("loss.clone()", "loss"),
+    Mutant("above the threshold", "turned round", "it stops above the threshold; return mean < threshold", 1).edit(
+        "< threshold", "> threshold"
+    ),
+    Mutant("the largest loss", "largest", "the largest loss is divided by the number of ranks; take the sum", 2).edit(
+        _SUM, "dist.all_reduce(total, dist.ReduceOp.MAX)"
+    ),
+    Mutant("own threshold", "values", "expected", 2, "one set of arguments").edit("< threshold", "< 2.4"),
 )

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from distlab_lesson_01.checks.shared import deadlock, from_scratch
+from distlab_lesson_01.checks.messages import CONTIGUOUS, deadlock, from_scratch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.cases import Cases, Given
 from distlab.grading.diagnosis.traffic import calls
+from distlab.grading.diagnosis.values import describe
+from distlab.grading.exercise import Refused
+from distlab.grading.variation.draw import Draw, Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
@@ -24,7 +28,6 @@ SIZES = tuple(float(4**k) for k in range(5, 13))  # 1 KiB to 16 MiB
 LINKS = ((20e-6, 2e9), (5e-6, 25e9))  # alpha in seconds, beta in bytes per second
 NOISE = (1.06, 0.95, 1.03, 0.94, 1.05, 0.97, 1.02, 0.96)  # a measured time over the true one
 UNITS = (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9))
-Floats = Sequence[float]
 
 
 def partner_of(rank: int, world_size: int) -> int | None:
@@ -58,8 +61,6 @@ def _judge_messages(rank: int, partner: int, sends: Sequence[Call], receives: Se
     if len(sends) != ROUNDS or len(receives) != ROUNDS:
         text = f"rank {rank} sends {len(sends)} messages and receives {len(receives)} in {ROUNDS} rounds"
         yield Fault("wrong number of messages", f"{text}; expected {ROUNDS} of each")
-    if any(not call.end_ns for call in receives):
-        yield Fault("not waited", f"rank {rank} does not wait for what it receives; call wait() in every round")
     if rank < partner:
         early = [k for k in range(1, ROUNDS) if sends[k].start_ns < receives[k - 1].end_ns]
         if early:
@@ -72,11 +73,7 @@ def _judge_messages(rank: int, partner: int, sends: Sequence[Call], receives: Se
 
 
 def _judge_seconds(rank: int, seconds: Any, whole_s: float, made: Sequence[Call]) -> Iterator[Fault]:
-    """Compare the returned number with the time of the whole call (too long) and of the messages (too short).
-
-    A right number lies between the two however busy the machine is: the clock is read inside the call, around the
-    messages. So a loaded machine cannot make it wrong.
-    """
+    """Compare with the times of the whole call and of the messages: a right one is between, on a busy machine too."""
     if not isinstance(seconds, int | float) or not seconds > 0:
         text = f"rank {rank} returns {seconds!r}"
         yield Fault("not a time", f"{text}; return the seconds of one message, a positive number")
@@ -99,98 +96,83 @@ def _judge_seconds(rank: int, seconds: Any, whole_s: float, made: Sequence[Call]
         yield Fault("too short", f"{got}; read the clock before the first message and after the last answer")
 
 
-def ping_pong_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_ping_pong(error: RankError, world_size: int) -> Fault | None:
     """Name a deadlock of partners."""
-    advice = "Of two partners exactly one sends first: let the lower rank do it (rank < partner), whichever ranks they"
-    return deadlock(error, world_size, f"{advice} are")
+    advice = "Of two partners exactly one sends first: let the lower rank do it (rank < partner)"
+    return deadlock(error, world_size, f"{advice}, whichever ranks they are")
 
 
-def ping_pong_budget(evidence: Evidence) -> list[str]:
+def budget_ping_pong(evidence: Evidence) -> list[str]:
     """Say what was played and measured."""
     milliseconds, megabytes = evidence.results[0][0] * 1e3, evidence.records.sent_bytes(0) / ROUNDS / 1e6
     return [f"{ROUNDS} rounds, {ROUNDS} messages each way; {milliseconds:.2f} ms for {megabytes:.2f} MB"]
 
 
-def fit_cases() -> list[tuple[list[float], list[float]]]:
+def _draw_ping_pong(draw: Draw) -> tuple[Any, ...] | None:
+    ranks = list(range(draw.world_size))
+    circle = draw.one_of(ranks, [*ranks[1:], ranks[0]])
+    pairs = [circle[start : start + 2] for start in range(0, draw.world_size - 1, 2)]
+    tensor = draw.tensor(*draw.shape(), dtype=draw.dtype())
+    rounds = draw.integer(1, 5)
+    for one, other in pairs:
+        if draw.rank in (one, other):
+            return tensor, one + other - draw.rank, rounds
+    return None
+
+
+def _use_ping_pong(fn: Callable[[Tensor, int, int], Any], tensor: Tensor, partner: int, rounds: int) -> bool:
+    """The seconds differ from run to run: look at whether they are positive, and no more than the call took."""
+    start = time.perf_counter()
+    seconds = float(fn(tensor, partner, rounds))
+    took_s = time.perf_counter() - start
+    if seconds * 2 * rounds > 1.02 * took_s + 2e-6:  # another clock may tick otherwise
+        text = f"it returns {seconds * 1e6:.0f} us; {rounds} rounds took {took_s * 1e6:.0f} us together, so a message"
+        each = f"took {took_s / (2 * rounds) * 1e6:.0f} us at most"
+        raise Refused("too long", f"{text} {each}: divide by 2 * rounds, the number of messages")
+    return seconds > 0
+
+
+def _draw_fit(draw: Draw) -> tuple[Any, ...]:
+    alpha_s, beta = 10 ** draw.number(-6, -4), 10 ** draw.number(8, 11)
+    noise = draw.one_of(0.0, 0.08)
+    sizes = [float(draw.integer(1, 9) * 10**power) for power in range(3, 3 + draw.integer(3, 5))]
+    return sizes, [(alpha_s + size / beta) * (1 + draw.number(-noise, noise)) for size in sizes]
+
+
+def _fit_cases() -> Given:
     """Return two exact links, and the first one again as if measured."""
-    exact = [(list(SIZES), [alpha + size / beta for size in SIZES]) for alpha, beta in LINKS]
-    return [*exact, (list(SIZES), [seconds * noise for seconds, noise in zip(exact[0][1], NOISE, strict=True)])]
+    exact = [[alpha + size / beta for size in SIZES] for alpha, beta in LINKS]
+    words = [f"exact times of alpha = {alpha:g} s, beta = {beta:g} B/s" for alpha, beta in LINKS]
+    noisy = [seconds * noise for seconds, noise in zip(exact[0], NOISE, strict=True)]
+    return {name: (list(SIZES), times) for name, times in zip([*words, NOISY], [*exact, noisy], strict=True)}
 
 
-def drive_fit(fn: Callable[[Floats, Floats], Any]) -> list[Any]:
-    """Fit every case."""
-    return [fn(sizes, times) for sizes, times in fit_cases()]
+def _use_fit(fn: Callable[..., Any], sizes_bytes: list[float], times_s: list[float]) -> dict[str, Any]:
+    """Compare to five digits: there are several ways to solve for the line."""
+    pair, kinds = fn(sizes_bytes, times_s), int | float | Tensor | np.number
+    is_pair = isinstance(pair, tuple | list | Tensor | np.ndarray) and len(pair) == 2
+    if not is_pair or not all(isinstance(one, kinds) for one in pair):
+        text = f"it returns {describe(pair)}; return two numbers"
+        raise Refused("not a pair", f"{text}: alpha in seconds, beta in bytes per second")
+    return {
+        name: torch.tensor(float(one), dtype=torch.float32) for name, one in zip(("alpha", "beta"), pair, strict=True)
+    }
 
 
-def judge_fit(evidence: Evidence) -> Iterator[Fault]:
-    """Look at the exact links first: their numbers tell what was confused with what."""
-    pairs = []
-    for result in evidence.results[0]:
-        try:
-            alpha_s, beta = (float(number) for number in result)
-        except (TypeError, ValueError):
-            advice = "return two numbers: alpha in seconds, beta in bytes per second"
-            yield Fault("not a pair", f"fit returns {result!r}; {advice}")
-        pairs.append((alpha_s, beta))
-    for (alpha_s, beta), link in zip(pairs, LINKS, strict=False):
-        yield from _judge_link(alpha_s, beta, *link)
-    yield from _judge_noisy(*pairs[2])
+NOISY = "times with 6 % noise"
+drive_fit = Cases(_fit_cases(), _use_fit)
+vary_fit = Vary(_draw_fit, use=_use_fit, scale=0.0, left_out={"empty": "a line needs two messages"})
+vary_ping_pong = Vary(_draw_ping_pong, use=_use_ping_pong, same_messages=True, left_out=CONTIGUOUS)
 
 
-def _is_near(got: float, want: float) -> bool:
-    return abs(got - want) <= 1e-6 * abs(want)
-
-
-def _judge_link(alpha_s: float, beta: float, true_alpha_s: float, true_beta: float) -> Iterator[Fault]:
-    """Name what stands where alpha or beta should, for times without noise."""
-    if _is_near(alpha_s, true_alpha_s) and _is_near(beta, true_beta):
-        return
-    true = f"alpha = {true_alpha_s:g} s, beta = {true_beta:g} B/s"
-    got = f"on exact times of {true} fit returns ({alpha_s:.6g}, {beta:.6g})"
-    if _is_near(beta, true_alpha_s) or (_is_near(alpha_s, true_beta) or _is_near(alpha_s, 1 / true_beta)):
-        yield Fault("swapped", f"{got}: alpha and beta have changed places; return (alpha, beta)")
-    elif _is_near(beta, 1 / true_beta):
-        advice = "the second number is the slope, seconds per byte; beta is 1 / slope, bytes per second"
-        yield Fault("slope", f"{got}: {advice}")
-    elif _is_near(beta, 8 * true_beta):
-        yield Fault("bits", f"{got}: that is bits per second, 8 times the bytes; divide by 8")
-    elif _is_near(beta, true_beta / 8):
-        yield Fault("bits", f"{got}: the bytes were divided by 8 as if they were bits; leave them as they are")
-    elif alpha_s == 0:
-        yield Fault("no latency", f"{got}: the line was forced through zero; a message of no bytes still takes alpha")
-    elif _is_near(alpha_s, 1e3 * true_alpha_s) or _is_near(alpha_s, 1e6 * true_alpha_s):
-        yield Fault("not seconds", f"{got}: alpha is {alpha_s / true_alpha_s:.0f}x too large; return it in seconds")
-    else:
-        yield Fault("not the line", f"{got}; the line through these points fits them exactly")
-
-
-def _judge_noisy(alpha_s: float, beta: float) -> Iterator[Fault]:
-    """Name a fit of something else than relative errors, for times with noise of some per cent."""
-    sizes, times = (np.array(column) for column in fit_cases()[2])
-    slope, start = np.polyfit(sizes, times, 1, w=1 / times)
-    if abs(alpha_s / start - 1) < 1e-4 and abs(beta * slope - 1) < 1e-4:
-        return
-    want = f"({start:.4g}, {1 / slope:.4g})"
-    got = f"exact times fit, but times with 6 % noise give ({alpha_s:.4g}, {beta:.4g}), expected {want}"
-    plain_slope, plain_start = np.polyfit(sizes, times, 1)
-    ends_slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
-    if abs(beta * ends_slope - 1) < 1e-4:
-        yield Fault("two points", f"{got}: only the smallest and the largest message were used; use all {len(sizes)}")
-    elif abs(alpha_s - plain_start) < 1e-4 * abs(plain_start) and abs(beta * plain_slope - 1) < 1e-4:
-        words = "absolute errors were squared, so the largest message decides alone and alpha is left to chance"
-        yield Fault("absolute errors", f"{got}: {words}; divide each row by its time")
-    else:
-        yield Fault("not least squares", f"{got}; make the sum of ((alpha + size / beta) / time - 1)^2 smallest")
-
-
-def fit_budget(evidence: Evidence) -> list[str]:
+def budget_fit(evidence: Evidence) -> list[str]:
     """Say how well the noisy times were fitted."""
-    alpha_s, beta = evidence.results[0][2]
+    alpha_s, beta = evidence.results[0][NOISY]["result"].values()
     return [f"from times with 6 % noise: alpha {alpha_s * 1e6:.1f} us (true 20), beta {beta / 1e9:.2f} GB/s (true 2)"]
 
 
 _THERE, _BACK = "dist.send(tensor, partner)", "dist.recv(answer, partner)"
-WRONG_PING_PONGS = (
+WRONG_PING_PONG = (
     Mutant("not halved", "round trip", "there and back", 2, "common").edit("(2 * rounds)", "rounds"),
     Mutant("not divided", "all rounds", "divide by 2 * rounds", 2, "common").edit("(2 * rounds)", "2"),
     Mutant("milliseconds", "not seconds", "is in milliseconds: return seconds", 2, "common").edit(
@@ -205,24 +187,48 @@ WRONG_PING_PONGS = (
     Mutant("both at once", "both at once", "at the same time", 2, "common")
     .edit("rank < partner", "True")
     .edit(f"{_THERE}\n{_BACK}", f"leaving = dist.isend(tensor, partner)\n{_BACK}\nleaving.wait()"),
-)
-_RESULT = "float(alpha_s), float(1 / seconds_per_byte)"
-WRONG_FITS = (
-    Mutant("alpha and beta swapped", "swapped", "changed places", 1, "common").edit(
-        _RESULT, "float(1 / seconds_per_byte), float(alpha_s)"
+    Mutant("counts one way", "wrong number of messages", "sends 24 messages", 2).edit(
+        "range(rounds)", "range(2 * rounds)"
     ),
-    Mutant("slope for beta", "slope", "1 / slope", 1, "common").edit("1 / seconds_per_byte", "seconds_per_byte"),
-    Mutant("bits for bytes", "bits", "divide by 8", 1, "HDR 200 Gb/s read as 200 GB/s").edit(
+    Mutant("a round less", "too long", "divide by 2 * rounds", 2, "one set of arguments").edit(
+        "(2 * rounds)", "(2 * max(rounds - 1, 1))"
+    ),
+    Mutant("twelve rounds", "wrong number of messages", "use every argument", 2, "one set of arguments").edit(
+        "in range(rounds)", "in range(12)"
+    ),
+)
+_RESULT, _BETA = "float(alpha_s), float(1 / seconds_per_byte)", "1 / seconds_per_byte"
+WRONG_FIT = (
+    Mutant("bits for bytes", "bits", "that is bits per second, 8 times the bytes; divide by 8", 1, "HDR 200 Gb/s").edit(
         "np.asarray(sizes_bytes", "8 * np.asarray(sizes_bytes"
     ),
-    Mutant("no latency", "no latency", "through zero", 1, "size over time").edit(
+    Mutant("no latency", "no latency", "the line is forced through zero; a message of no bytes takes alpha", 1).edit(
         _RESULT, "0.0, float((sizes @ sizes) / (sizes @ times))"
     ),
-    Mutant("absolute errors", "absolute errors", "divide each row by its time", 1, "common")
+    Mutant(
+        "absolute errors",
+        "absolute errors",
+        "absolute errors are squared, so that the largest message decides alone; divide each row by its time",
+        1,
+    )
     .edit("[1 / times, sizes / times]", "[np.ones_like(times), sizes]")
     .edit("(rows, np.ones_like(times)", "(rows, times"),
-    Mutant("two points", "two points", "only the smallest and the largest", 1, "common").body("""
+    Mutant(
+        "two points", "two points", "the smallest and the largest message alone are used; use all of them", 1
+    ).body("""
         beta = (sizes_bytes[-1] - sizes_bytes[0]) / (times_s[-1] - times_s[0])
         return times_s[0] - sizes_bytes[0] / beta, beta
     """),
+    Mutant("eight messages", "raised", "LinAlgError", 1, "one size").edit("np.ones_like(times)", "np.ones(8)"),
+    *(
+        Mutant(name, name, says, 1).edit(old, new)
+        for name, says, old, new in (
+            ("swapped", "alpha and beta have changed places", _RESULT, f"float({_BETA}), float(alpha_s)"),
+            ("slope", "that is the slope, seconds per byte; beta is 1 / slope", _BETA, "seconds_per_byte"),
+            ("divided by 8", "bytes are divided by 8 as if they were bits; leave them", _BETA, f"{_BETA} / 8"),
+            ("per kilobyte", "beta is in kilobytes per second; return bytes per second", _BETA, f"{_BETA} / 1e3"),
+            ("microseconds", "alpha is in microseconds; return seconds", "float(alpha_s)", "float(alpha_s) * 1e6"),
+            ("milliseconds", "alpha is in milliseconds; return seconds", "float(alpha_s)", "float(alpha_s) * 1e3"),
+        )
+    ),
 )

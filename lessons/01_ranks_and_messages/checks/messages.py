@@ -2,97 +2,113 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from distlab_lesson_01.checks.shared import (
-    TO_ITSELF,
-    WAITS,
-    deadlock,
-    from_scratch,
-    never_waited,
-    on_ranks,
-    to_itself,
-    waiting,
-)
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.traffic import calls, sent_bytes
-from distlab.grading.diagnosis.values import compare, same, seeded
+from distlab.grading.cases import Cases, Given
+from distlab.grading.diagnosis.traffic import calls, native_collectives
+from distlab.grading.diagnosis.values import seeded
+from distlab.grading.variation.draw import Draw, Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
 
-SHAPES = ((3, 5), (1 << 14,))
-SHIFTED_BYTES = 8 * sum(map(math.prod, SHAPES))
-# The recorder refuses a rank that the group does not have; gloo would crash or wait.
-OUTSIDE = re.compile(r"there is no such rank")
+TO_ITSELF = re.compile(r"same as the rank of the current process|this rank itself")  # torch's words, the recorder's
+WAITS = re.compile(r"rank (\d+) waits in (send to \d+|recv from \d+|\w+) #")
+CONTIGUOUS = {"layout": "torch.distributed sends contiguous tensors only", "sub-group": "takes no group"}
+ALIKE = CONTIGUOUS | {"unequal ranks": "all ranks give tensors of one shape"}
 
 
-def drive_shift(fn: Callable[[Tensor], Any]) -> list[tuple[Any, bool]]:
-    """Shift a small and a larger tensor; return what came, and whether the argument stayed as it was."""
-    seen, rank = [], dist.get_rank()
-    for number, shape in enumerate(SHAPES):
-        tensor = seeded(rank, *shape, purpose=f"shift {number}")
-        before = tensor.clone()
-        seen.append((fn(tensor), torch.equal(tensor, before)))
-    return seen
+def on_ranks(world_size: int) -> str:
+    """Return "on 1 rank", "on 2 ranks"."""
+    return f"on {world_size} rank{'' if world_size == 1 else 's'}"
+
+
+def to_itself(world_size: int, who: str, advice: str) -> Fault:
+    """Name a message of a rank to itself."""
+    text = f"{on_ranks(world_size)} {who} sends to or receives from itself, which torch cannot do"
+    return Fault("itself", f"{text}; {advice}")
+
+
+def waiting(error: RankError) -> str:
+    """Return "rank 0 waits in send to 1, rank 1 waits in send to 0" from the text of a hang, or ""."""
+    found = dict(WAITS.findall(str(error)))
+    return ", ".join(f"rank {rank} waits in {call}" for rank, call in found.items())
+
+
+def deadlock(error: RankError, world_size: int, advice: str) -> Fault | None:
+    """Name a hang among sends and receives, with who waits for whom."""
+    who = waiting(error)
+    if "send to" not in who and "recv from" not in who:
+        return None
+    return Fault("deadlock", f"{on_ranks(world_size)} no rank can go on: {who}. {advice}")
+
+
+def from_scratch(evidence: Evidence) -> Iterator[Fault]:
+    """Refuse torch's own collectives where messages were asked for."""
+    used = native_collectives(evidence)
+    if used:
+        names = ", ".join(f"dist.{name}" for name in used)
+        yield Fault("native collective", f"{names} does the work; build it from send and recv (or isend and irecv)")
+
+
+def _shifted(rank: int, n: int) -> Given:
+    return {
+        "3 x 5 elements": (seeded(rank, 3, 5, purpose="shift 0"),),
+        "16,384 elements": (seeded(rank, 1 << 14, purpose="shift 1"),),
+    }
+
+
+def _gathered(rank: int) -> Tensor:
+    return seeded(rank, 6, 4, purpose="gather")
+
+
+def _use_gather(fn: Callable[..., Any], tensor: Tensor, root: int) -> dict[str, Any]:
+    """Tell tensors by whose they are; later ranks begin earlier, so that they also arrive earlier."""
+    dist.barrier()
+    time.sleep(0.03 * (dist.get_world_size() - 1 - dist.get_rank()))
+    got = fn(tensor, root)
+    if isinstance(got, list | tuple):
+        every = [_gathered(rank) for rank in range(dist.get_world_size())]
+        got = [
+            next(
+                (rank for rank, own in enumerate(every) if isinstance(one, Tensor) and torch.equal(one, own)), "nobody"
+            )
+            for one in got
+        ]
+    return {"whose tensors it returns": got}
+
+
+def _draw_gather(draw: Draw) -> tuple[Any, ...]:
+    return draw.tensor(*draw.shape(), dtype=draw.dtype()), draw.one_of(*range(draw.world_size))
+
+
+drive_shift = Cases(_shifted, needs="one message per call")
+drive_gather = Cases(
+    lambda rank, n: {f"root {root}": (_gathered(rank), root) for root in (0, n - 1)},
+    _use_gather,
+    needs="one message to each root that a rank is not",
+)
+vary_shift = Vary(lambda draw: (draw.tensor(*draw.shape(), dtype=draw.dtype()),), left_out=ALIKE)
+vary_gather, judge_gather = Vary(_draw_gather, left_out=ALIKE), from_scratch
 
 
 def judge_shift(evidence: Evidence) -> Iterator[Fault]:
-    """Look at values first, then at what was sent and when."""
-    yield from never_waited(evidence)
-    for number, shape in enumerate(SHAPES):
-        yield from _judge_shifted(evidence, number, shape)
+    """Look at what was sent, and whether nearly every rank sends only after it has received."""
     yield from from_scratch(evidence)
-    for rank in range(evidence.world_size):
-        per_call, is_alone = len(calls(evidence, rank, "send")) / len(SHAPES), evidence.world_size == 1
-        if not per_call and not is_alone:
-            text = f"right result, but rank {rank} calls neither dist.send nor dist.isend"
-            yield Fault("unseen", f"{text}: send the tensor with one of them, not with what is below them")
-        if sent_bytes(evidence, rank) > (0 if is_alone else SHIFTED_BYTES):
-            text = f"right result, but rank {rank} sends {per_call:g} messages per call where one is enough"
-            yield Fault("too many messages", f"{text}: each number once, only to the next rank")
-    yield from _one_after_another(evidence)
-
-
-def _judge_shifted(evidence: Evidence, number: int, shape: Sequence[int]) -> Iterator[Fault]:
-    n = evidence.world_size
-    own = [seeded(rank, *shape, purpose=f"shift {number}") for rank in range(n)]
-    for rank in range(n):
-        got, unchanged = evidence.results[rank][number]
-        if n > 1 and all(same(evidence.results[each][number][0], own[each]) for each in range(n)):
-            text = "every rank returns its own tensor, not the one that came: return the tensor that was received into"
-            yield Fault("own tensor", text)
-        before, after = (rank - 1) % n, (rank + 1) % n
-        if not isinstance(got, Tensor):
-            yield Fault("not a tensor", f"rank {rank} returns {got!r}; return the tensor that came from rank {before}")
-        if got.shape == own[rank].shape and n > 1:
-            if torch.equal(got, own[rank]):
-                where = "an end of the line: the circle must close there" if rank in (0, n - 1) else "the middle"
-                text = f"rank {rank} returns its own tensor where rank {before}'s was expected; it is at {where}"
-                yield Fault("own tensor", f"{text}, so take neighbours modulo world_size")
-            if n > 2 and torch.equal(got, own[after]):
-                text = f"rank {rank} returns the tensor of rank {after}, the next one, instead of rank {before}'s"
-                yield Fault("wrong direction", f"{text}; send to rank + 1, receive from rank - 1")
-        yield from found(compare(got, own[before], f"what rank {rank} returns (rank {before}'s tensor)", n))
-        if not unchanged:
-            text = f"rank {rank}'s argument was changed: what arrives overwrites what the caller still needs"
-            yield Fault("argument changed", f"{text}; receive into torch.empty_like(tensor)")
-
-
-def _one_after_another(evidence: Evidence) -> Iterator[Fault]:
-    """Find a chain: nearly every rank sends only after it has received."""
     n, late = evidence.world_size, []
     for rank in range(n):
         sends, receives = calls(evidence, rank, "send"), calls(evidence, rank, "recv")
+        if n > 1 and not sends:
+            text = f"right result, but rank {rank} calls neither dist.send nor dist.isend"
+            yield Fault("unseen", f"{text}: send the tensor with one of them, not with what is below them")
         if sends and receives and sends[0].start_ns >= receives[0].end_ns:
             late.append(rank)
     if len(late) > (n + 1) // 2:
@@ -100,135 +116,68 @@ def _one_after_another(evidence: Evidence) -> Iterator[Fault]:
         yield Fault("one after another", f"{text}, {n} messages' time instead of one; start both, then wait")
 
 
-def shift_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_shift(error: RankError, world_size: int) -> Fault | None:
     """Name a message to oneself, a neighbour that does not exist, and a deadlock."""
     if TO_ITSELF.search(str(error)):
         return to_itself(world_size, "a rank", "when world_size is 1 return a copy of the tensor")
-    if OUTSIDE.search(str(error)):
+    if "there is no such rank" in str(error):  # the recorder refuses it; gloo would crash or wait
         words = f"{on_ranks(world_size)} a rank sends to or receives from a rank outside 0 to {world_size - 1}"
         return Fault("no such rank", f"{words}: at the ends the circle must close, so take (rank + 1) % world_size")
-    if (fault := _from_the_wrong_side(error, world_size)) is not None:
-        return fault
+    for rank, call in WAITS.findall(str(error)):
+        source, before = call.removeprefix("recv from "), (int(rank) - 1) % world_size
+        if source.isdecimal() and int(source) != before:
+            text = f"{on_ranks(world_size)} no rank can go on: {waiting(error)}. Rank {rank} is to receive from rank"
+            return Fault("wrong neighbour", f"{text} {before}, the one before it: (rank - 1) % world_size")
     advice = "A send ends when the other side receives, so one of them must receive first"
     if "send to" not in waiting(error):
         advice = "All of them receive first, so nothing has been sent that could arrive"
     return deadlock(error, world_size, f"{advice}: start both with isend and irecv, then wait for both")
 
 
-def _from_the_wrong_side(error: RankError, world_size: int) -> Fault | None:
-    """Say so where a rank waits for one that is not the rank before it."""
-    for rank, call in WAITS.findall(str(error)):
-        source, before = call.removeprefix("recv from "), (int(rank) - 1) % world_size
-        if source.isdecimal() and int(source) != before:
-            text = f"{on_ranks(world_size)} no rank can go on: {waiting(error)}. Rank {rank} is to receive from rank"
-            return Fault("wrong neighbour", f"{text} {before}, the one before it: (rank - 1) % world_size")
-    return None
-
-
-def shift_budget(evidence: Evidence) -> list[str]:
-    """Say what a right solution sent."""
-    if evidence.world_size == 1:
-        return ["nothing sent on one rank"]
-    text = "1 message per rank and call, all at the same time"
-    return [f"{text}: {evidence.records.sent_bytes(0):,} bytes in {len(SHAPES)} calls"]
-
-
-def drive_gather(fn: Callable[[Tensor, int], Any]) -> list[Any]:
-    """Gather at the first rank and at the last; later ranks begin earlier, so that they also arrive earlier."""
-    rank, world_size, results = dist.get_rank(), dist.get_world_size(), []
-    for root in (0, world_size - 1):
-        dist.barrier()
-        time.sleep(0.03 * (world_size - 1 - rank))
-        results.append(fn(gathered(rank), root))
-    return results
-
-
-def gathered(rank: int) -> Tensor:
-    """Return what a rank gives."""
-    return seeded(rank, 6, 4, purpose="gather")
-
-
-def judge_gather(evidence: Evidence) -> Iterator[Fault]:
-    """Look at who returns what, then at the order, then at the messages."""
-    n = evidence.world_size
-    yield from never_waited(evidence)
-    for number, root in enumerate((0, n - 1)):
-        returned = [evidence.results[rank][number] for rank in range(n)]
-        yield from _judge_who(returned, root)
-        yield from _judge_list(returned[root], root, n)
-    yield from from_scratch(evidence)
-    for rank in range(n):
-        want, sends = (rank != 0) + (rank != n - 1), len(calls(evidence, rank, "send"))
-        if sends < want or sent_bytes(evidence, rank) > want * gathered(rank).nbytes:
-            text = f"right lists, but rank {rank} sends {sends} messages in two gathers (to root 0 and root {n - 1})"
-            yield Fault("too many messages", f"{text}; expected {want}: its tensor once to each root that it is not")
-
-
-def _judge_who(returned: Sequence[Any], root: int) -> Iterator[Fault]:
-    having = [rank for rank, value in enumerate(returned) if value is not None]
-    if having == [root]:
-        return
-    if root not in having and len(having) == 1:
-        text = f"with root={root} the list is on rank {having[0]}: the argument root is not used everywhere"
-        yield Fault("root ignored", f"{text}; replace the fixed number by root")
-    if root not in having:
-        text = f"with root={root} rank {root} returns None"
-        yield Fault("nothing at the root", f"{text}; it must return the list of all tensors")
-    others = [rank for rank in having if rank != root]
-    yield Fault("not only the root", f"with root={root} ranks {others} return something too; they must return None")
-
-
-def _judge_list(got: Any, root: int, n: int) -> Iterator[Fault]:
-    if got is None:
-        return
-    if not isinstance(got, list | tuple) or not all(isinstance(tensor, Tensor) for tensor in got):
-        yield Fault("not a list", f"rank {root} returns a {type(got).__name__}; return a list of {n} tensors")
-    want = [gathered(rank) for rank in range(n)]
-    if len(got) != n:
-        own = not any(torch.equal(tensor, want[root]) for tensor in got)
-        why = f"; the root's own tensor is missing: put it at place {root}" if own and len(got) == n - 1 else ""
-        yield Fault("wrong length", f"rank {root} returns {len(got)} tensors where {n} were expected{why}")
-    whose = [next((rank for rank in range(n) if torch.equal(tensor, want[rank])), None) for tensor in got]
-    if whose == list(range(n)):
-        return
-    senders = [rank for place, rank in enumerate(whose) if place != root]
-    if len(senders) > 1 and None not in senders and len(set(senders)) == 1:
-        text = f"rank {root} received {len(senders)} tensors and all are rank {senders[0]}'s, the last that came"
-        yield Fault("one buffer", f"{text}: each message needs a tensor of its own; call torch.empty_like for each")
-    if sorted(rank for rank in whose if rank is not None) == list(range(n)):
-        text = f"rank {root} has the tensors in the order of ranks {whose}; expected {list(range(n))}"
-        yield Fault("wrong order", f"{text}. Messages come in any order: say from whom each receive is")
-    for rank, (one, other) in enumerate(zip(got, want, strict=True)):
-        yield from found(compare(one, other, f"place {rank} of the list on rank {root}", n))
-
-
-def gather_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_gather(error: RankError, world_size: int) -> Fault | None:
     """Name a hang, and a root that sends to itself."""
     if TO_ITSELF.search(str(error)):
         return to_itself(world_size, "the root", "put a copy of its own tensor in the list")
     return deadlock(error, world_size, "Every rank but root sends once, and root receives once from each of them")
 
 
-def gather_budget(evidence: Evidence) -> list[str]:
+def budget_shift(evidence: Evidence) -> list[str]:
+    """Say what a right solution sent."""
+    if evidence.world_size == 1:
+        return ["nothing sent on one rank"]
+    text = "1 message per rank and call, all at the same time"
+    return [f"{text}: {evidence.records.sent_bytes(0):,} bytes in 2 calls"]
+
+
+def budget_gather(evidence: Evidence) -> list[str]:
     """Say what was sent."""
-    return [f"{evidence.world_size - 1} messages of {gathered(0).nbytes} bytes per gather; the root sends none"]
+    return [f"{evidence.world_size - 1} messages of {_gathered(0).nbytes} bytes per gather; the root sends none"]
 
 
 _BOTH = (
     "arriving = dist.irecv(received, (rank - 1) % world_size)\nleaving = dist.isend(tensor, (rank + 1) % world_size)"
 )
 _WAITS = "arriving.wait()\nleaving.wait()"
-WRONG_SHIFTS = (
+WRONG_SHIFT = (
     Mutant("every rank sends first", "deadlock", "waits in send to", 2, 3)
     .edit(_BOTH, "dist.send(tensor, (rank + 1) % world_size)")
     .edit(_WAITS, "dist.recv(received, (rank - 1) % world_size)"),
     Mutant("every rank receives first", "deadlock", "All of them receive first", 2, 3)
     .edit(_BOTH, "dist.recv(received, (rank - 1) % world_size)")
     .edit(_WAITS, "dist.send(tensor, (rank + 1) % world_size)"),
-    Mutant("one rank forgotten", "itself", "receives from itself", 1, "torch refuses it").without(
+    Mutant("one rank forgotten", "itself", "receives from itself", 1, "torch refuses it", ends=True).without(
         "if world_size == 1:\n    return tensor.clone()"
     ),
-    Mutant("a line, not a circle", "own tensor", "circle must close", 2, "wrong ends")
+    Mutant("returns its own", "own tensor", "it returns this rank's own tensor; return the one that came", 2).edit(
+        "return received", "return tensor.clone()"
+    ),
+    Mutant(
+        "a line, not a circle",
+        "no circle",
+        "rank 0 receives from nobody; the circle must close at its ends, so take neighbours modulo world_size",
+        2,
+        "wrong ends",
+    )
     .edit("torch.empty_like(tensor)", "tensor.clone()")
     .edit(
         _BOTH,
@@ -238,13 +187,21 @@ WRONG_SHIFTS = (
         """,
     )
     .edit(_WAITS, "for request in requests:\n    request.wait()"),
-    Mutant("past the end", "no such rank", "outside 0 to 1", 2, "wrong ends").edit(
+    Mutant("past the end", "no such rank", "outside 0 to 1", 2, "wrong ends", ends=True).edit(
         _BOTH, "leaving = dist.isend(tensor, rank + 1)\narriving = dist.irecv(received, rank - 1)"
     ),
-    Mutant("wrong direction", "wrong direction", "the next one", 3, "right on 2 ranks")
+    Mutant(
+        "wrong direction",
+        "wrong direction",
+        "the tensor of the next rank has come; send to rank + 1, receive from rank - 1",
+        3,
+        "right on 2 ranks",
+    )
     .edit("(rank - 1)", "(rank + 1)")
     .edit("tensor, (rank + 1)", "tensor, (rank - 1)"),
-    Mutant("never waits", "not waited", "never wait()", 2, "pytorch tutorial on isend").without("arriving.wait()"),
+    Mutant("never waits", "not waited", "keep what irecv returns", 2, "pytorch tutorial on isend").without(
+        "arriving.wait()"
+    ),
     Mutant("a chain", "one after another", "one after another", 4, 25).edit(
         f"{_BOTH}\n{_WAITS}",
         """
@@ -255,7 +212,7 @@ WRONG_SHIFTS = (
             dist.send(tensor, (rank + 1) % world_size)
         """,
     ),
-    Mutant("overwrites", "argument changed", "was changed", 2, 40).edit(
+    Mutant("overwrites", "changed argument", "it belongs to the caller", 2, 40).edit(
         "return received", "return tensor.copy_(received)"
     ),
     Mutant("all_gather", "native collective", "dist.all_gather", 2, 1).body("""
@@ -263,24 +220,37 @@ WRONG_SHIFTS = (
         dist.all_gather(everything, tensor)
         return everything[dist.get_rank() - 1]
     """),
+    Mutant("below torch.distributed", "unseen", "neither dist.send nor dist.isend", 2, "unseen calls").body("""
+        everything = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        backend.allgather([everything], [tensor]).wait()
+        return everything[dist.get_rank() - 1]
+    """),
+    Mutant("float64 written down", "mismatch", "the receive that takes it do not fit", 2, "one dtype", races=True).edit(
+        "torch.empty_like(tensor)", "torch.empty(tensor.shape, dtype=torch.float64)"
+    ),
+    Mutant("through float32", "values", "float32 somewhere", 2, "one dtype")
+    .edit("torch.empty_like(tensor)", "torch.empty_like(tensor.float())")
+    .edit("dist.isend(tensor,", "dist.isend(tensor.float(),")
+    .edit("return received", "return received.to(tensor.dtype)"),
 )
 _WAIT_FOR_ALL = "for message in arriving:\n    message.wait()"
-WRONG_GATHERS = (
-    Mutant("from anyone", "wrong order", "say from whom", 3, 27)
+WRONG_GATHER = (
+    Mutant("from anyone", "wrong order", "tensors stand in the order of arrival; say from whom each receive is", 3, 27)
     .edit("irecv(tensors[sender], sender)", "recv(tensors[sender])")
     .without(_WAIT_FOR_ALL),
-    Mutant("root is 0", "root ignored", "replace the fixed number", 2, 7).edit(
+    Mutant("root is 0", "root ignored", "rank 0 has the list, whatever root is; use the argument", 2, 7).edit(
         "rank, world_size", "root = 0\nrank, world_size"
     ),
-    Mutant("one buffer", "one buffer", "a tensor of its own", 3, 40)
+    Mutant("one buffer", "one buffer", "each receive overwrites the one before; each needs a tensor of its own", 3, 40)
     .edit("tensors = [", "buffer = torch.empty_like(tensor)\ntensors = [")
     .edit("else torch.empty_like(tensor)", "else buffer")
     .edit("irecv(", "recv(")
     .without(_WAIT_FOR_ALL),
-    Mutant("own missing", "wrong length", "own tensor is missing", 2, "common").edit(
+    Mutant("own missing", "own missing", "the root's own tensor is missing; put it at place `root`", 1).edit(
         "return tensors", "return tensors[:root] + tensors[root + 1 :]"
     ),
-    Mutant("to all ranks", "too many messages", "each root that it is not", 3, 1)
+    Mutant("to all ranks", "to all ranks", "each rank sends its tensor to all; the root alone needs it", 2, 1)
     .edit(
         "if rank != root:\n    dist.send(tensor, root)\n    return None",
         "leaving = [dist.isend(tensor, other) for other in range(world_size) if other != rank]",
@@ -289,4 +259,14 @@ WRONG_GATHERS = (
     .edit("sender != root", "sender != rank")
     .edit("in arriving", "in arriving + leaving")
     .edit("return tensors", "return tensors if rank == root else None"),
+    Mutant("everyone returns", "not only the root", "other ranks than root return something; they return None", 2).edit(
+        "return None", "return [tensor]"
+    ),
+    Mutant("own is the first", "itself", "put a copy of its own tensor", 3, ends=True)
+    .edit("if sender == root else", "if sender == 0 else")
+    .edit("if sender != root]", "if sender != 0]"),
+    Mutant("not waited", "not waited", "keep what irecv returns", 3).without(_WAIT_FOR_ALL),
+    Mutant("stacked", "not a list", "the tensors are stacked into one; return a list of them", 1).edit(
+        "return tensors", "return torch.stack(tensors)"
+    ),
 )

@@ -1,61 +1,54 @@
-"""The tree's broadcast, and the times of three all-reduces that are predicted."""
+"""The tree's broadcast, halving and doubling, and the times of three all-reduces that are predicted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.values import apart
+from distlab.grading.cases import Cases, Given
+from distlab.grading.variation.draw import Draw, Vary
 
 
-def drive_broadcast(fn: Callable[..., Any]) -> list[shared.Result]:
-    """Call fn with every root, then in a group without rank 0 with its last rank as root."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    results = [shared.play(fn, shared.varied(rank, 5), root, name=f"root {root}") for root in range(n)]
+def _levels(n: int) -> int:
+    return math.ceil(math.log2(n))
+
+
+def _broadcast(rank: int, n: int) -> Given:
+    given: Given = {f"root {root} (elements: 100 to 400 times 10^rank)": (root, ()) for root in range(n)}
     members = shared.MEMBERS.get(n, ())
-    return results + shared.play_in_small_group(fn, lambda place: shared.varied(place, 5), len(members) - 1)
+    last = f"in a group of ranks {list(members)}, root {len(members) - 1}"
+    return {**given, last: (len(members) - 1, members)} if members else given
 
 
-def judge_broadcast(evidence: Evidence) -> Iterator[Fault]:
-    """Look at the copies, then at the root's sends and the number of steps."""
-    for all_ranks in shared.cases(evidence):
-        n = len(all_ranks[0].ranks)
-        root = int(all_ranks[0].name.split()[-1]) if all_ranks[0].name.startswith("root") else n - 1
-        want, levels = shared.varied(root, 5), math.ceil(math.log2(n))
-        yield from shared.refuse_native(all_ranks)
-        yield from shared.refuse_returned(all_ranks, [5] * n, "the tensor")
-        yield from shared.refuse_copies(all_ranks, [want] * n)
-        for other in range(n):
-            if other != root and all(torch.equal(case.after, shared.varied(other, 5)) for case in all_ranks):
-                text = f"{all_ranks[0].name}: all ranks have rank {other}'s tensor"
-                yield Fault("wrong root", f"{text}, not rank {root}'s")
-        for rank, case in enumerate(all_ranks):
-            if not torch.equal(case.after, want):
-                kept = torch.equal(case.after, shared.varied(rank, 5))
-                what = "still has its own tensor" if kept else f"has {case.after.tolist()}"
-                message = f"{case.name}: rank {case.ranks[rank]} of {n} {what}, expected that of rank {root}"
-                yield Fault("not reached" if kept else "wrong tensor", message)
-        if all_ranks[root].num_sends > levels:
-            message = f"right copies, but root {root} sent {all_ranks[root].num_sends} messages, one after the other on"
-            advice = f"in a tree of {n} ranks it sends {levels}, and those who have the tensor help"
-            yield Fault("root sends to all", f"{message} its link; {advice}")
-        if (steps := shared.rounds(all_ranks)) > levels:
-            message = f"right copies, but {steps} steps follow one another; doubling reaches {n} ranks in {levels}"
-            yield Fault("too many steps", message)
+def _use_broadcast(fn: Callable[..., Any], root: int, members: tuple[int, ...]) -> Any:
+    return shared.use_sum(lambda tensor, *group: fn(tensor, root, *group), 5, members)
 
 
-def broadcast_budget(evidence: Evidence) -> tuple[str, ...]:
-    """Say how many steps the tree took."""
-    all_ranks = next(shared.cases(evidence))
-    return (
-        f"{len(all_ranks)} ranks: {shared.rounds(all_ranks)} steps, the root sent {all_ranks[0].num_sends} tensors",
-    )
+def _draw_broadcast(draw: Draw) -> tuple[Any, ...]:
+    tensor, group = shared.draw_any(draw)
+    return tensor, draw.integer(0, 11) % draw.size_of(group), group
+
+
+def _halving(rank: int, n: int) -> Given:
+    return shared.cases(n, "100 to 400 times 10^rank", (2, 3) if n == 4 else ())
+
+
+def _draw_times(draw: Draw) -> tuple[Any, ...]:
+    n = draw.one_of(2 ** draw.integer(0, 12), draw.integer(5, 5000), 5)
+    return 10 ** draw.number(3, 10), n, 10 ** draw.number(-6, -3), 10 ** draw.number(9, 12)
+
+
+def _use_times(fn: Callable[..., Any], num_bytes: float, n: int, latency_s: float, bytes_per_s: float) -> Any:
+    """Leave out halving_doubling where n is no power of two: the text says nothing of it."""
+    times = fn(num_bytes, n, latency_s, bytes_per_s)
+    if n & (n - 1) and isinstance(times, dict):
+        return {name: seconds for name, seconds in times.items() if name != "halving_doubling"}
+    return times
 
 
 CONDITIONS = (  # bytes, ranks, latency, bandwidth; the first tells the latencies alone
@@ -67,76 +60,43 @@ CONDITIONS = (  # bytes, ranks, latency, bandwidth; the first tells the latencie
     (1e5, 1024, 2e-5, 1.25e9),
     (1e6, 6, 5e-6, 25e9),
 )
-ALGORITHMS = ("ring", "tree", "halving_doubling")
+_ASKED = "{:g} bytes on {} ranks, latency {:g} s, {:g} bytes/s"
+drive_tree_broadcast = Cases(_broadcast, _use_broadcast, most_bytes=0)
+drive_halving_doubling = Cases(_halving, shared.use_sum, 1.1, "halving and doubling")
+drive_times = Cases({_ASKED.format(*condition): condition for condition in CONDITIONS}, _use_times)
+vary_tree_broadcast = Vary(_draw_broadcast, left_out=shared.CONTIGUOUS)
+vary_halving_doubling = Vary(shared.draw_row, left_out=shared.ROW)
+vary_times = Vary(_draw_times, use=_use_times)
+failure_tree_broadcast = failure_halving_doubling = shared.failure
+judge_halving_doubling = partial(shared.in_steps, what="halving and doubling", needs=lambda n: 2 * _levels(n))
+budget_halving_doubling = partial(shared.budget, formula="2 (n-1)/n S")
 
 
-def drive_times(fn: Callable[..., Any]) -> list[Any]:
-    """Call fn on several sizes, ranks and links."""
-    return [fn(*condition) for condition in CONDITIONS]
+def judge_tree_broadcast(evidence: Evidence) -> Iterator[Fault]:
+    """Look at the root's sends and the number of steps."""
+    yield from shared.refuse_native(evidence)
+    for number, (case, ranks, made) in enumerate(shared.played(evidence)):
+        root, levels = number if len(ranks) == evidence.world_size else len(ranks) - 1, _levels(len(ranks))
+        if (count := len(shared.sent(made[root]))) > levels:
+            text = f"right result, but {case}: the root sends {count} messages, one after the other on its link; in a"
+            advice = f"tree of {len(ranks)} ranks it sends {levels}, and ranks that have the tensor help"
+            yield Fault("root sends to all", f"{text} {advice}")
+    yield from shared.in_steps(evidence, "a tree", _levels)
 
 
-def latencies_and_sizes(name: str, n: int) -> tuple[float, float]:
-    """Return how many latencies, and how often the tensor's bytes, an algorithm takes."""
-    levels = math.ceil(math.log2(n))
-    return {
-        "ring": (2.0 * (n - 1), 2 * (n - 1) / n),
-        "tree": (2 * levels, 2 * levels),
-        "halving_doubling": (2 * levels, 2 * (n - 1) / n),
-    }[name]
+def budget_tree_broadcast(evidence: Evidence) -> tuple[str, ...]:
+    """Say how many steps the tree took."""
+    _, ranks, made = next(shared.played(evidence))
+    return (f"{len(ranks)} ranks: {shared.rounds(made)} steps, the root sent {len(shared.sent(made[0]))} tensors",)
 
 
-def judge_times(evidence: Evidence) -> Iterator[Fault]:
-    """Compare each prediction with alpha, beta and the number of steps, and name the term that is off."""
-    results = evidence.results[0]
-    for got in results:
-        if not isinstance(got, dict) or set(got) != set(ALGORITHMS):
-            what = sorted(got) if isinstance(got, dict) else type(got).__name__
-            message = f"expected a dict with the keys ring, tree and halving_doubling; got {what}"
-            yield Fault("not the three times", message)
-    for name in ALGORITHMS:
-        yield from explain_times(name, [float(got[name]) for got in results])
-
-
-def explain_times(name: str, times: Sequence[float]) -> Iterator[Fault]:
-    """Say which term of an algorithm's time is wrong: all of it, the latencies, bits for bytes, or the bytes."""
-    wanted = []
-    for num_bytes, n, latency_s, bytes_per_s in CONDITIONS:
-        steps, sizes = latencies_and_sizes(name, n)
-        wanted.append((steps * latency_s, sizes * num_bytes / bytes_per_s))
-    pairs = [(got, sum(want)) for got, want in zip(times, wanted, strict=True)]
-    asked = [name != "halving_doubling" or n & (n - 1) == 0 for _, n, _, _ in CONDITIONS]
-    pairs = [pair if counts else (0.0, 0.0) for pair, counts in zip(pairs, asked, strict=True)]
-    wrong = [index for index, (got, want) in enumerate(pairs) if not math.isclose(got, want, rel_tol=1e-9)]
-    if not wrong:
-        return
-    num_bytes, n, latency_s, bytes_per_s = CONDITIONS[wrong[0]]
-    (got, want), (waiting_s, wire_s) = pairs[wrong[0]], wanted[wrong[0]]
-    steps, sizes = latencies_and_sizes(name, n)
-    where = f"{name}, {num_bytes:g} bytes on {n} ranks, latency {latency_s:g} s, {bytes_per_s:g} bytes/s"
-    wanted, found = apart(want, got)
-    head = f"{where}: expected {wanted} s, got {found} s"
-    if all(math.isclose(2 * got, want, rel_tol=1e-9) for got, want in pairs):
-        yield Fault("half of it", f"{head}: half; the sums go in and then have to come back, which takes as long again")
-    elif all(CONDITIONS[index][1] == 6 for index in wrong):
-        message = f"{head}, though right for powers of two: 4 ranks are reached in 2 steps, the other 2 take a third"
-        yield Fault("levels not rounded up", message)
-    elif math.isclose(got, waiting_s + sizes * num_bytes * bytes_per_s, rel_tol=1e-6) and num_bytes:
-        yield Fault("bytes times bandwidth", f"{head}: bytes over bytes per second are seconds, so divide")
-    elif wrong[0] == 0:
-        yield Fault("latencies", f"{head}: {got / latency_s:.4g} latencies instead of {steps:g}, one for each step")
-    elif math.isclose(got, waiting_s + 8 * wire_s, rel_tol=1e-6):
-        advice = "the bandwidth is in bytes per second already, so there is nothing to multiply by 8"
-        yield Fault("bits for bytes", f"{head}: {advice}")
-    else:
-        carried = (got - waiting_s) / (num_bytes / bytes_per_s)
-        yield Fault("bytes", f"{head}: the busiest link carries {carried:.4g} times the tensor instead of {sizes:.4g}")
-
-
-WRONG_BROADCASTS = (
-    Mutant("the root alone", "root sends to all", "sent 3", 4)
+_ON = "some ranks still have their own tensor; go on until all n have the root's, also where n is no power of two"
+WRONG_TREE_BROADCAST = (
+    Mutant("the root alone", "root sends to all", "the root sends 3 messages", 4)
     .edit("place < have and place + have < n", "place == 0")
     .edit("have <= place < 2 * have", "place == have")
     .edit("have *= 2", "have += 1"),
+    Mutant("adds one", "root sends to all", "in a tree of 4 ranks it sends 2", 4).edit("have *= 2", "have += 1"),
     Mutant("a chain", "too many steps", "3 steps", 4).body("""
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         if rank != root:
@@ -145,25 +105,111 @@ WRONG_BROADCASTS = (
             exchange(Send(tensor, (rank + 1) % n), group=group)
         return tensor
     """),
-    Mutant("always from rank 0", "wrong root", "root 1", 2, 7).edit("rank, n =", "root = 0\nrank, n ="),
-    Mutant("powers of two only", "not reached", "rank 2 of 3", 3).edit("while have < n", "while 2 * have <= n"),
-    Mutant("group ranks as global", "group ignored", "group", 3, 7)
+    Mutant("always from rank 0", "wrong root", "all ranks get rank 0's tensor; count places from the root", 2, 7).edit(
+        "rank, n =", "root = 0\nrank, n ="
+    ),
+    Mutant("powers of two only", "not reached", _ON, 3).edit("while have < n", "while 2 * have <= n"),
+    Mutant("two rounds", "not reached", _ON, 5, "one size").edit("while have < n:", "while have < min(n, 4):"),
+    Mutant("twice the distance", "raised", "send to itself", 4).edit(
+        "(place + have + root)", "(place + 2 * have + root)"
+    ),
+    Mutant("group ranks as global", "group ignored", "group", 3, 7, ends=True)
     .edit("exchange(Send(tensor, (place + have + root) % n)", "dist.send(tensor, (place + have + root) % n")
     .edit("exchange(Receive(tensor, (place - have + root) % n)", "dist.recv(tensor, (place - have + root) % n"),
 )
+_DOUBLING = (
+    "for peer, mine, theirs in reversed(swaps):\n    exchange(Receive(theirs, peer), Send(mine, peer), group=group)"
+)
+_KEEPS = "(first, second) if rank < peer else (second, first)"
+WRONG_HALVING_DOUBLING = (
+    Mutant(
+        "whole tensors",
+        "whole tensors",
+        "whole tensors travel; send the half that the partner keeps, and go on with the other",
+        4,
+        1,
+    )
+    .edit(_KEEPS, "(tensor, tensor.clone())")
+    .without(_DOUBLING),
+    Mutant(
+        "never doubles",
+        "never doubled",
+        "a rank's own block alone is finished; exchange finished blocks, ever larger ones",
+        2,
+    ).without(_DOUBLING),
+    Mutant(
+        "both keep one half",
+        "both keep one half",
+        "both partners keep the first half; the lower rank keeps the first, the other one the second",
+        2,
+        2,
+    ).edit(_KEEPS, "(first[: second.numel()], second)"),
+    Mutant(
+        "halves rounded down",
+        "odd element left out",
+        "of an odd number of elements one is left out; the halves are block.tensor_split(2)",
+        2,
+        8,
+    ).edit("= block.tensor_split(2)", "= block[: block.numel() // 2 * 2].tensor_split(2)"),
+    Mutant(
+        "doubles in halving's order",
+        "doubled in another order",
+        "blocks are swapped back in the order of halving; go in reverse order, the smallest block first",
+        4,
+        8,
+    ).edit("reversed(swaps)", "swaps"),
+    Mutant(
+        "copies instead of adding",
+        "own part overwritten",
+        "what arrives is copied over this rank's own part; add it to what is there",
+        2,
+        2,
+    ).edit("mine += received", "mine.copy_(received)"),
+    Mutant("next rank as partner", "deadlock", "wait for each other", 4).edit(
+        "rank ^ distance", "(rank + distance) % n"
+    ),
+    Mutant("works on a copy", "not in place", "the sum stands in a copy; add to the tensor that was passed in", 2).edit(
+        "block, swaps, distance = tensor,", "block, swaps, distance = tensor.clone(),"
+    ),
+)
 WRONG_TIMES = (
-    Mutant("one way only", "half of it", "come back", 1).edit(": 2 *", ":", times=3).edit("= 2 *", "="),
-    Mutant("floor of log2", "levels not rounded up", "take a third", 1).edit(
-        "math.ceil(math.log2(n))", "int(math.log2(n))"
+    Mutant(
+        "one way only",
+        "half of it",
+        "that is one way; the sums go in and then have to come back, which takes as long again",
+        1,
+    )
+    .edit(": 2 *", ":", times=3)
+    .edit("= 2 *", "="),
+    Mutant(
+        "floor of log2",
+        "levels not rounded up",
+        "4 ranks are reached in 2 steps, and 2 more take a third; round log2 n up",
+        1,
+    ).edit("math.ceil(math.log2(n))", "int(math.log2(n))"),
+    Mutant(
+        "bytes times bandwidth", "bytes times bandwidth", "bytes over bytes per second are seconds, so divide", 1
+    ).edit("/ bytes_per_s", "* bytes_per_s", times=3),
+    Mutant("bits for bytes", "bits for bytes", "the bandwidth is in bytes per second: do not multiply by 8", 1).edit(
+        "/ bytes_per_s", "* 8 / bytes_per_s", times=3
     ),
-    Mutant("bytes times bandwidth", "bytes times bandwidth", "so divide", 1).edit(
-        "/ bytes_per_s", "* bytes_per_s", times=3
-    ),
-    Mutant("bits for bytes", "bits for bytes", "multiply by 8", 1).edit("/ bytes_per_s", "* 8 / bytes_per_s", times=3),
-    Mutant("whole tensors in the ring", "bytes", "instead of 1.875", 1, 1).edit(
+    Mutant(
+        "whole tensors in the ring",
+        "whole tensors in the ring",
+        "a step of the ring carries a chunk, 1/n of the tensor; here each carries all of it",
+        1,
+        1,
+    ).edit(
         "2 * (n - 1) * latency_s + least_bytes / bytes_per_s", "2 * (n - 1) * (latency_s + num_bytes / bytes_per_s)"
     ),
-    Mutant("a ring's latencies for the tree", "latencies", "30 latencies", 1).edit(
-        "2 * levels * (latency_s + num_bytes", "2 * (n - 1) * latency_s + 2 * levels * (num_bytes"
+    Mutant(
+        "a ring's latencies for the tree",
+        "a ring's latencies",
+        "the tree has the ring's 2 (n - 1) latencies; it takes ceil(log2 n) steps each way",
+        1,
+    ).edit("2 * levels * (latency_s + num_bytes", "2 * (n - 1) * latency_s + 2 * levels * (num_bytes"),
+    Mutant("a step too many", "a step too many", "the ring takes n - 1 steps each way, not n", 1).edit(
+        "2 * (n - 1) * latency_s", "2 * n * latency_s"
     ),
+    Mutant("rounded log2", "values", "tree", 1, "one size").edit("math.ceil(math.log2(n))", "round(math.log2(n))"),
 )
