@@ -69,6 +69,18 @@ class Free:
     value: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """A part of a result that the judge alone reads, such as times: it is compared with nothing."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Noted)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def is_plain(value: Any) -> bool:
     """Whether an argument is made of numbers, texts and tensors."""
     if isinstance(value, list | tuple):
