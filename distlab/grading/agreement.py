@@ -34,10 +34,13 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     assert isinstance(cases, Cases)
     evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
     wanted = _driven(cases, reference, ranks)
-    seen = difference(evidence.results, wanted.results, cases.use or reference)
+    pair, takes = (evidence.results, wanted.results), cases.use or reference
+    seen = difference(*pair, takes)
     known = _Known(exercise, reference, ranks, wanted)
+    if seen is not None and (wrong := known.by_values(evidence)) is not None:
+        return _named(wrong, difference(*pair, takes, is_named=True) or seen)
     if seen is not None:
-        return _named(known.by_values(evidence), seen)
+        return seen
     fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
     if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
         text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"

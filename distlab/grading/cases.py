@@ -142,14 +142,18 @@ def alike(one: Mapping[Place, Any], other: Mapping[Place, Any], place: Place) ->
     return near(one[place], other[place], 0.0)
 
 
-def difference(got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any]) -> Fault | None:
+def difference(
+    got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any], *, is_named: bool = False
+) -> Fault | None:
     """Say in words what differs first: results of all ranks, case by case, then what has become of arguments.
 
     Args:
         got: what the answer made of the cases on each rank.
         want: the same of the reference.
         takes: the function whose parameters name the arguments.
+        is_named: whether a wrong version explains it: then a constant ratio is not guessed to be one of ranks.
     """
+    n = 1 if is_named else len(got)
     for part in (RESULT, AFTER):
         for case in want[0]:
             for rank, (mine, right) in enumerate(zip(got, want, strict=True)):
@@ -158,7 +162,7 @@ def difference(got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any
                 where = ", ".join(filter(None, [f"rank {rank}" * (len(got) > 1), case]))
                 head = f"{where}: " if where else ""
                 if part == RESULT:
-                    fault = _in_result(mine[case][part], right[case][part], head, len(got))
+                    fault = _in_result(mine[case][part], right[case][part], head, n)
                 else:
                     fault = _in_arguments(mine[case][part], right[case][part], head, takes)
                 if fault is not None:

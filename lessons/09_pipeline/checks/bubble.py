@@ -148,16 +148,10 @@ WRONG_BUBBLE = (
     .edit(_IDLE, "idle = stages_per_rank * num_ranks - 1")
     .edit("busy = stages_per_rank * num", "busy = num"),
     Mutant(
-        "there and back",
-        "there and back",
-        "the idle time is counted for forward and again for backward; a stage's time has both in it",
-        1,
+        "there and back", "twice idle", "idle time is counted for forward and for backward; a stage's time has both", 1
     ).edit(_IDLE, "idle = 2 * (num_ranks - 1)"),
     Mutant(
-        "stages twice",
-        "stages twice",
-        "it divides by stages_per_rank twice; in units of a smaller stage, the busy part alone is longer",
-        1,
+        "stages twice", "stages twice", "it divides by stages_per_rank twice; the busy part alone grows with it", 1
     ).edit(_IDLE, "idle = (num_ranks - 1) / stages_per_rank"),
     Mutant("eight ranks", "values", "expected", 1, "one set of arguments").edit(
         "num_ranks - 1", "min(num_ranks, 8) - 1"
@@ -178,12 +172,7 @@ WRONG_SPLIT = (
     )
     .edit("(activations[k], grad)", "activations[k].T @ grad")
     .edit(_PRODUCTS, "later[::-1]"),
-    Mutant(
-        "one now",
-        "too much now",
-        "a weight's product is made before the function returns; all of them belong into W",
-        1,
-    )
+    Mutant("one now", "too much now", "a weight's product is made before the function returns; all belong into W", 1)
     .edit("def weight_gradients", "x, inner = later.pop(0)\nlast = x.T @ inner\n\ndef weight_gradients")
     .edit(_PRODUCTS, f"{_PRODUCTS} + [last]"),
     Mutant(
@@ -196,12 +185,7 @@ WRONG_SPLIT = (
     )
     .edit(_KEEP, "x, inner = activations[k], grad\nlater.append(lambda: x.T @ inner)")
     .edit(_PRODUCTS, "[multiply() for multiply in reversed(later)]"),
-    Mutant(
-        "behind the weight",
-        "behind the weight",
-        "what W needs was kept after the gradient went on through weights[k]; keep it before",
-        1,
-    )
+    Mutant("behind the weight", "behind", "W keeps the gradient behind the product with weights[k]; keep it before", 1)
     .without(_KEEP)
     .edit(_BACK, f"{_BACK}\n{_KEEP}"),
     Mutant(
@@ -210,7 +194,7 @@ WRONG_SPLIT = (
     Mutant(
         "product first",
         "product first",
-        "it goes back through x @ w and then through tanh; a layer ends with tanh, so the way back begins with it",
+        "it goes back through x @ w, then through tanh; a layer ends with tanh, so begin with it",
         1,
     )
     .edit(f"{_TANH}\n{_KEEP}", _KEEP)
@@ -234,10 +218,7 @@ WRONG_SPLIT = (
     ),
     Mutant("no tanh", "no tanh", "tanh is left out; multiply by 1 - activation^2 in each layer", 1).without(_TANH),
     Mutant(
-        "last gradient",
-        "gradient kept too late",
-        "every weight gets the last layer's gradient; each needs the one at its own place in the chain",
-        1,
+        "last gradient", "one gradient", "every weight gets the last layer's gradient; keep each layer's own", 1
     ).edit("x.T @ inner", "x.T @ later[0][1]"),
     Mutant("of the input", "wrong activation", "tanh' is taken of a layer's input; use activations[k + 1]", 1).edit(
         _SLOPE, "(1 - activations[k].square())"

@@ -141,17 +141,10 @@ WRONG_GPIPE = (
         "+ backward", "+ backward[:1]"
     ),
     Mutant(
-        "orders differ",
-        "orders differ",
-        "odd ranks go back from the last micro-batch on; all ranks take them in one order",
-        1,
-        27,
+        "orders differ", "two orders", "odd ranks go back from the last micro-batch on; all take one order", 1, 27
     ).edit("+ backward", "+ (backward[::-1] if rank % 2 else backward)"),
     Mutant(
-        "one too early",
-        "not GPipe",
-        "a backward pass comes before the last forward pass; GPipe runs all of those first",
-        1,
+        "one too early", "not GPipe", "a backward pass comes too early; GPipe runs all forward passes first", 1
     ).edit(_ALL, "forward[:-1] + backward[:1] + forward[-1:] + backward[1:]"),
     Mutant("tuples", "returned", "expected a list of texts", 1).edit('f"{rank}F{i}"', '(rank, "F", i)'),
     Mutant("halves of backward", "wrong kind", "backward passes are split into I and W; GPipe's are whole: B", 1).edit(
@@ -165,12 +158,9 @@ WRONG_GPIPE = (
 _WARM_UP = "num_ranks - 1 - rank"
 _ASKED = "rank r runs p - 1 - r forward passes before its first pair"
 WRONG_ONE_F_ONE_B = (
-    Mutant(
-        "GPipe",
-        "peak in flight",
-        "it is GPipe, which holds every micro-batch; start each backward pass as soon as it can run",
-        1,
-    ).edit(f"min({_WARM_UP}, num_microbatches)", "num_microbatches"),
+    Mutant("GPipe", "GPipe", "it is GPipe, and holds all micro-batches; go back as soon as a pass can run", 1).edit(
+        f"min({_WARM_UP}, num_microbatches)", "num_microbatches"
+    ),
     Mutant("same warm-up", "same warm-up", f"all ranks warm up as long as rank 0; {_ASKED}", 1).edit(
         _WARM_UP, "num_ranks - 1"
     ),
@@ -195,29 +185,19 @@ WRONG_ONE_F_ONE_B = (
     Mutant(
         "runs past the end",
         "past the end",
-        "each pair has a forward pass, also when none is left; then a backward pass stands alone",
+        "each pair has a forward pass, also when none is left; B stands alone then",
         1,
     )
     .edit(f"min({_WARM_UP}, num_microbatches)", _WARM_UP)
     .edit("if warm_up + i < num_microbatches:", "if True:"),
+    Mutant("newest first", "newest first", "the newest micro-batch goes back first; the oldest must", 1, 27).edit(
+        "B{i}", "B{warm_up + i if warm_up + i < num_microbatches else num_microbatches - 1 - i}"
+    ),
+    Mutant("no minimum", "past the end", "the warm-up has more forward passes than there are micro-batches", 1).edit(
+        "range(warm_up)", f"range({_WARM_UP})"
+    ),
     Mutant(
-        "newest first",
-        "newest first",
-        "the newest micro-batch goes back first; what went forward first comes back first",
-        1,
-        27,
-    ).edit("B{i}", "B{warm_up + i if warm_up + i < num_microbatches else num_microbatches - 1 - i}"),
-    Mutant(
-        "no minimum",
-        "past the end",
-        "the warm-up has more forward passes than there are micro-batches; it is the smaller number of the two",
-        1,
-    ).edit("range(warm_up)", f"range({_WARM_UP})"),
-    Mutant(
-        "no end",
-        "missing action",
-        "it ends with the last forward pass; micro-batches in flight still have to go back",
-        1,
+        "no end", "missing action", "it ends with the last forward pass; what is in flight still has to go back", 1
     ).edit("range(num_microbatches)", "range(num_microbatches - warm_up)"),
     Mutant("four ranks", "values", LENGTH, 1, "one size").edit(_WARM_UP, f"min({_WARM_UP}, 3)"),
 )
@@ -231,21 +211,11 @@ def _lagging(mutant: Mutant, lag: str) -> Mutant:
 
 WRONG_ZERO_BUBBLE = (
     _lagging(
-        Mutant(
-            "W at once",
-            "W at once",
-            "every W stands right behind its I, as if both were one B; on rank r let r more I's go first",
-            1,
-        ),
+        Mutant("W at once", "W at once", "every W stands right behind its I; on rank r let r more I's go first", 1),
         "0",
     ),
     _lagging(
-        Mutant(
-            "W last",
-            "peak in flight",
-            "all W's come at the end, and everything is held until then; run them earlier",
-            1,
-        ),
+        Mutant("W last", "W last", "all W's come at the end, and everything is held until then; run them earlier", 1),
         "num_microbatches",
     ),
     _lagging(

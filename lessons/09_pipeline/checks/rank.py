@@ -129,11 +129,7 @@ _NO_GRADIENT = (
 )
 WRONG_RUN_RANK = (
     Mutant(
-        "unscaled",
-        "loss not scaled",
-        "the losses are added up, not averaged; divide each by the number of micro-batches",
-        1,
-        26,
+        "unscaled", "not scaled", "the losses are added up; divide each by the number of micro-batches", 1, 26
     ).without(" / num_microbatches"),
     Mutant("no grad", "no gradient", "does not require grad", 2, 29, ends=True).without("x.requires_grad_()"),
     Mutant("no grad, zeros", "no gradient", f"{_NO_GRADIENT}x.requires_grad_() when it has arrived", 2, 29)
@@ -144,11 +140,7 @@ WRONG_RUN_RANK = (
     .edit("kept.pop(i)", "kept.pop(next(iter(kept)))")
     .known("lets each gradient go back through the oldest micro-batch; keep x and y by action.microbatch"),
     Mutant(
-        "next target",
-        "wrong target",
-        "an output meets the next micro-batch's target; take targets by action.microbatch",
-        1,
-        27,
+        "next target", "target", "an output meets the next micro-batch's target; both go by action.microbatch", 1, 27
     ).edit("targets[i]", "targets[(i + 1) % num_microbatches]"),
     Mutant("target first", "loss turned round", "loss_fn gets the target first; call loss_fn(output, target)", 1).edit(
         "loss_fn(y, targets[i])", "loss_fn(targets[i], y)"
@@ -165,10 +157,7 @@ WRONG_RUN_RANK = (
         59,
     ).edit(_ACTIONS, 'i in sorted(actions, key=lambda action: action.kind == "B")'),
     Mutant(
-        "own order",
-        "own order",
-        "it goes from micro-batch to micro-batch; run the actions one by one, in their order",
-        1,
+        "own order", "own order", "it goes from micro-batch to micro-batch; run the actions in their own order", 1
     ).edit(_ACTIONS, "i in sorted(actions, key=lambda action: action.microbatch)"),
     Mutant(
         "one buffer",
@@ -181,10 +170,7 @@ WRONG_RUN_RANK = (
     .edit("kept, leaving, total", "buffer = torch.empty_like(like)\nkept, leaving, total")
     .edit(f"x = torch.empty_like(like)\n{_RECEIVE}", "dist.recv(buffer, rank - 1)\nx = buffer.detach()"),
     Mutant(
-        "loss everywhere",
-        "loss everywhere",
-        "all ranks return a loss; the last one alone knows it, the others return None",
-        2,
+        "loss everywhere", "loss", "all ranks return a loss; the last one alone knows it, the others return None", 2
     ).without(" if rank == last else None"),
     Mutant(
         "scaled twice", "scaled twice", "a gradient that is passed on is divided again; the loss has been already", 2

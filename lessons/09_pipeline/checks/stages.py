@@ -173,11 +173,7 @@ WRONG_REPAIR = (
         _SEND, "dist.isend(y.clone(), rank + 1)"
     ),
     Mutant(
-        "one batch",
-        "forward passes",
-        "all micro-batches go through a stage in one pass; hand each on as soon as it is made",
-        2,
-        58,
+        "one batch", "one pass", "all micro-batches go through in one pass; hand each on as soon as it is made", 2, 58
     ).body("""
         rank, last = dist.get_rank(), dist.get_world_size() - 1
         x = torch.cat(inputs) if rank == 0 else torch.cat([like] * num_microbatches)
@@ -190,11 +186,7 @@ WRONG_REPAIR = (
         return list(y.chunk(num_microbatches))
     """),
     Mutant(
-        "own output",
-        "own output",
-        "each rank returns what its own stage gave; broadcast the last stage's outputs when all are through",
-        2,
-        28,
+        "own output", "own output", "each rank returns its own stage's output; broadcast the last stage's", 2, 28
     ).without(_TELL),
     Mutant("float64 written down", "mismatch", "float64[", 2, "one dtype").edit(
         "x = torch.empty_like(like)", "x = torch.empty(like.shape, dtype=torch.float64)"
