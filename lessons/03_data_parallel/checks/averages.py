@@ -31,11 +31,11 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, 4)
         self.norm = nn.BatchNorm1d(4)
+        self.norm.register_buffer("running_var", torch.ones(4), persistent=False)
         self.second = nn.Linear(3, 4)
         self.second.weight = self.first.weight
         self.frozen = nn.Linear(4, 2).requires_grad_(False)
         self.branch = nn.Linear(5, 2)
-        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
         self.double()
         with torch.no_grad():
             for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
