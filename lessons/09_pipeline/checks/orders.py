@@ -11,7 +11,7 @@ from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.values import describe
 from distlab.grading.exercise import Refused
 from distlab.grading.variation.draw import Draw, Vary
-from distlab.plan.schedules.grammar import Action, parse_action
+from distlab.plan import Action, parse_action
 
 PIPELINES = ((4, 8), (2, 3), (3, 7), (4, 2), (1, 3))  # ranks, micro-batches; the widest first: it names faults best
 WHOLE = {"F": 1, "B": 2}  # how long each kind takes, in units of a forward pass
