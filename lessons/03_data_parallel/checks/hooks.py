@@ -27,7 +27,7 @@ def _use(
     fn: Callable[[nn.Module], Any], weights: list[Tensor], frozen: list[bool], inputs: list[Tensor]
 ) -> dict[str, Any]:
     """Run a backward pass for each input; return the gradients after each, and the weights."""
-    module, seen = nn.Module(), {}
+    module, seen = nn.Module(), dict[str, Any]()
     for index, (weight, is_frozen) in enumerate(zip(weights, frozen, strict=True)):
         module.register_parameter(f"weight_{index}", nn.Parameter(weight.clone(), requires_grad=not is_frozen))
     fn(module)

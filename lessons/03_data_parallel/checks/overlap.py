@@ -85,7 +85,7 @@ def _use(fn: Callable[[list[FlatBucket]], Callable[[], Any]], rank: int, n: int)
     synchronize = fn(list(buckets))
     if not callable(synchronize):
         return {"what overlap returns": repr(synchronize)}
-    hooks, seen, noted = [bucket.hooks() for bucket in buckets], {}, {}
+    hooks, seen, noted = [bucket.hooks() for bucket in buckets], dict[str, Any](), dict[str, Times]()
     for number, name in enumerate(STEPS):
         x, begun_ns = seeded(rank, 3, 4, purpose=name), dict[int, int]()
         layers.zero_grad()
@@ -93,7 +93,7 @@ def _use(fn: Callable[[list[FlatBucket]], Callable[[], Any]], rank: int, n: int)
             bucket.starts.clear()
         order = [3, 2, 1, 0] if name == REORDERED and rank % 2 else [0, 1, 2, 3]
         for layer in order[1:] if name == UNUSED and rank == 0 and n > 1 else order:
-            x = layers[layer](Pause.apply(x, begun_ns, layer))  # type: ignore[no-untyped-call]
+            x = layers[layer](Pause.apply(x, begun_ns, layer))
         x.square().mean().backward()  # type: ignore[no-untyped-call]
         end_ns = time.monotonic_ns()
         try:

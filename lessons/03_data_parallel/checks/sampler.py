@@ -19,7 +19,7 @@ from distlab.grading.variation.draw import Draw, Vary
 
 DATA = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
 FEWEST = 10  # samples: fewer may fall into the same order by chance
-TOKENS = ([5, 2, 9], [3], [], [7, 4])  # of each rank's micro-batches; rank 2 has run out of data
+TOKENS: tuple[list[int], ...] = ([5, 2, 9], [3], [], [7, 4])  # of each rank's micro-batches; rank 2 has run out of data
 
 
 def _hash_in_a_later_program(value: Any) -> int:

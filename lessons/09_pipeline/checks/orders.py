@@ -86,7 +86,7 @@ def _use(schedule: str, fn: Callable[..., Any], num_ranks: int, num_microbatches
     orders = [_parsed(fn(rank, *asked), rank) for rank in range(p)]
     length, stuck = _run(orders, takes)
     least = 3 * m + p - 1 if schedule == "ZB-H1" and m >= p else 3 * (m + p - 1)
-    seen = {"orders of all ranks": _misfit(orders, m, "".join(takes)) or stuck or "can run"}
+    seen: dict[str, Any] = {"orders of all ranks": _misfit(orders, m, "".join(takes)) or stuck or "can run"}
     for rank, order in enumerate(orders):
         if schedule == "GPipe":
             first = next((place for place, action in enumerate(order) if action.kind != "F"), len(order))
