@@ -226,6 +226,9 @@ WRONG_SPLIT = (
     Mutant(
         "tanh again", "tanh twice", "tanh is taken of activations that have been through it; they are tanh(z)", 1
     ).edit(_SLOPE, "(1 - activations[k + 1].tanh().square())"),
+    Mutant("not squared", "not squared", "tanh' is taken for 1 - y; it is 1 - y^2, with the square", 1).without(
+        ".square()"
+    ),
     Mutant("no transpose", "not transposed", "it multiplies by weights[k]; back through x @ w goes w.T", 1).edit(
         "weights[k].T", "weights[k]"
     ),

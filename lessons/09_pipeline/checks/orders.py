@@ -30,7 +30,7 @@ def _needs(action: Action, num_ranks: int) -> list[Action]:
 
 
 def _run(orders: list[list[Action]], takes: dict[str, int]) -> tuple[int, str]:
-    """Run each action as soon as what it needs has ended; return when the last ends, and who cannot go on."""
+    """Run each action as soon as what it needs has ended; return when the last ends, and what cannot go on."""
     end: dict[Action, int] = {}
     waiting, free, moved = [list(order) for order in orders], [0] * len(orders), True
     while moved:
@@ -40,27 +40,27 @@ def _run(orders: list[list[Action]], takes: dict[str, int]) -> tuple[int, str]:
                 action, moved = order.pop(0), True
                 start = max([free[rank], *(end[need] for need in _needs(action, len(orders)))])
                 free[rank] = end[action] = start + takes.get(action.kind, 0)
-    for rank, order in enumerate(waiting):
-        for need in _needs(order[0], len(orders)) if order else ():
-            if need not in end:
-                return max(free), f"no rank can go on: rank {rank} waits at {order[0]} for {need}"
-    return max(free), ""
+    stuck = ", ".join(str(order[0]) for order in waiting if order)
+    return max(free), f"wait for each other: {stuck}" if stuck else ""
 
 
 def _misfit(orders: list[list[Action]], count: int, kinds: str) -> str:
-    """Say which rank has an action that is not its own, or one too many or too few."""
+    """Say which rank has actions that are not its own, or too many or too few."""
     for rank, order in enumerate(orders):
         own = [Action(rank, kind, i) for kind in kinds for i in range(count)]
-        for action in order:
-            if action not in own:
-                words = f"its own are {', '.join(kinds)} of stage {rank} and micro-batches 0 to {count - 1}"
-                return f"rank {rank} has {action}; {words}"
-            if order.count(action) > 1:
-                return f"rank {rank} runs {action} twice"
-        for action in own:
-            if action not in order:
-                return f"rank {rank} never runs {action}"
+        odd = {
+            "has": [action for action in order if action not in own],
+            "lacks": [action for action in own if action not in order],
+            "runs again": [action for action in own if order.count(action) > 1],
+        }
+        if words := [f"{verb} {_few(actions)}" for verb, actions in odd.items() if actions]:
+            return f"rank {rank} {', '.join(words)}"
     return ""
+
+
+def _few(actions: list[Action]) -> str:
+    more = f" and {len(actions) - 2} more" if len(actions) > 2 else ""
+    return ", ".join(map(str, actions[:2])) + more
 
 
 def _parsed(order: Any, rank: int) -> list[Action]:
@@ -150,7 +150,7 @@ WRONG_GPIPE = (
     Mutant("halves of backward", "wrong kind", "backward passes are split into I and W; GPipe's are whole: B", 1).edit(
         '[f"{rank}B{i}" for i', '[f"{rank}{kind}{i}" for kind in "IW" for i'
     ),
-    Mutant("eight at most", "values", "never runs 0F8", 1, "one size").edit(
+    Mutant("eight at most", "values", "rank 0 lacks 0F8", 1, "one size").edit(
         "range(num_microbatches)", "range(min(num_microbatches, 8))", times=2
     ),
 )
@@ -171,6 +171,7 @@ WRONG_ONE_F_ONE_B = (
         1,
         25,
     ).edit(_WARM_UP, "0"),
+    Mutant("turned", "turned", f"the last rank warms up longest; {_ASKED}", 1).edit(_WARM_UP, "rank"),
     Mutant("short warm-up", "short warm-up", f"the warm-up is one forward pass too short; {_ASKED}", 1).edit(
         _WARM_UP, "max(num_ranks - 2 - rank, 0)"
     ),
@@ -231,8 +232,11 @@ WRONG_ZERO_BUBBLE = (
     Mutant("W lost", "missing action", "the last W's are missing; append at the end those that are left", 1).without(
         'f"{rank}W{i}" for i in range(max(num_microbatches - rank, 0), num_microbatches)'
     ),
-    Mutant("one warm-up more", "long warm-up", f"the warm-up is one forward pass too long; {_ASKED}", 1).edit(
-        _WARM_UP, "num_ranks - rank"
-    ),
+    Mutant(
+        "one warm-up more",
+        "one too many",
+        "rank 0 holds a micro-batch too many: rank r warms up with p - 1 - r, and its W's lag r I's, no more",
+        1,
+    ).edit(_WARM_UP, "num_ranks - rank"),
     _lagging(Mutant("four ranks", "values", LENGTH, 1, "one size"), "min(rank, 3)"),
 )

@@ -142,6 +142,9 @@ WRONG_RUN_RANK = (
     Mutant(
         "next target", "target", "an output meets the next micro-batch's target; both go by action.microbatch", 1, 27
     ).edit("targets[i]", "targets[(i + 1) % num_microbatches]"),
+    Mutant("zeroed", "zeroed", "gradients of earlier micro-batches are thrown away; they add up in .grad", 1).edit(
+        "kept.pop(i)", "kept.pop(i)\nstage.zero_grad()"
+    ),
     Mutant("target first", "loss turned round", "loss_fn gets the target first; call loss_fn(output, target)", 1).edit(
         "loss_fn(y, targets[i])", "loss_fn(targets[i], y)"
     ),

@@ -188,6 +188,15 @@ WRONG_REPAIR = (
     Mutant(
         "own output", "own output", "each rank returns its own stage's output; broadcast the last stage's", 2, 28
     ).without(_TELL),
+    Mutant("from rank 0", "from rank 0", "it broadcasts rank 0's outputs; the last stage's are asked for", 2).edit(
+        "broadcast(y, last)", "broadcast(y, 0)"
+    ),
+    Mutant(
+        "one tensor", "one tensor", "all places hold one tensor; broadcast into a tensor for each micro-batch", 1
+    ).edit(
+        _TELL,
+        _TELL.replace("(y, last)", "(like.copy_(y), last)") + "\noutputs = [like] * len(outputs)",
+    ),
     Mutant("float64 written down", "mismatch", "float64[", 2, "one dtype").edit(
         "x = torch.empty_like(like)", "x = torch.empty(like.shape, dtype=torch.float64)"
     ),
