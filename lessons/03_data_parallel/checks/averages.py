@@ -257,6 +257,9 @@ WRONG_AVERAGE = (
     ),
 )
 WRONG_FLAT = (
+    Mutant("weights", "parameters", "the parameters are averaged; what is averaged must be parameter.grad", 2, 10)
+    .edit("parameter.grad.flatten()", "parameter.data.flatten()")
+    .edit("parameter.grad.copy_(", "parameter.data.copy_("),
     Mutant("one a parameter", "too many calls", "where one all_reduce is asked", 2, 1).edit(
         "dist.all_reduce(flat)",
         "for piece in flat.split([one.numel() for one in parameters]):\n    dist.all_reduce(piece)",

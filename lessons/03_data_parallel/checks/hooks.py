@@ -37,7 +37,7 @@ def _use(
         dist.barrier()
         time.sleep(0.005)  # what nobody waited for comes to an end: the judge tells it, not luck
         seen |= {f"step {step}, gradient of {name}": gradient_of(one) for name, one in module.named_parameters()}
-    return seen | state_of(module)
+    return {"backward": seen} | state_of(module)
 
 
 def _draw(draw: Draw) -> tuple[Any, ...]:

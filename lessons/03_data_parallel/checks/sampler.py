@@ -19,7 +19,12 @@ from distlab.grading.variation.draw import Draw, Vary
 
 DATA = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
 FEWEST = 10  # samples: fewer may fall into the same order by chance
-TOKENS: tuple[list[int], ...] = ([5, 2, 9], [3], [], [7, 4])  # of each rank's micro-batches; rank 2 has run out of data
+TOKENS: tuple[list[int], ...] = (
+    [5, 2, 9],
+    [11, 8],
+    [],
+    [7, 4],
+)  # of each rank's micro-batches; rank 2 has run out of data
 
 
 def _hash_in_a_later_program(value: Any) -> int:
@@ -152,8 +157,8 @@ WRONG_SAMPLER = (
     Mutant(
         "position lost",
         "not repeatable",
-        "it remembers earlier calls, so that a resumed run would see other samples; compute a batch from the "
-        "arguments alone",
+        "a batch does not follow from the arguments alone, and a run that resumes sees other samples; compute it from "
+        "nothing else",
         1,
         43,
     )
@@ -167,7 +172,11 @@ WRONG_SAMPLER = (
         """,
     ),
     Mutant(
-        "epoch restarts", "position", "each batch is the first one of its epoch; cut the order at the position", 1, 72
+        "epoch restarts",
+        "position",
+        "batches of one epoch overlap; cut them one behind the other out of one order of it",
+        1,
+        72,
     ).edit(_CUT, "order[: min(batch_size, num_samples - start)]"),
     Mutant(
         "blocks of ranks",
