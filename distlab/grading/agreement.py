@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
 BUDGET_S = 4.0  # of all of them: they take less than half a second, more on a busy machine
-NO_CAUSE = {"dtype", "sum not mean", "divided twice", "changed argument", "argument changed"}
+AVERAGED = {"sum not mean", "divided twice"}  # what a ratio is told to be, where ranks are averaged
+NO_CAUSE = AVERAGED | {"dtype", "changed argument", "argument changed"}
 NOT_RUN = ENDED | {"not waited", "kept", "state left behind"}
 
 
@@ -34,10 +35,13 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     assert isinstance(cases, Cases)
     evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
     wanted = _driven(cases, reference, ranks)
-    seen = difference(evidence.results, wanted.results, cases.use or reference)
-    known = _Known(exercise, reference, ranks, wanted)
+    pair, takes = (evidence.results, wanted.results), cases.use or reference
+    seen, known = difference(*pair, takes), _Known(exercise, reference, ranks, wanted)
+    if seen is not None and (wrong := known.by_values(evidence)) is not None:
+        return _named(wrong, seen)
     if seen is not None:
-        return _named(known.by_values(evidence), seen)
+        is_mean = any(wrong.fault in AVERAGED for wrong in exercise.mutants)
+        return difference(*pair, takes, num_averaged=ranks.world_size) if is_mean else seen
     fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
     if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
         text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"

@@ -69,6 +69,18 @@ class Free:
     value: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """A part of a result that the judge alone reads, such as times: it is compared with nothing."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Noted)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def is_plain(value: Any) -> bool:
     """Whether an argument is made of numbers, texts and tensors."""
     if isinstance(value, list | tuple):
@@ -130,28 +142,41 @@ def alike(one: Mapping[Place, Any], other: Mapping[Place, Any], place: Place) ->
     return near(one[place], other[place], 0.0)
 
 
-def difference(got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any]) -> Fault | None:
-    """Say in words what differs first: results of all ranks, case by case, then what has become of arguments.
+def difference(
+    got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any], *, num_averaged: int = 1
+) -> Fault | None:
+    """Say in words what differs first: results, case by case, part by part, then what has become of arguments.
 
     Args:
         got: what the answer made of the cases on each rank.
         want: the same of the reference.
         takes: the function whose parameters name the arguments.
+        num_averaged: of how many ranks a result may be the mean: a ratio of this size is told as the sum.
     """
     for part in (RESULT, AFTER):
         for case in want[0]:
-            for rank, (mine, right) in enumerate(zip(got, want, strict=True)):
+            for rank in sorted(
+                range(len(got)), key=lambda rank: _first_part(got[rank][case][part], want[rank][case][part])
+            ):
+                mine, right = got[rank], want[rank]
                 if near(mine[case][part], right[case][part], 0.0):
                     continue
                 where = ", ".join(filter(None, [f"rank {rank}" * (len(got) > 1), case]))
                 head = f"{where}: " if where else ""
                 if part == RESULT:
-                    fault = _in_result(mine[case][part], right[case][part], head, len(got))
+                    fault = _in_result(mine[case][part], right[case][part], head, num_averaged)
                 else:
                     fault = _in_arguments(mine[case][part], right[case][part], head, takes)
                 if fault is not None:
                     return fault
     return None
+
+
+def _first_part(got: Any, want: Any) -> int:
+    """Return which part of a dict differs first: on whatever rank, what was made first is told."""
+    if not isinstance(got, dict) or not isinstance(want, dict) or got.keys() != want.keys():
+        return 0
+    return next((place for place, key in enumerate(want) if not near(got[key], want[key], 0.0)), len(want))
 
 
 def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault | None:

@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_03.checks import (
-    accumulation,
-    averages,
-    buckets,
-    hooks,
-    overlap,
-    sampler,
-    shared,
-    slips,
-    starts,
-    tokens,
-    varied,
-)
-
 from distlab.grading import Exercise
 
 TITLE = "Data parallel"
@@ -38,8 +24,6 @@ EXERCISES = (
         minutes=3,
         difficulty=1,
         source="solutions:broadcast_module",
-        drive=starts.drive_broadcast,
-        judge=starts.judge_broadcast,
         imports=_TORCH,
         hints=(
             "`dist.broadcast(tensor, src=0)` must be called by every rank: on rank 0 it sends, on the others it fills.",
@@ -47,10 +31,6 @@ EXERCISES = (
             "For each parameter and each buffer: broadcast `tensor.detach()` from rank 0. `detach()` shares memory, so "
             "the module's own tensor is filled, and autograd has nothing to say.",
         ),
-        on_failure=starts.broadcast_failure,
-        budget=shared.budget_calls,
-        mutants=starts.WRONG_BROADCASTS + varied.WRONG_BROADCAST + slips.WRONG_BROADCAST,
-        vary=varied.BROADCAST,
     ),
     Exercise(
         name="03.average",
@@ -58,8 +38,6 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:average_gradients",
-        drive=averages.drive_gradients,
-        judge=averages.judge_average,
         imports=_TORCH,
         hints=(
             "The gradient is `parameter.grad`, and it can be None where this rank did not use the parameter.",
@@ -67,10 +45,6 @@ EXERCISES = (
             "For each parameter with requires_grad: if its gradient is None, make it zeros; divide it in place; "
             "all_reduce it. All ranks then make the same calls in the same order, whatever each of them used.",
         ),
-        on_failure=averages.missing_gradient,
-        budget=shared.budget_calls,
-        mutants=averages.WRONG_AVERAGES + slips.WRONG_AVERAGE + slips.KNOWN_AVERAGE,
-        vary=varied.AVERAGE,
     ),
     Exercise(
         name="03.flat",
@@ -78,8 +52,6 @@ EXERCISES = (
         minutes=8,
         difficulty=1,
         source="solutions:average_flat",
-        drive=averages.drive_gradients,
-        judge=averages.judge_flat,
         imports=_TORCH,
         hints=(
             "`torch.cat` of the flattened gradients is one tensor; `tensor.split(sizes)` cuts it again.",
@@ -88,10 +60,6 @@ EXERCISES = (
             "Collect the parameters that want gradients, fill missing gradients with zeros, cat, divide, all_reduce "
             "once, split by `numel()`, copy each piece (`view_as`) back into its gradient.",
         ),
-        on_failure=averages.missing_gradient,
-        budget=averages.budget_flat,
-        mutants=averages.WRONG_FLATS + varied.WRONG_FLAT,
-        vary=varied.FLAT,
     ),
     Exercise(
         name="03.buckets",
@@ -99,8 +67,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:fill_buckets",
-        drive=buckets.drive_buckets,
-        judge=buckets.judge_buckets,
         hints=(
             "Walk the indices with `reversed(range(len(sizes_bytes)))`.",
             "Keep the open bucket's members and its bytes; close it when the bytes reach the capacity, not before.",
@@ -108,8 +74,6 @@ EXERCISES = (
             "and begin an empty one. After the loop, what is open is the last bucket, if it holds anything.",
         ),
         worlds=(1,),
-        mutants=buckets.WRONG_BUCKETS + varied.WRONG_BUCKETS,
-        vary=varied.BUCKETS,
     ),
     Exercise(
         name="03.overlap",
@@ -117,8 +81,6 @@ EXERCISES = (
         minutes=20,
         difficulty=3,
         source="solutions:overlap",
-        drive=overlap.drive_overlap,
-        judge=overlap.judge_overlap,
         imports=(
             "from collections.abc import Callable",
             "from distlab.data_parallel.steps import FlatBucket",
@@ -131,10 +93,6 @@ EXERCISES = (
             "Keep a list `missing` and the number started. Hook: lower missing, then start all that are next and full. "
             "synchronize(): start the rest, finish all, set both back for the next step.",
         ),
-        on_failure=overlap.overlap_failure,
-        budget=overlap.budget_overlap,
-        mutants=overlap.WRONG_OVERLAPS + slips.WRONG_OVERLAP,
-        vary=varied.OVERLAP,
     ),
     Exercise(
         name="03.accumulate",
@@ -142,8 +100,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:accumulate",
-        drive=accumulation.drive_accumulate,
-        judge=accumulation.judge_accumulate,
         imports=(
             "from collections.abc import Callable, Iterable",
             "from contextlib import nullcontext",
@@ -158,9 +114,6 @@ EXERCISES = (
             "Count micro-batches from 1; the last of an update has number % num_accumulated == 0. Inside no_sync() (or "
             "nullcontext() for the last): forward, loss / num_accumulated, backward. After the last: step, zero_grad.",
         ),
-        budget=accumulation.budget_accumulate,
-        mutants=accumulation.WRONG_ACCUMULATIONS + varied.WRONG_ACCUMULATE,
-        vary=varied.ACCUMULATE,
     ),
     Exercise(
         name="03.sampler",
@@ -168,8 +121,6 @@ EXERCISES = (
         minutes=7,
         difficulty=2,
         source="solutions:samples_at",
-        drive=sampler.drive_sampler,
-        judge=sampler.judge_sampler,
         imports=("import torch", "from distlab.rng import derive_seed"),
         hints=(
             "`divmod(position, num_samples)` is the number of the epoch and how far into it the position is.",
@@ -179,8 +130,6 @@ EXERCISES = (
             "Then deal it to the ranks like cards: `[rank::world_size]`, and `tolist()`.",
         ),
         worlds=(1,),
-        mutants=sampler.WRONG_SAMPLERS + slips.WRONG_SAMPLER,
-        vary=varied.SAMPLER,
     ),
     Exercise(
         name="03.uneven",
@@ -188,8 +137,6 @@ EXERCISES = (
         minutes=7,
         difficulty=2,
         source="solutions:token_weights",
-        drive=tokens.drive_tokens,
-        judge=tokens.judge_tokens,
         imports=("import torch", "import torch.distributed as dist"),
         hints=(
             "Write down the mean over all tokens of all ranks. In it, what stands before the mean loss of a "
@@ -199,10 +146,6 @@ EXERCISES = (
             "total = torch.tensor(sum(num_tokens)); all_reduce it, also on a rank whose list is empty; return "
             "n * world_size / total for each n.",
         ),
-        on_failure=tokens.tokens_failure,
-        budget=shared.budget_calls,
-        mutants=tokens.WRONG_WEIGHTS + varied.WRONG_TOKENS + slips.WRONG_UNEVEN,
-        vary=varied.TOKENS,
     ),
     Exercise(
         name="03.repair",
@@ -210,8 +153,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:average_in_hooks",
-        drive=hooks.drive_hooks,
-        judge=hooks.judge_hooks,
         imports=_TORCH,
         hints=(
             "Print what the hook is handed: its shape is right in either case. Compare its values with the weights.",
@@ -220,8 +161,5 @@ EXERCISES = (
             "Divide and all-reduce `parameter.grad` instead.",
         ),
         broken="weights, not gradients",
-        budget=shared.budget_calls,
-        mutants=hooks.WRONG_HOOKS + slips.WRONG_REPAIR,
-        vary=varied.HOOKS,
     ),
 )

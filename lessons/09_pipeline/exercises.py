@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_09.checks import bubble, forward, rank, schedules, slips, varied
-
 from distlab.grading import Exercise
 
 TITLE = "Pipelines"
@@ -26,17 +24,12 @@ EXERCISES = (
         minutes=4,
         difficulty=1,
         source="solutions:gpipe_order",
-        drive=schedules.drive_gpipe,
-        judge=schedules.judge_gpipe,
         hints=(
             "An action is a text: stage, kind, micro-batch. Rank 2's first one is '2F0'.",
             'f"{rank}F{i}" is the forward pass of micro-batch i.',
             "A list of all F's, micro-batches 0 to m - 1, then a list of all B's in the same order.",
         ),
         worlds=(1,),
-        budget=schedules.budget_orders,
-        mutants=schedules.WRONG_GPIPE + varied.WRONG_GPIPE,
-        vary=varied.GPIPE,
     ),
     Exercise(
         name="09.bubble",
@@ -44,17 +37,12 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:bubble_fraction",
-        drive=bubble.drive_bubble,
-        judge=bubble.judge_bubble,
         hints=(
             "Count in units of one stage's work on one micro-batch. How many units is a rank busy?",
             "The last rank starts when a micro-batch has gone through all stages before it: how many are these?",
             "A rank is busy for v m units and idle for p - 1 of them. Divide idle by the sum of both.",
         ),
         worlds=(1,),
-        budget=bubble.budget_bubble,
-        mutants=bubble.WRONG_BUBBLES + varied.WRONG_BUBBLES + slips.KNOWN_BUBBLE,
-        vary=varied.BUBBLE,
     ),
     Exercise(
         name="09.one_f_one_b",
@@ -62,8 +50,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:one_f_one_b_order",
-        drive=schedules.drive_one_f_one_b,
-        judge=schedules.judge_one_f_one_b,
         hints=(
             "The last rank can run 3B0 right behind 3F0. How many forward passes can rank 2 run before 2B0?",
             "Rank r warms up with p - 1 - r forward passes (never more than there are); then come pairs F, B.",
@@ -71,9 +57,6 @@ EXERCISES = (
             "then B of i.",
         ),
         worlds=(1,),
-        budget=schedules.budget_orders,
-        mutants=schedules.WRONG_ONE_F_ONE_B + varied.WRONG_ONE_F_ONE_B,
-        vary=varied.ONE_F_ONE_B,
     ),
     Exercise(
         name="09.run_rank",
@@ -81,8 +64,6 @@ EXERCISES = (
         minutes=18,
         difficulty=3,
         source="solutions:run_rank",
-        drive=rank.drive_run,
-        judge=rank.judge_run,
         imports=_RUN,
         hints=(
             "F: get x (from inputs, or by dist.recv into torch.empty_like(like)), run the stage, hand y.detach() on. "
@@ -93,10 +74,6 @@ EXERCISES = (
             "take out of the dict, recv the gradient unless last, backward, isend x.grad unless first. At the end wait "
             "for what you sent; return the sum of the scaled losses on the last rank.",
         ),
-        on_failure=rank.run_failure,
-        budget=rank.budget_run,
-        mutants=rank.WRONG_RUNS + varied.WRONG_RUNS,
-        vary=varied.RUN,
     ),
     Exercise(
         name="09.split",
@@ -104,8 +81,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:split_backward",
-        drive=bubble.drive_split,
-        judge=bubble.judge_split,
         imports=("from collections.abc import Callable", "from torch import Tensor"),
         hints=(
             "tanh'(z) is 1 - tanh(z)^2, and tanh(z) is activations[k + 1].",
@@ -115,9 +90,6 @@ EXERCISES = (
             "grad and a function that returns x.T @ grad of each pair, layer 0 first.",
         ),
         worlds=(1,),
-        budget=bubble.budget_split,
-        mutants=bubble.WRONG_SPLITS + varied.WRONG_SPLITS + slips.KNOWN_SPLIT,
-        vary=varied.SPLIT_BACKWARD,
     ),
     Exercise(
         name="09.zero_bubble",
@@ -125,8 +97,6 @@ EXERCISES = (
         minutes=12,
         difficulty=3,
         source="solutions:zero_bubble_order",
-        drive=schedules.drive_zero_bubble,
-        judge=schedules.judge_zero_bubble,
         hints=(
             "Start from 1F1B and write I in place of each B. Where may W of micro-batch i stand at the earliest?",
             "Rank 0 has as many in flight as it may: its W's follow at once. Rank r has r to spare.",
@@ -134,9 +104,6 @@ EXERCISES = (
             "are left.",
         ),
         worlds=(1,),
-        budget=schedules.budget_orders,
-        mutants=schedules.WRONG_ZERO_BUBBLE + varied.WRONG_ZERO_BUBBLE + slips.WRONG_ZERO_BUBBLE,
-        vary=varied.ZERO_BUBBLE,
     ),
     Exercise(
         name="09.repair",
@@ -144,8 +111,6 @@ EXERCISES = (
         minutes=7,
         difficulty=2,
         source="solutions:forward_all",
-        drive=forward.drive_forward,
-        judge=forward.judge_forward,
         imports=_TORCH,
         hints=(
             "What does rank 0 wait for before it takes the next micro-batch?",
@@ -154,8 +119,5 @@ EXERCISES = (
             "sends before the broadcasts write into the same tensors.",
         ),
         broken="told at once",
-        budget=forward.budget_forward,
-        mutants=forward.WRONG_FORWARDS + varied.WRONG_FORWARDS,
-        vary=varied.FORWARD,
     ),
 )

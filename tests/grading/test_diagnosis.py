@@ -90,7 +90,10 @@ def hooks_too_soon(buckets):
     ("fn", "seen"),
     [
         (counts_for_nothing, "Its 4 hooks ran, and none started it"),
-        (hooks_too_soon, "left when 3 of its 4 gradients were there. Its hooks come from register_hook"),
+        (
+            hooks_too_soon,
+            "in a hook that runs when it is written (register_post_accumulate_grad_hook, not register_hook)",
+        ),
         (lambda buckets: lambda: [bucket.finish() for bucket in buckets] and None, "None of its parameters has a hook"),
     ],
 )

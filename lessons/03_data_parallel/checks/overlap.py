@@ -6,206 +6,214 @@ import ast
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from distlab_lesson_03.checks.layers import (
-    AGAIN,
-    EARLY_HOOK,
-    GRADIENTS_PER_BUCKET,
-    LAYER_AFTER_BUCKET_0,
-    NUM_BUCKETS,
-    PLAIN,
-    REORDERED,
-    RUNS,
-    UNUSED,
-    Hooks,
-    Layers,
-    WatchedBucket,
-    orders,
-)
-from distlab_lesson_03.checks.shared import judge_means, told
+from distlab_lesson_03.checks.averages import LEAVES_OUT, gradient_of, told
 from torch import Tensor, nn
 
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.data_parallel.steps import FlatBucket
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import each_rank
+from distlab.grading.cases import Cases, Noted
 from distlab.grading.diagnosis.traffic import calls
 from distlab.grading.diagnosis.values import seeded
+from distlab.grading.variation.draw import Draw, Vary
+
+SLEEP_S = 0.004
+NUM_BUCKETS, PER_BUCKET = 2, 4  # two layers' weights and biases each
+REORDERED, UNUSED = "step 3 (odd ranks run the layers in the opposite order)", "step 4 (rank 0 leaves out layer 0)"
+STEPS = ("step 1", "step 2", REORDERED, UNUSED)
 
 
-def drive_overlap(fn: Callable[[list[FlatBucket]], Callable[[], Any]]) -> dict[str, Any]:
+class Times(NamedTuple):
+    """What a rank noted of a step.
+
+    Attributes:
+        reached_ns: when backward came to layer 0: all gradients of bucket 0 (layers 3 and 2) are there.
+        backward_ns: when backward began and ended.
+        done_ns: when the step ended.
+        hooks: of each bucket, how many parameters have a hook that runs after the gradient is written, and before.
+    """
+
+    reached_ns: int
+    backward_ns: tuple[int, int]
+    done_ns: int
+    hooks: list[tuple[int, int]]
+
+
+class Pause(torch.autograd.Function):
+    """Does nothing in forward; in backward writes down that its layer's backward begins, and sleeps."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, begun_ns: dict[int, int], layer: int) -> Tensor:  # noqa: D102
+        context.begun_ns, context.layer = begun_ns, layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+        context.begun_ns[context.layer] = time.monotonic_ns()
+        time.sleep(SLEEP_S)
+        return gradient, None, None
+
+
+class WatchedBucket(FlatBucket):
+    """A bucket that knows how many of its gradients were there at each start of this step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.starts: list[int] = []
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        """Start, and note how many gradients were there."""
+        self.starts.append(sum(parameter.grad is not None for parameter in self.parameters))
+        super().start(group)
+
+    def hooks(self) -> tuple[int, int]:
+        """Return how many parameters have a hook that runs after the gradient is written, and before."""
+        after = sum(bool(parameter._post_accumulate_grad_hooks) for parameter in self.parameters)
+        return after, sum(bool(parameter._backward_hooks) for parameter in self.parameters)
+
+
+def _use(fn: Callable[[list[FlatBucket]], Callable[[], Any]], rank: int, n: int) -> dict[str, Any]:
     """Run four steps on layers that sleep in backward; two buckets of two layers each, the last layers first."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, alone = Layers(), Layers()
-    members = [[*model.layers[a].parameters(), *model.layers[b].parameters()] for a, b in ((3, 2), (1, 0))]
-    buckets = [WatchedBucket(parameters) for parameters in members]
+    torch.manual_seed(0)  # the same model on every rank
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).double()
+    buckets = [WatchedBucket([*layers[a].parameters(), *layers[b].parameters()]) for a, b in ((3, 2), (1, 0))]
     synchronize = fn(list(buckets))
-    hooks = [tuple(Hooks.of(parameters)) for parameters in members]
     if not callable(synchronize):
-        return {"returned": repr(synchronize)}
-    runs = {}
-    for number, (name, order) in enumerate(orders(rank, world_size)):
-        x = seeded(rank, 3, 4, purpose=name)
-        for module in (alone, model):
-            module.zero_grad()
-            module.log.clear()
+        return {"what overlap returns": repr(synchronize)}
+    hooks, seen, noted = [bucket.hooks() for bucket in buckets], dict[str, Any](), dict[str, Times]()
+    for number, name in enumerate(STEPS):
+        x, begun_ns = seeded(rank, 3, 4, purpose=name), dict[int, int]()
+        layers.zero_grad()
         for bucket in buckets:
             bucket.starts.clear()
-        alone(x, order).backward()
-        loss = model(x, order)
-        loss.backward()
+        order = [3, 2, 1, 0] if name == REORDERED and rank % 2 else [0, 1, 2, 3]
+        for layer in order[1:] if name == UNUSED and rank == 0 and n > 1 else order:
+            x = layers[layer](Pause.apply(x, begun_ns, layer))
+        x.square().mean().backward()  # type: ignore[no-untyped-call]
         end_ns = time.monotonic_ns()
         try:
             synchronize()
         except RuntimeError as error:
-            seen = f"step {number + 1}, starts {[bucket.starts for bucket in buckets]}, hooks {hooks}"
-            raise RuntimeError(f"{error}; {seen}") from error
-        runs[name] = {
-            "number": number,
-            "own": {key: _zeros_if_none(p) for key, p in alone.named_parameters()},
-            "gradients": {key: None if p.grad is None else p.grad.clone() for key, p in model.named_parameters()},
-            "log": list(model.log),
-            "starts": [list(bucket.starts) for bucket in buckets],
-            "hooks": hooks,
-            "backward_ns": (model.log[0][1], end_ns),
-            "done_ns": time.monotonic_ns(),
-        }
-    return runs
+            words = f"step {number + 1}, starts {[bucket.starts for bucket in buckets]}, hooks {hooks}"
+            raise RuntimeError(f"{error}; {words}") from error
+        seen |= {f"{name}: gradients there when bucket {at} starts": b.starts[:] for at, b in enumerate(buckets)}
+        seen |= {f"{name}: gradient of layer {key}": gradient_of(one) for key, one in layers.named_parameters()}
+        backward_ns = min(begun_ns.values()), end_ns
+        noted[name] = Times(begun_ns.get(0, end_ns), backward_ns, time.monotonic_ns(), hooks)
+    return {"what overlap returns": "a function"} | seen | {"times": Noted(noted)}
 
 
-def _zeros_if_none(parameter: nn.Parameter) -> Tensor:
-    """Return a copy of the gradient, or what a missing one counts as."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+def _draw(draw: Draw) -> tuple[Any, ...]:
+    dtype, num_parameters = draw.dtype("float64", "float32"), draw.integer(2, 7)
+    weights = [draw.tensor(*draw.shape(1, empty=False), dtype=dtype, same=True) for _ in range(num_parameters)]
+    inputs = [draw.tensor(dtype=dtype) for _ in range(3)]
+    used = [[draw.own(0, 3) > 0 or index == 0 for index in range(num_parameters)] for _ in range(3)]
+    return weights, draw.integer(1, 3), inputs, used
+
+
+def _use_drawn(
+    fn: Callable[[list[FlatBucket]], Callable[[], Any]],
+    weights: list[Tensor],
+    per_bucket: int,
+    inputs: list[Tensor],
+    used: list[list[bool]],
+) -> list[Any]:
+    """Run three steps, in which each rank leaves out parameters of its own; return the gradients of each."""
+    parameters = [nn.Parameter(weight.clone()) for weight in weights]
+    backwards = parameters[::-1]
+    starts = range(0, len(parameters), per_bucket)
+    synchronize = fn([FlatBucket(backwards[start : start + per_bucket]) for start in starts])
+    seen = []
+    for x, uses in zip(inputs, used, strict=True):
+        for parameter in parameters:
+            parameter.grad = None
+        kept = [parameter for parameter, is_used in zip(parameters, uses, strict=True) if is_used]
+        sum(((parameter * x).square().sum() for parameter in kept), torch.zeros_like(x)).backward()
+        synchronize()
+        seen.append([gradient_of(parameter) for parameter in parameters])
+    return seen
+
+
+drive_overlap = Cases(lambda rank, n: {"": (rank, n)}, _use, most_bytes=0)
+vary_overlap = Vary(_draw, use=_use_drawn, left_out=LEAVES_OUT | {"empty": "a bucket holds elements"})
 
 
 def judge_overlap(evidence: Evidence) -> Iterator[Fault]:
-    """Right means in four different steps, and in each the first bucket travels while backward goes on."""
-    yield from each_rank(evidence, _returned)
-    yield from _judge_run(evidence, PLAIN, "")
-    again = next(_judge_run(evidence, AGAIN, "in the second step "), None)
-    if again is not None:
-        text = f"the first step is right, not the second: {again.message}"
+    """In each step the first bucket travels while backward goes on, and no rank waits there."""
+    yield from _judge_step(evidence, "step 1", "")
+    for fault in _judge_step(evidence, "step 2", "in the second step "):
+        text = f"the first step is right, not the second: {fault.message}"
         yield Fault("second step", f"{text}. Is every count set back after a step?")
-    yield from _judge_order(evidence)
-    yield from _judge_values(evidence, UNUSED)
 
 
-def _returned(rank: int, result: dict[str, Any]) -> Fault | None:
-    if "returned" not in result:
-        return None
-    text = f"on rank {rank} overlap returned {result['returned']}"
-    return Fault("returned", f"{text}; expected the function to call after backward: return synchronize")
+def _calls_of(evidence: Evidence, rank: int, step: str) -> tuple[list[Call], Times]:
+    times = evidence.results[rank][""]["result"]["times"].value[step]
+    made = calls(evidence, rank)
+    return [call for call in made if times.backward_ns[0] <= call.start_ns <= times.done_ns], times
 
 
-def _judge_run(evidence: Evidence, name: str, when: str) -> Iterator[Fault]:
-    yield from _judge_values(evidence, name)
-    for rank, result in enumerate(evidence.results):
-        made, run = _calls_of(evidence, rank, name), result[name]
+def _judge_step(evidence: Evidence, step: str, when: str) -> Iterator[Fault]:
+    for rank in range(evidence.world_size):
+        made, times = _calls_of(evidence, rank, step)
+        who, (start_ns, end_ns) = f"{when}rank {rank}", times.backward_ns
         if len(made) != NUM_BUCKETS:
-            text = f"{when}rank {rank} made {len(made)} calls for {NUM_BUCKETS} buckets"
+            text = f"{who} made {len(made)} calls for {NUM_BUCKETS} buckets"
             yield Fault("calls", f"{text}: one all_reduce a bucket, bucket.start(None)")
-        yield from _judge_times(rank, made, run, when)
-
-
-def _judge_times(rank: int, made: list[Call], run: dict[str, Any], when: str) -> Iterator[Fault]:
-    """The first bucket must leave before backward reaches the next layer, and no rank may wait inside backward."""
-    start_ns, end_ns = run["backward_ns"]
-    reached = dict(run["log"])[LAYER_AFTER_BUCKET_0]
-    if made[0].start_ns >= end_ns:
-        text = f"{when}rank {rank}'s first all-reduce starts {_ms(made[0].start_ns - end_ns)} after backward has ended"
-        text = f"{text}: nothing overlaps; start a bucket in the hook of its last gradient"
-        yield Fault("starts after backward", f"{text}. {Hooks(*run['hooks'][0]).why_not_started()}")
-    elif made[0].start_ns > reached:
-        text = (
-            f"{when}rank {rank} has all gradients of bucket 0 {_ms(reached - start_ns)} into backward and sends it at"
-        )
-        yield Fault("starts late", f"{text} {_ms(made[0].start_ns - start_ns)}: start it as soon as none is missing")
-    for index, call in enumerate(made):
-        if call.start_ns >= end_ns:
-            text = f"{when}rank {rank} sends bucket {index} after backward has ended: start it in a hook, as bucket 0"
-            yield Fault("starts after backward", f"{text}. {Hooks(*run['hooks'][index]).why_not_started()}")
-        if 0 < call.wait_ns < end_ns:
-            text = f"{when}rank {rank} waits for bucket {index}'s all-reduce inside backward"
-            yield Fault(
-                "waits in backward", f"{text}: compute stands still meanwhile; wait after backward, in finish()"
-            )
-
-
-def _judge_values(evidence: Evidence, name: str) -> Iterator[Fault]:
-    runs = [result[name] for result in evidence.results]
-    for fault in judge_means([run["own"] for run in runs], [run["gradients"] for run in runs]):
-        if fault.code == "zeros" or (fault.code == "missing gradient" and name != UNUSED):
-            fault = Fault("starts too early", f"{fault.message}. {_too_early(runs)}")
-        yield fault
-
-
-def _too_early(runs: list[dict[str, Any]]) -> str:
-    """Say which bucket left before all its gradients were there, as far as it was seen."""
-    for rank, run in enumerate(runs):
-        for index, (starts, hooks) in enumerate(zip(run["starts"], run["hooks"], strict=True)):
-            if starts and starts[0] < GRADIENTS_PER_BUCKET:
-                text = f"On rank {rank} bucket {index} left when {starts[0]} of its {GRADIENTS_PER_BUCKET} gradients"
-                if hooks[1] and not hooks[0]:
-                    return f"{text} were there. {EARLY_HOOK}"
-                return f"{text} were there: count all gradients of a bucket, not one of them"
-    return "Its bucket left before this gradient was there: count all gradients of a bucket, not one of them"
-
-
-def _judge_order(evidence: Evidence) -> Iterator[Fault]:
-    """Odd ranks fill their second bucket first; all must send in the order of the list all the same."""
-    runs = [result[REORDERED] for result in evidence.results]
-    if _mixed(runs):
-        text = (
-            "when rank 1's second bucket was full first, rank 1 sent it first: rank 0's bucket 0 met rank 1's bucket 1"
-        )
-        yield Fault("order differs", f"{text}. Buckets must be started in one order on all ranks; a full one may wait")
-    yield from _judge_values(evidence, REORDERED)
-
-
-def _mixed(runs: list[dict[str, Any]]) -> bool:
-    """Whether a gradient is the mean of another layer's on the odd ranks."""
-    pairs = ((3, 1), (2, 0), (3, 0), (2, 1))
-    for one, other in pairs:
-        names = [f"layers.{layer}.weight" for layer in (one, other)]
-        parts = [run["own"][names[rank % 2]] for rank, run in enumerate(runs)]
-        got = runs[0]["gradients"][names[0]]
-        if len(runs) > 1 and got is not None and torch.allclose(got, torch.stack(parts).mean(0), rtol=0, atol=1e-12):
-            return True
-    return False
-
-
-def _calls_of(evidence: Evidence, rank: int, name: str) -> list[Call]:
-    run = evidence.results[rank][name]
-    begin = run["backward_ns"][0]
-    return [call for call in calls(evidence, rank) if begin <= call.start_ns <= run["done_ns"]]
+        if made[0].start_ns >= end_ns:
+            text = f"{who}'s first all-reduce starts {_ms(made[0].start_ns - end_ns)} after backward has ended"
+            text = f"{text}: nothing overlaps; start a bucket in the hook of its last gradient"
+            yield Fault("starts after backward", f"{text}. {_why_not_started(*times.hooks[0])}")
+        if made[0].start_ns > times.reached_ns:
+            text = f"{who} has all gradients of bucket 0 {_ms(times.reached_ns - start_ns)} into backward and sends it"
+            text = f"{text} at {_ms(made[0].start_ns - start_ns)}"
+            yield Fault("starts late", f"{text}: start it as soon as none is missing")
+        for index, call in enumerate(made):
+            if call.start_ns >= end_ns:
+                text = f"{who} sends bucket {index} after backward has ended: start it in a hook, as bucket 0"
+                yield Fault("starts after backward", f"{text}. {_why_not_started(*times.hooks[index])}")
+            if 0 < call.wait_ns < end_ns:
+                text = f"{who} waits for bucket {index}'s all-reduce inside backward: compute stands still meanwhile"
+                yield Fault("waits in backward", f"{text}; wait after backward, in finish()")
 
 
 def _ms(duration_ns: int) -> str:
     return f"{duration_ns / 1e6:.1f} ms"
 
 
-def overlap_failure(error: RankError, world_size: int) -> Fault | None:
+def _why_not_started(after: int, before: int) -> str:
+    """Say why no hook started a bucket all of whose gradients were there."""
+    if after == PER_BUCKET:
+        text = f"Its {PER_BUCKET} hooks ran, and none started it. A count of what is missing comes to 0 in the last one"
+        return f"{text}: it begins at the number of parameters, and each hook takes 1 from it, for good"
+    if before:
+        return "Its hooks come from register_hook, and run too early: register_post_accumulate_grad_hook"
+    if after:
+        return f"{after} of its {PER_BUCKET} parameters have a hook: register one on each"
+    return "None of its parameters has a hook (register_post_accumulate_grad_hook)"
+
+
+def failure_overlap(error: RankError, world_size: int) -> Fault | None:
     """Name the hang of the last step, in which rank 0 does not use a layer, and calls that do not meet."""
     text = str(error)
     waiting = re.search(r"all_reduce #(\d+)", text)
-    lines = told(text)
-    if waiting is not None and "deadlock" in text and int(waiting[1]) > NUM_BUCKETS * RUNS.index(UNUSED):
+    if waiting is not None and "deadlock" in text and int(waiting[1]) > NUM_BUCKETS * STEPS.index(UNUSED):
         cause = "rank 0 did not use layer 0 in the last step, so its hooks did not run and its bucket never left"
-        return Fault("unused parameter", f"{cause}: start the rest in synchronize().\n{lines}")
+        return Fault("unused parameter", f"{cause}: start the rest in synchronize().\n{told(error)}")
     if "do not make the same call" in text:
-        return Fault("order differs", f"start buckets in one order on all ranks.\n{lines}")
+        return Fault("order differs", f"start buckets in one order on all ranks.\n{told(error)}")
     seen = re.search(r"of a bucket that was not started.*; step (\d+), starts (\[.*\]), hooks (\[.*\])", text)
-    if seen is not None:
-        starts, hooks = ast.literal_eval(seen[2]), [Hooks(*one) for one in ast.literal_eval(seen[3])]
-        return Fault("not started", f"{_not_started(int(seen[1]), starts, hooks)}.")
-    return None
+    if seen is None:
+        return None
+    starts, hooks = ast.literal_eval(seen[2]), ast.literal_eval(seen[3])
+    return Fault("not started", f"{_not_started(int(seen[1]), starts, hooks)}.")
 
 
-def _not_started(step: int, starts: list[list[int]], hooks: list[Hooks]) -> str:
+def _not_started(step: int, starts: list[list[int]], hooks: list[tuple[int, int]]) -> str:
     """Say what was seen where finish() met a bucket that was not started.
 
     Args:
@@ -216,65 +224,59 @@ def _not_started(step: int, starts: list[list[int]], hooks: list[Hooks]) -> str:
     never = next(index for index, one in enumerate(starts) if not one)
     text = f"step {step}: finish() of bucket {never}, which was not started in this step"
     for index, one in enumerate(starts):
-        if len(one) > 1:
-            text += f"; bucket {index} was started {len(one)} times"
-        elif one and one[0] < GRADIENTS_PER_BUCKET:
-            text += f"; bucket {index} was started when {one[0]} of its {GRADIENTS_PER_BUCKET} gradients were there"
-    if any(len(one) > 1 or min(one, default=GRADIENTS_PER_BUCKET) < GRADIENTS_PER_BUCKET for one in starts):
-        advice = "A hook starts another bucket than its own: a function made in a loop sees the loop's last bucket"
-        return f"{text}. {advice}, not its own"
-    if step == RUNS.index(UNUSED) + 1:
+        if len(one) > 1 or min(one, default=PER_BUCKET) < PER_BUCKET:
+            when = f"{len(one)} times" if len(one) > 1 else f"when {one[0]} of its {PER_BUCKET} gradients were there"
+            advice = "A hook starts another bucket than its own: a function made in a loop sees the loop's last bucket"
+            return f"{text}; bucket {index} was started {when}. {advice}, not its own"
+    if step == STEPS.index(UNUSED) + 1:
         return f"{text}. Rank 0 does not use layer 0 in this step, so no hook starts its bucket: start the rest first"
     if step > 1:
         return f"{text}, while step 1 was right. Set the counts of missing gradients back after each step"
-    return f"{text}. All its gradients were there. {hooks[never].why_not_started()}"
+    return f"{text}. All its gradients were there. {_why_not_started(*hooks[never])}"
 
 
 def budget_overlap(evidence: Evidence) -> list[str]:
     """Say how much of backward the first bucket travelled under."""
     early = []
-    for rank, result in enumerate(evidence.results):
-        end_ns = result[PLAIN]["backward_ns"][1]
-        early.append((end_ns - _calls_of(evidence, rank, PLAIN)[0].start_ns) / 1e6)
+    for rank in range(evidence.world_size):
+        made, times = _calls_of(evidence, rank, "step 1")
+        early.append((times.backward_ns[1] - made[0].start_ns) / 1e6)
     return [f"{NUM_BUCKETS} all-reduces a step, the first under way {min(early):.1f} ms before backward ended"]
 
 
-WRONG_OVERLAPS = (
-    Mutant("all after backward", "starts after backward", "nothing overlaps", 2, 25).without(
-        """
-        for index, bucket in enumerate(buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: gradient_ready(index))
-        """
-    ),
+_HOOKS = """
+for index, bucket in enumerate(buckets):
+    for parameter in bucket.parameters:
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: gradient_ready(index))
+"""
+_START_NEXT = """
+while len(started) < len(buckets) and missing[len(started)] == 0:
+    buckets[len(started)].start(None)
+    started.append(len(started))
+"""
+_FINISH, _SET_BACK = "for bucket in buckets:\n    bucket.finish()", "[len(bucket.parameters) for bucket in buckets]"
+_REST = "for bucket in buckets[len(started) :]:"
+WRONG_OVERLAP = (
+    Mutant("all after backward", "starts after backward", "nothing overlaps", 2, 25).without(_HOOKS),
     Mutant("waits in the hook", "waits in backward", "compute stands still", 2, 25)
     .edit("buckets[len(started)].start(None)", "buckets[len(started)].start(None)\nbuckets[len(started)].finish()")
     .edit("bucket.start(None)", "bucket.start(None)\nbucket.finish()")
-    .edit("for bucket in buckets:\n    bucket.finish()", ""),
-    Mutant("first full first", "order differs", "one order on all ranks", 2, 16)
-    .edit(
-        """
-        while len(started) < len(buckets) and missing[len(started)] == 0:
-            buckets[len(started)].start(None)
-            started.append(len(started))
-        """,
-        """
-        if missing[index] == 0:
-            buckets[index].start(None)
-            started.append(index)
-        """,
+    .edit(_FINISH, ""),
+    Mutant(
+        "first full first",
+        "order differs",
+        "the bucket that is full first is sent first, and one rank's bucket 0 meets a different rank's bucket 1; start "
+        "them in one order on all ranks: a full one may wait",
+        2,
+        16,
     )
-    .edit(
-        "for bucket in buckets[len(started) :]:",
-        "for bucket in [bucket for index, bucket in enumerate(buckets) if index not in started]:",
-    ),
-    Mutant("never set back", "second step", "every count set back", 2, 50).without(
-        "missing[:] = [len(bucket.parameters) for bucket in buckets]"
-    ),
-    Mutant("unused hangs", "unused parameter", "did not use layer 0", 2, 15)
-    .without("for bucket in buckets[len(started) :]:\n    bucket.start(None)")
-    .edit("for bucket in buckets:\n    bucket.finish()", "for index in started:\n    buckets[index].finish()"),
-    Mutant("last of the loop", "not started", "sees the loop's last bucket", 2, 16).body("""
+    .edit(_START_NEXT, "if missing[index] == 0:\n    buckets[index].start(None)\n    started.append(index)")
+    .edit(_REST, "for bucket in [bucket for index, bucket in enumerate(buckets) if index not in started]:"),
+    Mutant("never set back", "second step", "every count set back", 2, 50).without(f"missing[:] = {_SET_BACK}"),
+    Mutant("unused hangs", "unused parameter", "did not use layer 0", 2, 15, ends=True)
+    .without(f"{_REST}\n    bucket.start(None)")
+    .edit(_FINISH, "for index in started:\n    buckets[index].finish()"),
+    Mutant("last of the loop", "not started", "sees the loop's last bucket", 2, 16, ends=True).body("""
         for bucket in buckets:
             missing = len(bucket.parameters)
 
@@ -288,10 +290,18 @@ WRONG_OVERLAPS = (
                 parameter.register_post_accumulate_grad_hook(hook)
         return lambda: [bucket.finish() for bucket in buckets] and None
     """),
-    Mutant("one hook a bucket", "starts too early", "count all gradients", 2, 16)
-    .edit(
-        "missing = [len(bucket.parameters) for bucket in buckets]\nstarted", "missing = [1 for _ in buckets]\nstarted"
-    )
-    .edit("for parameter in bucket.parameters:", "for parameter in bucket.parameters[-1:]:")
-    .edit("missing[:] = [len(bucket.parameters) for bucket in buckets]", "missing[:] = [1 for _ in buckets]"),
+    Mutant(
+        "too early a hook",
+        "starts too early",
+        "a bucket leaves before all its gradients are there; count each of them, in a hook that runs when it is "
+        "written "
+        "(register_post_accumulate_grad_hook, not register_hook)",
+        1,
+    ).edit("register_post_accumulate_grad_hook", "register_hook"),
+    Mutant(
+        "forgets to finish", "unfinished", "the means never come into the gradients; start and finish() each bucket", 2
+    ).edit(_FINISH, "pass"),
+    Mutant("last bucket in the end", "starts after backward", "sends bucket 1 after backward", 2).edit(
+        "in enumerate(buckets):", "in enumerate(buckets[:-1]):"
+    ),
 )

@@ -1,39 +1,30 @@
-"""Samplers: data sets that do not divide evenly, on several numbers of ranks, asked for twice and from the end."""
+"""Every sample once, wherever a run resumes; and weights of batches that are not alike."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from distlab_lesson_03.checks.averages import TAKES_NO_GROUP, told
+from torch import Tensor
+
+from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.cases import Cases
+from distlab.grading.diagnosis.traffic import calls
 from distlab.grading.diagnosis.values import describe
+from distlab.grading.exercise import Refused
+from distlab.grading.variation.draw import Draw, Vary
 
-SAMPLER_CASES = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
-SAMPLER_WORLDS = (1, 2, 3, 4)
-SEEDS = (0, 1)
-Case = tuple[int, int, int, int]  # samples, batch, ranks, seed
-
-
-def _positions(num_samples: int, batch_size: int, num_epochs: int = 2) -> list[int]:
-    """Return where each batch of the first epochs begins."""
-    starts = range(0, num_samples, batch_size)
-    return [epoch * num_samples + start for epoch in range(num_epochs) for start in starts]
-
-
-def drive_sampler(fn: Callable[..., Any]) -> dict[Case, dict[str, Any]]:
-    """Ask for two epochs of several data sets on several numbers of ranks; then ask again, from the end."""
-    found: dict[Case, dict[str, Any]] = {}
-    for case in itertools.product(SAMPLER_CASES, SAMPLER_WORLDS, SEEDS):
-        (num_samples, batch_size), world_size, seed = case
-        given = (num_samples, batch_size, world_size, seed)
-        asked = _positions(num_samples, batch_size)
-        first = [_ask(fn, position, given) for position in asked]
-        with mock.patch("builtins.hash", _hash_in_a_later_program):
-            again = [_ask(fn, position, given) for position in reversed(asked)][::-1]
-        found[given] = {"positions": asked, "batches": first, "again": again}
-    return found
+DATA = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
+FEWEST = 10  # samples: fewer may fall into the same order by chance
+TOKENS: tuple[list[int], ...] = (
+    [5, 2, 9],
+    [11, 8],
+    [],
+    [7, 4],
+)  # of each rank's micro-batches; rank 2 has run out of data
 
 
 def _hash_in_a_later_program(value: Any) -> int:
@@ -42,183 +33,135 @@ def _hash_in_a_later_program(value: Any) -> int:
     return value.__hash__() ^ 0x5EED if holds_text else value.__hash__()
 
 
-def _ask(fn: Callable[..., Any], position: int, case: Case) -> list[Any]:
-    """Return what each rank gets of one batch."""
-    num_samples, batch_size, world_size, seed = case
-    named = {"num_samples": num_samples, "seed": seed, "world_size": world_size}
-    return [fn(position, batch_size, rank=rank, **named) for rank in range(world_size)]
+def _draw_sampler(draw: Draw) -> tuple[Any, ...]:
+    num_samples = draw.one_of(1, draw.integer(2, 9), draw.integer(10, 60))
+    return draw.integer(1, 25), num_samples, draw.integer(0, 10**6), draw.integer(1, 7), draw.integer(0, 5)
 
 
-def judge_sampler(evidence: Evidence) -> Iterator[Fault]:
-    """Every epoch each sample once, in a new order, the same on any number of ranks and whenever one asks."""
-    found: dict[Case, dict[str, Any]] = evidence.results[0]
-    for case, result in found.items():
-        yield from _judge_form(case, result)
-    for case, result in found.items():
-        yield from _judge_memory(case, result)
-    for case, result in found.items():
-        yield from _judge_ranks(case, result)
-        yield from _judge_epochs(case, result)
-        num_samples, batch_size, world_size, seed = case
-        yield from _judge_world(case, result, found[num_samples, batch_size, SAMPLER_WORLDS[0], seed])
-    yield from _judge_seeds(found)
+def _use_sampler(
+    fn: Callable[..., list[int]], batch_size: int, num_samples: int, seed: int, world_size: int, epoch: int
+) -> dict[str, Any]:
+    """Say of an epoch's batches what holds for every right order; ask for them twice, the second time from the end."""
+
+    def batch(position: int, ranks: int = world_size, seed: int = seed) -> list[list[int]]:
+        named = {"num_samples": num_samples, "seed": seed, "world_size": ranks}
+        shares = [fn(position, batch_size, rank=rank, **named) for rank in range(ranks)]
+        for rank, share in enumerate(shares):
+            if not isinstance(share, list | tuple) or not all(type(index) is int for index in share):
+                text = f"rank {rank} of {ranks} got {describe(share)} for the batch at position {position}"
+                raise Refused("returned", f"{text}; expected a list of whole numbers (a tensor has tolist())")
+        return [list(share) for share in shares]
+
+    def flat(batches: list[list[list[int]]]) -> list[int]:
+        return [index for shares in batches for share in shares for index in share]
+
+    begin = epoch * num_samples
+    positions = range(begin, begin + num_samples, batch_size)
+    found = [batch(position) for position in positions]
+    with mock.patch("builtins.hash", _hash_in_a_later_program):
+        again = [batch(position) for position in reversed(positions)][::-1]
+    shown, sizes = flat(found), [len(flat([shares])) for shares in found]
+    alone = [batch(position, ranks=1) for position in positions]
+    seen = {
+        "samples in its batches": sizes,
+        "each batch is the same when it is asked for again": found == again,
+        "the ranks' shares of a batch differ by one sample at most": all(
+            max(map(len, shares)) - min(map(len, shares)) <= 1 for shares in found
+        ),
+        "each sample is shown once": sorted(shown) == list(range(num_samples)),
+        "each batch holds what it holds on one rank": all(
+            sorted(flat([shares])) == sorted(flat([one])) for shares, one in zip(found, alone, strict=True)
+        ),
+    }
+    if num_samples >= FEWEST:
+        order = flat(alone)
+        others = {
+            "the next epoch": [batch(position + num_samples, ranks=1) for position in positions],
+            "a different seed": [batch(position, ranks=1, seed=seed + 1) for position in positions],
+        }
+        seen["its samples are shuffled"] = order != list(range(num_samples))
+        seen |= {f"{name} has a different order": flat(batches) != order for name, batches in others.items()}
+    return seen
 
 
-def _named(case: Case, position: int) -> str:
-    num_samples, batch_size, world_size, _ = case
+def _name(num_samples: int, batch_size: int, world_size: int, epoch: int) -> str:
     who = "one rank" if world_size == 1 else f"{world_size} ranks"
-    return f"{num_samples} samples in batches of {batch_size} on {who}: the batch at position {position}"
+    return f"epoch {epoch} of {num_samples} samples, batches of {batch_size}, {who}"
 
 
-def _rows(case: Case, result: dict[str, Any], key: str = "batches") -> Iterator[tuple[str, int, int, list[list[int]]]]:
-    """Yield each batch's name, position, wanted size, and what each rank got."""
-    num_samples, batch_size = case[:2]
-    for position, batch in zip(result["positions"], result[key], strict=True):
-        left = num_samples - position % num_samples
-        yield _named(case, position), position, min(batch_size, left), batch
+drive_sampler = Cases(
+    {
+        _name(num_samples, batch_size, ranks, epoch): (batch_size, num_samples, 0, ranks, epoch)
+        for num_samples, batch_size in DATA
+        for ranks in (1, 2, 3, 4)
+        for epoch in (0, 1)
+    },
+    _use_sampler,
+)
+vary_sampler = Vary(_draw_sampler, use=_use_sampler)
 
 
-def _judge_form(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
-    for key in ("batches", "again"):
-        for name, _, _, batch in _rows(case, result, key):
-            for rank, samples in enumerate(batch):
-                good = isinstance(samples, list | tuple) and all(type(index) is int for index in samples)
-                if not good:
-                    text = f"{name}: rank {rank} got {describe(samples)}"
-                    yield Fault("returned", f"{text}; expected a list of whole numbers (a tensor has tolist())")
-                if any(not 0 <= index < case[0] for index in samples):
-                    yield Fault("no such sample", f"{name}: rank {rank} got {samples}; samples are 0 to {case[0] - 1}")
+def _use_uneven(fn: Callable[[list[int]], Any], num_tokens: list[int]) -> dict[str, Any]:
+    """Return the weights as plain numbers."""
+    got, asked = fn(num_tokens), list(num_tokens)
+    is_list = isinstance(got, list | tuple) and all(isinstance(one, int | float | Tensor) for one in got)
+    return {f"weights for {asked} tokens": [float(one) for one in got] if is_list else got}
 
 
-def _judge_memory(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
-    again = _rows(case, result, "again")
-    for (name, _, _, first), (_, _, _, second) in zip(_rows(case, result), again, strict=True):
-        if first != second:
-            text = f"{name} was {first}, and {second} when asked for again"
-            why = "a resumed run would see other samples; compute it from the arguments and from nothing else"
-            yield Fault("not repeatable", f"{text}: {why}")
+def _draw_uneven(draw: Draw) -> tuple[Any, ...]:
+    return ([draw.own(0 if index else 1, 50) for index in range(draw.own(0 if draw.rank else 1, 4))],)
 
 
-def _judge_ranks(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
-    """Inside one batch: as many samples as there should be, none on two ranks, shares that differ by one at most."""
-    for name, position, wanted, batch in _rows(case, result):
-        together = [index for samples in batch for index in samples]
-        if len(together) > wanted:
-            yield _too_many(case, result, position)
-        twice = sorted({index for index in together if together.count(index) > 1})
-        if twice:
-            owners = [rank for rank, samples in enumerate(batch) if twice[0] in samples]
-            yield _overlap(case, result, f"{name} gives sample {twice[0]} to ranks {owners}")
-        if len(together) < wanted:
-            yield _too_few(case, position, batch, wanted)
-        shares = [len(samples) for samples in batch]
-        if max(shares) - min(shares) > 1:
-            yield Fault(
-                "uneven shares", f"{name} is dealt in shares of {shares} samples; they may differ by one at most"
-            )
+drive_uneven = Cases(lambda rank, n: {"": (TOKENS[rank],)}, _use_uneven, most_bytes=0)
+vary_uneven = Vary(_draw_uneven, least_bytes=0.5, left_out={"bytes": "a count may travel as int32"} | TAKES_NO_GROUP)
 
 
-def _overlap(case: Case, result: dict[str, Any], text: str) -> Fault:
-    """Say why ranks get the same sample: one share for all of them, or an order for each."""
-    if all(samples == batch[0] for _, _, _, batch in _rows(case, result) for samples in batch):
-        return Fault("the same for all", f"{text}: every rank got the same share: let `rank` choose each one's part")
-    return Fault("ranks overlap", f"{text}: all ranks must cut one and the same order; leave rank out of the seed")
+def judge_uneven(evidence: Evidence) -> Iterator[Fault]:
+    """One call."""
+    for rank in evidence.records.ranks:
+        if (number := len(calls(evidence, rank))) > 1:
+            text = f"right weights, but rank {rank} made {number} calls"
+            yield Fault("too many calls", f"{text} where one all_reduce of one number is enough")
 
 
-def _too_many(case: Case, result: dict[str, Any], position: int) -> Fault:
-    """Say why a batch has more samples than it should."""
-    num_samples, batch_size, world_size, _ = case
-    rows = list(_rows(case, result))
-    name, _, wanted, batch = next(row for row in rows if row[1] == position)
-    together = [index for samples in batch for index in samples]
-    text = f"{name} has {len(together)} samples, {batch}, where it should have {wanted}"
-    if world_size > 1 and all(samples == batch[0] for samples in batch):
-        return Fault("the same for all", f"{text}: every rank got the whole batch; give each its own part")
-    if world_size == 1 and _is_whole_when_cut(rows, position // num_samples, num_samples):
-        return Fault("beyond the epoch", f"{text}: it goes on beyond the epoch's end; let the last batch be smaller")
-    if world_size == 1:
-        return Fault("values", text)
-    if len(together) == len(set(together)) == batch_size * world_size:
-        return Fault("a batch each", f"{text}: batch_size counts the samples of all ranks, not of one")
-    epoch = [row[3] for row in rows if row[1] // num_samples == position // num_samples]
-    shown = [index for given in epoch for samples in given for index in samples]
-    if len(shown) > len(set(shown)):
-        return Fault("padded", f"{text}: some are seen twice, as with torch's DistributedSampler; give fewer")
-    return Fault("too many samples", f"{text}: cut the batch first, then deal it to the ranks")
-
-
-def _is_whole_when_cut(rows: list[tuple[str, int, int, list[list[int]]]], epoch: int, num_samples: int) -> bool:
-    """Whether the first samples of each batch, as many as it should have, are those of one epoch."""
-    shown = [index for _, at, wanted, (samples,) in rows if at // num_samples == epoch for index in samples[:wanted]]
-    return sorted(shown) == list(range(num_samples))
-
-
-def _too_few(case: Case, position: int, batch: list[list[int]], wanted: int) -> Fault:
-    """Say why a batch has fewer samples than it should."""
-    num_samples, batch_size = case[:2]
-    text = f"{_named(case, position)} has {sum(map(len, batch))} samples, {batch}, where it should have {wanted}"
-    if position >= num_samples and not any(batch):
-        why = "position counts over all epochs; position % num_samples is how far into its epoch it is"
-        return Fault("second epoch empty", f"{text}: {why}")
-    if wanted == batch_size and len(batch) == 1:
-        return Fault("values", text)
-    if wanted == batch_size:
-        return Fault("samples lost", f"{text}: give out what does not divide evenly too; ranks may differ by one")
-    return Fault("samples lost", f"{text}: the last batch is smaller, ranks may differ by one or have none")
-
-
-def _judge_epochs(case: Case, result: dict[str, Any]) -> Iterator[Fault]:
-    """In an epoch each sample once; in the next another order."""
-    orders: list[list[int]] = [[], []]
-    for _, position, _, batch in _rows(case, result):
-        orders[position // case[0]] += [index for samples in batch for index in samples]
-    batches = [sorted(index for samples in batch for index in samples) for batch in result["batches"]]
-    num_batches = len(batches) // 2
-    if num_batches > 1 and batches[0][: len(batches[1])] == batches[1][: len(batches[0])]:
-        text = f"{_named(case, result['positions'][1])} is the batch at position 0 again"
-        yield Fault("position ignored", f"{text}: a run that resumes there sees the epoch's first samples twice")
-    for epoch, order in enumerate(orders):
-        missing = sorted(set(range(case[0])) - set(order))
-        if missing:
-            twice = sorted(index for index in set(order) if order.count(index) > 1)
-            text = f"epoch {epoch} of {case[0]} samples never shows samples {missing}"
-            yield Fault("epoch incomplete", f"{text} and shows {twice} twice: cut one order of the whole epoch")
-    if case[0] < 10:
-        return  # so few samples may fall into the same order by chance
-    if orders[0] == list(range(case[0])):
-        yield Fault("not shuffled", f"the order of {case[0]} samples is 0, 1, 2 ...: shuffle each epoch")
-    elif orders[0] == orders[1]:
-        text = f"both epochs of {case[0]} samples have the order {orders[0]}"
-        yield Fault("same order", f"{text}: the epoch must be part of the seed (what set_epoch does for torch's)")
-
-
-def _judge_world(case: Case, result: dict[str, Any], alone: dict[str, Any]) -> Iterator[Fault]:
-    """A batch must hold the same samples on any number of ranks, or a run resumed on fewer loses some."""
-    for (name, _, _, batch), one in zip(_rows(case, result), alone["batches"], strict=True):
-        together, expected = sorted(index for samples in batch for index in samples), sorted(one[0])
-        if together != expected:
-            text = f"{name} holds samples {together}, on one rank it holds {expected}"
-            why = "resumed on another number of ranks, a run sees some samples twice and others never"
-            yield Fault("depends on ranks", f"{text}: {why}; cut the batch among ranks, not the data set")
-
-
-def _judge_seeds(found: dict[Case, dict[str, Any]]) -> Iterator[Fault]:
-    num_samples, batch_size = SAMPLER_CASES[1]
-    first, second = (found[num_samples, batch_size, 1, seed]["batches"] for seed in SEEDS)
-    if first == second:
-        yield Fault(
-            "seed ignored",
-            f"seeds {SEEDS[0]} and {SEEDS[1]} give one order: shuffle by seed and epoch",
-        )
+def failure_uneven(error: RankError, world_size: int) -> Fault | None:
+    """Name a hang or a mismatch that comes from ranks with different numbers of micro-batches."""
+    text, is_mismatch = str(error), "do not make the same call" in str(error)
+    counts = [len(own) for own in TOKENS[:world_size]]
+    if is_mismatch and "float32[" in text and "int64[" in text:
+        words = "torch.tensor([]) is float32, and the other ranks' whole numbers are int64: all must send one dtype"
+        code, words = "dtypes differ", f"{words}; torch.tensor(sum(num_tokens)) is int64 everywhere"
+    elif is_mismatch and any(f"[{count}]" in text for count in range(2, 10)):
+        words = "each rank sends a list as long as its own, and all must send the same shape"
+        code, words = "a list each", f"{words}: add up first, then all_reduce one number"
+    elif not (is_mismatch or "has returned without it" in text or "deadlock" in text):
+        return None
+    elif 0 in counts:
+        words = f"rank {counts.index(0)} has no micro-batch left and makes no call, and the others wait for it"
+        code, words = "rank without data", f"{words}: a rank without data must all_reduce its 0"
+    else:
+        words = f"ranks have {' and '.join(map(str, counts))} micro-batches; a call for each is a different number of"
+        code, words = "a call each", f"{words} calls on each rank: add up first, then call once"
+    return Fault(code, f"{words}.\n{told(error)}")
 
 
 _ORDER = "order = torch.randperm(num_samples, generator=shuffle)"
 _CUT = "order[start : start + batch_size]"
-WRONG_SAMPLERS = (
-    Mutant("epoch left out", "same order", "the epoch must be part of the seed", 1, 19).edit(
-        'f"epoch {epoch}"', '"order"'
+WRONG_SAMPLER = (
+    Mutant(
+        "epoch left out", "epoch", "all epochs have one order; make the epoch part of the seed (set_epoch)", 1, 19
+    ).edit('f"epoch {epoch}"', '"order"'),
+    Mutant("seed left out", "seed ignored", "all seeds have one order; shuffle by seed and epoch", 1).edit(
+        "(seed, 0,", "(0, 0,"
     ),
-    Mutant("position lost", "not repeatable", "a resumed run would see other samples", 1, 43)
+    Mutant(
+        "position lost",
+        "not repeatable",
+        "a batch does not follow from the arguments alone, and a run that resumes sees other samples; compute it from "
+        "nothing else",
+        1,
+        43,
+    )
     .setup("kept = {}")
     .edit(
         "epoch, start = divmod(position, num_samples)",
@@ -228,17 +171,29 @@ WRONG_SAMPLERS = (
         kept[key] = kept.get(key, 0) + min(batch_size, num_samples - start)
         """,
     ),
-    Mutant("epoch restarts", "position ignored", "the epoch's first samples twice", 1, 72).edit(
-        _CUT, "order[: min(batch_size, num_samples - start)]"
-    ),
-    Mutant("blocks of ranks", "depends on ranks", "cut the batch among ranks", 1, 45).edit(
-        _ORDER,
-        f"""
-        {_ORDER}
-        order = torch.cat([order[owner::world_size] for owner in range(world_size)])
-        """,
-    ),
-    Mutant("pads", "padded", "some are seen twice", 1, 45).edit(
+    Mutant(
+        "epoch restarts",
+        "position",
+        "batches of one epoch overlap; cut them one behind the other out of one order of it",
+        1,
+        72,
+    ).edit(_CUT, "order[: min(batch_size, num_samples - start)]"),
+    Mutant(
+        "blocks of ranks",
+        "depends on ranks",
+        "what a batch holds depends on the number of ranks, and a run that resumes on fewer misses samples; cut the "
+        "batch among ranks, not the data set",
+        1,
+        45,
+    ).edit(_ORDER, f"{_ORDER}\norder = torch.cat([order[owner::world_size] for owner in range(world_size)])"),
+    Mutant(
+        "pads",
+        "padded",
+        "batches are filled up until they divide evenly, as by torch's DistributedSampler, and some samples are seen "
+        "twice; give some ranks one less",
+        1,
+        45,
+    ).edit(
         f"return {_CUT}[rank::world_size].tolist()",
         f"""
         batch = {_CUT}.tolist()
@@ -247,9 +202,83 @@ WRONG_SAMPLERS = (
         return batch[rank::world_size]
         """,
     ),
-    Mutant("drops the rest", "samples lost", "the last batch is smaller", 1, 43).edit(
-        "order[start : start + batch_size]",
-        "order[start : start + batch_size if start + batch_size <= num_samples else start]",
+    Mutant("drops the rest", "lost", "the end of an epoch is dropped; let its last batch be smaller", 1, 43).edit(
+        _CUT, "order[start : start + batch_size if start + batch_size <= num_samples else start]"
     ),
-    Mutant("rank in the seed", "ranks overlap", "leave rank out of the seed", 1, 19).edit("(seed, 0,", "(seed, rank,"),
+    Mutant(
+        "second epoch empty",
+        "second epoch empty",
+        "position is taken for the place in one epoch; it counts over all: position % num_samples is how far into its "
+        "epoch it is",
+        1,
+    ).edit("epoch, start = divmod(position, num_samples)", "epoch, start = position // num_samples, position"),
+    Mutant("a batch each", "a batch each", "every rank gets batch_size samples; it counts those of all ranks", 1).edit(
+        f"{_CUT}[rank::world_size]",
+        "order[start : min(start + batch_size * world_size, num_samples)][rank::world_size]",
+    ),
+    Mutant(
+        "beyond the epoch", "beyond", "the last batch goes on beyond the end of its epoch; let it be smaller", 1
+    ).edit(_ORDER, f"{_ORDER}.repeat(2)"),
+    Mutant("not shuffled", "not shuffled", "samples come in the order of the data; shuffle each epoch", 1).edit(
+        "torch.randperm(num_samples, generator=shuffle)", "torch.arange(num_samples)"
+    ),
+    Mutant("rank in the seed", "rank in seed", "ranks cut different orders; leave rank out of the seed", 1, 19).edit(
+        "(seed, 0,", "(seed, rank,"
+    ),
+    Mutant("whole batch", "the same for all", "every rank gets the whole batch; give each its own part", 1).without(
+        "[rank::world_size]"
+    ),
+    Mutant("same share", "the same for all", "every rank gets the same share; let rank choose each one's part", 1).edit(
+        "[rank::world_size]", "[::world_size]"
+    ),
+    Mutant(
+        "hash of a text",
+        "hash",
+        "hash() of a text differs from program to program, and a resumed run sees other samples; derive_seed does not",
+        1,
+    ).edit('derive_seed(seed, 0, f"epoch {epoch}")', 'hash(f"{seed}, epoch {epoch}") % 2**31'),
+    Mutant(
+        "batches for samples", "batches", "position is taken for the number of the batch; it counts samples", 1
+    ).edit("divmod(position, num_samples)", "divmod(position * batch_size, num_samples)"),
+)
+
+_RETURN = "[count * dist.get_world_size() / int(total) for count in num_tokens]"
+_MEAN_OF_MEANS = "every micro-batch counts the same, so a token in a short one counts for more; weight by tokens"
+_OWN = "it divides by this rank's own tokens; all_reduce their number, and divide by that of all ranks"
+WRONG_UNEVEN = (
+    Mutant("mean of means", "mean of means", _MEAN_OF_MEANS, 1, 22).edit(
+        _RETURN, "[1 / len(num_tokens) for _ in num_tokens]"
+    ),
+    Mutant("own tokens", "own tokens only", _OWN, 2, 23).body(
+        "return [count / sum(num_tokens) for count in num_tokens]"
+    ),
+    Mutant("own tokens, all ranks", "own tokens only", _OWN, 2).body(
+        "return [count * dist.get_world_size() / sum(num_tokens) for count in num_tokens]"
+    ),
+    Mutant(
+        "no world_size", "too small", "the mean over ranks divides by world_size once more; multiply by it", 2, 63
+    ).without(" * dist.get_world_size()"),
+    Mutant("a call each", "a call each", "add up first, then call once", 2, 5, ends=True).edit(
+        "total = torch.tensor(sum(num_tokens))\ndist.all_reduce(total)",
+        """
+        total = 0
+        for count in num_tokens:
+            everywhere = torch.tensor(count)
+            dist.all_reduce(everywhere)
+            total += int(everywhere)
+        """,
+    ),
+    Mutant("empty stays away", "rank without data", "must all_reduce its 0", 3, 5, ends=True).edit(
+        "total = torch", "if not num_tokens:\n    return []\ntotal = torch"
+    ),
+    Mutant("micro-batches counted", "mean of means", _MEAN_OF_MEANS, 2, 23)
+    .edit("sum(num_tokens)", "len(num_tokens)")
+    .edit("count * dist", "dist")
+    .edit("for count in", "for _ in"),
+    Mutant(
+        "micro-batches for ranks", "not ranks", "it multiplies by the number of micro-batches, not of ranks", 1
+    ).edit("dist.get_world_size() / int(total)", "len(num_tokens) / int(total)"),
+    Mutant("through float32", "values", "expected", 2, "one dtype").edit(
+        "int(total) for count in num_tokens]", "int(total) * float(torch.tensor(1 / 3)) * 3 for count in num_tokens]"
+    ),
 )

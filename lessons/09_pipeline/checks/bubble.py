@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -10,52 +10,31 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.values import compare, describe, equal, numbers_differ, seeded
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases
+from distlab.grading.diagnosis.values import describe, seeded
+from distlab.grading.exercise import Refused
+from distlab.grading.variation.draw import Draw, Vary
 
-BUBBLE_CASES = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))
-SPLIT_SIZES = ((3, 5, 4), (1, 3, 2))  # layers, width, samples
-
-
-def drive_bubble(fn: Callable[[int, int, int], Any]) -> list[Any]:
-    """Ask for the bubble of each case."""
-    return [fn(*case) for case in BUBBLE_CASES]
+BUBBLES = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))
+MADE_NOW, MADE_LATER = "products of matrices before it returns", "products of matrices when W is called"
 
 
-def judge_bubble(evidence: Evidence) -> Iterator[Fault]:
-    """Idle over total, with stages that get smaller when a rank has several."""
-    for (p, m, v), got in zip(BUBBLE_CASES, evidence.results[0], strict=True):
-        asked = f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}, {v} stage{'s' * (v > 1)} per rank"
-        if isinstance(got, bool) or not isinstance(got, Real):
-            yield Fault("returned", f"{asked}: expected a number, got {describe(got)}")
-        number, want = float(got), (p - 1) / (v * m + p - 1)
-        if abs(number - want) > 1e-9:
-            text = f"{asked}: {numbers_differ(number, want)}"
-            for code, (wrong, words) in _wrong_forms(p, m, v).items():
-                if abs(number - wrong) <= 1e-9:
-                    yield Fault(code, f"{text}: {words}")
-            yield Fault("values", text)
+def _draw_bubble(draw: Draw) -> tuple[int, ...]:
+    case = draw.one_of(1, draw.integer(2, 9), draw.integer(10, 500)), draw.one_of(1, draw.integer(2, 99))
+    return (*case, draw.integer(2, 9)) if draw.one_of("given", "default") == "given" else case
 
 
-def _wrong_forms(p: int, m: int, v: int) -> dict[str, tuple[float, str]]:
-    """Return what other formulas give, and what to say of each."""
-    want, grows = (p - 1) / (v * m + p - 1), "idle time does not grow with stages per rank, it shrinks"
-    return {
-        "idle over busy": ((p - 1) / (v * m), "that is idle time over busy time; divide by the sum of both"),
-        "busy": (1 - want, "that is the part which is busy"),
-        "stages per rank": ((p - 1) / (m + p - 1), "several stages per rank divide the idle time: a stage is smaller"),
-        "old total": ((p - 1) / v / (m + p - 1), "less idle time makes the total shorter too: divide by the new total"),
-        "off by one": (p / (v * m + p), "from the first of p ranks to the last there are p - 1 hand-overs"),
-        "stages as ranks": ((v * p - 1) / (m + v * p - 1), grows),
-        "stages as ranks too": ((v * p - 1) / (v * m + v * p - 1), grows),
-        "naive": (1 - 1 / p, "that is one micro-batch; with more, ranks work at the same time"),
-        "per cent": (100 * want, "that is per cent; return a part of 1"),
-    }
+def _use_bubble(fn: Callable[..., Any], num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Any:
+    """Return a float: any kind of number serves."""
+    got = fn(num_ranks, num_microbatches, *[stages_per_rank] * (stages_per_rank > 1))
+    return float(got) if isinstance(got, Real) and not isinstance(got, bool) else got
 
 
 def budget_bubble(evidence: Evidence) -> list[str]:
     """Say how many cases were asked."""
-    return [f"{len(BUBBLE_CASES)} cases; 4 ranks and 1 micro-batch idle {float(evidence.results[0][0]):.0%}"]
+    first = next(iter(evidence.results[0].values()))["result"]
+    return [f"{len(BUBBLES)} cases; 4 ranks and 1 micro-batch idle {first:.0%}"]
 
 
 class Products(TorchDispatchMode):
@@ -71,177 +50,156 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def split_stage(layers: int, width: int, samples: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return weights, activations and the gradient of the last one."""
-    weights = [seeded(k, width, width, purpose="split") / width**0.5 for k in range(layers)]
-    activations = [seeded(-1, samples, width, purpose="split input")]
-    for weight in weights:
-        activations.append(torch.tanh(activations[-1] @ weight))
-    return weights, activations, seeded(-1, samples, width, purpose="split grad")
+def _passes(weights: list[Tensor], *given: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    """Return the weights, and for each pair of an input and a gradient the activations and this gradient."""
+    passes: list[Any] = []
+    for x, grad in zip(given[::2], given[1::2], strict=True):
+        activations = [x]
+        for weight in weights:
+            activations.append(torch.tanh(activations[-1] @ weight))
+        passes += [[x.to(dtype) for x in activations], grad.to(dtype)]
+    return ([weight.to(dtype) for weight in weights], *passes)
 
 
-def drive_split(fn: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Split the backward pass of two stages; count products before and after the call of the deferred part."""
-    results = []
-    for sizes in SPLIT_SIZES:
-        weights, activations, grad = split_stage(*sizes)
-        kept = [tensor.clone() for tensor in (*weights, *activations, grad)]
-        with Products() as now:
-            got = fn(weights, activations, grad)
-        grad_input, later = got if isinstance(got, tuple | list) and len(got) == 2 else (got, None)
-        with Products() as after:
-            gradients = later() if callable(later) else later
-        results.append(
-            {
-                "input": grad_input,
-                "callable": callable(later),
-                "weights": gradients,
-                "products": (now.count, after.count),
-                "kept": all(map(torch.equal, kept, (*weights, *activations, grad))),
-            }
-        )
-    return results
+def _split_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for layers, width, samples in ((3, 5, 4), (1, 3, 2)):
+        weights = [seeded(k, width, width, purpose="split") / width**0.5 for k in range(layers)]
+        given = [seeded(one, samples, width, purpose="split") for one in (-1, -2, -3, -4)]
+        found[f"{layers} layer{'s' * (layers > 1)}"] = _passes(weights, *given)
+    return found
 
 
-SLIPS: tuple[tuple[str, Callable[[Tensor, Tensor], Any], bool, str], ...] = (
-    ("no tanh", lambda x, y: 1.0, True, "leaves tanh out: multiply by 1 - activation^2 in each"),
-    ("wrong activation", lambda x, y: 1 - x.square(), True, "takes tanh' from a layer's input; use activations[k + 1]"),
-    ("tanh twice", lambda x, y: 1 - y.tanh().square(), True, "takes tanh of activations that have been through it"),
-    ("not transposed", lambda x, y: 1 - y.square(), False, "is multiplied by weights[k]; back through x @ w goes w.T"),
-)
+def _draw_split(draw: Draw) -> tuple[Any, ...]:
+    dtype, width, num_layers = draw.dtype("float64", "float32", "bfloat16"), draw.integer(1, 5), draw.integer(1, 4)
+    samples = draw.one_of(draw.integer(2, 4), 1, 0, draw.integer(1, 6))
+    if dtype == torch.float64:  # only there lost precision shows
+        samples = max(samples, 1)
+    weights = [draw.tensor(width, width, strided=True) / width**0.5 for _ in range(num_layers)]
+    return _passes(weights, *(draw.tensor(samples, width, strided=True) for _ in range(4)), dtype=dtype)
 
 
-def _true_gradients(sizes: tuple[int, int, int]) -> list[Tensor]:
-    """Return the gradients of the input and of the weights, as autograd finds them."""
-    weights, activations, grad = split_stage(*sizes)
-    leaves = [tensor.clone().requires_grad_() for tensor in (activations[0], *weights)]
-    x = leaves[0]
-    for leaf in leaves[1:]:
-        x = (x @ leaf).tanh()
-    return list(torch.autograd.grad(x, leaves, grad))
-
-
-def judge_split(evidence: Evidence) -> Iterator[Fault]:
-    """Right gradients; the input's now, the weights' later, one product per layer each."""
-    for sizes, result in zip(SPLIT_SIZES, evidence.results[0], strict=True):
-        layers, what = sizes[0], f"{sizes[0]} layer{'s' * (sizes[0] > 1)}"
-        if not result["callable"]:
-            text = f"{what}: expected the input's gradient and a function to call later"
-            yield Fault("returned", f"{text}; got {describe(result['weights'])} in its place")
-        if not result["kept"]:
-            yield Fault("changed argument", f"{what}: weights, activations or grad were changed; make new tensors")
-        want, *wanted = _true_gradients(sizes)
-        if (fault := compare(result["input"], want, f"{what}: the input's gradient")) is not None:
-            yield _named(fault, result["input"], sizes, what)
-        yield from _judge_weights(result["weights"], wanted, sizes, what)
-        now, later = result["products"]
-        text = f"{what}: right result, but"
-        if later == 0:
-            text = f"{text} all {now} products are made before the function returns: nothing is left to fill a bubble"
-            yield Fault("nothing deferred", f"{text} with; keep what W needs, multiply when it is called")
-        elif now > layers >= later:
-            text = f"{text} {now} products are made before the function returns, where {layers} are enough: those of"
-            yield Fault("too much now", f"{text} the weights belong into the function, all of them")
-        elif now + later > 2 * layers:
-            text = f"{text} {now} products now and {later} later, where {layers} each are enough: W goes through the"
-            yield Fault("chain twice", f"{text} chain again; keep each layer's inner gradient from I")
-
-
-def _named(fault: Fault, got: Any, sizes: tuple[int, int, int], what: str) -> Fault:
-    for code, slope, is_turned, words in SLIPS:
-        weights, activations, grad = split_stage(*sizes)
-        for k in reversed(range(len(weights))):
-            grad = grad * slope(activations[k], activations[k + 1]) @ (weights[k].T if is_turned else weights[k])
-        if _same(got, grad):
-            return Fault(code, f"{what}: the input's gradient {words}")
-    weights, activations, grad = split_stage(*sizes)
-    for k in reversed(range(len(weights))):
-        grad = grad @ weights[k].T * (1 - activations[k + 1].square())
-    if _same(got, grad):
-        text = f"{what}: the input's gradient goes back through x @ w and then through tanh"
-        return Fault("product first", f"{text}; a layer ends with tanh, so the way back begins with it")
-    return fault
-
-
-def _same(got: Any, want: Tensor) -> bool:
-    return isinstance(got, Tensor) and got.shape == want.shape and equal(got, want)
-
-
-def _judge_weights(got: Any, wanted: list[Tensor], sizes: tuple[int, int, int], what: str) -> Iterator[Fault]:
-    if not isinstance(got, list | tuple) or len(got) != len(wanted):
-        yield Fault("returned", f"{what}: expected a list of {len(wanted)} gradients, got {describe(got)}")
-    if len(wanted) > 1 and all(map(_same, got, reversed(wanted))):
-        yield Fault("reversed", f"{what}: the weights' gradients are those of backward's order; return layer 0's first")
-    weights, activations, grad = split_stage(*sizes)
-    for layer, (one, want) in enumerate(zip(got, wanted, strict=True)):
-        if any(_same(one, other) for other in got[:layer]):
-            text = f"{what}: layers share one gradient; keep a pair (input, gradient) for each"
-            yield Fault("same for all", f"{text} (a function made in a loop sees the loop's last values)")
-        fault = compare(one, want, f"{what}: the gradient of weights[{layer}]")
-        if fault is None:
-            continue
-        if _same(got[-1], activations[-2].T @ grad):
-            text = f"{fault.message}: it was kept before the gradient went through tanh; keep it after"
-            yield Fault("before tanh", text)
-        if _same(got[-1], activations[-2].T @ (grad * (1 - activations[-1].square()) @ weights[-1].T)):
-            text = f"{fault.message}: it was kept after the gradient went on through weights[k]; keep it before"
-            yield Fault("behind the weight", text)
-        if _same(got[-1], activations[-1].T @ (grad * (1 - activations[-1].square()))):
-            text = f"{fault.message}: it is made from the layer's output; what a weight needs is activations[k]"
-            yield Fault("output for input", text)
-        if layer == 0 and len(wanted) > 1 and isinstance(one, Tensor) and _same(got[-1], wanted[-1]):
-            text = f"{fault.message}. Layer {len(wanted) - 1} is right and an earlier one is not:"
-            yield Fault("gradient kept too late", f"{text} each needs the gradient at its own place in the chain")
-        yield fault
+def _use_split(
+    fn: Callable[..., Any],
+    weights: list[Tensor],
+    activations: list[Tensor],
+    grad: Tensor,
+    next_activations: list[Tensor],
+    next_grad: Tensor,
+) -> dict[str, Any]:
+    """Go back through two micro-batches before the weights' gradients of the first are asked for."""
+    with Products() as now:
+        got = fn(weights, activations, grad)
+    if not isinstance(got, tuple | list) or len(got) != 2 or not callable(got[1]):
+        raise Refused("returned", f"expected the input's gradient and a function to call later, got {describe(got)}")
+    next_input, next_later = fn(weights, next_activations, next_grad)
+    with Products() as after:
+        later = got[1]()
+    gradients = list(later) if isinstance(later, tuple | list) else later
+    return {
+        "the input's gradient": got[0],
+        "the weights' gradients": gradients,
+        "the next micro-batch": [next_input, next_later()],
+        MADE_NOW: max(now.count, len(weights)),
+        MADE_LATER: max(after.count, len(weights)),
+    }
 
 
 def budget_split(evidence: Evidence) -> list[str]:
     """Say where the products are."""
-    now, later = evidence.results[0][0]["products"]
-    return [f"{SPLIT_SIZES[0][0]} layers: {now} products of matrices now (I), {later} later (W)"]
+    name, made = next(iter(evidence.results[0].items()))
+    now, later = made["result"][MADE_NOW], made["result"][MADE_LATER]
+    return [f"{name}: {now} products of matrices now (I), {later} later (W)"]
 
 
-WRONG_BUBBLES = (
-    Mutant("over busy", "idle over busy", "divide by the sum of both", 1).edit("(busy + idle)", "busy"),
-    Mutant("busy", "busy", "the part which is busy", 1).edit("idle / (", "busy / ("),
-    Mutant("one stage", "stages per rank", "a stage is smaller", 1).without("stages_per_rank * "),
-    Mutant("old total", "old total", "divide by the new total", 1)
+drive_bubble = Cases(
+    {
+        f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}, {v} stage{'s' * (v > 1)} per rank": (p, m, v)
+        for p, m, v in BUBBLES
+    },
+    _use_bubble,
+)
+vary_bubble = Vary(_draw_bubble, use=_use_bubble)
+drive_split = Cases(_split_cases, _use_split)
+vary_split = Vary(_draw_split, use=_use_split, left_out={"dims": "the text asks for [B, H]"})
+
+_SHARE, _IDLE = "idle / (busy + idle)", "idle = num_ranks - 1"
+_SHRINKS = "it lets idle time grow with the stages per rank; it shrinks, since a stage is that much smaller"
+WRONG_BUBBLE = (
+    Mutant("over busy", "idle over busy", "it is idle time over busy time; divide by the sum of both", 1).edit(
+        "(busy + idle)", "busy"
+    ),
+    Mutant("busy", "busy", "it is the part which is busy; the bubble is the rest", 1).edit("idle / (", "busy / ("),
+    Mutant(
+        "one stage", "stages per rank", "stages_per_rank is not used: with several of them, a rank is idle for less", 1
+    ).without("stages_per_rank * "),
+    Mutant("old total", "old total", "less idle time makes the total shorter too; divide by the new total", 1)
     .without("stages_per_rank * ")
     .edit("idle / (", "idle / stages_per_rank / ("),
-    Mutant("p", "off by one", "p - 1 hand-overs", 1).edit("num_ranks - 1", "num_ranks"),
-    Mutant("one micro-batch", "naive", "ranks work at the same time", 1).edit(
-        "idle / (busy + idle)", "1 - 1 / num_ranks"
-    ),
-    Mutant("per cent", "per cent", "a part of 1", 1).edit("idle / (busy + idle)", "100 * idle / (busy + idle)"),
-    Mutant("stages as ranks", "stages as ranks too", "it shrinks", 1).edit(
-        "idle = num_ranks - 1", "idle = stages_per_rank * num_ranks - 1"
+    Mutant(
+        "p", "off by one", "a micro-batch is handed over p - 1 times until the last of p ranks has it, not p", 1
+    ).edit("num_ranks - 1", "num_ranks"),
+    Mutant(
+        "one micro-batch", "naive", "it is right for one micro-batch; with more, ranks work at the same time", 1
+    ).edit(_SHARE, "1 - 1 / num_ranks"),
+    Mutant("per cent", "per cent", "it is in per cent; return a part of 1", 1).edit(_SHARE, f"100 * {_SHARE}"),
+    Mutant("stages as ranks", "stages as ranks too", _SHRINKS, 1).edit(_IDLE, "idle = stages_per_rank * num_ranks - 1"),
+    Mutant("stages for ranks", "stages as ranks", _SHRINKS, 1)
+    .edit(_IDLE, "idle = stages_per_rank * num_ranks - 1")
+    .edit("busy = stages_per_rank * num", "busy = num"),
+    Mutant(
+        "there and back", "twice idle", "idle time is counted for forward and for backward; a stage's time has both", 1
+    ).edit(_IDLE, "idle = 2 * (num_ranks - 1)"),
+    Mutant(
+        "stages twice", "stages twice", "it divides by stages_per_rank twice; the busy part alone grows with it", 1
+    ).edit(_IDLE, "idle = (num_ranks - 1) / stages_per_rank"),
+    Mutant("eight ranks", "values", "expected", 1, "one set of arguments").edit(
+        "num_ranks - 1", "min(num_ranks, 8) - 1"
     ),
 )
 
 _PRODUCTS = "[x.T @ inner for x, inner in reversed(later)]"
-_THROUGH_TANH = "grad = grad * (1 - activations[k + 1].square())"
-_KEEP = "later.append((activations[k], grad))"
-
-WRONG_SPLITS = (
-    Mutant("now", "nothing deferred", "to fill a bubble with", 1)
+_TANH, _KEEP = "grad = grad * (1 - activations[k + 1].square())", "later.append((activations[k], grad))"
+_SLOPE = "(1 - activations[k + 1].square())"
+_BACK = "grad = grad @ weights[k].T"
+WRONG_SPLIT = (
+    Mutant(
+        "now",
+        "nothing deferred",
+        "all products are made before the function returns, and nothing is left to fill a bubble with; keep what W "
+        "needs, multiply when it is called",
+        1,
+    )
     .edit("(activations[k], grad)", "activations[k].T @ grad")
     .edit(_PRODUCTS, "later[::-1]"),
-    Mutant("one now", "too much now", "4 products are made before", 1)
+    Mutant("one now", "too much now", "a weight's product is made before the function returns; all belong into W", 1)
     .edit("def weight_gradients", "x, inner = later.pop(0)\nlast = x.T @ inner\n\ndef weight_gradients")
     .edit(_PRODUCTS, f"{_PRODUCTS} + [last]"),
-    Mutant("loop variable", "same for all", "the loop's last values", 1)
+    Mutant(
+        "loop variable",
+        "same for all",
+        "layers share one gradient: a function made in a loop sees the loop's last values; keep a pair (input, "
+        "gradient) "
+        "for each",
+        1,
+    )
     .edit(_KEEP, "x, inner = activations[k], grad\nlater.append(lambda: x.T @ inner)")
     .edit(_PRODUCTS, "[multiply() for multiply in reversed(later)]"),
-    Mutant("behind the weight", "behind the weight", "keep it before", 1)
-    .without("later.append((activations[k], grad))")
-    .edit("grad = grad @ weights[k].T", "grad = grad @ weights[k].T\nlater.append((activations[k], grad))"),
-    Mutant("before tanh", "before tanh", "went through tanh; keep it after", 1).edit(
-        f"{_THROUGH_TANH}\n{_KEEP}", f"{_KEEP}\n{_THROUGH_TANH}"
-    ),
-    Mutant("product first", "product first", "the way back begins with it", 1)
-    .edit(f"{_THROUGH_TANH}\n{_KEEP}", _KEEP)
-    .edit("grad = grad @ weights[k].T", "grad = grad @ weights[k].T * (1 - activations[k + 1].square())"),
-    Mutant("twice", "chain twice", "3 products now and 6 later", 1)
+    Mutant("behind the weight", "behind", "W keeps the gradient behind the product with weights[k]; keep it before", 1)
+    .without(_KEEP)
+    .edit(_BACK, f"{_BACK}\n{_KEEP}"),
+    Mutant(
+        "before tanh", "before tanh", "what W needs was kept before the gradient went through tanh; keep it after", 1
+    ).edit(f"{_TANH}\n{_KEEP}", f"{_KEEP}\n{_TANH}"),
+    Mutant(
+        "product first",
+        "product first",
+        "it goes back through x @ w, then through tanh; a layer ends with tanh, so begin with it",
+        1,
+    )
+    .edit(f"{_TANH}\n{_KEEP}", _KEEP)
+    .edit(_BACK, f"{_BACK} * {_SLOPE}"),
+    Mutant("twice", "chain twice", "W goes through the chain again; keep each layer's inner gradient from I", 1)
     .edit("later = []", "later, last = [], grad")
     .without(_KEEP)
     .edit(
@@ -249,15 +207,41 @@ WRONG_SPLITS = (
         f"""
         grad = last
         for k in reversed(range(len(weights))):
-            {_THROUGH_TANH}
+            {_TANH}
             {_KEEP}
-            grad = grad @ weights[k].T
+            {_BACK}
         return {_PRODUCTS}
         """,
     ),
-    Mutant("reversed", "reversed", "layer 0's first", 1).edit("reversed(later)", "later"),
-    Mutant("no tanh", "no tanh", "leaves tanh out", 1).without(_THROUGH_TANH),
-    Mutant("last gradient", "gradient kept too late", "its own place in the chain", 1).edit(
-        "x.T @ inner", "x.T @ later[0][1]"
+    Mutant("reversed", "reversed", "the weights' gradients are in backward's order; return layer 0's first", 1).edit(
+        "reversed(later)", "later"
+    ),
+    Mutant("no tanh", "no tanh", "tanh is left out; multiply by 1 - activation^2 in each layer", 1).without(_TANH),
+    Mutant(
+        "last gradient", "one gradient", "every weight gets the last layer's gradient; keep each layer's own", 1
+    ).edit("x.T @ inner", "x.T @ later[0][1]"),
+    Mutant("of the input", "wrong activation", "tanh' is taken of a layer's input; use activations[k + 1]", 1).edit(
+        _SLOPE, "(1 - activations[k].square())"
+    ),
+    Mutant(
+        "tanh again", "tanh twice", "tanh is taken of activations that have been through it; they are tanh(z)", 1
+    ).edit(_SLOPE, "(1 - activations[k + 1].tanh().square())"),
+    Mutant("not squared", "not squared", "tanh' is taken for 1 - y; it is 1 - y^2, with the square", 1).without(
+        ".square()"
+    ),
+    Mutant("no transpose", "not transposed", "it multiplies by weights[k]; back through x @ w goes w.T", 1).edit(
+        "weights[k].T", "weights[k]"
+    ),
+    Mutant(
+        "output for input", "output for input", "W multiplies a layer's output; what it needs is activations[k]", 1
+    ).edit("(activations[k], grad)", "(activations[k + 1], grad)"),
+    Mutant("sigmoid", "sigmoid", "it takes the derivative of the sigmoid, y (1 - y); that of tanh is 1 - y^2", 1).edit(
+        _SLOPE, "activations[k + 1] * (1 - activations[k + 1])"
+    ),
+    Mutant("list kept", "values", "the weights' gradients", 1, "one call", preamble="_later = []").edit(
+        "later = []", "later = _later\nlater.clear()"
+    ),
+    Mutant("default dtype", "dtype", "take the dtype from the argument", 1, "one dtype").edit(
+        "return [x.T @ inner for", "return [x.T.double() @ inner.double() for"
     ),
 )

@@ -1,53 +1,25 @@
-"""What any order of actions must keep to: every action once, nothing that waits forever, stages that overlap."""
+"""Orders of a rank in GPipe, 1F1B and a zero-bubble schedule: whether they run, how long, and how much is held."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from distlab.grading import Evidence, Fault
-from distlab.grading.diagnosis.faults import found
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.values import describe
-from distlab.plan import Action
+from distlab.grading.exercise import Refused
+from distlab.grading.variation.draw import Draw, Vary
+from distlab.plan import Action, parse_action
 
+PIPELINES = ((4, 8), (2, 3), (3, 7), (4, 2), (1, 3))  # ranks, micro-batches; the widest first: it names faults best
 WHOLE = {"F": 1, "B": 2}  # how long each kind takes, in units of a forward pass
 SPLIT = {"F": 1, "I": 1, "W": 1}
-_TEXT = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+LENGTH = "length of the step in forward passes"
 
 
-class Asked(NamedTuple):
-    """One case that was asked for, and what comes of all ranks' orders.
-
-    Attributes:
-        name: ranks and micro-batches, in words.
-        ranks: how many.
-        count: how many micro-batches.
-        orders: each rank's actions.
-        start: of each action.
-        end: of each action that could run.
-        stuck: the next action of each rank that cannot go on.
-    """
-
-    name: str
-    ranks: int
-    count: int
-    orders: list[list[Action]]
-    start: dict[Action, int]
-    end: dict[Action, int]
-    stuck: dict[int, Action]
-
-    @property
-    def duration(self) -> int:
-        """When the last action ends."""
-        return max(self.end.values())
-
-
-Look = Callable[[Asked], Iterator[Fault]]
-
-
-def needs_of(action: Action, num_ranks: int) -> list[Action]:
+def _needs(action: Action, num_ranks: int) -> list[Action]:
     """Return the actions that must have ended before this one."""
     stage, kind, i = action
     if kind == "F":
@@ -57,119 +29,214 @@ def needs_of(action: Action, num_ranks: int) -> list[Action]:
     return [Action(stage, "F", i)] + ([Action(stage + 1, kind, i)] if stage < num_ranks - 1 else [])
 
 
-def _played(name: str, count: int, orders: list[list[Action]], takes: Mapping[str, int]) -> Asked:
-    """Run each action as soon as what it needs has ended; messages take no time."""
-    start: dict[Action, int] = {}
+def _run(orders: list[list[Action]], takes: dict[str, int]) -> tuple[int, str]:
+    """Run each action as soon as what it needs has ended; return when the last ends, and what cannot go on."""
     end: dict[Action, int] = {}
     waiting, free, moved = [list(order) for order in orders], [0] * len(orders), True
     while moved:
         moved = False
         for rank, order in enumerate(waiting):
-            while order and all(need in end for need in needs_of(order[0], len(orders))):
+            while order and all(need in end for need in _needs(order[0], len(orders))):
                 action, moved = order.pop(0), True
-                start[action] = max([free[rank], *(end[need] for need in needs_of(action, len(orders)))])
-                free[rank] = end[action] = start[action] + takes[action.kind]
-    stuck = {rank: order[0] for rank, order in enumerate(waiting) if order}
-    return Asked(name, len(orders), count, orders, start, end, stuck)
+                start = max([free[rank], *(end[need] for need in _needs(action, len(orders)))])
+                free[rank] = end[action] = start + takes.get(action.kind, 0)
+    stuck = ", ".join(str(order[0]) for order in waiting if order)
+    return max(free), f"wait for each other: {stuck}" if stuck else ""
 
 
-def peak_of(order: list[Action]) -> int:
-    """Return the most micro-batches that a rank holds: from F to B, or to W."""
-    held = most = 0
-    for action in order:
-        held += (action.kind == "F") - (action.kind in "BW")
-        most = max(most, held)
-    return most
+def _misfit(orders: list[list[Action]], count: int, kinds: str) -> str:
+    """Say which rank has actions that are not its own, or too many or too few."""
+    for rank, order in enumerate(orders):
+        own = [Action(rank, kind, i) for kind in kinds for i in range(count)]
+        odd = {
+            "has": [action for action in order if action not in own],
+            "lacks": [action for action in own if action not in order],
+            "runs again": [action for action in own if order.count(action) > 1],
+        }
+        if words := [f"{verb} {_few(actions)}" for verb, actions in odd.items() if actions]:
+            return f"rank {rank} {', '.join(words)}"
+    return ""
 
 
-def _parsed(order: Any, who: str) -> list[Action] | Fault:
+def _few(actions: list[Action]) -> str:
+    more = f" and {len(actions) - 2} more" if len(actions) > 2 else ""
+    return ", ".join(map(str, actions[:2])) + more
+
+
+def _parsed(order: Any, rank: int) -> list[Action]:
     if not isinstance(order, list | tuple) or not all(isinstance(text, str) for text in order):
-        return Fault("returned", f"{who}: expected a list of texts such as '2F0', got {describe(order)}")
-    actions = []
-    for text in order:
-        parts = _TEXT.fullmatch(text)
-        if parts is None:
-            return Fault("no action", f"{who}: {text!r} is no action; write stage, kind, micro-batch, such as '2F0'")
-        actions.append(Action(int(parts[1]), parts[2], int(parts[3])))
-    return actions
+        text = f"rank {rank}: expected a list of texts such as '2F0', got {describe(order)}"
+        raise Refused("returned", text)
+    try:
+        return [parse_action(text) for text in order]
+    except ValueError as error:
+        raise Refused("returned", f"rank {rank}: {error}") from None
 
 
-def _incomplete(order: list[Action], rank: int, count: int, kinds: str, who: str) -> Iterator[Fault]:
-    """Every action of the rank's stage once, and nothing else."""
-    for action in order:
-        if action.stage != rank:
-            text = f"{who} has {action}, an action of stage {action.stage}; rank {rank} holds stage {rank} and no other"
-            yield Fault("wrong stage", text)
-    for action in order:
-        if action.kind == "B" and "I" in kinds:
-            text = f"{who} has a whole backward pass, {action}; write it as I and W, so that W can go where the rank"
-            yield Fault("not split", f"{text} would idle")
-    for action in order:
-        if action.microbatch >= count:
-            yield Fault("past the end", f"{who} has {action}, but micro-batches are 0 to {count - 1}")
-    for place, action in enumerate(order):
-        if action in order[:place]:
-            yield Fault("run twice", f"{who} runs {action} twice")
-    for action in order:
-        if action.kind not in kinds:
-            yield Fault("wrong kind", f"{who} has {action}; the kinds here are {', '.join(kinds)}")
-    for action in (Action(rank, kind, i) for kind in kinds for i in range(count)):
-        if action not in order:
-            lost = (
-                "its backward pass has nothing to go back on" if action.kind == "F" else "its gradient would be missing"
-            )
-            yield Fault("missing action", f"{who} never runs {action}: {lost}")
-    for place, action in enumerate(order):
-        for need in needs_of(action, rank + 1):
-            if need.stage == rank and need not in order[:place]:
-                yield Fault("too early", f"{who} runs {action} before {need}, which makes what it needs")
+def _held(order: list[Action]) -> int:
+    """Return the most micro-batches that a rank holds: from F to B, or to W."""
+    steps = [(action.kind == "F") - (action.kind in "BW") for action in order]
+    return max((sum(steps[: end + 1]) for end in range(len(steps))), default=0)
 
 
-def asked_for(texts: list[Any], case: tuple[int, int], takes: Mapping[str, int]) -> Asked | Fault:
-    """Check what any order must keep to; return the orders as actions, and how they run."""
-    ranks, count = case
-    name = f"{ranks} rank{'s' * (ranks > 1)}, {count} micro-batch{'es' * (count > 1)}"
-    orders: list[list[Action]] = []
-    for rank, order in enumerate(texts):
-        who = f"{name}: rank {rank}"
-        actions = _parsed(order, who)
-        if isinstance(actions, Fault):
-            return actions
-        for fault in _incomplete(actions, rank, count, "".join(takes), who):
-            return fault
-        orders.append(actions)
-    asked = _played(name, count, orders, takes)
-    for rank, action in asked.stuck.items():
-        missing = next(need for need in needs_of(action, ranks) if need not in asked.end)
-        text = f"{name}: no rank can go on: rank {rank} waits at {action} for {missing}, which rank {missing.stage} has"
-        return Fault("deadlock", f"{text} behind {asked.stuck[missing.stage]}")
-    return asked
+def _use(schedule: str, fn: Callable[..., Any], num_ranks: int, num_microbatches: int) -> dict[str, Any]:
+    """Say of all ranks' orders what holds for every right one: several are."""
+    p, m, takes = num_ranks, num_microbatches, SPLIT if schedule == "ZB-H1" else WHOLE
+    asked = (m,) if schedule == "GPipe" else (p, m)
+    orders = [_parsed(fn(rank, *asked), rank) for rank in range(p)]
+    length, stuck = _run(orders, takes)
+    least = 3 * m + p - 1 if schedule == "ZB-H1" and m >= p else 3 * (m + p - 1)
+    seen: dict[str, Any] = {"orders of all ranks": _misfit(orders, m, "".join(takes)) or stuck or "can run"}
+    for rank, order in enumerate(orders):
+        if schedule == "GPipe":
+            first = next((place for place, action in enumerate(order) if action.kind != "F"), len(order))
+            seen[f"forward passes before the first backward pass on rank {rank}"] = first
+        else:
+            needs = min(p if schedule == "ZB-H1" else p - rank, m)
+            seen[f"most micro-batches in flight on rank {rank}"] = max(_held(order), needs)
+    return seen | {LENGTH: max(length, least)}
 
 
-def _serial_fault(asked: Asked) -> Fault | None:
-    """Stages that never work at the same time."""
-    last, pairs = asked.ranks - 1, list(pairwise(range(asked.count)))
-    if last < 1 or any(asked.start[Action(0, "F", j)] < asked.end[Action(last, "F", i)] for i, j in pairs) or not pairs:
-        return None
-    text = (
-        f"{asked.name}: stages never overlap: micro-batch 1 enters stage 0 only after micro-batch 0 left stage {last}"
+def _draw(draw: Draw) -> tuple[int, int]:
+    num_ranks = draw.one_of(1, 2, draw.integer(3, 4), draw.integer(5, 8))
+    return num_ranks, draw.one_of(1, draw.integer(2, 4), num_ranks, draw.integer(9, 14), draw.integer(2, 20))
+
+
+def _named(*pipelines: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    return {f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}": (p, m) for p, m in pipelines}
+
+
+def budget_gpipe(evidence: Evidence) -> list[str]:
+    """Say how long the widest case takes and what it holds."""
+    name, made = next(iter(evidence.results[0].items()))
+    *held, length = (value for value in made["result"].values() if isinstance(value, int))
+    idle = 1 - 3 * PIPELINES[0][1] / length
+    return [f"{name}: {length} units, bubble {idle:.1%}; in flight {', '.join(map(str, held))}"]
+
+
+budget_one_f_one_b = budget_zero_bubble = budget_gpipe
+_gpipe, _one_f_one_b, _zero_bubble = (partial(_use, schedule) for schedule in ("GPipe", "1F1B", "ZB-H1"))
+drive_gpipe, vary_gpipe = Cases(_named(*PIPELINES), _gpipe), Vary(_draw, use=_gpipe)
+drive_one_f_one_b, vary_one_f_one_b = Cases(_named(*PIPELINES), _one_f_one_b), Vary(_draw, use=_one_f_one_b)
+drive_zero_bubble = Cases(_named(*PIPELINES[:3], (4, 4), *PIPELINES[3:]), _zero_bubble)
+vary_zero_bubble = Vary(_draw, use=_zero_bubble)
+
+_ALL = "forward + backward"
+WRONG_GPIPE = (
+    Mutant(
+        "one by one",
+        "stages never overlap",
+        "each micro-batch goes forward and back before the next one starts, so that stages never work at the same "
+        "time; run all forward passes first",
+        1,
+        58,
+    ).edit(_ALL, "[text for pair in zip(forward, backward) for text in pair]"),
+    Mutant("stage 0 everywhere", "wrong stage", "every rank gets the actions of stage 0; rank r holds stage r", 1).edit(
+        "{rank}", "0", times=2
+    ),
+    Mutant("from 1", "past the end", "micro-batches are counted from 1; the first one is 0", 1).edit(
+        "{i}", "{i + 1}", times=2
+    ),
+    Mutant("one backward", "missing action", "one micro-batch alone goes back; every one has a backward pass", 1).edit(
+        "+ backward", "+ backward[:1]"
+    ),
+    Mutant(
+        "orders differ", "two orders", "odd ranks go back from the last micro-batch on; all take one order", 1, 27
+    ).edit("+ backward", "+ (backward[::-1] if rank % 2 else backward)"),
+    Mutant(
+        "one too early", "not GPipe", "a backward pass comes too early; GPipe runs all forward passes first", 1
+    ).edit(_ALL, "forward[:-1] + backward[:1] + forward[-1:] + backward[1:]"),
+    Mutant("tuples", "returned", "expected a list of texts", 1).edit('f"{rank}F{i}"', '(rank, "F", i)'),
+    Mutant("halves of backward", "wrong kind", "backward passes are split into I and W; GPipe's are whole: B", 1).edit(
+        '[f"{rank}B{i}" for i', '[f"{rank}{kind}{i}" for kind in "IW" for i'
+    ),
+    Mutant("eight at most", "values", "rank 0 lacks 0F8", 1, "one size").edit(
+        "range(num_microbatches)", "range(min(num_microbatches, 8))", times=2
+    ),
+)
+
+_WARM_UP = "num_ranks - 1 - rank"
+_ASKED = "rank r runs p - 1 - r forward passes before its first pair"
+WRONG_ONE_F_ONE_B = (
+    Mutant("GPipe", "GPipe", "it is GPipe, and holds all micro-batches; go back as soon as a pass can run", 1).edit(
+        f"min({_WARM_UP}, num_microbatches)", "num_microbatches"
+    ),
+    Mutant("same warm-up", "same warm-up", f"all ranks warm up as long as rank 0; {_ASKED}", 1).edit(
+        _WARM_UP, "num_ranks - 1"
+    ),
+    Mutant(
+        "no warm-up",
+        "stages never overlap",
+        f"no rank warms up, so that stages never work at the same time; {_ASKED}",
+        1,
+        25,
+    ).edit(_WARM_UP, "0"),
+    Mutant("turned", "turned", f"the last rank warms up longest; {_ASKED}", 1).edit(_WARM_UP, "rank"),
+    Mutant("short warm-up", "short warm-up", f"the warm-up is one forward pass too short; {_ASKED}", 1).edit(
+        _WARM_UP, "max(num_ranks - 2 - rank, 0)"
+    ),
+    Mutant(
+        "last rank turned",
+        "last rank turned",
+        "the last rank goes back from its last micro-batch on, and the others from their first: they wait for each "
+        "other",
+        1,
+        27,
+    ).edit("return order", "return order if rank < num_ranks - 1 else [*order[::2], *order[::-2]]"),
+    Mutant(
+        "runs past the end",
+        "past the end",
+        "each pair has a forward pass, also when none is left; B stands alone then",
+        1,
     )
-    return Fault("stages never overlap", f"{text}; rank 0 must not wait for its return")
+    .edit(f"min({_WARM_UP}, num_microbatches)", _WARM_UP)
+    .edit("if warm_up + i < num_microbatches:", "if True:"),
+    Mutant("newest first", "newest first", "the newest micro-batch goes back first; the oldest must", 1, 27).edit(
+        "B{i}", "B{warm_up + i if warm_up + i < num_microbatches else num_microbatches - 1 - i}"
+    ),
+    Mutant("no minimum", "past the end", "the warm-up has more forward passes than there are micro-batches", 1).edit(
+        "range(warm_up)", f"range({_WARM_UP})"
+    ),
+    Mutant(
+        "no end", "missing action", "it ends with the last forward pass; what is in flight still has to go back", 1
+    ).edit("range(num_microbatches)", "range(num_microbatches - warm_up)"),
+    Mutant("four ranks", "values", LENGTH, 1, "one size").edit(_WARM_UP, f"min({_WARM_UP}, 3)"),
+)
 
 
-def judge_each(
-    evidence: Evidence, wanted: Sequence[tuple[int, int]], takes: Mapping[str, int], look: Look
-) -> Iterator[Fault]:
-    """Judge each case."""
-    for case, texts in zip(wanted, evidence.results[0], strict=True):
-        yield from judge_orders(texts, case, takes, look)
+def _lagging(mutant: Mutant, lag: str) -> Mutant:
+    """Let each W stand so many I's later."""
+    later = mutant.edit("i >= rank", f"i >= {lag}").edit("i - rank", f"i - ({lag})")
+    return later.edit("num_microbatches - rank", f"num_microbatches - ({lag})")
 
 
-def judge_orders(texts: list[Any], case: tuple[int, int], takes: Mapping[str, int], look: Look) -> Iterator[Fault]:
-    """Say what is wrong with the ranks' orders whatever the schedule, then what a schedule's own look finds."""
-    asked = asked_for(texts, case, takes)
-    if isinstance(asked, Fault):
-        yield asked
-    else:
-        yield from found(_serial_fault(asked))
-        yield from look(asked)
+WRONG_ZERO_BUBBLE = (
+    _lagging(
+        Mutant("W at once", "W at once", "every W stands right behind its I; on rank r let r more I's go first", 1),
+        "0",
+    ),
+    _lagging(
+        Mutant("W last", "W last", "all W's come at the end, and everything is held until then; run them earlier", 1),
+        "num_microbatches",
+    ),
+    _lagging(
+        Mutant("turned", "turned", "W's lag most on rank 0; it is the other way round: on rank r they lag r I's", 1),
+        _WARM_UP,
+    ),
+    Mutant(
+        "not split", "not split", "backward passes are whole; write I and W, so that W can go where a rank idles", 1
+    ).edit("{rank}I{i}", "{rank}B{i}"),
+    Mutant("W first", "too early", "a W stands before its I, which makes what it needs", 1)
+    .without('order.append(f"{rank}I{i}")')
+    .edit('order.append(f"{rank}W{i - rank}")', 'order += [f"{rank}W{i - rank}", f"{rank}I{i}"]'),
+    Mutant("W lost", "missing action", "the last W's are missing; append at the end those that are left", 1).without(
+        'f"{rank}W{i}" for i in range(max(num_microbatches - rank, 0), num_microbatches)'
+    ),
+    Mutant(
+        "one warm-up more",
+        "one too many",
+        "rank 0 holds a micro-batch too many: rank r warms up with p - 1 - r, and its W's lag r I's, no more",
+        1,
+    ).edit(_WARM_UP, "num_ranks - rank"),
+    _lagging(Mutant("four ranks", "values", LENGTH, 1, "one size"), "min(rank, 3)"),
+)

@@ -6,167 +6,100 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from distlab_lesson_09.checks import stages
-from distlab_lesson_09.checks.stages import SAMPLES, WIDTH, M
-from torch import Tensor
+from distlab_lesson_09.checks.stages import SAMPLES, WIDTH, Layer, M
+from torch import Tensor, nn
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import found
+from distlab.grading.cases import Cases, Noted
 from distlab.grading.diagnosis.traffic import in_megabytes
-from distlab.grading.diagnosis.values import compare, describe, equal
+from distlab.grading.exercise import Refused
+from distlab.grading.variation.draw import Draw, Vary, lopsided_loss
 from distlab.plan import Action
 
-MESSAGE_BYTES = 8 * SAMPLES * WIDTH  # float64
+
+def _one_f_one_b(ahead: list[int], warm_up: int) -> list[tuple[str, int]]:
+    """Return 1F1B's passes of micro-batches in this order."""
+    order = [("F", i) for i in ahead[:warm_up]]
+    for place, i in enumerate(ahead):
+        order += [("F", other) for other in ahead[warm_up + place : warm_up + place + 1]] + [("B", i)]
+    return order
 
 
-def orders_of(rank: int, world_size: int) -> dict[str, list[Action]]:
-    """Return what a rank is asked to run: GPipe, then 1F1B."""
-    warm_up = min(world_size - 1 - rank, M)
-    pairs = [("F", i) for i in range(warm_up)]
-    for i in range(M):
-        pairs += [("F", warm_up + i)] * (warm_up + i < M) + [("B", i)]
-    gpipe = [(kind, i) for kind in "FB" for i in range(M)]
-    return {name: [Action(rank, *one) for one in order] for name, order in (("GPipe", gpipe), ("1F1B", pairs))}
+def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    given = stages.microbatches("input", rank == 0), stages.microbatches("target", rank == n - 1)
+    like = torch.zeros(SAMPLES, WIDTH, dtype=torch.float64)
+    orders = {"GPipe": [(kind, i) for kind in "FB" for i in range(M)]}
+    orders["1F1B"] = _one_f_one_b(list(range(M)), min(n - 1 - rank, M))
+    return {
+        name: (stages.stage_of(rank), [Action(rank, *one) for one in order], *given, lopsided_loss, like)
+        for name, order in orders.items()
+    }
 
 
-def drive_run(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Run a rank in the order of GPipe and in that of 1F1B."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    results = {}
-    for name, actions in orders_of(rank, n).items():
-        stage, pairs = stages.Stage(rank), []
-
-        def loss_fn(output: Tensor, target: Tensor, pairs: list[Any] = pairs) -> Tensor:
-            pairs.append((output.detach().clone(), target.clone()))
-            return stages.plain_loss(output, target)
-
-        mine, wanted = (stages.inputs() if rank == 0 else []), (stages.targets() if rank == n - 1 else [])
-        begin_ns = time.monotonic_ns()
-        loss = fn(stage, list(actions), mine, wanted, loss_fn, stages.like())
-        results[name] = {
-            "loss": loss,
-            "gradients": [parameter.grad for parameter in stage.parameters()],
-            "log": sorted(stage.log, key=lambda entry: entry[2]),
-            "pairs": pairs,
-            "run_ns": (begin_ns, time.monotonic_ns()),
-        }
-        dist.barrier()
-    return results
+def _draw_order(draw: Draw, count: int) -> list[tuple[str, int]]:
+    """Return an order of passes, of one rank: GPipe, 1F1B, the newest back first; from any micro-batch on."""
+    kind, turn = draw.one_of("GPipe", "1F1B", "newest first", "another order"), draw.integer(0, count - 1)
+    ahead = [*range(turn, count), *range(turn)]
+    if kind == "1F1B":
+        return _one_f_one_b(ahead, min(draw.world_size - 1 - draw.rank, count))
+    back = {"GPipe": ahead, "newest first": ahead[::-1], "another order": sorted(ahead, key=lambda i: (i % 2, i))}[kind]
+    return [("F", i) for i in ahead] + [("B", i) for i in back]
 
 
-def judge_run(evidence: Evidence) -> Iterator[Fault]:
-    """Equal to one process, in the order that was asked, stages side by side, no message too many."""
-    n = evidence.world_size
-    loss, gradients, given = stages.whole_step(n)
-    for name in ("GPipe", "1F1B"):
-        runs = [result[name] for result in evidence.results]
-        yield from _judge_pairs(runs[-1]["pairs"], given[-1], name)
-        for rank, passes in enumerate(stages.forward_passes(runs)):
-            yield from _judge_inputs(passes, rank, given, name)
-        for rank, run in enumerate(runs):
-            yield from _judge_order(run["log"], rank, n, name)
-        yield from _judge_gradients(runs, gradients, name)
-        for rank, run in enumerate(runs[:-1]):
-            if run["loss"] is not None:
-                text = f"{name}: rank {rank} returned {describe(run['loss'])}"
-                yield Fault("returned", f"{text}; the last rank alone knows the loss, so the others return None")
-        if isinstance(runs[-1]["loss"], Tensor):
-            text = f"{name}: rank {n - 1} returned {describe(runs[-1]['loss'])}; expected a number: add up y.item()"
-            yield Fault("returned", f"{text} of each. A sum of tensors keeps every micro-batch's graph, and its memory")
-        yield from found(compare(runs[-1]["loss"], loss, f"{name}: what rank {n - 1} returned", 1))
-        if name == "GPipe":
-            yield from stages.judge_overlap(evidence, runs)
-        yield from _judge_bytes(evidence, runs, name)
+def _draw(draw: Draw) -> tuple[Any, ...]:
+    count = draw.one_of(1, 2, 3, draw.integer(5, 6))
+    lead = draw.one_of((3,), (), (draw.integer(1, 3), 2), (2, draw.integer(1, 3), 2))
+    loss_fn, last_width = draw.one_of(lopsided_loss, nn.functional.smooth_l1_loss), draw.integer(1, 4)
+    actions = [Action(draw.rank, kind, i) for kind, i in _draw_order(draw, count)]
+    stage, shape, like = stages.draw_stage(draw, "float64", "float32", lead=lead, last_width=last_width)
+    inputs = [draw.tensor(*shape, dtype=like.dtype, strided=True) for _ in range(count)]
+    targets = [draw.tensor(*lead, last_width, dtype=like.dtype) for _ in range(count)]
+    is_last = draw.rank == draw.world_size - 1
+    return stage, actions, inputs if draw.rank == 0 else [], targets if is_last else [], loss_fn, like
 
 
-def _judge_pairs(pairs: list[tuple[Tensor, Tensor]], outputs: list[Tensor], name: str) -> Iterator[Fault]:
-    targets = stages.targets()
-    for output, target in pairs:
-        if output.shape != outputs[0].shape or target.shape != targets[0].shape:
-            text = f"{name}: loss_fn got an output of {list(output.shape)} and a target of {list(target.shape)}"
-            yield Fault("all at once", f"{text}; call it for each micro-batch, in its forward pass")
-        if any(equal(output, one) for one in targets) and any(equal(target, one) for one in outputs):
-            yield Fault("loss turned round", f"{name}: loss_fn got the target first; call loss_fn(output, target)")
-        for i, mine in enumerate(outputs):
-            for j, other in enumerate(targets):
-                if i != j and equal(output, mine) and equal(target, other):
-                    text = f"{name}: micro-batch {i}'s output met micro-batch {j}'s target"
-                    yield Fault("wrong target", f"{text}: inputs and targets both go by action.microbatch")
+def _use(
+    fn: Callable[..., Any],
+    stage: Layer,
+    actions: list[Action],
+    inputs: list[Tensor],
+    targets: list[Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    like: Tensor,
+) -> dict[str, Any]:
+    """Run a rank; say what its stage did, what was returned, and what gradients there are."""
+    forward, begin_ns = [action.microbatch for action in actions if action.kind == "F"], time.monotonic_ns()
+    loss = fn(stage, actions, inputs, targets, loss_fn, like)
+    times = Noted(((begin_ns, time.monotonic_ns()), stage.times))
+    if isinstance(loss, Tensor):
+        text = "expected a number or None, got a tensor: add up y.item() of each micro-batch"
+        raise Refused("returned", f"{text}. A sum of tensors keeps every micro-batch's graph, and its memory")
+    passes = [(kind, forward[number] if number < len(forward) else number) for kind, number in stage.log]
+    if loss is not None and like.dtype != torch.float64:
+        loss = torch.tensor(float(loss), dtype=like.dtype)  # right to as many digits as its dtype has
+    return {
+        "passes in order": ", ".join(f"{kind}{i}" for kind, i in passes),
+        "inputs of its forward passes": stage.read,
+        "gradient of the weight": stage.weight.grad,
+        "gradient of the bias": stage.bias.grad,
+        "what it returns": loss,
+        stages.TIMES: times,
+    }
 
 
-def _judge_inputs(passes: list[Any], rank: int, given: list[list[Tensor]], name: str) -> Iterator[Fault]:
-    wanted = stages.inputs() if rank == 0 else given[rank - 1]
-    if len(passes) != M:
-        text = f"{name}: rank {rank} ran its stage {len(passes)} times for {M} micro-batches"
-        yield Fault("forward passes", f"{text}; once for each action of kind F")
-    for i, (*_, got) in enumerate(passes):
-        same = [j for j in range(M) if got.shape == wanted[j].shape and equal(got, wanted[j])]
-        if i not in same:
-            what = f"micro-batch {same[0]}'s" if same else "none that the stage before has made,"
-            text = f"{name}: rank {rank}'s forward pass of micro-batch {i} read {what} input: was it read before it had"
-            yield Fault("wrong input", f"{text} arrived, or in another order than it was sent?")
+drive_run_rank = Cases(_cases, _use, needs=f"{M} activations on and {M} gradients back, in GPipe and in 1F1B,")
+vary_run_rank = Vary(_draw, use=_use, left_out=stages.TAKES_NO_GROUP)
 
 
-def _judge_order(log: list[Any], rank: int, n: int, name: str) -> Iterator[Fault]:
-    wanted = [(action.kind, action.microbatch) for action in orders_of(rank, n)[name]]
-    ran = [(entry[0], entry[1]) for entry in log]
-    backward = [number for kind, number in ran if kind == "B"]
-    held = [sum(1 if kind == "F" else -1 for kind, _ in ran[: end + 1]) for end in range(len(ran))]
-    need = min(n - rank, M) if name == "1F1B" else M
-    if ran == wanted:
-        return
-    if len(backward) < M and rank < n - 1:
-        text = f"{name}: rank {rank} ran {len(backward)} backward passes of {M}"
-        yield Fault("backward passes", f"{text}: y.backward(grad) with the gradient that the next rank sends")
-    if max(held) > need:
-        text = f"{name}: peak in flight {max(held)} on rank {rank} where {name} needs {need}: backward passes wait"
-        text = f"{text} until all forward passes are over; run each when its action comes"
-        yield Fault("one backward at the end", text)
-    if sorted(backward) == list(range(M)) and [kind for kind, _ in ran] == [kind for kind, _ in wanted]:
-        (kind, i), j = next((want, got[1]) for want, got in zip(wanted, ran, strict=True) if want != got)
-        text = f"{name}: at action {rank}{kind}{i} rank {rank} went back through micro-batch {j}: its gradient met what"
-        yield Fault("micro-batches mixed up", f"{text} another forward pass had kept; keep (x, y) by microbatch")
-    did, asked = (", ".join(f"{kind}{i}" for kind, i in order) for order in (ran, wanted))
-    yield Fault("order", f"{name}: rank {rank} ran {did}; its actions are {asked}: run them one by one, in order")
+def judge_run_rank(evidence: Evidence) -> Iterator[Fault]:
+    """Stages work side by side."""
+    yield from stages.judge_overlap(evidence, "GPipe")
 
 
-def _judge_gradients(runs: list[dict[str, Any]], gradients: list[list[Tensor]], name: str) -> Iterator[Fault]:
-    last = len(runs) - 1
-    for rank in reversed(range(len(runs))):  # a fault travels from the last stage to the first: name it at its start
-        for got, want in zip(runs[rank]["gradients"], gradients[rank], strict=True):
-            if rank < last and (got is None or not bool(got.any())):
-                text = f"{name}: no gradient reached stage {rank}: the activation that stage {rank + 1} received does"
-                yield Fault("no gradient", f"{text} not require grad, so its x.grad is None; call x.requires_grad_()")
-            if got is None:
-                text = f"{name}: stage {rank}'s parameters have no gradient: call y.backward() for each action B"
-                yield Fault("no gradient", text)
-            if equal(got, M * want):
-                text = f"{name}: stage {rank}'s gradients are {M}x too large: the loss of each micro-batch must be"
-                yield Fault("loss not scaled", f"{text} divided by {M}")
-            if equal(M * got, want):
-                text = f"{name}: stage {rank}'s gradients are {M}x too small: divide by the number of micro-batches"
-                yield Fault("scaled twice", f"{text} once, in the loss; a gradient that is passed on has it already")
-            fault = compare(got, want, f"{name}: stage {rank}'s gradient", 1)
-            if fault and rank and equal(runs[rank]["gradients"][-1], gradients[rank][-1]):  # the bias needs no input
-                text = f"{fault.message}. Its bias is right and its weight is not: the x that was kept has changed"
-                yield Fault("one buffer", f"{text} since. Receive each micro-batch into a tensor of its own")
-            yield from found(fault)
-
-
-def _judge_bytes(evidence: Evidence, runs: list[dict[str, Any]], name: str) -> Iterator[Fault]:
-    for rank, run in enumerate(runs):
-        made = [call for call in stages.made_in(evidence, rank, run) if call.op != "recv"]
-        sent = sum(call.num_bytes for call in made if call.op != "barrier")
-        wanted = M * MESSAGE_BYTES * ((rank < len(runs) - 1) + (rank > 0))
-        if sent > wanted:
-            ops = ", ".join(sorted({call.op for call in made}))
-            text = f"right result, but rank {rank} sent {in_megabytes(sent)} ({ops}) in {name} where {M} activations to"
-            yield Fault("too many bytes", f"{text} the next and {M} gradients back need {in_megabytes(wanted)}")
-
-
-def run_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_run_rank(error: RankError, world_size: int) -> Fault | None:
     """Name a gradient that is not there, and sends that wait for each other."""
     text = str(error)
     if "NoneType" in text or "does not require grad" in text:
@@ -175,50 +108,87 @@ def run_failure(error: RankError, world_size: int) -> Fault | None:
         return Fault("no gradient", words)
     if "deadlock" in text and "waits in send" in text:
         words = "two neighbours wait in send, each for the other to receive: one hands an activation forward, the other"
-        return Fault(
-            "blocking sends", f"{words} a gradient back. Start sends (dist.isend) and wait for them at the end"
-        )
+        words = f"{words} a gradient back. Start sends (dist.isend) and wait for them at the end"
+        return Fault("blocking sends", words)
     return None
 
 
-def budget_run(evidence: Evidence) -> list[str]:
+def budget_run_rank(evidence: Evidence) -> list[str]:
     """Say what was sent, and the most in flight on rank 0."""
     n = evidence.world_size
-    most = in_megabytes(M * MESSAGE_BYTES * (2 if n > 2 else min(n - 1, 1)))
+    most = in_megabytes(M * 8 * SAMPLES * WIDTH * (2 if n > 2 else min(n - 1, 1)))
     flight = f"in flight on rank 0: {M} in GPipe, {min(n, M)} in 1F1B"
     return [f"sent {most} per rank at most: {M} activations on, {M} gradients back", flight]
 
 
 _ACTIONS, _RECEIVE = "i in actions", "dist.recv(x, rank - 1)"
 _SEND_ON = "leaving.append(dist.isend(y.detach(), rank + 1))"
-
-WRONG_RUNS = (
-    Mutant("unscaled", "loss not scaled", "must be divided by 4", 2, 26).without(" / num_microbatches"),
-    Mutant("no grad", "no gradient", "does not require grad", 2, 29).without("x.requires_grad_()"),
-    Mutant("no grad, zeros", "no gradient", "no gradient reached stage 2", 4, 29)
+_MIXED = "a gradient goes back through a different micro-batch; keep x and y by action.microbatch"
+_NO_GRADIENT = (
+    "the activation that a stage receives does not require grad, so that no gradient goes back from it; call "
+)
+WRONG_RUN_RANK = (
+    Mutant(
+        "unscaled", "not scaled", "the losses are added up; divide each by the number of micro-batches", 1, 26
+    ).without(" / num_microbatches"),
+    Mutant("no grad", "no gradient", "does not require grad", 2, 29, ends=True).without("x.requires_grad_()"),
+    Mutant("no grad, zeros", "no gradient", f"{_NO_GRADIENT}x.requires_grad_() when it has arrived", 2, 29)
     .without("x.requires_grad_()")
     .edit("isend(x.grad", "isend(torch.zeros_like(x)"),
-    Mutant("last in first out", "micro-batches mixed up", "through micro-batch 3", 2, 27).edit(
-        "kept.pop(i)", "kept.pop(max(kept))"
+    Mutant("last in first out", "micro-batches mixed up", _MIXED, 1, 27).edit("kept.pop(i)", "kept.pop(max(kept))"),
+    Mutant("by age", "values", "the oldest micro-batch", 1, "one set of arguments")
+    .edit("kept.pop(i)", "kept.pop(next(iter(kept)))")
+    .known("lets each gradient go back through the oldest micro-batch; keep x and y by action.microbatch"),
+    Mutant(
+        "next target", "target", "an output meets the next micro-batch's target; both go by action.microbatch", 1, 27
+    ).edit("targets[i]", "targets[(i + 1) % num_microbatches]"),
+    Mutant("zeroed", "zeroed", "gradients of earlier micro-batches are thrown away; they add up in .grad", 1).edit(
+        "kept.pop(i)", "kept.pop(i)\nstage.zero_grad()"
     ),
-    Mutant("next target", "wrong target", "output met micro-batch 1's", 1, 27).edit(
-        "targets[i]", "targets[(i + 1) % num_microbatches]"
+    Mutant("target first", "loss turned round", "loss_fn gets the target first; call loss_fn(output, target)", 1).edit(
+        "loss_fn(y, targets[i])", "loss_fn(targets[i], y)"
     ),
-    Mutant("blocking", "blocking sends", "dist.isend", 2, 3).edit("leaving.append(dist.isend(", "(dist.send(", times=2),
-    Mutant("backward last", "one backward at the end", "where 1F1B needs 3", 3, 59).edit(
-        _ACTIONS, 'i in sorted(actions, key=lambda action: action.kind == "B")'
+    Mutant("blocking", "blocking sends", "dist.isend", 2, 3, ends=True).edit(
+        "leaving.append(dist.isend(", "(dist.send(", times=2
     ),
-    Mutant("own order", "order", "its actions are F0, F1, F2, F3", 1).edit(
-        _ACTIONS, "i in sorted(actions, key=lambda action: action.microbatch)"
-    ),
-    Mutant("one buffer", "one buffer", "a tensor of its own", 2, 27)
+    Mutant(
+        "backward last",
+        "one backward at the end",
+        "all backward passes wait until the forward passes are over, and hold more than 1F1B does; run each when its "
+        "action comes",
+        2,
+        59,
+    ).edit(_ACTIONS, 'i in sorted(actions, key=lambda action: action.kind == "B")'),
+    Mutant(
+        "own order", "own order", "it goes from micro-batch to micro-batch; run the actions in their own order", 1
+    ).edit(_ACTIONS, "i in sorted(actions, key=lambda action: action.microbatch)"),
+    Mutant(
+        "one buffer",
+        "one buffer",
+        "all micro-batches are received into one tensor, so that an x that was kept has changed; give each a tensor of "
+        "its own",
+        2,
+        27,
+    )
     .edit("kept, leaving, total", "buffer = torch.empty_like(like)\nkept, leaving, total")
     .edit(f"x = torch.empty_like(like)\n{_RECEIVE}", "dist.recv(buffer, rank - 1)\nx = buffer.detach()"),
-    Mutant("loss everywhere", "returned", "the others return None", 2).without(" if rank == last else None"),
     Mutant(
-        "one by one", "stages never overlap", "micro-batch 1 enters stage 0 only after micro-batch 0 left", 4, 25
-    ).edit("kept[i] = x, y", "kept[i] = x, y\ndist.barrier()"),
-    Mutant("twice the bytes", "too many bytes", "activations to the next", 2)
+        "loss everywhere", "loss", "all ranks return a loss; the last one alone knows it, the others return None", 2
+    ).without(" if rank == last else None"),
+    Mutant(
+        "scaled twice", "scaled twice", "a gradient that is passed on is divided again; the loss has been already", 2
+    ).edit("y.backward(grad)", "y.backward(grad / num_microbatches)"),
+    Mutant("one by one", "stages never overlap", "only after micro-batch 0 left", 4, 25).edit(
+        "kept[i] = x, y", "kept[i] = x, y\ndist.barrier()"
+    ),
+    Mutant("twice the bytes", "too many bytes", "each activation is sent twice; the next rank needs it once", 2)
     .edit(_SEND_ON, f"{_SEND_ON}\n{_SEND_ON}")
     .edit(_RECEIVE, f"{_RECEIVE}\n{_RECEIVE}"),
+    Mutant("four micro-batches", "scale", "too small", 1, "one set of arguments").edit("/ num_microbatches", "/ 4"),
+    Mutant("inputs graded", "argument changed", "require a gradient", 2, "state").edit(
+        "x = inputs[i]", "x = inputs[i].requires_grad_()"
+    ),
+    Mutant("float64 written down", "mismatch", "float64[", 2, "one dtype").edit(
+        "x = torch.empty_like(like)", "x = torch.empty(like.shape, dtype=torch.float64)"
+    ),
 )
