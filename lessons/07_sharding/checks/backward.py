@@ -49,13 +49,13 @@ _LATE = "reduce and drop each at once (a name keeps a tensor until it is given t
 _ALONE = "the gradients are of this rank's samples alone: nothing of the others reached them"
 
 WRONG_BACKWARD = (
-    Mutant("sum", "sum not mean", "divide by world_size (4)", 4, 9).without("means[index] /= world_size"),
+    Mutant("sum", "sum not mean", "divide by world_size (2)", 2, 9).without("means[index] /= world_size"),
     Mutant(
         "same gradient",
         "gradient not passed on",
         "all units were given the gradient of the last output; hand the gradient of a unit's input to the one before",
     ).edit("whole_grad, grad =", "whole_grad, _ ="),
-    Mutant("reduced at the end", "never freed", f"the whole gradients of all units are kept; {_LATE}", 4)
+    Mutant("reduced at the end", "never freed", f"the whole gradients of all units are kept; {_LATE}", 1)
     .edit(_MEANS, "grads = []")
     .edit(_SCATTER, "grads.append(whole_grad)")
     .edit(
@@ -69,9 +69,9 @@ WRONG_BACKWARD = (
         """,
     ),
     Mutant(
-        "gradient freed late", "freed too late", f"the old gradient is kept while the next is made; {_LATE}", 4
+        "gradient freed late", "freed too late", f"the old gradient is kept while the next is made; {_LATE}", 2
     ).without("del whole_grad"),
-    Mutant("rows kept", "rows never freed", "the rows of all units are kept: del a row after compute", 4)
+    Mutant("rows kept", "rows never freed", "the rows of all units are kept: del a row after compute", 1)
     .edit(_MEANS, f"{_MEANS}\nrows = []")
     .edit("del whole\n", "rows.append(whole)\n"),
     Mutant(
@@ -83,7 +83,7 @@ WRONG_BACKWARD = (
     Mutant("whole gradients", "whole gradient", "scatter_sum leaves a rank with its own part of the sum", 2).edit(
         _SCATTER, "dist.all_reduce(whole_grad)\nmeans[index] = whole_grad / world_size"
     ),
-    Mutant("turned round", "wrong order", "they are in the order of backward: return that of unit 0 first", 2).edit(
+    Mutant("turned round", "wrong order", "they are in the order of backward: return that of unit 0 first", 1).edit(
         "return means", "return means[::-1]"
     ),
     Mutant("one tensor", "one tensor for all", "units share one tensor, which has unit 0's: make one for each").edit(

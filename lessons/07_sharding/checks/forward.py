@@ -53,8 +53,9 @@ def judge_ahead(evidence: Evidence) -> Iterator[Fault]:
                 yield Fault("three at a time", f"{text} three units are whole at once: {advice}")
         held = f"right result, but rank {rank} holds {in_megabytes(seen.peak)} at once"
         if seen.peak > 0.95 * MODEL_BYTES:
-            text = f"{held}, as much as the whole model: units are not freed after they computed (a list of them?)"
-            yield Fault("never freed", text)
+            yield Fault(
+                "never freed", f"{held}, as much as the whole model: free each unit after it computed (a list?)"
+            )
         if seen.peak > 2.6 * UNIT_BYTES:
             text = f"{held}, where two units are {in_megabytes(2 * UNIT_BYTES)}: three units are whole at once"
             yield Fault("three at a time", f"{text}: {advice}")
@@ -83,20 +84,21 @@ _NOT_PASSED = "each unit reads what the one before gave: x = compute(...)"
 
 WRONG_FORWARD = (
     Mutant(
-        "never freed", "never freed", "all units are whole at once: free each after it computed (a list of them?)", 2
+        "never freed", "never freed", "all units are whole at once: free each after it computed (a list of them?)", 1
     )
     .edit("for index, shard", "wholes = []\nfor index, shard")
     .edit("del whole", "wholes.append(whole)"),
     Mutant(
         "freed too late",
         "two at a time",
-        "two whole units are held at once. Either a name keeps the old one until it is given the next, which is made "
-        "first: del it after compute. Or the parts are kept as well as the row that they are joined into: gather_into "
-        "fills the row itself",
+        "two whole units are held at once: by a name that keeps the old one until it is given the next (del it after "
+        "compute), by parts beside the row that they are joined into (gather_into fills the row itself), or by a "
+        "gather "
+        "that nobody waited for",
     ).without("del whole"),
     Mutant("shard alone", "not gathered", _NOT_GATHERED, 2).edit(_GATHER, _OWN_IN_ZEROS),
     Mutant("shard as it is", "not gathered", _NOT_GATHERED, 2).edit(_GATHER, "whole = shard"),
-    Mutant("does not wait", "read too early", _NOT_WAITED, 2, 2)
+    Mutant("does not wait", "read too early", _NOT_WAITED, 1, 2)
     .edit(_GATHER, "work = gather_into(whole, shard, async_op=True)\nseen = torch.zeros_like(whole)")
     .edit(_COMPUTE, "x = compute(index, seen, x)\nwork.wait()"),
     Mutant("all-reduce of zeros", "all-reduce", "it moves zeros too; gather_into moves the shards alone", 2, 64).edit(
@@ -108,7 +110,7 @@ WRONG_FORWARD = (
     Mutant("result dropped", "input not passed on", f"it returns its input x: {_NOT_PASSED}").edit(
         _COMPUTE, "compute(index, whole, x)"
     ),
-    Mutant("gathered twice", "gathered twice", "a unit is gathered more than once: once is enough", 3, 1).edit(
+    Mutant("gathered twice", "gathered twice", "a unit is gathered more than once: once is enough", 2, 1).edit(
         _GATHER, f"{_GATHER}\n{_GATHER}"
     ),
 )
@@ -123,7 +125,7 @@ WRONG_AHEAD = (
     Mutant("waits at once", "waits at once", "when its turn has come", 2, 25).edit(
         _START_NEXT, f"{_START_NEXT}\nif coming:\n    coming[1].wait()"
     ),
-    Mutant("does not wait", "read too early", _NOT_WAITED, 2, 2)
+    Mutant("does not wait", "read too early", _NOT_WAITED, 1, 2)
     .edit("work.wait()", "seen = torch.zeros_like(whole)  # what a reader may see who does not wait")
     .edit("compute(index, whole, x)", "compute(index, seen, x)")
     .edit("del whole", "work.wait()\ndel whole"),
@@ -131,7 +133,7 @@ WRONG_AHEAD = (
     .edit("coming = start(shards[0])", "coming = [start(shard) for shard in shards[:2]]")
     .edit("whole, work = coming", "whole, work = coming.pop(0)")
     .edit(_START_NEXT, "if index + 2 < len(shards):\n    coming.append(start(shards[index + 2]))"),
-    Mutant("never freed", "never freed", "as much as the whole model", 2)
+    Mutant("never freed", "never freed", "as much as the whole model", 1)
     .edit("coming = start(shards[0])", "wholes, coming = [], start(shards[0])")
     .edit("del whole", "wholes.append(whole)"),
     Mutant("first input", "input not passed on", f"the last unit read the first input: {_NOT_PASSED}")

@@ -140,7 +140,7 @@ WRONG_STEP = (
         "all-reduce",
         "all gradients' mean is brought to every rank, which uses one shard of it; scatter_sum is the half that you "
         "need",
-        4,
+        2,
     )
     .edit("scatter_sum(gradient, mean)", "dist.all_reduce(gradient)")
     .edit("mean /=", f"mean = {_OWN}[dist.get_rank()] /"),
@@ -159,7 +159,7 @@ WRONG_STEP = (
         2,
         66,
     ).without("gather_into(parameters, own)"),
-    Mutant("sum", "sum not mean", "divide by world_size (3)", 3, 9).without("mean /= dist.get_world_size()"),
+    Mutant("sum", "sum not mean", "divide by world_size (2)", 2, 9).without("mean /= dist.get_world_size()"),
     Mutant("own gradient", "own gradient", _ALONE, 2, 66).edit(_SUM, f"mean = {_OWN}[dist.get_rank()]"),
     Mutant("own gradient, divided", "own gradient", _ALONE, 2, 66).edit(
         _SUM, f"mean = {_OWN}[dist.get_rank()] / dist.get_world_size()"

@@ -102,7 +102,7 @@ WRONG_CLIP = (
         "n times",
         "replicated counted n times",
         "replicated gradients count once for each rank that has them: add their squares after the all-reduce",
-        3,
+        2,
         31,
     )
     .without(_REPLICATED)

@@ -165,7 +165,7 @@ WRONG_STEP = (
     ),
 )
 WRONG_FORWARD = (
-    Mutant("first unit's size", "raised", "full has 12 elements", 3, "one size").edit(
+    Mutant("first unit's size", "raised", "full has 4 elements", 1, "one size").edit(
         "shard.numel()", "shards[0].numel()"
     ),
 )

@@ -63,7 +63,7 @@ WRONG_CLIP = (
     Mutant("own of all", "own part only", f"the norm {_OWN}, and `partial`", 2, 30)
     .without(_REDUCE)
     .edit(_ADD_PARTIAL, "pass"),
-    Mutant("all summed", "whole counted t times", f"what every rank holds {_ONCE}", 3, 31)
+    Mutant("all summed", "whole counted t times", f"what every rank holds {_ONCE}", 2, 31)
     .edit("in [*whole, *partial])", "in [])")
     .edit("in split)", "in [*split, *whole, *partial])"),
     Mutant("whole in the sum", "whole counted t times", f"`whole` {_ONCE}", 2, 31)
@@ -109,6 +109,9 @@ WRONG_CLIP = (
     Mutant("the largest rank's", "largest rank alone", "MAX takes the largest rank's squares: sum over ranks", 2).edit(
         _REDUCE, "dist.all_reduce(square, dist.ReduceOp.MAX)"
     ),
+    Mutant("sum of norms", "norms added", "norms of ranks are added; lengths do not add, their squares do", 2)
+    .without(_REDUCE)
+    .edit("norm = square.sqrt()", f"norm = square.sqrt()\n{_REDUCE.replace('square', 'norm')}"),
     Mutant("no root", "no root", "it is the sum of squares: take the root").edit(_ROOT, "square"),
     Mutant("norm after", "norm after", "it is the norm after clipping; the one before is asked").edit(
         "return norm", "return norm * factor"
@@ -123,6 +126,9 @@ WRONG_CLIP = (
     ),
     Mutant("a part", "not scaled", "scale all three lists alike, in place").edit(
         "[*split, *whole, *partial]:", "split:"
+    ),
+    Mutant("all but partial", "not scaled", "`partial` is not scaled: scale all three lists alike, in place").edit(
+        "[*split, *whole, *partial]:", "[*split, *whole]:"
     ),
     Mutant("gathers", "gradients gathered", "whole gradients travel, for one number: add up own squares first", 2).edit(
         _REDUCE,

@@ -50,24 +50,24 @@ WRONG_REPAIR = (
         2,
         37,
     ).edit("-(-vocab_size // dist.get_world_size())", "vocab_size // dist.get_world_size()"),
-    Mutant("unmasked", "others' tokens", _OTHERS, 3).without(" * here.unsqueeze(-1)"),
-    Mutant("clamped", "others' tokens", _OTHERS, 3)
+    Mutant("unmasked", "others' tokens", _OTHERS, 2).without(" * here.unsqueeze(-1)"),
+    Mutant("clamped", "others' tokens", _OTHERS, 2)
     .without(" * here.unsqueeze(-1)")
     .edit("index.where(here, 0)", "index.clamp(0, width - 1)"),
-    Mutant("wrapped", "others' tokens", _OTHERS, 3)
+    Mutant("wrapped", "others' tokens", _OTHERS, 2)
     .without(" * here.unsqueeze(-1)")
     .edit("index.where(here, 0)", "index % width"),
     Mutant("alone", "not summed", "tokens whose rows lie on other ranks are zeros: sum over ranks", 2).edit(
         "reduce_from_ranks(x)", "x"
     ),
-    Mutant("cut", "graph cut", f"{CUT}; g (reduce_from_ranks) sums and can go back", 2, 32).edit("(x)", "(x.detach())"),
+    Mutant("cut", "graph cut", f"{CUT}; g (reduce_from_ranks) sums and can go back", 1, 32).edit("(x)", "(x.detach())"),
     Mutant(
         "rows mixed", "rows mixed", "all ranks' gradients are added, but each rank has rows of its own: no f", 2
     ).edit("weight) *", "copy_to_ranks(weight)) *"),
     Mutant(
         "two sums", "gradient t times", "every rank has all of the gradient: a sum in backward counts it t times", 2, 33
     ).setup(TWO_SUMS),
-    Mutant("gathered", "gathered", "the ranks' outputs are gathered: all_reduce (g) sends less", 4)
+    Mutant("gathered", "gathered", "the ranks' outputs are gathered: all_reduce (g) sends less", 3)
     .edit(
         "return reduce_from_ranks(x)",
         """

@@ -103,6 +103,12 @@ WRONG_CROSS_ENTROPY = (
     Mutant(
         "own maximum twice", "own maximum", "each rank's largest score is its own: all_reduce it with MAX", 2
     ).without(_MAXIMUM),
+    Mutant(
+        "largest summed", "own maximum", "the ranks' largest scores are added up: all_reduce with ReduceOp.MAX", 2
+    ).edit(_MAXIMUM, "dist.all_reduce(largest)"),
+    Mutant(
+        "largest forgotten", "largest not added", "the largest was subtracted before exp: add it to the logarithm"
+    ).edit("total.log() + largest -", "total.log() -"),
     Mutant("unmasked", "others' targets", _OTHERS, 2).without(".masked_fill(~here, 0.0)"),
     Mutant("clamped", "others' targets", _OTHERS, 2)
     .without(".masked_fill(~here, 0.0)")
@@ -122,10 +128,10 @@ WRONG_CROSS_ENTROPY = (
     Mutant("two sums", "gradient t times", "a sum in backward counts every rank's loss: g's hands it on", 2, 33).setup(
         TWO_SUMS
     ),
-    Mutant("plain call", "half a graph", f"through the sum of exponentials {CUT}; use g", 2, 32).edit(
+    Mutant("plain call", "half a graph", f"through the sum of exponentials {CUT}; use g", 1, 32).edit(
         _EXP, ".exp().sum(1).detach())"
     ),
-    Mutant("plain target", "half a graph", f"through the target's score {CUT}; use g", 2, 32).edit(
+    Mutant("plain target", "half a graph", f"through the target's score {CUT}; use g", 1, 32).edit(
         _OWN, "reduce_from_ranks(own.detach())"
     ),
     Mutant("cut", "graph cut", f"{CUT}; use g (reduce_from_ranks)", 1, 32).edit(

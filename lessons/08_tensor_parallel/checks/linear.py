@@ -126,6 +126,10 @@ WRONG_CUT = (
     Mutant("wrong part", "wrong part", "a rank has the part of a different rank: chunk(t)[rank]").edit(
         "(num_ranks, 0)[rank]", "(num_ranks, 0)[-1 - rank]"
     ),
+    Mutant("every other", "dealt out", "features are dealt out one by one: rank r has the r-th piece, chunk(t)[rank]")
+    .edit("weight.chunk(num_ranks, 0)[rank]", "weight[rank::num_ranks]")
+    .edit("bias.chunk(num_ranks)[rank]", "bias[rank::num_ranks]")
+    .edit("weight.chunk(num_ranks, 1)[rank]", "weight[:, rank::num_ranks]"),
     Mutant("float64 written down", "dtype", "take the dtype from the argument").edit(
         'if kind == "column":', 'weight, bias = weight.double(), bias.double()\nif kind == "column":'
     ),

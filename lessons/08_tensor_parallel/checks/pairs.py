@@ -90,14 +90,14 @@ WRONG_F_AND_G = (
     Mutant("no f", "missing f", f"the gradient of f's input is this rank's own part, and {_F_BACK}", 2, 35).edit(
         _SUM_OF_GRADIENTS, "return gradient"
     ),
-    Mutant("plain call", "graph cut", f"through g {_FUNCTION}", 2, 32).edit(
+    Mutant("plain call", "graph cut", f"through g {_FUNCTION}", 1, 32).edit(
         "Reduce.apply", "lambda x: Reduce.apply(x.detach())"
     ),
-    Mutant("plain f", "graph cut", f"through f {_FUNCTION}", 2, 32).edit(
+    Mutant("plain f", "graph cut", f"through f {_FUNCTION}", 1, 32).edit(
         "Copy.apply", "lambda x: Copy.apply(x.detach())"
     ),
     Mutant(
-        "two sums", "gradient t times", "g's backward adds up what every rank has: hand the gradient on", 3, 33
+        "two sums", "gradient t times", "g's backward adds up what every rank has: hand the gradient on", 2, 33
     ).edit("return gradient", _SUM_OF_GRADIENTS),
     Mutant("in place", "changed argument", "work on a copy", 2).edit(".clone()", "", times=2),
     Mutant("swapped", "swapped", "f begins a region, and g, which adds up forward, ends it: return (f, g)", 2).edit(
@@ -110,7 +110,7 @@ WRONG_F_AND_G = (
         _SUM_OF_X, "return x.view_as(x)"
     ),
     Mutant(
-        "by gathering", "gathered", "all ranks' tensors are gathered and then added up: all_reduce sends less", 4
+        "by gathering", "gathered", "all ranks' tensors are gathered and then added up: all_reduce sends less", 3
     ).edit("dist.all_reduce(total)", _GATHERED_SUM, times=2),
     Mutant("three dims", "raised", "not enough values").edit(
         "return x.view_as(x)", "samples, positions, features = x.shape\nreturn x.view_as(x)"
@@ -121,7 +121,7 @@ WRONG_F_AND_G = (
 )
 WRONG_MLP = (
     Mutant(
-        "bias inside", "bias counted t times", "every rank adds output_bias before the sum: add it once, after", 4, 34
+        "bias inside", "bias counted t times", "every rank adds output_bias before the sum: add it once, after", 2, 34
     ).edit(_BIAS, "output, output_bias))"),
     Mutant(
         "bias on one",
@@ -148,11 +148,18 @@ WRONG_MLP = (
     .setup(f"{JOIN}\n{_CUT}")
     .edit("F.gelu(", "Cut.apply(F.gelu(Join.apply(")
     .edit("widen_bias))", "widen_bias))))"),
-    Mutant("plain all-gather", "graph cut", CUT, 2, 32).edit(_OUT, f"{_OUT}.detach()"),
+    Mutant("plain all-gather", "graph cut", CUT, 1, 32).edit(_OUT, f"{_OUT}.detach()"),
     Mutant(
         "two sums", "gradient t times", "g's backward adds up what every rank has whole; it hands it on", 2, 33
     ).edit(_OUT, f"copy_to_ranks({_OUT})"),
     Mutant("no gelu", "no gelu", "there is no GeLU between the two layers").edit("F.gelu(", "("),
+    Mutant("bias after", "bias after GeLU", "widen_bias is added behind GeLU: it belongs to the first layer").edit(
+        "widen, widen_bias))", "widen)) + widen_bias"
+    ),
+    Mutant("gelu last", "GeLU last", "GeLU comes after the second layer: it belongs between the two")
+    .edit("F.gelu(", "(")
+    .edit("return reduce", "return F.gelu(reduce")
+    .edit(_BIAS, f"{_BIAS})"),
     Mutant("ReLU", "ReLU", "there is a ReLU between the layers; GeLU is asked").edit("F.gelu(", "F.relu("),
     Mutant("tanh's GeLU", "GeLU by tanh", "GeLU is approximated by tanh; F.gelu's default is asked").edit(
         "widen, widen_bias))", 'widen, widen_bias), approximate="tanh")'

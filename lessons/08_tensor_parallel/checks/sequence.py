@@ -122,7 +122,7 @@ WRONG_SEQUENCE = (
     Mutant(
         "all-reduce", "all-reduce", "all positions are summed on every rank; scatter_sum is the half that you need", 2
     ).edit("scatter_sum(whole.view(-1), part.view(-1))", f"dist.all_reduce(whole)\npart = whole.{_CHUNK}.clone()"),
-    Mutant("mean", "mean not sum", "the first's backward gives the mean; parts of a gradient are added up", 3, 33).edit(
+    Mutant("mean", "mean not sum", "the first's backward gives the mean; parts of a gradient are added up", 2, 33).edit(
         _ADD_UP, "return add_up(gradient) / dist.get_world_size()"
     ),
     Mutant(
@@ -131,7 +131,7 @@ WRONG_SEQUENCE = (
     Mutant(
         "swapped", "swapped", "the first joins what the ranks hold, as f begins a region: return them turned", 2
     ).edit("Gather.apply, ReduceScatter.apply", "ReduceScatter.apply, Gather.apply"),
-    Mutant("cut", "graph cut", f"through the first {CUT}; write an autograd Function", 2, 32).edit(
+    Mutant("cut", "graph cut", f"through the first {CUT}; write an autograd Function", 1, 32).edit(
         "return Gather.apply,", "return lambda x: Gather.apply(x.detach()),"
     ),
     Mutant("a part as it lies", "raised", "contiguous", 2, "one layout").edit("part.contiguous()", "part"),
@@ -160,7 +160,7 @@ WRONG_DROPOUT = (
         "one purpose",
         "split equals whole",
         "a mask of an own part is also the one that all ranks draw for what they hold: derive them for two purposes",
-        2,
+        1,
     ).edit(_SEED, 'derive_seed(seed, is_split * dist.get_rank(), "dropout")'),
     Mutant("seed not used", "same every step", "every step drops the same numbers: use `seed`").edit(
         _SEED, 'derive_seed(0, dist.get_rank() * is_split, f"{is_split}")'
@@ -172,6 +172,10 @@ WRONG_DROPOUT = (
     .edit("kept = ", "torch.manual_seed(own)\nkept = ")
     .without(", generator=torch.Generator().manual_seed(own)"),
     Mutant("not scaled", "not scaled", "what stays is as before: divide it by 1 - p").without(" / (1 - p)"),
+    Mutant("divided by p", "divided by p", "what stays is divided by p: divide it by 1 - p").edit("/ (1 - p)", "/ p"),
+    Mutant(
+        "turned", "is_split turned", "ranks draw their own masks where all hold the same, and one mask where not", 2
+    ).edit("if is_split", "if not is_split"),
     Mutant("keeps p", "keeps p", "p is the probability of dropping, not of keeping").edit(">= p", "< p"),
     Mutant("rows dropped", "rows dropped", "each number is dropped by itself: draw torch.rand(x.shape)").edit(
         "torch.rand(x.shape,", "torch.rand(x.shape[:1] + (1,) * (x.dim() - 1),"
