@@ -80,10 +80,10 @@ WRONG_BACKWARD = (
         "whole gradients are brought to every rank, which keeps one shard; scatter_sum is the half that you need",
         2,
     ).edit(_SCATTER, f"dist.all_reduce(whole_grad)\nmeans[index] = {_OWN} / world_size"),
-    Mutant("whole gradients", "whole gradient", "scatter_sum leaves a rank with its own part of the sum", 2).edit(
-        _SCATTER, "dist.all_reduce(whole_grad)\nmeans[index] = whole_grad / world_size"
-    ),
-    Mutant("turned round", "wrong order", "they are in the order of backward: return that of unit 0 first", 1).edit(
+    Mutant(
+        "whole gradients", "whole gradient", "ranks keep whole gradients; scatter_sum leaves each its own part", 2
+    ).edit(_SCATTER, "dist.all_reduce(whole_grad)\nmeans[index] = whole_grad / world_size"),
+    Mutant("turned round", "wrong order", "gradients are in the order of backward: return unit 0's first", 1).edit(
         "return means", "return means[::-1]"
     ),
     Mutant("one tensor", "one tensor for all", "units share one tensor, which has unit 0's: make one for each").edit(

@@ -53,9 +53,7 @@ def judge_ahead(evidence: Evidence) -> Iterator[Fault]:
                 yield Fault("three at a time", f"{text} three units are whole at once: {advice}")
         held = f"right result, but rank {rank} holds {in_megabytes(seen.peak)} at once"
         if seen.peak > 0.95 * MODEL_BYTES:
-            yield Fault(
-                "never freed", f"{held}, as much as the whole model: free each unit after it computed (a list?)"
-            )
+            yield Fault("never freed", f"{held}, as much as the whole model: free each unit after it computed")
         if seen.peak > 2.6 * UNIT_BYTES:
             text = f"{held}, where two units are {in_megabytes(2 * UNIT_BYTES)}: three units are whole at once"
             yield Fault("three at a time", f"{text}: {advice}")

@@ -138,8 +138,7 @@ WRONG_STEP = (
     Mutant(
         "all-reduce",
         "all-reduce",
-        "all gradients' mean is brought to every rank, which uses one shard of it; scatter_sum is the half that you "
-        "need",
+        "every rank gets the mean of all gradients and uses one shard of it; scatter_sum is the half that you need",
         2,
     )
     .edit("scatter_sum(gradient, mean)", "dist.all_reduce(gradient)")

@@ -146,7 +146,7 @@ WRONG_CLIP = (
     Mutant("stretches", "scaled up", "below the limit gradients stay as they are: clamp the factor at 1").without(
         ".clamp(max=1.0)"
     ),
-    Mutant("a part", "not scaled", "scale the replicated ones alike, in place", 1, 31).edit(
+    Mutant("a part", "not scaled", "the replicated ones are not scaled: scale them too, in place", 1, 31).edit(
         "in [*shards, *replicated]:", "in shards:"
     ),
     Mutant("copies scaled", "not scaled", "nothing is scaled: scale in place, gradient *= factor").edit(

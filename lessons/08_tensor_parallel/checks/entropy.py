@@ -140,9 +140,12 @@ WRONG_CROSS_ENTROPY = (
     Mutant(
         "own targets", "target not summed", "only the rank of a target has its score: sum it over ranks (g)", 2
     ).edit(_OWN, "own"),
-    Mutant("own exponentials", "sum of its own columns", "the exponentials are summed over ranks too (g)", 2).edit(
-        "reduce_from_ranks((logits", "((logits"
-    ),
+    Mutant(
+        "own exponentials",
+        "sum of its own columns",
+        "exponentials of own columns are summed alone: sum over ranks (g)",
+        2,
+    ).edit("reduce_from_ranks((logits", "((logits"),
     Mutant("bits", "in bits", "it divides by log 2 somewhere; nats are asked, the natural logarithm").edit(
         "(total.log() + largest", "(total.log2() + largest"
     ),

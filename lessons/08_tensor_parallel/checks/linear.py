@@ -98,7 +98,7 @@ WRONG_CUT = (
     .edit("(num_ranks, 1)", "(num_ranks, 0)"),
     Mutant("bias everywhere", "bias on every rank", _ONCE, 1, 34).without(" if rank == 0 else None"),
     Mutant("two have the bias", "bias on two ranks", _ONCE, 1, 34).edit("if rank == 0", "if rank < 2"),
-    Mutant("bias in parts", "bias cut", "ranks of a row layer make all output features: one rank adds it whole").edit(
+    Mutant("bias in parts", "bias cut", "a row layer's ranks make all output features: one adds it whole").edit(
         _BIAS, "bias.chunk(num_ranks)[rank].clone()"
     ),
     Mutant(
@@ -110,7 +110,7 @@ WRONG_CUT = (
     Mutant("bias nowhere", "bias nowhere", "no rank has the bias: one rank, such as rank 0, has all of it").edit(
         _BIAS, "None"
     ),
-    Mutant("bias not cut", "bias not cut", "a column layer's bias is cut as the weight's dim 0").edit(
+    Mutant("bias not cut", "bias not cut", "a column layer's bias is whole: cut it as the weight's dim 0").edit(
         "bias.chunk(num_ranks)[rank].clone()", "bias.clone()"
     ),
     Mutant("views", "a view of the whole", "a view keeps the whole tensor in memory; clone it").edit(
@@ -144,7 +144,7 @@ WRONG_HEADS = (
         1,
         36,
     ).edit(_JOINED, "weight.chunk(num_ranks)[rank]"),
-    Mutant("all keys", "keys not shared out", "keys and values are shared out like the queries that read them").edit(
+    Mutant("all keys", "keys not shared out", "it has all keys and values: share them out like the queries").edit(
         _JOINED, "torch.cat([sections[0].chunk(num_ranks)[rank], *sections[1:]])"
     ),
     Mutant(
@@ -164,7 +164,7 @@ WRONG_HEADS = (
     Mutant("rows dealt out", "heads cut through", "rows are dealt out one by one: a head's belong together").edit(
         _SECTION, "section[rank::num_ranks]"
     ),
-    Mutant("values first", "order of rows", "a rank has its queries, then its keys, then its values").edit(
+    Mutant("values first", "order of rows", "the order is wrong: queries, then keys, then values").edit(
         _SECTIONS, "for section in sections[::-1]]"
     ),
     Mutant("an assertion", "no clear error", "where heads do not divide a ValueError is asked").edit(

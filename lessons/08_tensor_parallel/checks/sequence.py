@@ -129,7 +129,7 @@ WRONG_SEQUENCE = (
         "joined and summed", "gradient t times", "the second's backward adds up what it joined: all-gather alone", 2
     ).edit(_JOIN, "whole = join(gradient)\ndist.all_reduce(whole)\nreturn whole"),
     Mutant(
-        "swapped", "swapped", "the first joins what the ranks hold, as f begins a region: return them turned", 2
+        "swapped", "swapped", "the first makes it shorter, the second joins it: return them the other way round", 2
     ).edit("Gather.apply, ReduceScatter.apply", "ReduceScatter.apply, Gather.apply"),
     Mutant("cut", "graph cut", f"through the first {CUT}; write an autograd Function", 1, 32).edit(
         "return Gather.apply,", "return lambda x: Gather.apply(x.detach()),"
@@ -174,7 +174,7 @@ WRONG_DROPOUT = (
     Mutant("not scaled", "not scaled", "what stays is as before: divide it by 1 - p").without(" / (1 - p)"),
     Mutant("divided by p", "divided by p", "what stays is divided by p: divide it by 1 - p").edit("/ (1 - p)", "/ p"),
     Mutant(
-        "turned", "is_split turned", "ranks draw their own masks where all hold the same, and one mask where not", 2
+        "turned", "is_split turned", "masks are the ranks' own where all hold the same x: is_split is turned round", 2
     ).edit("if is_split", "if not is_split"),
     Mutant("keeps p", "keeps p", "p is the probability of dropping, not of keeping").edit(">= p", "< p"),
     Mutant("rows dropped", "rows dropped", "each number is dropped by itself: draw torch.rand(x.shape)").edit(
