@@ -107,8 +107,12 @@ class _Known:
         return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
 
     def by_bytes(self, evidence: Evidence) -> Mutant | None:
-        """Return the wrong version that sends as much on each rank; else the dearest that sends no more."""
+        """Return the wrong version that sends as much on each rank, by the same calls if there is one.
+
+        Else the dearest that sends no more.
+        """
         cheaper: list[tuple[int, Mutant]] = []
+        as_much: list[Mutant] = []
         takes = self.cases.use or self.reference
         for wrong, run in self._runs(lambda _: True, None):
             most = most_sent(run)
@@ -119,9 +123,13 @@ class _Known:
             if self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None) is not None:
                 continue  # its calls are wrong, and the answer's are right
             if _sent(run) == _sent(evidence):
-                return wrong
-            if most <= most_sent(evidence):
+                if _operations(run) == _operations(evidence):
+                    return wrong
+                as_much.append(wrong)
+            elif most <= most_sent(evidence):
                 cheaper.append((most, wrong))
+        if as_much:
+            return as_much[0]
         return max(cheaper, key=lambda pair: pair[0])[1] if cheaper else None
 
     def _runs(

@@ -180,7 +180,13 @@ def _first_part(got: Any, want: Any) -> int:
 
 
 def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault | None:
-    """Compare two results; in a dict whose names are words, the first part that differs is told by its name."""
+    """Compare two results; in a dict whose names are words, the first part that differs is told by its name.
+
+    What is no such dict is compared with the first part: `use` gave up on what fn returned.
+    """
+    if isinstance(want, dict) and want and not isinstance(got, dict):
+        first = next(iter(want))
+        return _in_result(got, want[first], head, n, ", ".join(filter(None, [name, str(first)])))
     if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():
         parts = (
             _in_result(got[key], want[key], head, n, ", ".join(filter(None, [name, str(key)])))

@@ -54,7 +54,7 @@ class Mutant:
     name: str
     fault: str
     says: str
-    world: int
+    world: int = 1
     seen: int | str = "common slip"
     races: bool = False
     edits: tuple[Edit, ...] = ()

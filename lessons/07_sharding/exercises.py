@@ -1,8 +1,6 @@
-"""Exercises of lesson 7; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 7; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_07.checks import backward, forward, rows, slips, state, units, varied
 
 from distlab.grading import Exercise
 
@@ -28,8 +26,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:pieces_of",
-        drive=rows.drive_pieces,
-        judge=rows.judge_pieces,
         hints=(
             "A shard has `-(-sum(sizes) // num_shards)` elements: divided, and rounded up.",
             "Shard i is the part [i x length, (i + 1) x length) of the row; tensor t is [begin, begin + size).",
@@ -37,9 +33,6 @@ EXERCISES = (
             "that is not empty, subtract the tensor's begin from both.",
         ),
         worlds=(1,),
-        budget=rows.budget_pieces,
-        mutants=rows.WRONG_PIECES + varied.WRONG_PIECES,
-        vary=varied.PIECES,
     ),
     Exercise(
         name="07.step",
@@ -47,8 +40,6 @@ EXERCISES = (
         minutes=7,
         difficulty=1,
         source="solutions:step_on_shard",
-        drive=rows.drive_step,
-        judge=rows.judge_step,
         imports=(*_CALLS, _BOTH),
         hints=(
             "`parameters.chunk(n)[rank]` is a view of the own shard: a change there is one in `parameters`.",
@@ -56,9 +47,6 @@ EXERCISES = (
             "the first half of an all-reduce; `gather_into(parameters, own)` is the second.",
             "Own shard as a view; scatter_sum into a new tensor; divide by n; update(own, mean); gather_into.",
         ),
-        budget=rows.budget_step,
-        mutants=rows.WRONG_STEPS + varied.WRONG_STEPS,
-        vary=varied.STEP,
     ),
     Exercise(
         name="07.forward",
@@ -66,8 +54,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:forward_units",
-        drive=forward.drive_forward,
-        judge=forward.judge_forward,
         imports=(*_CALLS, _GATHER),
         hints=(
             "A whole row has `shard.numel() * dist.get_world_size()` elements, in the shard's dtype.",
@@ -75,9 +61,6 @@ EXERCISES = (
             "the last name for it is gone.",
             "For each unit: make a row, gather into it, `x = compute(index, whole, x)`, `del whole`. Return x.",
         ),
-        budget=units.budget_units,
-        mutants=forward.WRONG_FORWARDS + varied.WRONG_FORWARDS,
-        vary=varied.FORWARD,
     ),
     Exercise(
         name="07.ahead",
@@ -85,8 +68,6 @@ EXERCISES = (
         minutes=10,
         difficulty=3,
         source="solutions:forward_ahead",
-        drive=forward.drive_forward,
-        judge=forward.judge_ahead,
         imports=(*_CALLS, _GATHER),
         hints=(
             "`work = gather_into(whole, shard, async_op=True)` returns at once, `work.wait()` when it is over.",
@@ -94,9 +75,6 @@ EXERCISES = (
             "Keep (row, work) of the unit that is coming. In round i: take both, wait, start the gather of unit i + 1 "
             "where there is one, compute, del the row.",
         ),
-        budget=units.budget_units,
-        mutants=forward.WRONG_AHEADS + varied.WRONG_AHEADS,
-        vary=varied.FORWARD,
     ),
     Exercise(
         name="07.backward",
@@ -104,8 +82,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:backward_units",
-        drive=backward.drive_backward,
-        judge=backward.judge_backward,
         imports=(*_CALLS, _BOTH),
         hints=(
             "The last unit comes first: `for index in reversed(range(len(shards)))`.",
@@ -114,9 +90,6 @@ EXERCISES = (
             "Gather the unit; compute; del the row; scatter_sum into a tensor as long as the shard; divide by n; del "
             "the whole gradient before the next unit is gathered.",
         ),
-        budget=units.budget_units,
-        mutants=backward.WRONG_BACKWARDS + varied.WRONG_BACKWARDS,
-        vary=varied.BACKWARD,
     ),
     Exercise(
         name="07.clip",
@@ -124,8 +97,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:clip_shards",
-        drive=state.drive_clip,
-        judge=state.judge_clip,
         imports=_TORCH,
         hints=(
             "The square of the norm is the sum of all squares. Sums can be put together over ranks; norms cannot.",
@@ -133,9 +104,6 @@ EXERCISES = (
             "Sum of squares of the shards, as one float64 tensor; all_reduce it; add the squares of the replicated "
             "ones; root. Multiply each gradient in place by min(1, max_norm / norm). Return the norm.",
         ),
-        budget=state.budget_clip,
-        mutants=state.WRONG_CLIPS + varied.WRONG_CLIPS + slips.KNOWN_CLIP,
-        vary=varied.CLIP,
     ),
     Exercise(
         name="07.repair",
@@ -143,8 +111,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:full_state",
-        drive=state.drive_state,
-        judge=state.judge_state,
         imports=(*_TORCH, _GATHER),
         hints=(
             "Who calls gather_into, and who waits for it?",
@@ -152,9 +118,5 @@ EXERCISES = (
             "Let every rank gather every tensor; put it into `state` only where dist.get_rank() == 0.",
         ),
         broken="only rank 0",
-        on_failure=state.state_failure,
-        budget=state.budget_state,
-        mutants=state.WRONG_STATES + varied.WRONG_STATES,
-        vary=varied.STATE,
     ),
 )

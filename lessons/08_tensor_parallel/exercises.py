@@ -1,8 +1,6 @@
-"""Exercises of lesson 8; `checks/` says how each is driven and judged, and what wrong versions it must reject."""
+"""Exercises of lesson 8; `checks/` defines by its name how each is driven, varied and wrong on purpose."""
 
 from __future__ import annotations
-
-from distlab_lesson_08.checks import clip, embedding, entropy, linear, pairs, sequence, slips, varied, varied_wrong
 
 from distlab.grading import Exercise
 
@@ -29,8 +27,6 @@ EXERCISES = (
         minutes=4,
         difficulty=1,
         source="solutions:cut_linear",
-        drive=linear.drive_cut,
-        judge=linear.judge_cut,
         imports=("from torch import Tensor",),
         hints=(
             "torch keeps `weight` as [output features, input features], and computes x @ weight.T + bias.",
@@ -40,9 +36,6 @@ EXERCISES = (
             "whole on rank 0 and None elsewhere, because the results are added up.",
         ),
         worlds=(1,),
-        budget=linear.budget_cut,
-        mutants=linear.WRONG_CUTS + varied_wrong.WRONG_CUTS,
-        vary=varied.CUT,
     ),
     Exercise(
         name="08.f_and_g",
@@ -50,8 +43,6 @@ EXERCISES = (
         minutes=9,
         difficulty=2,
         source="solutions:f_and_g",
-        drive=pairs.drive_pair,
-        judge=pairs.judge_pair,
         imports=_CALLS,
         hints=(
             "A class with `forward(ctx, x)` and `backward(ctx, gradient)`, both static; its `.apply` is the function.",
@@ -59,9 +50,6 @@ EXERCISES = (
             "f: forward `x.view_as(x)`, backward an all_reduce of a clone of the gradient. g: forward an all_reduce of "
             "a clone of x, backward the gradient as it is.",
         ),
-        budget=pairs.budget_pair,
-        mutants=pairs.WRONG_PAIRS + varied_wrong.WRONG_PAIRS,
-        vary=varied.PAIR,
     ),
     Exercise(
         name="08.mlp",
@@ -69,17 +57,12 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:parallel_mlp",
-        drive=pairs.drive_mlp,
-        judge=pairs.judge_mlp,
         imports=(_F, "from torch import Tensor", _BOTH),
         hints=(
             "GeLU works on each feature alone: a rank can apply it to the features that it has made.",
             "`output` takes just the features that `widen` has made here. Each rank's result is a part of a sum.",
             "f; F.linear with widen and its bias; gelu; F.linear with output, without bias; g; add the bias.",
         ),
-        budget=pairs.budget_mlp,
-        mutants=pairs.WRONG_MLPS + varied_wrong.WRONG_MLPS + slips.KNOWN_MLP,
-        vary=varied.MLP,
     ),
     Exercise(
         name="08.heads",
@@ -87,8 +70,6 @@ EXERCISES = (
         minutes=7,
         difficulty=2,
         source="solutions:heads_of",
-        drive=linear.drive_heads,
-        judge=linear.judge_heads,
         imports=("import torch", "from torch import Tensor"),
         hints=(
             "A head has `len(weight) // (num_heads + 2 * num_shared)` rows in each section where it occurs.",
@@ -96,9 +77,6 @@ EXERCISES = (
             "Raise where heads do not divide; `weight.split([A d, K d, K d])`; chunk each by ranks; torch.cat yours.",
         ),
         worlds=(1,),
-        budget=linear.budget_heads,
-        mutants=linear.WRONG_HEADS + varied_wrong.WRONG_HEADS,
-        vary=varied.HEADS,
     ),
     Exercise(
         name="08.cross_entropy",
@@ -106,8 +84,6 @@ EXERCISES = (
         minutes=11,
         difficulty=3,
         source="solutions:cross_entropy",
-        drive=entropy.drive_entropy,
-        judge=entropy.judge_entropy,
         imports=(*_TORCH, _G),
         hints=(
             "A position's loss is log(sum of exp(score - largest)) + largest - the target's score.",
@@ -116,9 +92,6 @@ EXERCISES = (
             "Columns beyond V to -inf; largest; total = g(exp(...).sum(1)); the target's score where it is here, else "
             "0, through g; mean of total.log() + largest - score.",
         ),
-        budget=entropy.budget_entropy,
-        mutants=entropy.WRONG_ENTROPIES + varied_wrong.WRONG_ENTROPIES + slips.KNOWN_CROSS_ENTROPY,
-        vary=varied.ENTROPY,
     ),
     Exercise(
         name="08.sequence",
@@ -126,8 +99,6 @@ EXERCISES = (
         minutes=13,
         difficulty=3,
         source="solutions:sequence_pair",
-        drive=sequence.drive_sequence,
-        judge=sequence.judge_sequence,
         imports=(*_CALLS, "from distlab.sharding import gather_into, scatter_sum"),
         hints=(
             "An all-reduce is a reduce-scatter and an all-gather. f and g are those two, each in its place.",
@@ -136,9 +107,6 @@ EXERCISES = (
             "Two small functions, join and add_up. The first has join forward, add_up backward; the second the "
             "other way round.",
         ),
-        budget=sequence.budget_sequence,
-        mutants=sequence.WRONG_SEQUENCES + varied_wrong.WRONG_SEQUENCES,
-        vary=varied.SEQUENCE,
     ),
     Exercise(
         name="08.dropout",
@@ -146,8 +114,6 @@ EXERCISES = (
         minutes=6,
         difficulty=2,
         source="solutions:drop",
-        drive=sequence.drive_drop,
-        judge=sequence.judge_drop,
         imports=(*_TORCH, "from distlab.rng import derive_seed"),
         hints=(
             "`torch.rand(x.shape, generator=g)` draws from your own g: torch.Generator().manual_seed(...).",
@@ -155,9 +121,6 @@ EXERCISES = (
             "Derive the seed from this rank where is_split, else from rank 0, with another purpose for each. Keep x "
             "where rand >= p, and divide it by 1 - p.",
         ),
-        budget=sequence.budget_drop,
-        mutants=sequence.WRONG_DROPS + varied_wrong.WRONG_DROPS,
-        vary=varied.DROP,
     ),
     Exercise(
         name="08.clip",
@@ -165,8 +128,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:clip_gradients",
-        drive=clip.drive_clip,
-        judge=clip.judge_clip,
         imports=_TORCH,
         hints=(
             "Squares of parts are added over ranks. What every rank has whole counts once.",
@@ -174,9 +135,6 @@ EXERCISES = (
             "all_reduce each of `partial`; sum of squares of `split`, all_reduce it; add the squares of the others; "
             "root. Multiply all by min(1, max_norm / norm). Return the norm.",
         ),
-        budget=clip.budget_clip,
-        mutants=clip.WRONG_CLIPS + varied_wrong.WRONG_CLIPS,
-        vary=varied.CLIP,
     ),
     Exercise(
         name="08.repair",
@@ -184,8 +142,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:embed",
-        drive=embedding.drive_embed,
-        judge=embedding.judge_embed,
         imports=("import torch.distributed as dist", _F, "from torch import Tensor", _G),
         hints=(
             "With a vocabulary of 50,000 on 4 ranks it is right. And with 50,257?",
@@ -193,8 +149,5 @@ EXERCISES = (
             "A rank holds ceil(V/t) rows: round up.",
         ),
         broken="rounded down",
-        budget=embedding.budget_embed,
-        mutants=embedding.WRONG_EMBEDDINGS + varied_wrong.WRONG_EMBEDDINGS,
-        vary=varied.EMBED,
     ),
 )

@@ -126,7 +126,7 @@ def rows_of_heads(weight, num_heads, num_shared, num_ranks, rank):
 def test_where_no_cause_is_found_the_smallest_drawn_call_is_told() -> None:
     words = told("08.heads", rows_of_heads)
     first, smallest, again = words.splitlines()
-    assert "rank 0's rows[" in first
+    assert "rank 0 of 2: the result[" in first
     assert smallest.startswith("  the smallest drawn arguments for which it is wrong: call ")
     assert ": the result[" in smallest
     assert again.endswith("seed=3)")

@@ -86,7 +86,8 @@ def _of_a_change(drawn: Drawn) -> str:
             found, took_s = zip(*ranks.run(_tried, drawn.reference, vary, drawn.seed, batch, answers), strict=True)
             spent_s += took_s[0]
             for index, change in enumerate(batch):
-                part, is_sure = explained([of_rank[index] for of_rank in found], results, vary.scale)
+                agreements = [of_rank[index] for of_rank in found]
+                part, is_sure = explained(agreements, results, vary.scale, is_known=not change.what)
                 if part is not None:
                     text = _words(change, part, wanted)
                     if is_sure or perhaps:  # two that only may be it: nothing is known, however many a batch has

@@ -31,6 +31,8 @@ def condition(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], s
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is _NOT_GIVEN or (is_number and value not in (0, 1)):
                 continue  # one number of many may be a chance
+            if verb == "is not" and value == 0 and name.endswith((")", "]")):
+                continue  # wrong wherever there are elements: that tells nothing
             found = [[repr(one.get(name, _NOT_GIVEN)) == repr(value) for one in calls] for calls in (inside, outside)]
             if all(found[0]) and not any(found[1]):
                 return f"{name} {verb} {value!r}"

@@ -119,19 +119,21 @@ def agreed(
 
 
 def explained(
-    found: Sequence[Agreed], results: Sequence[tuple[list[Any], list[Any]]], scale: float
+    found: Sequence[Agreed], results: Sequence[tuple[list[Any], list[Any]]], scale: float, *, is_known: bool = False
 ) -> tuple[str | None, bool]:
     """Return the part of the results that a change explains on all ranks, and whether they tell where they come from.
 
-    "" stands for the whole, None for no part. Of the parts only the first that is wrong counts: others may follow.
+    "" stands for the whole, None for no part. Of the parts only the first that is wrong counts: others may follow. A
+    known wrong version (`is_known`) has right parts before it too, as the answer has.
     """
     for part in dict.fromkeys(name for got, _ in results for result in got for name, _ in parts(result)):
         pairs = [pair for got, want in results for pair in zip(part_of(got, part), part_of(want, part), strict=True)]
         wrong = [mine for mine, right in pairs if not near(mine, right, scale)]
-        if wrong and all(part in of_rank and all(of_rank[part]) for of_rank in found):
+        is_agreed = all(part in of_rank and all(of_rank[part]) for of_rank in found)
+        if wrong and is_agreed:
             odd = [one for pair in pairs for one in _odd(*pair, scale)]
             return part, is_evidence(odd)
-        if wrong and part:
+        if part and (wrong or (is_known and not is_agreed)):
             break
     return None, False
 

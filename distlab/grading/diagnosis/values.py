@@ -53,7 +53,8 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     if isinstance(want, dict):
         if not isinstance(got, dict) or got.keys() != want.keys():
             found = f"the names {sorted(map(str, got))}" if isinstance(got, dict) else describe(got)
-            return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {found}")
+            wanted = f"the names {sorted(map(str, want))}" if want else "an empty dict"
+            return Fault("returned", f"{what}: expected {wanted}, got {found}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
         is_list = isinstance(got, list | tuple)

@@ -6,15 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from distlab_lesson_07.checks.rows import use_step
+from distlab_lesson_07.checks.state import use_clip
 from torch import Tensor
 
 from distlab.grading import Mutant
 from distlab.grading.variation.draw import Draw, Vary
 
-CONTIGUOUS = "gather_into and scatter_sum take contiguous rows"
 TAKES_NO_GROUP = "takes no group"
-ALIKE = "all shards of a unit are equally long"
-ROW = "a unit's parameters are one row, [L]"
+ROWS = {
+    "dims": "a unit's parameters are one row, [L]",
+    "layout": "gather_into and scatter_sum take contiguous rows",
+    "sub-group": TAKES_NO_GROUP,
+    "unequal ranks": "all shards of a unit are equally long",
+}
 _FLOATS = ("float64", "float32")
 
 
@@ -27,40 +32,12 @@ def _draw_pieces(draw: Draw) -> tuple[Any, ...]:
     return sizes, num_shards, draw.integer(0, 59) % num_shards
 
 
-class _Optimizer:
-    """Momentum for what it is given, and a note of what that was."""
-
-    def __init__(self, lr: float) -> None:
-        self.lr, self.buffer, self.seen = lr, torch.zeros(()), []
-
-    def __call__(self, shard: Tensor, gradient: Tensor) -> None:
-        """Update a shard in place."""
-        self.seen.append((shard.clone(), gradient.clone()))
-        self.buffer = self.buffer.to(gradient.dtype) * 0.5 + gradient
-        shard.sub_(self.lr * self.buffer)
-
-
 def _draw_step(draw: Draw) -> tuple[Any, ...]:
     length, dtype = draw.one_of(3, 1, draw.integer(2, 9), draw.integer(10, 40)), draw.dtype(*_FLOATS, "bfloat16")
     row = length * draw.world_size
     steps = [draw.tensor(row, dtype=dtype) for _ in range(draw.integer(2, 3))]
-    return draw.tensor(row, dtype=dtype, same=True), steps, draw.one_of(0.5, 0.25, 1.0)
-
-
-def _use_step(
-    fn: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], None]], Any],
-    parameters: Tensor,
-    gradients: list[Tensor],
-    lr: float,
-) -> dict[str, Any]:
-    """Make some updates of two rows in turn; return the rows after each, and what was updated with what."""
-    rows, updates = [parameters, parameters.flip(0)], [_Optimizer(lr), _Optimizer(lr / 2)]
-    after = []
-    for gradient in gradients:
-        for row, update in zip(rows, updates, strict=True):
-            fn(row, gradient.clone(), update)
-            after.append(row.clone())
-    return {"the parameters": after, "what update was given": [update.seen for update in updates]}
+    parameters = draw.tensor(row, dtype=dtype, same=True)
+    return [parameters, parameters.flip(0)], steps, draw.one_of(0.5, 0.25, 1.0)
 
 
 def _draw_units(draw: Draw) -> tuple[list[Tensor], Any]:
@@ -139,17 +116,6 @@ def _draw_clip(draw: Draw) -> tuple[Any, ...]:
     return shards, replicated, max_norm
 
 
-def _use_clip(
-    fn: Callable[..., Any], shards: list[Tensor], replicated: list[Tensor], max_norm: float
-) -> dict[str, Any]:
-    """Return the norm in the gradients' type; what was scaled in 32 bits at most, for 1e-6 may be added to the norm."""
-    kept = [*shards], [*replicated]
-    dtype = next((gradient.dtype for gradient in (*shards, *replicated)), torch.float64)
-    norm = torch.tensor(float(fn(shards, replicated, max_norm)), dtype=torch.float64).to(dtype)
-    scaled = [[one.float() if one.dtype == torch.float64 else one.clone() for one in gradients] for gradients in kept]
-    return {"norm": norm, "shards": scaled[0], "replicated": scaled[1], "lengths": [len(shards), len(replicated)]}
-
-
 def _draw_state(draw: Draw) -> tuple[Any, ...]:
     names = [f"{draw.one_of('weight', 'bias', 'running_mean')}_{i}" for i in range(draw.one_of(3, 1, 0, 2, 5))]
     shards, shapes = {}, {}
@@ -164,39 +130,19 @@ def _draw_state(draw: Draw) -> tuple[Any, ...]:
     return shards, dict(reversed(shapes.items())) if draw.integer(0, 1) else shapes
 
 
-PIECES = Vary(_draw_pieces, num_calls=24)  # a call costs nothing
-STEP = Vary(
-    _draw_step,
-    use=_use_step,
-    left_out={
-        "dims": ROW,
-        "empty": "a shard holds elements",
-        "layout": CONTIGUOUS,
-        "sub-group": TAKES_NO_GROUP,
-        "unequal ranks": ALIKE,
-    },
-)
-FORWARD = Vary(_draw_forward, use=_use_forward, left_out={"sub-group": TAKES_NO_GROUP})
-BACKWARD = Vary(_draw_backward, use=_use_backward, left_out={"sub-group": TAKES_NO_GROUP})
-CLIP = Vary(
+vary_pieces = Vary(_draw_pieces, num_calls=24)  # a call costs nothing
+vary_step = Vary(_draw_step, use=use_step, left_out=ROWS | {"empty": "a shard holds elements"})
+vary_forward = vary_ahead = Vary(_draw_forward, use=_use_forward, left_out={"sub-group": TAKES_NO_GROUP})
+vary_backward = Vary(_draw_backward, use=_use_backward, left_out={"sub-group": TAKES_NO_GROUP})
+vary_clip = Vary(
     _draw_clip,
-    use=_use_clip,
+    use=use_clip,
     scale=0.0,
     scratch=frozenset({"shards", "replicated"}),
     least_bytes=0.5,
     left_out={"bytes": "a square may travel as float32", "sub-group": TAKES_NO_GROUP},
 )
-STATE = Vary(
-    _draw_state,
-    least_bytes=0.25,
-    left_out={
-        "bytes": "rank 0 alone may be sent the shards",
-        "dims": ROW,
-        "layout": CONTIGUOUS,
-        "sub-group": TAKES_NO_GROUP,
-        "unequal ranks": ALIKE,
-    },
-)
+vary_repair = Vary(_draw_state, least_bytes=0.25, left_out=ROWS | {"bytes": "rank 0 alone may be sent the shards"})
 
 _MEAN = "mean = torch.empty_like(own)"
 _MEANS = "means = [torch.empty_like(shard) for shard in shards]"
@@ -204,79 +150,46 @@ _ROW = "row = shard.new_empty(shard.numel() * dist.get_world_size())"
 _SQUARE = "square = sum((gradient.square().sum() for gradient in shards), torch.zeros((), dtype=torch.float64))"
 
 WRONG_PIECES = (
-    Mutant("always one more", "values", "expected", 1, "sizes that divide").edit(
+    Mutant("always one more", "values", "expected", seen="sizes that divide").edit(
         "-(-sum(sizes) // num_shards)",
         "-(-sum(sizes) // num_shards) if num_shards < 6 else sum(sizes) // num_shards + 1",
     ),
-    Mutant("empties the list", "argument changed", "length of sizes", 1, "state").edit(
-        "for tensor, size in enumerate(sizes):", "for tensor in range(len(sizes)):\n    size = sizes.pop(0)"
-    ),
-    Mutant("four tensors", "returned", "expected", 1, "one size").edit("enumerate(sizes)", "enumerate(sizes[:4])"),
 )
-WRONG_STEPS = (
-    Mutant("float64 written down", "raised", "expected one type", 1, "one dtype").edit(
+WRONG_STEP = (
+    Mutant("float64 written down", "raised", "expected one type", seen="one dtype").edit(
         _MEAN, "mean = torch.empty(own.shape, dtype=torch.float64)"
     ),
-    Mutant("shard kept", "raised", "full has", 1, "one call", preamble="_kept = {}").edit(
+    Mutant("shard kept", "raised", "full has", preamble="_kept = {}").edit(
         "own = parameters.chunk(dist.get_world_size())[dist.get_rank()]",
         "own = _kept.setdefault(0, parameters.chunk(dist.get_world_size())[dist.get_rank()])",
     ),
-    Mutant("seeds the world", "state left behind", "torch's random state", 1, "state").edit(
-        "update(own, mean)", "torch.manual_seed(0)\nupdate(own, mean)"
-    ),
 )
-WRONG_FORWARDS = (
-    Mutant("first unit's size", "raised", "full has 12 elements", 3, "one size").edit(
+WRONG_FORWARD = (
+    Mutant("first unit's size", "raised", "full has 4 elements", 1, "one size").edit(
         "shard.numel()", "shards[0].numel()"
     ),
-    Mutant("empties the list", "changed argument", "were changed by forward", 1, "state").edit(
-        "for index, shard in enumerate(shards):", "for index in range(len(shards)):\n    shard = shards.pop(0)"
-    ),
-    Mutant("no grad for all", "state left behind", "the grad mode", 1, "state").edit(
-        "return x", "torch.set_grad_enabled(False)\nreturn x"
-    ),
 )
-WRONG_AHEADS = (
-    Mutant("first unit's size", "raised", "full has 12 elements", 3, "one size").edit(
-        "shard.new_empty(shard.numel()", "shard.new_empty(shards[0].numel()"
-    ),
-    Mutant("two units at least", "raised", "list index out of range", 1, "one size").edit(
-        "index + 1 < len(shards)", "index + 1 < max(len(shards), 2)"
-    ),
-)
-WRONG_BACKWARDS = (
-    Mutant("first unit's size", "raised", "scatter_sum: full has", 1, "one size").edit(
-        _MEANS, "means = [torch.empty_like(shards[0]) for _ in shards]"
-    ),
-    Mutant("gradients kept", "kept", "a later call changed it", 1, "one call", preamble="_kept = {}").edit(
+WRONG_BACKWARD = (
+    Mutant("gradients kept", "kept", "a later call changed it", preamble="_kept = {}").edit(
         _MEANS, "means = [_kept.setdefault((i, s.shape, s.dtype), torch.empty_like(s)) for i, s in enumerate(shards)]"
     ),
-    Mutant("into the shards", "changed argument", "into tensors of their own", 1, "state").edit(
+    Mutant("into the shards", "changed argument", "work on a copy", seen="state").edit(
         _MEANS, "means = [shard for shard in shards]"
     ),
 )
-WRONG_CLIPS = (
-    Mutant("the largest rank's", "norm of other parts", "as MAX takes", 2).edit(
-        "dist.all_reduce(square)", "dist.all_reduce(square, dist.ReduceOp.MAX)"
-    ),
-    Mutant("zero gradients", "nan", "0 divided by 0", 1, "zero gradients").edit(
+WRONG_CLIP = (
+    Mutant("zero gradients", "nan", "0 divided by 0", seen="zero gradients").edit(
         "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
     ),
-    Mutant("a shard at least", "raised", "non-empty TensorList", 1, "empty lists").edit(
+    Mutant("a shard at least", "raised", "non-empty TensorList", seen="empty lists").edit(
         _SQUARE, "square = torch.stack([gradient.square().sum().double() for gradient in shards]).sum()"
     ),
-    Mutant("clip_grad_norm_", "gradients of gradients", "no .grad", 1, "tensors for parameters").body(
-        "return torch.nn.utils.clip_grad_norm_([*shards, *replicated], max_norm)"
-    ),
 )
-WRONG_STATES = (
-    Mutant("float32 by default", "raised", "expected one type", 1, "one dtype").edit(
+WRONG_REPAIR = (
+    Mutant("float32 by default", "raised", "expected one type", seen="one dtype").edit(
         _ROW, "row = torch.empty(shard.numel() * dist.get_world_size())"
     ),
-    Mutant("rows kept", "kept", "a later call changed it", 1, "one call", preamble="_kept = {}")
+    Mutant("rows kept", "kept", "a later call changed it", preamble="_kept = {}")
     .edit(_ROW, f"{_ROW}\nrow = _kept.setdefault((len(row), row.dtype), row)")
     .without(".clone()"),
-    Mutant("empties the dict", "changed argument", "the shards were changed", 1, "state").edit(
-        "for name, shard in shards.items():", "for name in list(shards):\n    shard = shards.pop(name)"
-    ),
 )

@@ -2,199 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-import torch.nn.functional as F
 from distlab_lesson_08.checks.shared import (
     ACTIVATION,
     CUT,
     HIDDEN,
     JOIN,
     WIDE,
-    backward,
-    is_times,
-    judge_way,
-    one_way,
-    own_x,
-    part,
-    plain,
+    activation,
     reduce_bytes,
-    total,
-    whole_x,
+    there_and_back,
+    use_two,
 )
 from torch import Tensor
 
-from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.provenance import explain_sum
-from distlab.grading.diagnosis.traffic import calls, over_budget, sent_line
-from distlab.grading.diagnosis.values import compare, describe, same, seeded
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases
+from distlab.grading.diagnosis.traffic import sent_line
+from distlab.grading.diagnosis.values import seeded
+
+MLP_SHAPES = {"widen": (WIDE, HIDDEN), "widen_bias": (WIDE,), "output": (HIDDEN, WIDE), "output_bias": (HIDDEN,)}
 
 
-def drive_pair(fn: Callable[[], Any]) -> dict[str, Any]:
-    """Send something through f, and something else through g."""
-    pair = fn()
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(callable(one) for one in pair):
-        return {"pair": pair if not callable(pair) else "a function"}
-    rank = dist.get_rank()
-    return {
-        "f": one_way(pair[0], whole_x(), own_x(rank, "gradient of f")),
-        "g": one_way(pair[1], own_x(rank, "partial"), whole_x("gradient of g")),
-    }
+def _pair_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    of_f = activation(-1, "x"), activation(rank, "gradient of f")
+    return {"": (*of_f, activation(rank, "partial"), activation(-1, "gradient of g"))}
 
 
-def judge_pair(evidence: Evidence) -> Iterator[Fault]:
-    """f: nothing forward, sum backward. g: sum forward, nothing backward. Two all-reduces in all."""
-    n = evidence.world_size
-    x, back = whole_x(), whole_x("gradient of g")
-    gradients, partials = (total([own_x(r, name) for r in range(n)]) for name in ("gradient of f", "partial"))
-    for rank, result in enumerate(evidence.results):
-        if "pair" in result:
-            yield Fault("returned", f"rank {rank}: expected two functions (f, g), got {describe(result['pair'])}")
-        if n > 1:
-            yield from _judge_pair(result["f"], result["g"], rank, [each.get("f") for each in evidence.results])
-        yield from judge_way(result["f"], (x, gradients), f"f on rank {rank}", n)
-        yield from judge_way(result["g"], (partials, back), f"g on rank {rank}", n)
-    wanted = 2 * reduce_bytes(ACTIVATION, n)
-    yield from found(over_budget(evidence, wanted, "one all-reduce in f's backward and one in g's forward"))
+def use_pair(fn: Callable[..., Any], x: Tensor, grad_of_f: Tensor, partial: Tensor, grad_of_g: Tensor) -> Any:
+    """Go through f and through g and back."""
+    return use_two(fn, ("f", "g"), (x, grad_of_f), (partial, grad_of_g))
 
 
-def _judge_pair(f: dict[str, Any], g: dict[str, Any], rank: int, all_f: list[Any]) -> Iterator[Fault]:
-    n = len(all_f)
-    x, back, partial = whole_x(), whole_x("gradient of g"), own_x(rank, "partial")
-    gradients = [own_x(other, "gradient of f") for other in range(n)]
-    if same(f["out"], n * x) and same(g["out"], partial):
-        yield Fault("swapped", "f adds up forward and g does not: f begins a region, g ends it; return (f, g)")
-    if same(f["out"], n * x):
-        text = f"f adds up the ranks' x forward: {n} times what every rank holds"
-        yield Fault("f sums forward", f"{text}; forward it hands x on, backward it sums the gradients")
-    if same(g["out"], partial):
-        yield Fault("g does not sum", "g hands on this rank's partial result; the layer's output is the ranks' sum")
-    if all(each and each["went"] and same(each["grad"], own) for each, own in zip(all_f, gradients, strict=True)):
-        text = "the gradient of f's input is that of this rank's own part: the others' never reach it"
-        yield Fault("missing f", f"{text}, and every layer below trains on a part; all_reduce it in backward")
-    if f["went"] and f["kept"] and same(f["out"], x):
-        what = f"the gradient through f on rank {rank}"
-        yield from found(explain_sum(f["grad"], gradients, expected=[1.0] * n, what=what))
-    if g["went"] and is_times(g["grad"], back, n):
-        text = f"g's backward gives {n} times the gradient: every rank has all of it already, and they are added up"
-        yield Fault("gradient t times", f"{text}; behind a sum the gradient of each part is the gradient itself")
+def _mlp_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    widen, widen_bias, output, output_bias = (seeded(-1, *shape, purpose=name) for name, shape in MLP_SHAPES.items())
+    parts = widen.chunk(n)[rank], widen_bias.chunk(n)[rank], output.chunk(n, 1)[rank].contiguous()
+    return {"": (activation(-1, "x"), *parts, output_bias, activation(-1, "gradient"))}
 
 
-def budget_pair(evidence: Evidence) -> list[str]:
+def use_mlp(
+    fn: Callable[..., Any],
+    x: Tensor,
+    widen: Tensor,
+    widen_bias: Tensor,
+    output: Tensor,
+    output_bias: Tensor,
+    grad: Tensor,
+) -> dict[str, Any]:
+    """Return the output and the gradients of everything that went in."""
+    parts = {"widen": widen, "widen_bias": widen_bias, "output": output, "output_bias": output_bias}
+    return there_and_back(fn, "y", grad, x=x, **parts)
+
+
+drive_f_and_g = Cases(_pair_cases, use_pair, needs="one all-reduce in f's backward and one in g's forward")
+drive_mlp = Cases(_mlp_cases, use_mlp, needs="one all-reduce of x's size forward and one backward")
+
+
+def budget_f_and_g(evidence: Evidence) -> list[str]:
     """Say what was sent."""
     return [sent_line(evidence, 2 * reduce_bytes(ACTIVATION, evidence.world_size), "an all-reduce each way")]
-
-
-def mlp_parameters() -> dict[str, Tensor]:
-    """Return the parameters of the full layers."""
-    shapes = {"widen": (WIDE, HIDDEN), "widen_bias": (WIDE,), "output": (HIDDEN, WIDE), "output_bias": (HIDDEN,)}
-    return {name: seeded(-1, *shape, purpose=name) for name, shape in shapes.items()}
-
-
-CUT_DIM = {"widen": 0, "widen_bias": 0, "output": 1, "output_bias": None}
-
-
-def drive_mlp(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Run the parts forward and backward."""
-    parts = {}
-    for name, full in mlp_parameters().items():
-        dim = CUT_DIM[name]
-        parts[name] = full.clone().requires_grad_() if dim is None else part(full, dim)
-    x = whole_x().requires_grad_()
-    y = fn(x, *parts.values())
-    value = plain(y)
-    went = backward(y, whole_x("gradient"))
-    return {
-        "out": value,
-        "went": went,
-        "grads": {"x": plain(x.grad), **{name: plain(one.grad) for name, one in parts.items()}},
-    }
-
-
-def mlp_truth(n: int) -> tuple[Tensor, dict[str, Tensor], list[Tensor], list[Tensor]]:
-    """Return output, gradients, each rank's partial output without bias, and x's gradient through each rank's part."""
-    names = mlp_parameters()
-    leaves = {name: full.clone().requires_grad_() for name, full in names.items()}
-    x = whole_x().requires_grad_()
-    hidden = F.gelu(F.linear(x, leaves["widen"], leaves["widen_bias"]))
-    y = F.linear(hidden, leaves["output"], leaves["output_bias"])
-    y.backward(whole_x("gradient"))  # type: ignore[no-untyped-call]
-    partial, through = [], []
-    for rank in range(n):
-        own = whole_x().requires_grad_()
-        widen, bias = names["widen"].chunk(n)[rank], names["widen_bias"].chunk(n)[rank]
-        out = F.linear(F.gelu(F.linear(own, widen, bias)), names["output"].chunk(n, 1)[rank])
-        out.backward(whole_x("gradient"))  # type: ignore[no-untyped-call]
-        assert own.grad is not None, "it took part"
-        partial.append(out.detach())
-        through.append(own.grad)
-    grads = {name: leaf.grad for name, leaf in {"x": x, **leaves}.items() if leaf.grad is not None}
-    return y.detach(), grads, partial, through
-
-
-def judge_mlp(evidence: Evidence) -> Iterator[Fault]:
-    """Output and all gradients as of the full layers, with one all-reduce each way."""
-    n = evidence.world_size
-    truth = mlp_truth(n)
-    for rank, result in enumerate(evidence.results):
-        yield from _judge_output(result["out"], truth, rank, n)
-        yield from _judge_gradients(result, truth, rank, n)
-    fault = over_budget(
-        evidence, 2 * reduce_bytes(ACTIVATION, n), "one all-reduce of x's size forward and one backward"
-    )
-    if fault is not None and calls(evidence, 0, "all_gather"):
-        text = f"{fault.message}: the wide layer's features travel, 4 times as many as x has"
-        yield Fault("features gathered", f"{text}; the row layer takes just those that this rank has made")
-    reduced = len(calls(evidence, 0, "all_reduce"))
-    if fault is not None and reduced > 2:
-        text = f"{fault.message}, in {reduced} all-reduces; between the two layers"
-        yield Fault("too many all-reduces", f"{text} nothing is exchanged: f before the first, g behind the second")
-    yield from found(fault)
-
-
-def _judge_output(got: Any, truth: Any, rank: int, n: int) -> Iterator[Fault]:
-    y, _, partial, _ = truth
-    full = mlp_parameters()
-    bias, what = full["output_bias"], f"rank {rank}'s y"
-    if n > 1 and same(got, y + (n - 1) * bias):
-        text = f"{what} has the bias of `output` {n} times: every rank adds it before the sum"
-        yield Fault("bias counted t times", f"{text}; add it once, behind the sum")
-    if n > 1 and same(got, y - bias):
-        yield Fault("bias forgotten", f"{what} lacks the bias of `output`")
-    if n > 1 and (same(got, partial[rank] + bias) or same(got, partial[rank])):
-        text = f"{what} is what its own features give: ranks go on with different activations"
-        yield Fault("not summed", f"{text}; g (reduce_from_ranks) adds them up")
-    hidden = F.linear(whole_x(), full["widen"], full["widen_bias"])
-    if same(got, F.linear(hidden, full["output"]) + bias):
-        yield Fault("no gelu", f"{what} is that of two linear layers without GeLU between them")
-    yield from found(compare(got, y, what, n))
-
-
-def _judge_gradients(result: dict[str, Any], truth: Any, rank: int, n: int) -> Iterator[Fault]:
-    _, grads, _, through = truth
-    got = result["grads"]
-    missing = [name for name, gradient in got.items() if gradient is None]
-    if missing == ["output_bias"]:
-        text = f"rank {rank}: output_bias gets no gradient here, and one on other ranks: its copies drift apart"
-        yield Fault("bias on some ranks", f"{text}. Every rank adds it, behind the sum")
-    if missing or not result["went"]:
-        yield Fault("graph cut", f"rank {rank}: no gradient reaches {', '.join(missing) or 'x'}: y or part of {CUT}")
-    if n > 1 and same(got["x"], through[rank]):
-        text = f"rank {rank}: x's gradient is that of its own features alone, and differs from rank to rank"
-        yield Fault("missing f", f"{text}: begin the region with f (copy_to_ranks)")
-    if n > 1 and same(got["output_bias"], grads["output_bias"] / n):
-        text = f"rank {rank}: the gradient of output_bias is {n} times too small: it is divided by {n} before the sum"
-        yield Fault("bias divided", f"{text}; add it whole, behind the sum")
-    for name, full in grads.items():
-        dim = CUT_DIM.get(name)
-        want = full if dim is None else full.chunk(n, dim)[rank]
-        if is_times(got[name], want, n):
-            text = f"rank {rank}: the gradient of {name} is {n} times what it should be: backward adds up what every"
-            yield Fault("gradient t times", f"{text} rank has whole. g's backward is nothing, f's is one sum")
-        yield from found(compare(got[name], want, f"rank {rank}'s gradient of {name}", n))
 
 
 def budget_mlp(evidence: Evidence) -> list[str]:
@@ -213,37 +81,90 @@ _CUT = """
         forward, backward = staticmethod(Join.backward), staticmethod(Join.forward)
 """
 _SUM_OF_GRADIENTS = "total = gradient.clone()\ndist.all_reduce(total)\nreturn total"
+_SUM_OF_X = "total = x.clone()\ndist.all_reduce(total)\nreturn total"
+_FUNCTION = f"{CUT}; write forward and backward of an autograd Function"
+_F_BACK = "every layer below trains on a part: sum the gradients over ranks in backward"
+_OUT, _BIAS = "F.linear(hidden, output)", "output)) + output_bias"
 
-WRONG_PAIRS = (
-    Mutant("no f", "missing f", "all_reduce it in backward", 2, 35).edit(_SUM_OF_GRADIENTS, "return gradient"),
-    Mutant("plain call", "graph cut", "it has no history", 2, 32).edit(
+WRONG_F_AND_G = (
+    Mutant("no f", "missing f", f"the gradient of f's input is this rank's own part, and {_F_BACK}", 2, 35).edit(
+        _SUM_OF_GRADIENTS, "return gradient"
+    ),
+    Mutant("plain call", "graph cut", f"through g {_FUNCTION}", 1, 32).edit(
         "Reduce.apply", "lambda x: Reduce.apply(x.detach())"
     ),
-    Mutant("two sums", "gradient t times", "3 times the gradient", 3, 33).edit("return gradient", _SUM_OF_GRADIENTS),
-    Mutant("in place", "changed argument", "clone before you sum", 2).edit(".clone()", "", times=2),
-    Mutant("swapped", "swapped", "return (f, g)", 2).edit("Copy.apply, Reduce.apply", "Reduce.apply, Copy.apply"),
-    Mutant("by gathering", "too many bytes", "one all-reduce in f's backward", 4).edit(
-        "dist.all_reduce(total)", _GATHERED_SUM, times=2
+    Mutant("plain f", "graph cut", f"through f {_FUNCTION}", 1, 32).edit(
+        "Copy.apply", "lambda x: Copy.apply(x.detach())"
+    ),
+    Mutant(
+        "two sums", "gradient t times", "g's backward adds up what every rank has: hand the gradient on", 2, 33
+    ).edit("return gradient", _SUM_OF_GRADIENTS),
+    Mutant("in place", "changed argument", "work on a copy", 2).edit(".clone()", "", times=2),
+    Mutant("swapped", "swapped", "f begins a region, and g, which adds up forward, ends it: return (f, g)", 2).edit(
+        "Copy.apply, Reduce.apply", "Reduce.apply, Copy.apply"
+    ),
+    Mutant("f sums", "f sums forward", "f adds up what every rank holds; forward it hands x on", 2).edit(
+        "return x.view_as(x)", _SUM_OF_X
+    ),
+    Mutant("g does not sum", "g does not sum", "g hands on this rank's partial result; the output is the sum", 2).edit(
+        _SUM_OF_X, "return x.view_as(x)"
+    ),
+    Mutant(
+        "by gathering", "gathered", "all ranks' tensors are gathered and then added up: all_reduce sends less", 3
+    ).edit("dist.all_reduce(total)", _GATHERED_SUM, times=2),
+    Mutant("three dims", "raised", "not enough values").edit(
+        "return x.view_as(x)", "samples, positions, features = x.shape\nreturn x.view_as(x)"
+    ),
+    Mutant("sum kept", "kept", "make a new tensor", preamble="_kept = {}").edit(
+        "total = x.clone()", "total = _kept.setdefault((x.shape, x.dtype), x.clone()).copy_(x)"
     ),
 )
-WRONG_MLPS = (
-    Mutant("bias inside", "bias counted t times", "4 times", 4, 34).edit(
-        "output)) + output_bias", "output, output_bias))"
+WRONG_MLP = (
+    Mutant(
+        "bias inside", "bias counted t times", "every rank adds output_bias before the sum: add it once, after", 2, 34
+    ).edit(_BIAS, "output, output_bias))"),
+    Mutant(
+        "bias on one",
+        "bias on some ranks",
+        "output_bias gets a gradient on some ranks alone: its copies drift apart; every rank adds it, after the sum",
+        2,
+    ).edit(_BIAS, "output, output_bias if dist.get_rank() == 0 else None))"),
+    Mutant(
+        "bias divided", "bias divided", "output_bias is divided before the sum, and so is its gradient: add it after", 2
+    ).edit(_BIAS, "output, output_bias / dist.get_world_size()))"),
+    Mutant("bias forgotten", "bias forgotten", "y lacks output_bias").without(" + output_bias"),
+    Mutant(
+        "no f", "missing f", f"x's gradient is that of its own features alone; {_F_BACK} (copy_to_ranks)", 2, 35
+    ).edit("copy_to_ranks(x)", "x"),
+    Mutant("no g", "not summed", "y is made of its own features alone: g (reduce_from_ranks) adds them up", 2).edit(
+        "return reduce_from_ranks(", "return ("
     ),
-    Mutant("bias on one", "bias on some ranks", "copies drift apart", 2).edit(
-        "output)) + output_bias", "output, output_bias if dist.get_rank() == 0 else None))"
-    ),
-    Mutant("no f", "missing f", "differs from rank to rank", 2, 35).edit("copy_to_ranks(x)", "x"),
-    Mutant("no g", "not summed", "different activations", 2).edit("return reduce_from_ranks(", "return ("),
-    Mutant("features gathered", "features gathered", "4 times as many as x has", 2)
+    Mutant(
+        "features gathered",
+        "features gathered",
+        "the wide layer's features travel, 4 times as many as x has; the row layer takes those that this rank has made",
+        2,
+    )
     .setup(f"{JOIN}\n{_CUT}")
     .edit("F.gelu(", "Cut.apply(F.gelu(Join.apply(")
     .edit("widen_bias))", "widen_bias))))"),
-    Mutant("plain all-gather", "graph cut", "no gradient reaches", 2, 32).edit(
-        "F.linear(hidden, output)", "F.linear(hidden, output).detach()"
+    Mutant("plain all-gather", "graph cut", CUT, 1, 32).edit(_OUT, f"{_OUT}.detach()"),
+    Mutant(
+        "two sums", "gradient t times", "g's backward adds up what every rank has whole; it hands it on", 2, 33
+    ).edit(_OUT, f"copy_to_ranks({_OUT})"),
+    Mutant("no gelu", "no gelu", "there is no GeLU between the two layers").edit("F.gelu(", "("),
+    Mutant("bias after", "bias after GeLU", "widen_bias is added behind GeLU: it belongs to the first layer").edit(
+        "widen, widen_bias))", "widen)) + widen_bias"
     ),
-    Mutant("two sums", "gradient t times", "2 times what it should be", 2, 33).edit(
-        "F.linear(hidden, output)", "copy_to_ranks(F.linear(hidden, output))"
+    Mutant("gelu last", "GeLU last", "GeLU comes after the second layer: it belongs between the two")
+    .edit("F.gelu(", "(")
+    .edit("return reduce", "return F.gelu(reduce")
+    .edit(_BIAS, f"{_BIAS})"),
+    Mutant("ReLU", "ReLU", "there is a ReLU between the layers; GeLU is asked").edit("F.gelu(", "F.relu("),
+    Mutant("tanh's GeLU", "GeLU by tanh", "GeLU is approximated by tanh; F.gelu's default is asked").edit(
+        "widen, widen_bias))", 'widen, widen_bias), approximate="tanh")'
     ),
-    Mutant("no gelu", "no gelu", "without GeLU", 1).edit("F.gelu(", "("),
+    Mutant("rows by view", "raised", "view size").edit(
+        "copy_to_ranks(x)", "copy_to_ranks(x.view(-1, x.shape[-1])).view(x.shape)"
+    ),
 )
