@@ -130,8 +130,7 @@ vary_global_norm = Vary(
 )
 vary_place = Vary(_draw_order, use=use_order, num_calls=24)  # wrong orders are often as good
 vary_find_the_bug = Vary(
-    _draw_step,
-    left_out={"dims": MATRIX, "empty": SIZES_DIVIDE, "unequal ranks": "all ranks hold parts of one size"},
+    _draw_step, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE, "unequal ranks": "all ranks hold parts of one size"}
 )
 
 _STRIDE = "names[names.index(axis) + 1 :]"

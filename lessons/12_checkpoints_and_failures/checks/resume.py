@@ -173,10 +173,7 @@ WRONG_RESUME = (
         "part.load_state_dict(state[name], **({'strict': False} if part is model else {}))",
     ),
     Mutant(
-        "no model",
-        "weights",
-        "the weights are not those that were saved; model.state_dict(), and load_state_dict",
-        1,
+        "no model", "weights", "the weights are not those that were saved; model.state_dict(), and load_state_dict", 1
     ).edit('"model": model, ', ""),
     Mutant(
         "objects",
@@ -185,10 +182,7 @@ WRONG_RESUME = (
         "numbers and tensors, no objects",
         1,
     ).edit("parts.items()}\n", 'parts.items()}\nstate["optimizer"] = optimizer\n'),
-    Mutant(
-        "draws a number",
-        "drew",
-        "capture draws random numbers, so saving changes the run; it only looks",
-        1,
-    ).edit("return copy.deepcopy(state)", "torch.rand(1)\nreturn copy.deepcopy(state)"),
+    Mutant("draws a number", "drew", "capture draws random numbers, so saving changes the run; it only looks", 1).edit(
+        "return copy.deepcopy(state)", "torch.rand(1)\nreturn copy.deepcopy(state)"
+    ),
 )

@@ -247,13 +247,7 @@ WRONG_MEETINGS = (
     Mutant("one room for all attempts", "attempts mixed", "keys of its own", 3, "pytorch #135712").edit(
         "attempt {attempt}, agent", "agent", times=3
     ),
-    Mutant(
-        "addresses kept",
-        "attempts mixed",
-        "'master' of the attempt before it is read again",
-        3,
-        "pytorch #167288",
-    )
+    Mutant("addresses kept", "attempts mixed", "'master' of the attempt before it is read again", 3, "pytorch #167288")
     .edit("return number", 'if number == attempt == 0:\n    store.set("master", address)\nreturn number')
     .edit("agents[0][1]", 'store.get("master").decode()'),
     Mutant("late is let in", "late", "begin in a job that is full", 3).edit(_LATE, "if False:"),

@@ -49,10 +49,7 @@ WRONG_HOSTS = (
         _RANGE, "range(int(first), max(int(last or first), int(first) + 1))"
     ),
     Mutant(
-        "Python's range, of one too",
-        "end left out",
-        "a range includes its last number; one number is a range too",
-        1,
+        "Python's range, of one too", "end left out", "a range includes its last number; one number is a range too", 1
     ).edit(_RANGE, "range(int(first), int(last or first))"),
     Mutant("two ends", "ends only", "a range has the numbers between its ends too", 1).edit(
         _RANGE, "dict.fromkeys((first, last or first))"
@@ -71,11 +68,7 @@ WRONG_HOSTS = (
 )
 
 Job = tuple[tuple[str, ...], tuple[int, ...], int]  # hosts, tasks on each, number of the job
-JOBS: tuple[Job, ...] = (
-    (("n1", "n2", "n7"), (4, 4, 1), 81_234),
-    (("a", "b"), (2, 2), 29_500),
-    (("x", "y"), (1, 3), 7),
-)
+JOBS: tuple[Job, ...] = ((("n1", "n2", "n7"), (4, 4, 1), 81_234), (("a", "b"), (2, 2), 29_500), (("x", "y"), (1, 3), 7))
 
 
 def task(hosts: tuple[str, ...], sizes: tuple[int, ...], job: int, rank: int) -> dict[str, str]:
