@@ -123,15 +123,12 @@ WRONG_SLURM = (
         "SLURM_NTASKS", "SLURM_NNODES"
     ),
     Mutant(
-        "equal nodes",
-        "LOCAL_WORLD_SIZE",
-        "nodes need not be equal: SLURM_TASKS_PER_NODE lists the nodes, yours is number SLURM_NODEID",
-        1,
+        "equal nodes", "LOCAL_WORLD_SIZE", "nodes need not be equal: SLURM_TASKS_PER_NODE lists them by SLURM_NODEID", 1
     ).edit(_SIZE, 'str(int(slurm["SLURM_NTASKS"]) // len(hosts))'),
     Mutant(
         "first node's",
         "LOCAL_WORLD_SIZE",
-        "SLURM_TASKS_PER_NODE lists the nodes, yours is number SLURM_NODEID, not always the first",
+        "it takes the first node's tasks: yours is number SLURM_NODEID in the list",
         1,
     ).edit(_SIZE, "sizes[0]"),
     Mutant(
@@ -142,16 +139,10 @@ WRONG_SLURM = (
     ),
     Mutant("last host", "MASTER_ADDR", f"MASTER_ADDR is the last host: {_SAME}", 1).edit("hosts[0]", "hosts[-1]"),
     Mutant(
-        "one port for all",
-        "MASTER_PORT",
-        "a different job should not have the same port: 20000 + the job's number % 10000",
-        1,
+        "one port for all", "MASTER_PORT", "two jobs should not share a port: 20000 + the job's number % 10000", 1
     ).edit(_PORT, '"29500"'),
     Mutant(
-        "a port per task",
-        "MASTER_PORT",
-        "all tasks of a job must agree on the port: 20000 + the job's number % 10000",
-        1,
+        "a port per task", "MASTER_PORT", "all tasks of a job share the port: 20000 + the job's number % 10000", 1
     ).edit(_PORT, 'str(20000 + int(slurm["SLURM_PROCID"]))'),
     Mutant("a number", "not text", "variables of the environment are text, and this port is a number", 1).edit(
         _PORT, _PORT[4:-1]
