@@ -124,20 +124,30 @@ WRONG_MERGE = (
 )
 WRONG_ZIGZAG = (
     Mutant(
-        "straight", "uneven work", "the last rank's queries see most keys: give a rank an early chunk and a late", 1
+        "straight",
+        "uneven work",
+        "the last rank's queries see the most keys, and all wait for it: give a rank an early chunk and a late one",
+        1,
     ).edit("(rank, late)", "(2 * rank, 2 * rank + 1)"),
     Mutant(
-        "stripes", "stripes", "the mask cuts every block: with two whole chunks, many are seen in full or not", 1
+        "stripes",
+        "stripes",
+        "in stripes the work is nearly even, but the mask cuts every block; whole chunks are seen in full, or not at "
+        "all",
+        1,
     ).body("return torch.arange(rank, length, num_ranks)"),
     Mutant(
         "r and n + r", "uneven work", "who has the earliest chunk needs the latest: chunks r and 2n - 1 - r", 1
     ).edit("2 * num_ranks - 1 - rank", "num_ranks + rank"),
     Mutant(
-        "late first", "not ascending", "the positions are right; ascending, the own part is a usual causal block", 1
+        "late first",
+        "not ascending",
+        "the positions are right, in the order late, early; ascending, its own part is an ordinary causal attention",
+        1,
     ).edit("(rank, late)", "(late, rank)"),
-    Mutant("2n - r", "positions lost", "one chunk is on no rank, one on two: rank r has r and 2n - 1 - r", 1).edit(
-        "2 * num_ranks - 1 - rank", "(2 * num_ranks - rank) % (2 * num_ranks)"
-    ),
+    Mutant(
+        "2n - r", "positions lost", "a chunk is on no rank, and one twice on rank 0: rank r has r and 2n - 1 - r", 1
+    ).edit("2 * num_ranks - 1 - rank", "(2 * num_ranks - rank) % (2 * num_ranks)"),
     Mutant("other rank's", "other order", "even work, but chunks r and 2n - 1 - r were asked for rank r", 1).edit(
         "(rank, late)", "(num_ranks - 1 - rank, num_ranks + rank)"
     ),

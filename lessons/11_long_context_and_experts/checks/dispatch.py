@@ -139,7 +139,13 @@ WRONG_ASK = (
     Mutant("weighted before", "weighted before", "tokens are weighted, but an expert bends them: weight its answer", 1)
     .without("weights[:, None] * ")
     .edit("tokens[order]", "(weights[:, None] * tokens)[order]"),
-    Mutant("autograd cut", "autograd cut", "no gradient reaches tokens; exchange_rows sends them back", 1, 32).setup("""
+    Mutant(
+        "autograd cut",
+        "autograd cut",
+        "no gradient reaches tokens: a call of torch.distributed is not in the graph, exchange_rows is",
+        1,
+        32,
+    ).setup("""
         def exchange_rows(rows, give, take):
             arrived = torch.empty(sum(take), rows.shape[1], dtype=rows.dtype)
             dist.all_to_all_single(arrived, rows.detach().contiguous(), take, give)
@@ -186,13 +192,19 @@ WRONG_ASK = (
 )
 WRONG_REPAIR = (
     Mutant(
-        "averaged", "experts averaged", "these are different experts: their gradients have all tokens in already", 2
+        "averaged",
+        "experts averaged",
+        "experts' gradients are averaged: they are different experts, and each gradient has all ranks' tokens in it",
+        2,
     ).edit(
         f"for parameter in shared:\n    {_AVERAGE}\n{_EXPERTS}",
         f"for parameter in [*shared, *experts]:\n    {_AVERAGE}",
     ),
     Mutant(
-        "not divided", "experts not divided", "it is of the sum of all losses, the shared ones of the mean: divide", 2
+        "not divided",
+        "experts not divided",
+        "an expert's gradient is that of the sum of all ranks' losses, shared ones of their mean: divide",
+        2,
     ).without(_EXPERTS),
     Mutant(
         "nothing sent", "not shared", "shared gradients are of own tokens: replicas drift apart; all-reduce them", 2

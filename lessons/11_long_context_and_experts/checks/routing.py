@@ -72,7 +72,13 @@ def budget_balance(evidence: Evidence) -> list[str]:
 _KEPT = "kept = (place <= capacity).view(top_k, -1).T"
 
 WRONG_ROUTE = (
-    Mutant("by token", "by token", "an early token's second choice goes before a later one's first; firsts go first", 1)
+    Mutant(
+        "by token",
+        "by token",
+        "an early token's second choice takes the place of a later token's first: place first choices first "
+        "(experts.T)",
+        1,
+    )
     .edit("experts.T.reshape", "experts.reshape")
     .edit(".view(top_k, -1).T", ".view(-1, top_k)"),
     Mutant("each choice", "capacity per choice", "capacity is for first and second choices together: count on", 1)
@@ -114,7 +120,7 @@ WRONG_ROUTE = (
         "mixed up", "orders mixed", "places are counted by token and read by choice: experts.T before you count", 1
     ).edit("experts.T.reshape", "experts.reshape"),
     Mutant(
-        "after drops", "weights after drops", "a drop changes the other weights of its token: let them as they are", 1
+        "after drops", "weights after drops", "a drop changes the other weights of its token: leave them as they are", 1
     ).edit(
         _KEPT, f"{_KEPT}\nweights = weights * kept\nweights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)"
     ),

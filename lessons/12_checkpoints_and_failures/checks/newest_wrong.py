@@ -50,7 +50,9 @@ WRONG_NEWEST = (
     Mutant("first one named", "one named", "one damaged file of a checkpoint is named; name each damaged file", 1).edit(
         "damaged += wrong", "damaged += wrong[:1]"
     ),
-    Mutant("older ones too", "older named", "name damage in checkpoints newer than the one returned, not in older", 1)
+    Mutant(
+        "older ones too", "older named", "name damage in checkpoints newer than the one returned, not in older ones", 1
+    )
     .edit("damaged = []", "damaged, best = [], None")
     .edit("return path, damaged", "best = best or path\ncontinue")
     .edit("return None, damaged", "return best, damaged"),

@@ -120,7 +120,11 @@ WRONG_SAMPLES = (
         "batch = min(batch, end - position)\nratio = 1.0 if rule.world_size is None else batch / rule.batch",
     ),
     Mutant(
-        "weight 1", "weight", "ranks with more samples count more: len(samples) / batch, times their number", 1, 23
+        "weight 1",
+        "weight",
+        "each rank's mean counts alike; its weight is len(samples) / batch times the number of ranks",
+        1,
+        23,
     ).edit("len(samples) * world_size / batch", "1.0"),
     Mutant(
         "share of the samples", "weight of a sum", "the ranks take a mean, not a sum: multiply by their number", 1, 9

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from distlab_lesson_13.checks.causes import use_dearest
+from distlab_lesson_13.checks.spans import use_clocks
 from torch import Tensor
 
 from distlab.grading import Mutant
@@ -41,11 +43,6 @@ def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
     return tuple(moved)
 
 
-def use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
-    """Return the offsets as floats, whole numbers or not."""
-    return [float(offset) for offset in fn(starts, ends)]
-
-
 def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
     heavy = draw.one_of("data", "compute", "sync", "")
     rows = []
@@ -55,12 +52,6 @@ def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
             row[heavy] += 0.2
         rows.append(row)
     return (rows,)
-
-
-def use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
-    """Return the cause and the seconds as a float."""
-    cause, seconds = fn(sections)
-    return [cause, float(seconds)]
 
 
 def _draw_divergence(draw: Draw) -> tuple[Any, ...]:
