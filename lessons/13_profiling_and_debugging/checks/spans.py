@@ -122,6 +122,7 @@ WRONG_LATE = (
     ),
 )
 
+_MEDIAN = "statistics.median("
 WRONG_CLOCKS = (
     Mutant(
         "starts", "starts", "a rank that comes late has no other clock: compare ends, at which all leave together", 1
@@ -130,11 +131,9 @@ WRONG_CLOCKS = (
         "append(min(max(apart, least), most))", "append(-min(max(apart, least), most))"
     ),
     Mutant("mean", "mean", "one end that is seen late moves the mean; take the median", 1).edit(
-        "statistics.median(", "statistics.fmean("
+        _MEDIAN, "statistics.fmean("
     ),
-    Mutant("first call", "one call", "one call says little; take the median over all of them", 1).edit(
-        "statistics.median(", "next("
-    ),
+    Mutant("first call", "one call", "one call says little; take the median of all", 1).edit(_MEDIAN, "next("),
     Mutant(
         "no bounds", "effect before cause", "a rank would leave a call before another came: keep to the bounds", 1
     ).edit("min(max(apart, least), most)", "apart"),
@@ -143,13 +142,13 @@ WRONG_CLOCKS = (
     ).edit("min(max(apart, least), most)", "(least + most) / 2"),
     Mutant(
         "least difference", "smallest", "ends are seen late on both ranks: neither extreme is right, the median is", 1
-    ).edit("statistics.median(", "min("),
+    ).edit(_MEDIAN, "min("),
     Mutant(
         "no upper bound", "effect before cause", "no rank leaves before another has come: there is a bound above too", 1
     ).edit("min(max(apart, least), most)", "max(apart, least)"),
     Mutant(
         "lower of two", "lower median", "of an even number of differences the median is the mean of the middle two", 1
-    ).edit("statistics.median(", "statistics.median_low("),
+    ).edit(_MEDIAN, "statistics.median_low("),
     Mutant("whole numbers", "rounded", "return the offset as it is: rounding moves each time", 1).edit(
         "append(min(max(apart, least), most))", "append(int(min(max(apart, least), most)))"
     ),
