@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_05.checks import choices, codes, factors, signs, slips, varied
-
 from distlab.grading import Exercise
 
 TITLE = "Compression"
@@ -26,7 +24,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:average_top_k",
-        drive=choices.drive_top_k,
         imports=_TORCH,
         hints=(
             "`gradient.abs().topk(k).indices` are the places, `gradient[indices]` the values. Each rank has other "
@@ -35,9 +32,6 @@ EXERCISES = (
             "Gather places and values. Begin with zeros; for each rank `total.index_add_(0, places, values)`, which "
             "adds where two ranks chose the same. Divide by the number of ranks.",
         ),
-        budget=choices.budget_top_k,
-        mutants=choices.WRONG_TOP_KS + varied.WRONG_TOP_K,
-        vary=varied.TOP_K,
     ),
     Exercise(
         name="05.random_k",
@@ -45,7 +39,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:average_random_k",
-        drive=choices.drive_random_k,
         imports=_TORCH,
         hints=(
             "Two generators with the same seed draw the same numbers: `torch.Generator().manual_seed(step)`.",
@@ -54,9 +47,6 @@ EXERCISES = (
             "Draw the places, take the values there, divide by the number of ranks, all_reduce, and put them times L/k "
             "into zeros at those places.",
         ),
-        budget=choices.budget_random_k,
-        mutants=choices.WRONG_RANDOM_KS + varied.WRONG_RANDOM_K,
-        vary=varied.RANDOM_K,
     ),
     Exercise(
         name="05.pack",
@@ -64,7 +54,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:pack_codes",
-        drive=codes.drive_pack,
         imports=("import torch", "from torch import Tensor"),
         hints=(
             "A byte holds 8 // bits codes. Code i of a byte is shifted to the left by i x bits: `code << (i * bits)`.",
@@ -72,9 +61,6 @@ EXERCISES = (
             "Begin with zeros, one byte per row. For each place i of a row: `packed |= rows[:, i] << (i * bits)`.",
         ),
         worlds=(1,),
-        budget=codes.budget_pack,
-        mutants=codes.WRONG_PACKS + varied.WRONG_PACK + slips.WRONG_PACK,
-        vary=varied.PACK,
     ),
     Exercise(
         name="05.quantize",
@@ -82,7 +68,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:average_quantized",
-        drive=codes.drive_quantize,
         imports=_BITS,
         hints=(
             "low = min, step = (max - low) / (2**bits - 1). The code of x is round((x - low) / step); step can be 0.",
@@ -91,9 +76,6 @@ EXERCISES = (
             "all_gather the messages. Of each: `theirs[:8].view(torch.float32)` are its low and step, "
             "`unpack_bits(theirs[8:], bits, L)` its codes; add low + step * codes. Divide by the number of ranks.",
         ),
-        budget=codes.budget_quantize,
-        mutants=codes.WRONG_QUANTIZES + slips.WRONG_QUANTIZE + slips.KNOWN_QUANTIZE,
-        vary=varied.QUANTIZE,
     ),
     Exercise(
         name="05.repair",
@@ -101,7 +83,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:average_signs",
-        drive=signs.drive_signs,
         imports=_BITS,
         hints=(
             "Print `ones` and `signs` of a few elements, one positive and one negative.",
@@ -109,9 +90,6 @@ EXERCISES = (
             "`2 * 0 - 1` in unsigned bytes is 255. Turn `ones` into the gradient's dtype first.",
         ),
         broken="unsigned bytes",
-        budget=signs.budget_signs,
-        mutants=signs.WRONG_SIGNS + slips.WRONG_REPAIR,
-        vary=varied.SIGNS,
     ),
     Exercise(
         name="05.feedback",
@@ -119,7 +97,6 @@ EXERCISES = (
         minutes=7,
         difficulty=2,
         source="solutions:average_with_memory",
-        drive=signs.drive_feedback,
         imports=("from collections.abc import Callable", *_TORCH),
         hints=(
             "A rank wants to send gradient + memory. What it did not send is this minus what compress gave.",
@@ -127,9 +104,6 @@ EXERCISES = (
             "wanted = gradient + memory; sent = compress(wanted); the memory takes wanted - sent, its own rest; then "
             "divide sent by the number of ranks and all_reduce it.",
         ),
-        budget=signs.budget_memory,
-        mutants=signs.WRONG_MEMORIES + varied.WRONG_MEMORY,
-        vary=varied.MEMORY,
     ),
     Exercise(
         name="05.powersgd",
@@ -137,7 +111,6 @@ EXERCISES = (
         minutes=10,
         difficulty=3,
         source="solutions:average_low_rank",
-        drive=factors.drive_low_rank,
         imports=_TORCH,
         hints=(
             "The mean of the ranks' `gradient @ q` is `mean @ q`: a matrix product is linear, so sums pass through it.",
@@ -145,8 +118,5 @@ EXERCISES = (
             "p = gradient @ q, all_reduce to the mean, Q of its qr; then q = gradient.T @ p, all_reduce to the mean. "
             "Return p @ q.T and the new q.",
         ),
-        budget=factors.budget_low_rank,
-        mutants=factors.WRONG_FACTORS + slips.WRONG_POWERSGD,
-        vary=varied.LOW_RANK,
     ),
 )

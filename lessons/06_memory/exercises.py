@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_06.checks import activations, master, scaler, slips, varied
-
 from distlab.grading import Exercise
 
 TITLE = "Memory"
@@ -54,13 +52,7 @@ EXERCISES = (
         minutes=15,
         difficulty=3,
         source="solutions:recompute",
-        drive=activations.drive_recompute,
-        judge=activations.judge_recompute,
-        imports=(
-            "from collections.abc import Callable",
-            "import torch",
-            "from torch import Tensor",
-        ),
+        imports=("from collections.abc import Callable", "import torch", "from torch import Tensor"),
         hints=(
             "A class derived from `torch.autograd.Function`, with static methods `forward(ctx, x, anchor)` and "
             "`backward(ctx, gradient)`. Inside both nothing is recorded; `ctx.save_for_backward(x)` keeps x.",
@@ -71,9 +63,6 @@ EXERCISES = (
             "autograd skips your backward where x is data.",
         ),
         worlds=(1,),
-        budget=activations.budget_recompute,
-        mutants=activations.WRONG_RECOMPUTES + varied.WRONG_RECOMPUTE,
-        vary=varied.RECOMPUTE,
     ),
     Exercise(
         name="06.repair",
@@ -81,8 +70,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:accumulate_gradients",
-        drive=activations.drive_accumulate,
-        judge=activations.judge_accumulate,
         imports=("import torch", "import torch.nn.functional as F", "from torch import Tensor, nn"),
         hints=(
             "The gradients are right. How many logits are alive when backward begins?",
@@ -91,9 +78,6 @@ EXERCISES = (
         ),
         broken="one backward",
         worlds=(1,),
-        budget=activations.budget_accumulate,
-        mutants=activations.WRONG_ACCUMULATIONS + varied.WRONG_ACCUMULATE,
-        vary=varied.ACCUMULATE,
     ),
     Exercise(
         name="06.master",
@@ -101,8 +85,6 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:update_with_master",
-        drive=master.drive_master,
-        judge=master.judge_master,
         imports=("from torch import Tensor",),
         hints=(
             "The truth is in the masters. The 16-bit weights are their rounded copy, made new after each step.",
@@ -110,9 +92,6 @@ EXERCISES = (
             "In a loop over the three lists: `master.sub_(lr * gradient.float())`, then `weight.copy_(master)`.",
         ),
         worlds=(1,),
-        budget=master.budget_master,
-        mutants=master.WRONG_MASTERS + varied.WRONG_MASTER + slips.KNOWN_MASTER,
-        vary=varied.MASTER,
     ),
     Exercise(
         name="06.scaler",
@@ -120,8 +99,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:finish_scaled_step",
-        drive=scaler.drive_scaler,
-        judge=scaler.judge_scaler,
         imports=("import torch", "import torch.distributed as dist", "from torch import Tensor"),
         hints=(
             "Test each gradient: `gradient.isfinite().all()`. One gradient with an overflow is enough.",
@@ -130,8 +107,5 @@ EXERCISES = (
             "Overflow anywhere: return False, scale / 2, 0. Else divide each gradient by the scale in place; if the "
             "streak + 1 is the interval return True, 2 x scale, 0, otherwise True, scale, streak + 1.",
         ),
-        budget=scaler.budget_scaler,
-        mutants=scaler.WRONG_SCALERS + varied.WRONG_SCALER,
-        vary=varied.SCALER,
     ),
 )

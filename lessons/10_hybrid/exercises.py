@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_10.checks import mesh, nodes, norm, shares, slips, step, varied
-
 from distlab.grading import Exercise
 
 TITLE = "All axes on one mesh"
@@ -25,8 +23,6 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:place_of",
-        drive=mesh.drive_places,
-        judge=mesh.judge_places,
         hints=(
             "It is a number in a system whose digits have different ranges, like hours, minutes and seconds.",
             "divmod(rank, size of the last axis) gives the rest for the other axes, and the place on the last.",
@@ -34,9 +30,6 @@ EXERCISES = (
             "in the order of the axes.",
         ),
         worlds=(1,),
-        budget=mesh.budget_places,
-        mutants=mesh.WRONG_PLACES + varied.WRONG_PLACES,
-        vary=varied.COORDINATES,
     ),
     Exercise(
         name="10.groups",
@@ -44,8 +37,6 @@ EXERCISES = (
         minutes=8,
         difficulty=2,
         source="solutions:groups_of",
-        drive=mesh.drive_groups,
-        judge=mesh.judge_groups,
         imports=("from math import prod",),
         hints=(
             "How far apart are two ranks that differ by one place on an axis? On the last axis 1; on the one before, "
@@ -56,9 +47,6 @@ EXERCISES = (
             "+ 0, 1, 2, ... strides.",
         ),
         worlds=(1,),
-        budget=mesh.budget_groups,
-        mutants=mesh.WRONG_GROUPS + varied.WRONG_GROUPS,
-        vary=varied.GROUPS,
     ),
     Exercise(
         name="10.my_batch",
@@ -66,8 +54,6 @@ EXERCISES = (
         minutes=7,
         difficulty=1,
         source="solutions:my_part",
-        drive=shares.drive_parts,
-        judge=shares.judge_parts,
         imports=("from torch import Tensor", "from distlab.plan import Mesh"),
         hints=(
             "mesh.coordinates(rank) has the places, dict(mesh.axes) the sizes. Which axes hold copies of the weights "
@@ -78,9 +64,6 @@ EXERCISES = (
             "chunk that into micro-batches. Tensor and pipeline play no part.",
         ),
         worlds=(1,),
-        budget=shares.budget_parts,
-        mutants=shares.WRONG_PARTS + varied.WRONG_PARTS,
-        vary=varied.PART,
     ),
     Exercise(
         name="10.gradient_axes",
@@ -88,8 +71,6 @@ EXERCISES = (
         minutes=10,
         difficulty=3,
         source="solutions:gradient_axes",
-        drive=shares.drive_axes,
-        judge=shares.judge_axes,
         hints=(
             "Sum where ranks hold the same parameter and have found different parts of its gradient.",
             "data, expert and context ranks go over different positions: all hold copies of a matrix, but only one "
@@ -98,9 +79,6 @@ EXERCISES = (
             "pipeline for 'tied'. Divide by data x expert x context, always.",
         ),
         worlds=(1,),
-        budget=shares.budget_axes,
-        mutants=shares.WRONG_AXES + varied.WRONG_AXES,
-        vary=varied.GRADIENT_AXES,
     ),
     Exercise(
         name="10.global_norm",
@@ -108,8 +86,6 @@ EXERCISES = (
         minutes=9,
         difficulty=2,
         source="solutions:global_norm",
-        drive=norm.drive_norm,
-        judge=norm.judge_norm,
         imports=("from math import prod", *_TORCH),
         hints=(
             "Sums of squares can be put together over ranks. Whatever has copies must not be counted for each of them.",
@@ -118,10 +94,6 @@ EXERCISES = (
             "Add up square().sum() / copies of all gradients in one float64 number; all_reduce it over every group; "
             "return the root.",
         ),
-        on_failure=norm.norm_failure,
-        budget=norm.budget_norm,
-        mutants=norm.WRONG_NORMS + varied.WRONG_NORMS + slips.KNOWN_GLOBAL_NORM,
-        vary=varied.NORM,
     ),
     Exercise(
         name="10.place",
@@ -129,8 +101,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:place_axes",
-        drive=nodes.drive_order,
-        judge=nodes.judge_order,
         imports=("from itertools import permutations",),
         hints=(
             "A group of an axis stays in a node if the axis' size times the sizes of all faster axes is at most the "
@@ -141,9 +111,6 @@ EXERCISES = (
             "of more than one rank at which the product is above devices_per_node. Return the cheapest permutation.",
         ),
         worlds=(1,),
-        budget=nodes.budget_order,
-        mutants=nodes.WRONG_ORDERS + varied.WRONG_ORDERS,
-        vary=varied.ORDER,
     ),
     Exercise(
         name="10.find_the_bug",
@@ -151,8 +118,6 @@ EXERCISES = (
         minutes=10,
         difficulty=3,
         source="solutions:step_on_mesh",
-        drive=step.drive_step,
-        judge=step.judge_step,
         imports=_TORCH,
         hints=(
             "Two ranks of one tensor group add up parts of an output. Of which samples?",
@@ -160,9 +125,5 @@ EXERCISES = (
             "Take samples by the place in the data group, of as many parts as that group has ranks.",
         ),
         broken="by rank",
-        on_failure=step.step_failure,
-        budget=step.budget_step,
-        mutants=step.WRONG_STEPS + varied.WRONG_STEPS + slips.KNOWN_FIND_THE_BUG,
-        vary=varied.STEP,
     ),
 )

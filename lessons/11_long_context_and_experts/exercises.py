@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_11.checks import attention, dispatch, ring, routing, slips, varied
-
 from distlab.grading import Exercise
 
 TITLE = "Long context and experts"
@@ -26,7 +24,6 @@ EXERCISES = (
         minutes=5,
         difficulty=1,
         source="solutions:merge",
-        drive=attention.drive_merge,
         imports=_TORCH,
         hints=(
             "The sum of weights over both sets is exp(log_sum) + exp(new_log_sum). What part of it is the first set's?",
@@ -34,9 +31,6 @@ EXERCISES = (
             "total = logaddexp of both; each mean counts with exp(its log_sum - total); return the sum, and total.",
         ),
         worlds=(1,),
-        budget=attention.budget_merge,
-        mutants=attention.WRONG_MERGES + varied.WRONG_MERGES + slips.KNOWN_MERGE,
-        vary=varied.MERGE,
     ),
     Exercise(
         name="11.zigzag",
@@ -44,7 +38,6 @@ EXERCISES = (
         minutes=4,
         difficulty=1,
         source="solutions:zigzag",
-        drive=attention.drive_zigzag,
         imports=_TORCH,
         hints=(
             "Cut the sequence into 2n chunks. The rank with the chunk of least work should also get that of most work.",
@@ -52,9 +45,6 @@ EXERCISES = (
             "Rank r holds chunk r, and behind it chunk 2n - 1 - r: torch.cat of two calls of torch.arange.",
         ),
         worlds=(1,),
-        budget=attention.budget_zigzag,
-        mutants=attention.WRONG_ZIGZAGS + varied.WRONG_ZIGZAGS,
-        vary=varied.ZIGZAG,
     ),
     Exercise(
         name="11.ring",
@@ -62,8 +52,6 @@ EXERCISES = (
         minutes=20,
         difficulty=3,
         source="solutions:ring_attend",
-        drive=ring.drive_ring,
-        judge=ring.judge_ring,
         imports=_RANKS,
         hints=(
             "n steps: attend to the keys that you hold, then hand them to rank + 1 and take those of rank - 1.",
@@ -72,10 +60,6 @@ EXERCISES = (
             "Each step but the first: isend what is held, recv into a new tensor, wait. Scores, mask with -inf, "
             "log_sum = logsumexp, weights = exp(scores - log_sum, with log_sum clamped to a finite number). Merge.",
         ),
-        on_failure=ring.ring_failure,
-        budget=ring.budget_ring,
-        mutants=ring.WRONG_RINGS + varied.WRONG_RINGS + slips.KNOWN_RING,
-        vary=varied.RING,
     ),
     Exercise(
         name="11.route",
@@ -83,7 +67,6 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         source="solutions:route",
-        drive=routing.drive_route,
         imports=("import torch", "import torch.nn.functional as F", "from torch import Tensor"),
         hints=(
             "torch.topk gives weights and experts. For each choice: how many choices before it ask the same expert?",
@@ -93,9 +76,6 @@ EXERCISES = (
             "shape [K, T], transposed. Dropped is the number of choices that are not kept.",
         ),
         worlds=(1,),
-        budget=routing.budget_route,
-        mutants=routing.WRONG_ROUTES + varied.WRONG_ROUTES + slips.KNOWN_ROUTE,
-        vary=varied.ROUTE,
     ),
     Exercise(
         name="11.ask",
@@ -103,7 +83,6 @@ EXERCISES = (
         minutes=12,
         difficulty=3,
         source="solutions:ask_experts",
-        drive=dispatch.drive_ask,
         imports=(
             "import torch",
             "import torch.distributed as dist",
@@ -117,10 +96,6 @@ EXERCISES = (
             "Answers come back in the order in which tokens left: answers[order.argsort()] undoes tokens[order]. "
             "Multiply by weights[:, None].",
         ),
-        on_failure=dispatch.ask_failure,
-        budget=dispatch.budget_ask,
-        mutants=dispatch.WRONG_ASKS + varied.WRONG_ASKS + slips.KNOWN_ASK,
-        vary=varied.ASK,
     ),
     Exercise(
         name="11.balance",
@@ -128,7 +103,6 @@ EXERCISES = (
         minutes=6,
         difficulty=1,
         source="solutions:balance_loss",
-        drive=routing.drive_balance,
         imports=_TORCH,
         hints=(
             "Two numbers per expert: how often it was chosen, and how probable it was on average.",
@@ -136,9 +110,6 @@ EXERCISES = (
             "Return the number of experts times the sum of f times P; counts have no gradient, P has.",
         ),
         worlds=(1,),
-        budget=routing.budget_balance,
-        mutants=routing.WRONG_LOSSES + varied.WRONG_LOSSES + slips.KNOWN_BALANCE,
-        vary=varied.BALANCE,
     ),
     Exercise(
         name="11.repair",
@@ -146,7 +117,6 @@ EXERCISES = (
         minutes=6,
         difficulty=2,
         source="solutions:synchronize",
-        drive=dispatch.drive_synchronize,
         imports=("import torch.distributed as dist", "from torch import nn"),
         hints=(
             "What lies at the same place of `experts` on another rank?",
@@ -154,8 +124,5 @@ EXERCISES = (
             "All-reduce and divide what is shared. Experts: divide only, their gradients are sums over all ranks.",
         ),
         broken="averaged",
-        budget=dispatch.budget_synchronize,
-        mutants=dispatch.WRONG_SYNCHRONIZATIONS + varied.WRONG_SYNCHRONIZATIONS + slips.WRONG_REPAIR,
-        vary=varied.SYNCHRONIZE,
     ),
 )

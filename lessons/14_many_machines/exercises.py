@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from distlab_lesson_14.checks import meeting
-
 from distlab.grading import Exercise
 
 TITLE = "Many machines"
@@ -69,8 +67,6 @@ EXERCISES = (
         minutes=12,
         difficulty=3,
         source="solutions:meet",
-        drive=meeting.drive_meeting,
-        judge=meeting.judge_meeting,
         imports=("import json", "from typing import Any"),
         hints=(
             'store.add("agents", 1) returns how many have come, this one included. Two never get the same number.',
@@ -81,9 +77,6 @@ EXERCISES = (
             "sizes before yours, and all.",
         ),
         worlds=(1, 3),
-        budget=meeting.budget_meeting,
-        mutants=meeting.WRONG_MEETINGS,
-        vary=meeting.MEETING_VARY,
     ),
     Exercise(
         name="14.repair",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from distlab_lesson_05.checks.shared import gradient_of
+from distlab_lesson_05.checks.codes import gradient_of
 from torch import Tensor
 
 from distlab.grading import Evidence, Mutant
@@ -76,7 +76,7 @@ _MIXED = (
     "with their indices (all_gather), not be summed (all_reduce)"
 )
 _ZEROS = "zeros cost as many bytes as numbers"
-WRONG_TOP_KS = (
+WRONG_TOP_K = (
     Mutant("zeros travel", "dense on the wire", f"{_ZEROS}; send k indices and k values", 2, 64).body(
         f"{_KEPT}\ndist.all_reduce(kept)\nreturn kept"
     ),
@@ -86,25 +86,19 @@ WRONG_TOP_KS = (
     Mutant(
         "added once",
         "overwritten",
-        "one rank's value is held where several ranks chose the same element: `a[indices] = values` overwrites, and "
-        "`a[indices] += values` adds a place only once; use index_add_ (or a loop over ranks that adds)",
+        "where several ranks chose the same element one of them counts: `a[indices] = values` overwrites, and "
+        "`a[indices] += values` adds a place once; use index_add_",
         2,
         48,
     )
     .edit("total.index_add_(0, their_indices, their_values)", "pass")
     .edit("return total", "total[torch.cat(all_indices)] += torch.cat(all_values)\nreturn total"),
     Mutant(
-        "largest, signed",
-        "not by magnitude",
-        "large negative elements are lacking: choose by magnitude, gradient.abs().topk(k)",
-        1,
+        "largest, signed", "not by magnitude", "large negative elements are lacking: gradient.abs().topk(k)", 1
     ).without(".abs()"),
-    Mutant(
-        "signs lost",
-        "signs lost",
-        "it has lost the signs: choose by magnitude, but send gradient[indices], not gradient.abs()[indices]",
-        1,
-    ).edit("gradient[indices]", "gradient.abs()[indices]"),
+    Mutant("signs lost", "signs lost", "the signs are lost: choose by magnitude, but send gradient[indices]", 1).edit(
+        "gradient[indices]", "gradient.abs()[indices]"
+    ),
     Mutant("smallest", "smallest", "elements of smallest magnitude are sent; k of the largest are asked for", 1).edit(
         "topk(k)", "topk(k, largest=False)"
     ),
@@ -112,52 +106,32 @@ WRONG_TOP_KS = (
     Mutant("own, divided", "not communicated", _OWN, 2).body(f"{_KEPT}\nreturn kept"),
     Mutant("sum", "sum not mean", "divide by world_size (3)", 3, 9).edit("total / dist.get_world_size()", "total"),
     Mutant(
-        "8-byte indices",
-        "wide indices",
-        "12 bytes per pair where 8 are enough: indices travel as int64; fewer than 2**31 elements need int32",
-        2,
+        "8-byte indices", "wide indices", "indices travel as int64: fewer than 2**31 elements need int32 alone", 2
     ).without(".int()"),
     Mutant(
         "top-k of the mean",
         "top-k of the mean",
-        "it holds the k largest of the mean: whoever knows the mean has sent everything before",
+        "it takes the k largest of the mean: whoever knows the mean has sent everything before",
         2,
         64,
     ).body(f"gradient = gradient.clone()\ndist.all_reduce(gradient)\n{_KEPT}\nreturn kept"),
 )
-WRONG_RANDOM_KS = (
+WRONG_RANDOM_K = (
     Mutant(
-        "seeded by rank",
-        "choices differ",
-        "ranks fill different places, so the sums mix different elements; seed a generator with what all ranks share, "
-        "the step, not the rank",
-        2,
-        49,
+        "seeded by rank", "choices differ", "ranks fill different places: seed with what all share, the step", 2, 49
     ).edit("manual_seed(step)", "manual_seed(1000 * step + dist.get_rank())"),
     Mutant(
-        "always the same",
-        "same places",
-        "the same places in every step: the other elements never learn; seed with the step",
-        1,
-        49,
+        "always the same", "same places", "the same places in every step: the others never learn; seed by step", 1, 49
     ).edit("manual_seed(step)", "manual_seed(0)"),
-    Mutant(
-        "not scaled",
-        "not scaled",
-        "chosen elements are as they are. An element is chosen in k of L steps, so on average it is L/k times too "
-        "small: multiply by L / k",
-        1,
-    ).without(" * (gradient.numel() / k)"),
+    Mutant("not scaled", "not scaled", "an element is chosen in k of L steps, so multiply it by L / k", 1).without(
+        " * (gradient.numel() / k)"
+    ),
     Mutant("divided by L/k", "divided by L/k", "multiply by L / k, do not divide by it", 1).edit("* (grad", "/ (grad"),
     Mutant("zeros travel", "dense on the wire", f"{_ZEROS}; send the k values alone", 2, 64)
     .without("dist.all_reduce(values)")
     .edit("return estimate", "dist.all_reduce(estimate)\nreturn estimate"),
     Mutant(
-        "indices travel",
-        "indices travel",
-        "all_gather is called: as all ranks draw the same places, no rank needs indices, and values at the same place "
-        "can be summed on the way (all_reduce)",
-        2,
+        "indices travel", "indices travel", "all ranks draw the same places: send no indices, all_reduce values", 2
     ).edit(
         "dist.all_reduce(values)",
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from distlab_lesson_05.checks.shared import gradient_of
 from torch import Tensor
 
 from distlab.grading import Evidence, Mutant
@@ -15,6 +14,14 @@ from distlab.grading.diagnosis.values import seeded
 
 QUANTIZE_LENGTH = 1001
 QUANTIZE_CASES = (("drawn", 8), ("drawn", 4), ("drawn", 1), ("equal", 4))
+
+
+def gradient_of(rank: int, *shape: int, purpose: str) -> Tensor:
+    """Make a rank's gradient: what all ranks share, and something of its own; float32.
+
+    What ranks share makes their largest elements coincide in part, as they do in training.
+    """
+    return (seeded(-1, *shape, purpose=purpose) + 0.7 * seeded(rank, *shape, purpose=purpose)).float()
 
 
 def codes_of(length: int, bits: int) -> Tensor:
@@ -54,12 +61,11 @@ def budget_quantize(evidence: Evidence) -> list[str]:
     return [f"{line}, in {len(QUANTIZE_CASES)} calls of {QUANTIZE_LENGTH} elements"]
 
 
-WRONG_PACKS = (
+WRONG_PACK = (
     Mutant(
         "highest bits first",
         "order in the byte",
-        "the first code is in the byte's highest bits; the decoder looks for it in the lowest: shift code i by i x "
-        "bits",
+        "the first code goes into the lowest bits: shift code i by i x bits",
         1,
     ).edit("<< (bits * place)", "<< (8 - bits - bits * place)"),
     Mutant("a byte each", "not packed", "it returned one byte per code; 8 // bits codes share a byte", 1, 51).body(
@@ -74,29 +80,25 @@ WRONG_PACKS = (
     Mutant(
         "filled in front", "padded in front", "missing codes are filled in at the front; fill up at the end", 1
     ).edit("full[: codes.numel()]", "full[full.numel() - codes.numel() :]"),
-    Mutant(
-        "columns",
-        "columns",
-        "neighbours lie in different bytes; put codes that follow each other into one byte: view(-1, 8 // bits)",
-        1,
-    ).edit("full.view(-1, per_byte)", "full.view(per_byte, -1).T"),
+    Mutant("columns", "columns", "codes that follow each other share a byte: view(-1, 8 // bits)", 1).edit(
+        "full.view(-1, per_byte)", "full.view(per_byte, -1).T"
+    ),
     Mutant("changes its argument", "changed argument", "work on a copy", 1, 40).edit(
         "return packed", "codes.zero_()\nreturn packed"
+    ),
+    Mutant("last code only", "codes lost", "only the last code of a byte is there: put codes together with |=", 1).edit(
+        "packed |= ", "packed = "
     ),
 )
 _BITS_LOST = "codes are cut off, not rounded, half a step too small on average; .round() before .to(torch.uint8)"
 _STEPS = "its steps are range / 2**bits: 2**bits levels have one step less between them, so divide by 2**bits - 1"
-WRONG_QUANTIZES = (
+WRONG_QUANTIZE = (
     Mutant("cut off", "rounded down", _BITS_LOST, 1, 52).without(".round()"),
     Mutant("rounded up", "rounded up", "codes are rounded up; .round() takes the nearest", 1).edit(
         ".round()", ".ceil()"
     ),
     Mutant(
-        "step of zero",
-        "step of zero",
-        "where all elements are equal, the step from min to max is 0, and 0 / 0 is NaN; then every code is 0",
-        1,
-        65,
+        "step of zero", "step of zero", "where all are equal, max - min is 0, and 0 / 0 is NaN: every code is 0", 1, 65
     )
     .edit(
         "((gradient - low) / step).round() if step > 0 else torch.zeros_like(gradient)",
@@ -104,40 +106,22 @@ WRONG_QUANTIZES = (
     )
     .edit("total / dist", "(total + 0 * codes) / dist"),
     Mutant(
-        "signed bytes",
-        "int8 overflow",
-        "it comes out 256 steps too low where a code is above 127: int8 holds -128 to 127; codes need uint8",
-        1,
-        52,
+        "signed bytes", "int8 overflow", "codes above 127 come out 256 steps too low: int8 ends there, use uint8", 1, 52
     ).edit("gradient.numel())", "gradient.numel()).to(torch.int8)"),
     Mutant(
-        "sign of the offset",
-        "sign of the offset",
-        "it is off by twice the smallest value: encoding subtracts it, so decoding adds it",
-        1,
-        52,
+        "sign of the offset", "sign of the offset", "encoding subtracts the smallest value, decoding adds it", 1, 52
     ).edit("their_low + their_step", "-their_low + their_step"),
     Mutant(
         "no offset", "offset forgotten", "it starts at 0 instead of the smallest value: decoding must add it again", 1
     ).edit("their_low + their_step", "their_step"),
     Mutant(
-        "codes summed",
-        "codes summed",
-        "each rank's codes count in its own steps from its own smallest value, so a sum of codes (all_reduce) means "
-        "nothing: all_gather them, decode each, then add",
-        2,
-        65,
+        "codes summed", "codes summed", "codes count in each rank's own steps: all_gather, decode each, then add", 2, 65
     ).edit(
         "payload = torch.cat([",
         "dist.all_reduce(codes)\nreturn low + step * codes / dist.get_world_size()\npayload = torch.cat([",
     ),
     Mutant(
-        "own step for all",
-        "own step for all",
-        "every rank's codes are decoded with this rank's own smallest value and step; use those that came with the "
-        "codes",
-        2,
-        65,
+        "own step for all", "own step for all", "others' codes are decoded with own numbers: use those that came", 2, 65
     ).edit("theirs[:8].view(torch.float32)", "low, step"),
     Mutant("own", "not communicated", "nothing of the others reached a rank: it rounds its own gradient alone", 2).edit(
         "payload = torch.cat([", "return low + step * codes\npayload = torch.cat(["
@@ -146,12 +130,23 @@ WRONG_QUANTIZES = (
     .edit("(2**bits - 1)", "2**bits")
     .edit("/ step).round()", "/ step).round().clamp(max=2**bits - 1)"),
     Mutant(
-        "not packed",
-        "not packed",
-        "a byte or more travels for each code, however few bits it has; use pack_bits",
-        2,
-        51,
+        "not packed", "not packed", "a byte or more travels for each code, however few bits it has: pack_bits", 2, 51
     )
     .edit("to(torch.uint8), bits)", "to(torch.uint8), 8)")
     .edit("theirs[8:], bits,", "theirs[8:], 8,"),
+    Mutant(
+        "one level too many",
+        "a step too many, wrapped",
+        "the largest value wraps round to code 0: 2**bits - 1 steps",
+        1,
+    ).edit("(2**bits - 1)", "2**bits"),
+    Mutant("symmetric levels", "symmetric levels", "levels are symmetric about 0; they go from min to max", 1)
+    .edit("low = gradient.min()", "low = -gradient.abs().max()")
+    .edit("(gradient.max() - low)", "(-2 * low)"),
+    Mutant(
+        "own lowest", "own lowest", "it adds its own lowest value to all codes: use the one that came with them", 2
+    ).edit("total += their_low +", "total += low +"),
+    Mutant("half a step", "half a step", "it adds half a step; codes are rounded to the nearest level", 1).edit(
+        "their_low + their_step * unpack", "their_low + 0.5 * their_step + their_step * unpack"
+    ),
 )

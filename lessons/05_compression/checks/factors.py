@@ -34,10 +34,10 @@ def _use(fn: Callable[[Tensor, Tensor], Any], own: Tensor, q: Tensor) -> Any:
     return {f"approximation of step {step}": one for step, one in enumerate(approximations)}
 
 
-drive_low_rank = Cases(_cases, _use, needs="two all-reduces of thin factors")
+drive_powersgd = Cases(_cases, _use, needs="two all-reduces of thin factors")
 
 
-def budget_low_rank(evidence: Evidence) -> list[str]:
+def budget_powersgd(evidence: Evidence) -> list[str]:
     """Say what was sent."""
     n = evidence.world_size
     text = f"thin factors of {ROWS} x {COLUMNS}, rank {RANK}, in two steps"
@@ -49,13 +49,9 @@ _WHOLE = (
     "p = gradient @ q / dist.get_world_size()",
     "gradient = gradient / dist.get_world_size()\ndist.all_reduce(gradient)\np = gradient @ q",
 )
-WRONG_FACTORS = (
+WRONG_POWERSGD = (
     Mutant(
-        "never communicates",
-        "not communicated",
-        "it is made from this rank's matrix alone: replicas drift apart; all_reduce both factors",
-        2,
-        66,
+        "never communicates", "not communicated", "it is of this rank's matrix alone: all_reduce both factors", 2, 66
     )
     .edit("gradient @ q / dist.get_world_size()", "gradient @ q")
     .without("dist.all_reduce(p)")
@@ -64,39 +60,22 @@ WRONG_FACTORS = (
     Mutant("one factor", "second factor alone", "it has a second factor of this rank only: all_reduce q too", 2, 66)
     .edit(*_OWN_Q)
     .without("dist.all_reduce(q)"),
+    Mutant("both orthogonal", "both orthogonal", "only p is made orthonormal: q = M^T p carries the size", 1, 66).edit(
+        "dist.all_reduce(q)", "dist.all_reduce(q)\nq = torch.linalg.qr(q).Q"
+    ),
     Mutant(
-        "both orthogonal",
-        "both orthogonal",
-        "it has lost the size of the gradient: only p is made orthonormal, q = M^T p carries the size",
-        1,
-        66,
-    ).edit("dist.all_reduce(q)", "dist.all_reduce(q)\nq = torch.linalg.qr(q).Q"),
-    Mutant(
-        "not orthogonal",
-        "not orthogonal",
-        "it is far too large: p was not made orthonormal, so p p^T is not a projection; torch.linalg.qr(p).Q",
-        1,
+        "not orthogonal", "not orthogonal", "far too large: make p orthonormal first, torch.linalg.qr(p).Q", 1
     ).without("p = torch.linalg.qr(p).Q"),
-    Mutant(
-        "unit columns",
-        "unit columns",
-        "its columns have length 1 and are not at right angles: what they share counts more than once; "
-        "torch.linalg.qr(p).Q",
-        1,
-    ).edit("torch.linalg.qr(p).Q", "p / p.norm(dim=0)"),
-    Mutant(
-        "old factor",
-        "old factor",
-        "it is made of p and the q that came in: the new one is q = M^T p, with the new p",
-        1,
-    )
+    Mutant("unit columns", "unit columns", "unit columns are not yet at right angles: torch.linalg.qr(p).Q", 1).edit(
+        "torch.linalg.qr(p).Q", "p / p.norm(dim=0)"
+    ),
+    Mutant("old factor", "old factor", "it is made of the q that came in: take the new one, q = M^T p", 1)
     .edit("q = gradient.T", "old, q = q, gradient.T")
     .edit("p @ q.T, q", "p @ old.T, q"),
     Mutant(
         "by svd",
         "best factors",
-        "it is the best of its rank, by svd of the mean: whoever has the mean has sent everything before; one power "
-        "iteration from the q that came in is asked for",
+        "that is the svd of the mean: whoever has the mean has sent everything; one power iteration is asked for",
         1,
     ).body("""
         mean = gradient / dist.get_world_size()
@@ -105,32 +84,17 @@ WRONG_FACTORS = (
         rank = q.shape[1]
         return left[:, :rank] * sizes[:rank] @ right[:rank], (sizes[:rank, None] * right[:rank]).T
     """),
-    Mutant(
-        "orthogonal too early",
-        "orthogonal too early",
-        "it adds bases that were made orthonormal on each rank: first all_reduce p, then make it orthonormal",
-        2,
-    )
+    Mutant("orthogonal too early", "orthogonal too early", "first all_reduce p, then make the sum orthonormal", 2)
     .edit("gradient @ q / dist", "torch.linalg.qr(gradient @ q).Q.contiguous() / dist")
     .without("p = torch.linalg.qr(p).Q"),
-    Mutant(
-        "cold start",
-        "no warm start",
-        "step 1 is that of step 0 again: return the new q, so that the next step goes on from it (warm start)",
-        1,
-    )
+    Mutant("cold start", "no warm start", "step 1 is that of step 0 again: return the new q, a warm start", 1)
     .edit("q = gradient.T", "new = gradient.T")
     .edit("dist.all_reduce(q)", "dist.all_reduce(new)")
     .edit("q.T, q", "new.T, q"),
-    Mutant(
-        "matrix travels",
-        "matrix travels",
-        "the whole matrix travelled: nothing is saved; all_reduce p and q, the thin factors, and multiply after that",
-        2,
-        64,
-    )
+    Mutant("matrix travels", "matrix travels", "the whole matrix travels: all_reduce the thin p and q instead", 2, 64)
     .edit(*_WHOLE)
     .without("dist.all_reduce(p)")
     .edit(*_OWN_Q)
     .without("dist.all_reduce(q)"),
+    Mutant("sum of ranks", "sum not mean", "2x too large", 2).edit(*_OWN_Q),
 )

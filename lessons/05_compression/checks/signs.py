@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from distlab_lesson_05.checks.shared import gradient_of
+from distlab_lesson_05.checks.codes import gradient_of
 from torch import Tensor
 
 from distlab.grading import Evidence, Mutant
@@ -54,17 +54,17 @@ def _use_memory(fn: Callable[..., Any], gradients: list[Tensor], memory: Tensor)
     return steps
 
 
-drive_signs = Cases(_sign_cases, needs="a number and a bit per element")
+drive_repair = Cases(_sign_cases, needs="a number and a bit per element")
 drive_feedback = Cases(_memory_cases, _use_memory, most_bytes=0)
 
 
-def budget_signs(evidence: Evidence) -> list[str]:
+def budget_repair(evidence: Evidence) -> list[str]:
     """Say what was sent."""
     wanted = (evidence.world_size - 1) * (4 + -(-SIGN_LENGTH // 8))
     return [sent_line(evidence, wanted, "a number and a bit per element")]
 
 
-def budget_memory(evidence: Evidence) -> list[str]:
+def budget_feedback(evidence: Evidence) -> list[str]:
     """Say how often a rank called the others."""
     return [
         f"in {FEEDBACK_STEPS} steps, sent + remembered = all gradients",
@@ -74,14 +74,9 @@ def budget_memory(evidence: Evidence) -> list[str]:
 
 _SIZE = "theirs[:4].view(torch.float32) * signs"
 _MEAN_ASKED = "the mean magnitude is asked for, gradient.abs().mean()"
-WRONG_SIGNS = (
+WRONG_REPAIR = (
     Mutant(
-        "unsigned bytes",
-        "unsigned arithmetic",
-        "it comes out 255 times the magnitude where a rank's element is negative: 2 * 0 - 1 in uint8 is 255, not -1; "
-        "turn the bits into floating point before you calculate with them",
-        1,
-        52,
+        "unsigned bytes", "unsigned arithmetic", "2 * 0 - 1 in uint8 is 255, not -1: turn bits into floats first", 1, 52
     ).without(".to(gradient.dtype)"),
     Mutant("0 for -1", "zero for negative", "a rank's negative element counts as 0: a bit of 0 means -1", 1).edit(
         "2 * ones.to(gradient.dtype) - 1", "ones"
@@ -89,14 +84,14 @@ WRONG_SIGNS = (
     Mutant(
         "own magnitude",
         "own magnitude for all",
-        "this rank's own magnitude is used for the signs of all ranks; use the one that came with them",
+        "it uses its own magnitude for all: use the one that came with them",
         2,
         65,
     ).edit("theirs[:4].view(torch.float32) * signs", "magnitude * signs"),
     Mutant(
         "one magnitude",
         "one magnitude for all",
-        "the mean of all ranks' magnitudes is used: each rank's signs count with the one that came with them",
+        "each rank's signs count with its own magnitude, not the mean of all",
         2,
     )
     .edit(f"total += {_SIZE}", "total += signs")
@@ -144,34 +139,30 @@ WRONG_SIGNS = (
     .edit("to(torch.uint8), 1)", "to(torch.uint8), 8)")
     .edit("theirs[4:], 1,", "theirs[4:], 8,"),
     Mutant("sum", "sum not mean", "divide by world_size (2)", 2, 9).edit("total / dist.get_world_size()", "total"),
+    Mutant("bits turned", "scale", "the sign is wrong", 1).edit("(gradient >= 0)", "(gradient < 0)"),
+    Mutant("zero is negative", "zero is negative", "an element of exactly 0 counts as negative: gradient >= 0", 1).edit(
+        "(gradient >= 0)", "(gradient > 0)"
+    ),
+    Mutant("largest magnitude", "largest magnitude", f"it uses the largest magnitude: {_MEAN_ASKED}", 1).edit(
+        "gradient.abs().mean()", "gradient.abs().max()"
+    ),
 )
 _KEEPS = "memory.copy_(wanted - sent)"
-WRONG_MEMORIES = (
+WRONG_FEEDBACK = (
     Mutant(
-        "never used",
-        "memory never added",
-        "the gradient alone is compressed: what was not sent before is never sent; compress gradient + memory",
-        1,
-        46,
+        "never used", "memory never added", "what was not sent before is never sent: compress gradient + memory", 1, 46
     ).edit("wanted = gradient + memory", "wanted = gradient"),
     Mutant(
-        "another tensor",
-        "never remembered",
-        "the memory is as before the step: write into the tensor that you were given (memory.copy_), since "
-        "`memory = ...` only gives the name to a new tensor",
-        1,
+        "another tensor", "never remembered", "`memory = ...` only names a new tensor: write into it, memory.copy_", 1
     ).edit(_KEEPS, "memory = wanted - sent"),
     Mutant(
-        "old rest lost",
-        "older rest forgotten",
-        "the memory lacks what was there before: the rest is gradient + memory - sent, not gradient - sent",
-        1,
+        "old rest lost", "older rest forgotten", "it forgets the memory of before: gradient + memory - sent is left", 1
     ).edit("wanted - sent", "gradient - sent"),
     Mutant(
         "rest of the mean",
         "rest of the mean",
-        "the memory is what the mean lacks, not what this rank dropped: each rank would then correct for all; subtract "
-        "what this rank sent, before the all-reduce",
+        "the memory is what the mean lacks, not what this rank dropped: subtract what this rank sent, before the "
+        "all-reduce",
         2,
         47,
     )
@@ -183,8 +174,7 @@ WRONG_MEMORIES = (
     Mutant(
         "compresses the mean",
         "compressed the mean",
-        "the mean of all ranks is compressed: whoever knows it has sent "
-        "everything before; compress this rank's own, then all_reduce what is sent",
+        "the mean is compressed: whoever knows it has sent everything; compress this rank's own, then all_reduce",
         2,
     ).edit(
         "sent = compress(wanted)", "dist.all_reduce(wanted)\nwanted /= dist.get_world_size()\nsent = compress(wanted)"
@@ -196,16 +186,10 @@ WRONG_MEMORIES = (
         _KEEPS, "memory.zero_()"
     ),
     Mutant(
-        "compresses twice",
-        "compress calls",
-        "compress is called twice: a random compressor would send one thing and remember another",
-        1,
+        "compresses twice", "compress calls", "compress is called twice: a random one may differ the second time", 1
     ).edit(_KEEPS, "memory.copy_(wanted - compress(wanted))"),
     Mutant(
-        "keeps what it sent",
-        "sent is kept too",
-        "the memory still holds what was sent: it would be sent again; subtract it",
-        1,
+        "keeps what it sent", "sent is kept too", "the memory holds what was sent, to be sent again: subtract it", 1
     ).edit("wanted - sent", "wanted"),
     Mutant("wrong sign", "wrong sign", "the memory has the wrong sign: what was dropped would be subtracted", 1).edit(
         "wanted - sent", "sent - wanted"

@@ -83,19 +83,19 @@ def _use_low_rank(fn: Callable[[Tensor, Tensor], Any], gradient: Tensor, q: Tens
     return [approximation, new @ new.T]
 
 
-TOP_K = Vary(_draw_top_k, left_out=_ROW)
-RANDOM_K = Vary(_draw_random_k, use=_use_random_k, left_out=_ROW)
-PACK = Vary(_draw_pack, left_out={"dtype": "codes are uint8", "dims": ROW})
+vary_top_k = Vary(_draw_top_k, left_out=_ROW)
+vary_random_k = Vary(_draw_random_k, use=_use_random_k, left_out=_ROW)
+vary_pack = Vary(_draw_pack, left_out={"dtype": "codes are uint8", "dims": ROW})
 _ONE_TYPE = {axis: reason for axis, reason in _ROW.items() if axis != "unequal ranks"} | {"dtype": FLOAT32}
-QUANTIZE = Vary(_draw_quantize, left_out=_ONE_TYPE)
-SIGNS = Vary(_draw_signs, left_out=_ONE_TYPE)
-LOW_RANK = Vary(
+vary_quantize = Vary(_draw_quantize, left_out=_ONE_TYPE)
+vary_repair = Vary(_draw_signs, left_out=_ONE_TYPE)
+vary_powersgd = Vary(
     _draw_low_rank,
     use=_use_low_rank,
     scale=100.0,
     left_out=_ROW | {"dims": "a gradient of a matrix", "layout": "both factors are contiguous"},
 )
-MEMORY = Vary(_draw_memory, left_out=_ROW)
+vary_feedback = Vary(_draw_memory, left_out=_ROW)
 
 WRONG_TOP_K = (
     Mutant("float32 by default", "raised", "RuntimeError", 1, "one dtype").edit(
@@ -111,9 +111,4 @@ WRONG_PACK = (
     Mutant("full bytes only", "raised", "shape", 1, "sizes that divide").edit(
         "-(-codes.numel() // per_byte) * per_byte", "codes.numel()"
     ),
-)
-WRONG_MEMORY = (
-    Mutant(
-        "new memory", "never remembered", "write into the tensor that you were given (memory.copy_)", 1, "state"
-    ).edit("memory.copy_(wanted - sent)", "memory = wanted - sent"),
 )

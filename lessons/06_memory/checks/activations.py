@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import found, known_mistake
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases, Free
 from distlab.grading.diagnosis.memory import peak_bytes
 from distlab.grading.diagnosis.traffic import in_megabytes
-from distlab.grading.diagnosis.values import compare, describe, equal, joined, seeded
+from distlab.grading.diagnosis.values import seeded
 
 NUM_BLOCKS, WIDTH, ROWS = 6, 16, 64
 SIZES = (4, 4, 4, 2)  # samples of each micro-batch
 VOCABULARY, LENGTH = 11, 24
-NUM_TOKENS = [size * LENGTH for size in SIZES]
 
 
 class Counted(nn.Module):
@@ -36,8 +35,8 @@ class Counted(nn.Module):
         return x + self.inner(x)
 
 
-def run_blocks(call: Callable[..., Any], *, needs_gradient: bool) -> dict[str, Any]:
-    """Run a chain of blocks forward and backward, each through `call`; return gradients, runs and the peak."""
+def _run_blocks(call: Callable[..., Any], needs_gradient: bool) -> tuple[dict[str, Any], int]:
+    """Run a chain of blocks forward and backward, each through `call`; return what came of it, and the peak."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         blocks = [Counted() for _ in range(NUM_BLOCKS)]
@@ -55,19 +54,23 @@ def run_blocks(call: Callable[..., Any], *, needs_gradient: bool) -> dict[str, A
 
         output, peak = peak_bytes(step)
         draw = torch.rand(4, dtype=torch.float64)
-    gradients = [parameter.grad for block in blocks for parameter in block.parameters()]
-    runs = [block.num_runs for block in blocks]
-    return {"output": output, "gradients": gradients, "x": x.grad, "runs": runs, "peak": peak, "draw": draw}
+    result = {"the output": output, "how often each block runs": [block.num_runs for block in blocks]}
+    for number in reversed(range(NUM_BLOCKS)):
+        result[f"the gradients of block {number}"] = [one.grad for one in blocks[number].parameters()]
+    return result | {"the gradient of x": x.grad, "the next random numbers": draw}, peak
 
 
-def drive_recompute(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Run the chain through fn and plainly, on an input that needs a gradient and on one that does not."""
-    return {
-        "hidden": run_blocks(fn, needs_gradient=True),
-        "data": run_blocks(fn, needs_gradient=False),
-        "plain": run_blocks(lambda block, x: block(x), needs_gradient=True),
-        "plain data": run_blocks(lambda block, x: block(x), needs_gradient=False),
-    }
+def _use_recompute(fn: Callable[..., Any], needs_gradient: bool) -> dict[str, Any]:
+    """Say whether more is held than all gradients, each block's input, and the activations of one block."""
+    result, peak = _run_blocks(fn, needs_gradient)
+    if not needs_gradient:
+        return result
+    _, most = _run_blocks(lambda block, x: block(x), needs_gradient)
+    tensor, parameters = 8 * ROWS * WIDTH, 8 * (8 * WIDTH * WIDTH + 5 * WIDTH)
+    inside = (most - 2 * tensor) / NUM_BLOCKS  # a block's activations and outputs, nearly
+    enough = NUM_BLOCKS * parameters + (NUM_BLOCKS + 2) * tensor + 1.6 * inside
+    held = "activations of one block" if peak <= 1.1 * enough else "activations of several blocks"
+    return result | {"what is held at the peak": held, "peak": Free(peak), "without": Free(most)}
 
 
 class Tiny(nn.Module):
@@ -84,7 +87,7 @@ class Tiny(nn.Module):
         return self.output(F.gelu(self.widen(self.embedding(tokens))))
 
 
-def tiny_and_batches() -> tuple[Tiny, list[tuple[Tensor, Tensor]]]:
+def _tiny_and_batches() -> tuple[Tiny, list[tuple[Tensor, Tensor]]]:
     """Make the model and micro-batches of different sizes, the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -93,164 +96,56 @@ def tiny_and_batches() -> tuple[Tiny, list[tuple[Tensor, Tensor]]]:
     return model, [(inputs, targets) for inputs, targets in tokens]
 
 
-def sum_of_losses(model: Tiny, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the losses of all tokens."""
-    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum")
-
-
-def each_microbatch() -> tuple[list[Tensor], float]:
-    """Return the gradients of each micro-batch's sum of losses, as one row, and the mean loss over all tokens."""
-    rows, total = [], 0.0
-    model, batches = tiny_and_batches()
-    for inputs, targets in batches:
-        model.zero_grad()
-        loss = sum_of_losses(model, inputs, targets)
-        loss.backward()
-        rows.append(joined(p.grad for p in model.parameters() if p.grad is not None))
-        total += loss.item()
-    return rows, total / sum(NUM_TOKENS)
-
-
-def drive_accumulate(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Accumulate; return gradients, the mean, its peak, and the peak of the largest micro-batch alone."""
-    model, batches = tiny_and_batches()
+def _use_repair(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Say whether more is held than the largest micro-batch needs, when it finds gradients to add to."""
+    model, batches = _tiny_and_batches()
     mean, peak = peak_bytes(fn, model, batches)
-    alone, others = tiny_and_batches()
+    alone, others = _tiny_and_batches()
 
     def one() -> None:
-        for inputs, targets in others[:2]:  # the second finds gradients to add to
-            sum_of_losses(alone, inputs, targets).backward()
+        for inputs, targets in others[:2]:
+            F.cross_entropy(alone(inputs).flatten(0, -2), targets.flatten(), reduction="sum").backward()
 
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return {"gradients": gradients, "mean": mean, "peak": peak, "least": peak_bytes(one)[1]}
-
-
-def judge_recompute(evidence: Evidence) -> Iterator[Fault]:
-    """The same numbers as without, two runs of each block, and less at the peak."""
-    result = evidence.results[0]
-    for name, plain in (("hidden", "plain"), ("data", "plain data")):
-        yield from _judge_chain(result[name], result[plain], "" if name == "hidden" else "x needs no gradient: ")
-    run, enough = result["hidden"], least_recompute_bytes(result["plain"])
-    if run["peak"] > 1.1 * enough:
-        text = f"each block runs twice, but {in_megabytes(run['peak'])} are held at the peak, where"
-        advice = f"{in_megabytes(enough)} are enough: the first run's activations are still held"
-        yield Fault("keeps them too", f"{text} {advice}; run the block without recording, keep x alone")
+    _, least = peak_bytes(one)
+    return {
+        "the gradients": [parameter.grad for parameter in model.parameters()],
+        "the mean loss": "a tensor, which may keep what it was made from" if isinstance(mean, Tensor) else mean,
+        "micro-batches whose activations are held at once": "one" if peak <= 1.3 * least else "several",
+        "peak": Free(peak),
+        "least": Free(least),
+    }
 
 
-def least_recompute_bytes(plain: dict[str, Any]) -> float:
-    """Return what a chain needs at the peak: gradients of all blocks, each block's input, one block's activations."""
-    tensor = 8 * ROWS * WIDTH
-    gradients = sum(8 * gradient.numel() for gradient in plain["gradients"])
-    inside = (plain["peak"] - 2 * tensor) / NUM_BLOCKS  # a block's activations and outputs, nearly
-    return gradients + (NUM_BLOCKS + 2) * tensor + 1.6 * inside
-
-
-def _judge_chain(run: dict[str, Any], plain: dict[str, Any], when: str) -> Iterator[Fault]:
-    yield from found(compare(run["output"], plain["output"], f"{when}the output"))
-    runs = run["runs"]
-    if all(gradient is None for gradient in run["gradients"]):
-        text = f"{when}no parameter has a gradient"
-        if min(runs) > 1:
-            advice = "the second run was asked for the gradient of x alone; torch.autograd.backward(output, gradient)"
-            yield Fault("parameters forgotten", f"{text}: {advice} leaves those of the parameters in .grad")
-        advice = "autograd calls backward only if an input of the Function needs a gradient, and parameters that the"
-        yield Fault("no gradients", f"{text}: {advice} block uses inside are not inputs; give it one that needs one")
-    if set(runs) == {1}:
-        text = f"{when}each block runs once and {in_megabytes(run['peak'])} are held at the peak"
-        advice = "keep x alone, and run the block again in backward"
-        yield Fault("not recomputed", f"{text}, as without recomputing: {advice}")
-    yield from _judge_gradients(run, plain, when)
-    if set(runs) != {2}:
-        yield Fault("runs", f"{when}blocks run {runs} times, expected twice each: forward, and once more in backward")
-    if not torch.equal(run["draw"], plain["draw"]):
-        text = f"{when}the next random numbers differ from those of a run without recomputing"
-        advice = "the second run must leave the generator as it found it (torch.random.fork_rng), or the next step's"
-        yield Fault("generator moved", f"{text}: {advice} dropout repeats this one's")
-
-
-def _judge_gradients(run: dict[str, Any], plain: dict[str, Any], when: str) -> Iterator[Fault]:
-    per_block = len(plain["gradients"]) // NUM_BLOCKS
-    last, wanted = run["gradients"][-per_block:], plain["gradients"][-per_block:]
-    for got, want in zip(last, wanted, strict=True):
-        if isinstance(got, Tensor) and equal(got, want):
-            continue
-        if isinstance(got, Tensor) and _is_bias_of_ones(last[-1], wanted[-1]):
-            text = f"{when}the last block's gradients are those of a sum of its outputs"
-            yield Fault("gradient ignored", f"{text}: start backward of the second run from the gradient that comes in")
-        if isinstance(got, Tensor) and equal(last[-1], wanted[-1]):  # the bias after the dropout: no mask in it
-            text = f"{when}gradients differ where dropout is: the second run drops other elements than the first"
-            yield Fault("another dropout", f"{text}; keep torch.get_rng_state() and set it again before the second run")
-        yield compare(got, want, f"{when}a gradient of the last block") or Fault("values", "gradients differ")
-    first = run["gradients"][0]
-    if not isinstance(first, Tensor) or (run["x"] is None and plain["x"] is not None):
-        text = f"{when}the last block has its gradients, those before it have none"
-        yield Fault("input without gradient", f"{text}: backward must return the gradient of x, again.grad")
-    everything = zip([*run["gradients"], run["x"]], [*plain["gradients"], plain["x"]], strict=True)
-    for index, (got, want) in enumerate(everything):
-        if want is not None and (fault := compare(got, want, f"{when}gradient {index}")) is not None:
-            advice = "the last block's gradients are right, those before it are not: backward must return again.grad,"
-            yield Fault("passed on wrong", f"{when}{advice} the gradient of the block's input ({fault.message})")
-
-
-def _is_bias_of_ones(got: Any, want: Tensor) -> bool:
-    """Tell whether the last bias's gradient counts rows: what a gradient of ones gives."""
-    counted = torch.full_like(want, float(ROWS))
-    return isinstance(got, Tensor) and equal(got, counted) and not equal(want, counted)
+drive_recompute = Cases({"": (True,), "x needs no gradient": (False,)}, _use_recompute)
+drive_repair = Cases({"": ()}, _use_repair)
 
 
 def budget_recompute(evidence: Evidence) -> list[str]:
     """Say what is held and what it costs."""
-    held, before = (in_megabytes(evidence.results[0][key]["peak"]) for key in ("hidden", "plain"))
+    held, before = (in_megabytes(evidence.results[0][""]["result"][key].value) for key in ("peak", "without"))
     text = f"each of {NUM_BLOCKS} blocks runs twice forward: a third more work in all"
     return [f"held at the peak: {held}, without recomputing {before}", text]
 
 
-def judge_accumulate(evidence: Evidence) -> Iterator[Fault]:
-    """The gradient of the mean over all tokens, and no more memory than one micro-batch needs."""
-    result = evidence.results[0]
-    sums, mean_loss = each_microbatch()
-    yield from found(_gradient_fault(result["gradients"], sums))
-    if not isinstance(result["mean"], int | float):
-        text = f"it returned {describe(result['mean'])}, expected a number: a tensor may keep what it was made from"
-        yield Fault("returned", f"{text}; add up loss.item()")
-    yield from found(compare(float(result["mean"]), mean_loss, "the mean loss"))
-    if result["peak"] > 1.3 * result["least"]:
-        text = f"right gradients, but {in_megabytes(result['peak'])} held at the peak, where one micro-batch needs"
-        advice = "the activations of all micro-batches are alive together; call backward after each, which frees them"
-        yield Fault("activations pile up", f"{text} {in_megabytes(result['least'])}: {advice}")
-
-
-def _gradient_fault(got: list[Any], sums: list[Tensor]) -> Fault | None:
-    if any(not isinstance(gradient, Tensor) for gradient in got):
-        return Fault("no gradients", "a parameter has no gradient: call backward, and leave what it adds in .grad")
-    total, num_tokens = torch.stack(sums).sum(0), sum(NUM_TOKENS)
-    flat, right = joined(got), total / num_tokens
-    means = [row / count for row, count in zip(sums, NUM_TOKENS, strict=True)]
-    n, added = len(means), torch.stack(means).sum(0)
-    last = "are those of the last micro-batch alone: zero_grad only before the first"
-    too_large = f"are {LENGTH}x too large: divide by the number of tokens, not of samples"
-    weighing = "the last micro-batch has half as many tokens, and counts as much as the others: divide each sum by the"
-    known = (
-        ("mean of means", added / n, f"are the mean of the micro-batches' means: {weighing} number of all tokens"),
-        ("not divided", added, f"are the sum of {n} means: about {n}x too large; divide by the number of all tokens"),
-        ("not divided", total, "are those of the sum over all tokens, not of the mean: divide by their number"),
-        ("divided by samples", total / sum(SIZES), too_large),
-        ("only the last", sums[-1] / num_tokens, last),
-        ("only the last", means[-1], last),
-        ("only the first", sums[0] / num_tokens, "are those of the first micro-batch alone: run them all"),
-    )
-    return known_mistake(flat, right, known, "gradients") or compare(flat, right, "the gradients, as one row")
-
-
-def budget_accumulate(evidence: Evidence) -> list[str]:
+def budget_repair(evidence: Evidence) -> list[str]:
     """Say what is held."""
-    held, least = (in_megabytes(evidence.results[0][key]) for key in ("peak", "least"))
+    held, least = (in_megabytes(evidence.results[0][""]["result"][key].value) for key in ("peak", "least"))
     return [f"held at the peak: {held} for {len(SIZES)} micro-batches (one needs {least})"]
 
 
-WRONG_RECOMPUTES = (
-    Mutant("keeps all", "not recomputed", "runs once", 1).body("return block(x)"),
-    Mutant("recomputes and keeps", "keeps them too", "still held", 1).edit(
+_STATE, _FORK = "torch.set_rng_state(ctx.generator_state)", ", torch.random.fork_rng(devices=[])"
+_BACKWARD = "torch.autograd.backward(output, gradient)"
+_DROPOUT = "the second run drops other elements: keep torch.get_rng_state(), and set it again before the second run"
+WRONG_RECOMPUTE = (
+    Mutant(
+        "keeps all", "not recomputed", "each block runs once: keep x alone, and run the block again in backward", 1
+    ).body("return block(x)"),
+    Mutant(
+        "recomputes and keeps",
+        "keeps them too",
+        "the first run's activations are still held: run the block without recording, and keep x alone",
+        1,
+    ).edit(
         "return block(x)",
         """
         with torch.enable_grad():
@@ -258,41 +153,90 @@ WRONG_RECOMPUTES = (
         return ctx.output.detach()
         """,
     ),
-    Mutant("other dropout", "another dropout", "get_rng_state", 1, 39).without(
-        "torch.set_rng_state(ctx.generator_state)"
-    ),
-    Mutant("moves the generator", "generator moved", "fork_rng", 1, 39).without(", torch.random.fork_rng(devices=[])"),
-    Mutant("data needs no gradient", "no gradients", "are not inputs", 1, 29).without(", requires_grad=True"),
-    Mutant("input's gradient lost", "input without gradient", "again.grad", 1, 32).edit(
-        "again.grad, None", "None, None"
-    ),
-    Mutant("gradient of x alone", "parameters forgotten", "leaves those of", 1)
-    .without("torch.autograd.backward(output, gradient)")
+    Mutant("other dropout", "another dropout", _DROPOUT, 1, 39).without(_STATE),
+    Mutant("generator as it is", "another dropout", _DROPOUT, 1, 39).edit(_STATE, "pass").without(_FORK),
+    Mutant(
+        "moves the generator",
+        "generator moved",
+        "leave the generator as you found it (torch.random.fork_rng), or the next step's dropout repeats this one's",
+        1,
+        39,
+    ).without(_FORK),
+    Mutant(
+        "data needs no gradient",
+        "no gradients",
+        "autograd calls backward only if an input needs a gradient, and parameters inside are not inputs: give it one",
+        1,
+        29,
+    ).without(", requires_grad=True"),
+    Mutant(
+        "input's gradient lost", "input without gradient", "backward must return the gradient of x, again.grad", 1, 32
+    ).edit("again.grad, None", "None, None"),
+    Mutant(
+        "passed on",
+        "passed on wrong",
+        "backward returns the gradient that came in; return that of the block's input, again.grad",
+        1,
+    ).edit("again.grad, None", "gradient, None"),
+    Mutant(
+        "gradient of x alone",
+        "parameters forgotten",
+        "the gradient of x alone is asked for; torch.autograd.backward(output, gradient) leaves those of parameters "
+        "too",
+        1,
+    )
+    .without(_BACKWARD)
     .edit("again.grad, None", "torch.autograd.grad(output, again, gradient)[0], None"),
-    Mutant("from ones", "gradient ignored", "the gradient that comes in", 1).edit(
-        "backward(output, gradient)", "backward(output, torch.ones_like(gradient))"
-    ),
+    Mutant(
+        "from ones",
+        "gradient ignored",
+        "it takes the gradient of the sum of the outputs: begin the second backward at the gradient that comes in",
+        1,
+    ).edit("backward(output, gradient)", "backward(output, torch.ones_like(gradient))"),
 )
-_LOSS = 'reduction="sum") / num_tokens'
-WRONG_ACCUMULATIONS = (
-    Mutant("one backward", "activations pile up", "backward after each", 1, 59)
+
+_LOSS, _NUMBER = 'reduction="sum") / num_tokens', "targets.numel()"
+_ALL_ALIVE = "all activations are alive together: call backward after each micro-batch, and keep no loss"
+WRONG_REPAIR = (
+    Mutant("one backward", "activations pile up", _ALL_ALIVE, 1, 59)
     .edit("mean = 0.0", "mean = torch.zeros((), dtype=next(model.parameters()).dtype)")
     .edit("loss.backward()\nmean += loss.item()", "mean = mean + loss")
     .edit("return mean", "mean.backward()\nreturn mean.item()"),
-    Mutant("one batch again", "activations pile up", "alive together", 1, 59).body("""
+    Mutant("one batch again", "activations pile up", _ALL_ALIVE, 1, 59).body("""
         inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
         loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
         return loss.item()
     """),
-    Mutant("graphs kept", "activations pile up", "alive together", 1)
+    Mutant("graphs kept", "activations pile up", _ALL_ALIVE, 1)
     .edit("mean = 0.0", "losses = []")
     .edit("logits = model(inputs)\nloss = F.cross_entropy(logits", "loss = F.cross_entropy(model(inputs)")
     .edit("loss.backward()\nmean += loss.item()", "loss.backward(retain_graph=True)\nlosses.append(loss)")
     .edit("return mean", "return sum(loss.item() for loss in losses)"),
-    Mutant("sum of means", "not divided", "the sum of 4 means", 1, 21).edit(_LOSS, 'reduction="mean")'),
-    Mutant("mean of means", "mean of means", "half as many tokens", 1, 22).edit(
-        _LOSS, 'reduction="mean") / len(microbatches)'
+    Mutant(
+        "sum of means",
+        "not divided",
+        "it is the sum of the micro-batches' means: divide by the number of all tokens",
+        1,
+        21,
+    ).edit(_LOSS, 'reduction="mean")'),
+    Mutant(
+        "sum of all", "not divided", "it is the sum over all tokens, not the mean: divide by their number", 1
+    ).without(" / num_tokens"),
+    Mutant(
+        "mean of means",
+        "mean of means",
+        "a micro-batch of fewer tokens counts as much as the others: divide each sum by the number of all tokens",
+        1,
+        22,
+    ).edit(_LOSS, 'reduction="mean") / len(microbatches)'),
+    Mutant("samples", "divided by samples", "it divides by the number of samples; divide by that of tokens", 1).edit(
+        _NUMBER, "len(targets)"
     ),
-    Mutant("zeroed", "only the last", "zero_grad only before", 1).edit("logits =", "model.zero_grad()\nlogits ="),
+    Mutant("zeroed", "only the last", "only the last micro-batch's are left: zero_grad only before the first", 1).edit(
+        "logits =", "model.zero_grad()\nlogits ="
+    ),
+    Mutant("first alone", "only the first", "it takes the first micro-batch alone: run them all", 1).edit(
+        "in microbatches:", "in microbatches[:1]:"
+    ),
 )

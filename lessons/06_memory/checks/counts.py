@@ -107,10 +107,7 @@ WRONG_STATES = (
         1,
     ).edit(_COPY, "4"),
     Mutant(
-        "copy of all in 16 bits",
-        "no copy asked",
-        "this plan keeps no float32 copy; ask has_master_weights",
-        1,
+        "copy of all in 16 bits", "no copy asked", "this plan keeps no float32 copy; ask has_master_weights", 1
     ).edit(_COPY, "4 if DTYPE_BYTES[precision.compute] == 2 else 0"),
     Mutant(
         "no float32 copy",
@@ -120,10 +117,7 @@ WRONG_STATES = (
         "popular claim",
     ).edit(_COPY, "0"),
     Mutant(
-        "one type for all",
-        "type of gradients",
-        "gradients have a type of their own, plan.precision.gradients",
-        1,
+        "one type for all", "type of gradients", "gradients have a type of their own, plan.precision.gradients", 1
     ).edit("precision.gradients", "precision.compute"),
     Mutant(
         "copy in the optimizer",
@@ -149,12 +143,9 @@ WRONG_STATES = (
         1,
         "popular claim",
     ).edit("stage >= sharded_from", "stage >= 1"),
-    Mutant(
-        "gradients not split",
-        "gradients whole",
-        "stage 2 splits gradients over the ranks",
-        1,
-    ).edit("gradients], 2)", "gradients], 3)"),
+    Mutant("gradients not split", "gradients whole", "stage 2 splits gradients over the ranks", 1).edit(
+        "gradients], 2)", "gradients], 3)"
+    ),
     Mutant(
         "never split",
         "nothing sharded",
@@ -209,12 +200,7 @@ WRONG_ACTIVATIONS = (
         "sequence parallelism splits the 10 units too, and the 2 of full recompute",
         1,
     ).edit("(tensor if sequence_parallel else 1)", "1"),
-    Mutant(
-        "24 whole",
-        "24 not split",
-        "tensor-parallel ranks split 24 of the 34 units, not the scores alone",
-        1,
-    )
+    Mutant("24 whole", "24 not split", "tensor-parallel ranks split 24 of the 34 units, not the scores alone", 1)
     .edit("split = 10.0, 24 + 5", "split = 10.0, 24 * tensor + 5")
     .edit("split = 24.0", "split = 24.0 * tensor"),
     Mutant("not split", "not split", "tensor-parallel ranks split 24 of the 34 units and the scores", 1).edit(
@@ -224,10 +210,7 @@ WRONG_ACTIVATIONS = (
         " + 5 * heads * sequence / hidden"
     ),
     Mutant(
-        "scores of all heads",
-        "scores whole",
-        "a rank has a share of the heads, so it has a share of the scores",
-        1,
+        "scores of all heads", "scores whole", "a rank has a share of the heads, so it has a share of the scores", 1
     ).edit("5 * heads", "5 * tensor * heads"),
     Mutant(
         "scores once per position",
@@ -251,15 +234,12 @@ WRONG_ACTIVATIONS = (
         "selective keeps", "scores kept", "selective recompute drops the scores, 5 a s / h units, and keeps the rest", 1
     ).edit("split = 24.0", "pass"),
     Mutant(
-        "selective drops all",
-        "dropped too much",
-        "selective recompute drops the scores alone; the 24 units stay",
-        1,
+        "selective drops all", "dropped too much", "selective recompute drops the scores alone; the 24 units stay", 1
     ).edit("split = 24.0", "split = 0.0"),
     Mutant(
-        "input split",
-        "input split",
-        "tensor-parallel ranks each hold the whole input, unless in sequence parallel",
-        1,
+        "input split", "input split", "tensor-parallel ranks each hold the whole input, unless in sequence parallel", 1
     ).edit("2.0, 0.0", "0.0, 2.0"),
+    Mutant(
+        "turned scores", "turned scores", "it has hidden / sequence where sequence / hidden belongs, in the scores", 1
+    ).edit("heads * sequence / hidden", "heads * hidden / sequence"),
 )

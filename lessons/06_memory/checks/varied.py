@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from distlab_lesson_06.checks.halves import use_master
 from torch import Tensor, nn
 
 from distlab.grading import Mutant
@@ -122,13 +123,8 @@ def _draw_master(draw: Draw) -> tuple[Any, ...]:
 def _use_master(
     fn: Callable[..., Any], weights: list[Tensor], masters: list[Tensor], gradients: list[Tensor], lr: float
 ) -> dict[str, Any]:
-    """Say whether each weight is its own master rounded: masters of two right answers differ by a rounding."""
-    kept = [*weights], [*masters]
-    fn(weights, masters, gradients, lr)
-    return {
-        "the masters": [master.clone() for master in kept[1]],
-        "each weight is its master, rounded": [torch.equal(w, m.to(w.dtype)) for w, m in zip(*kept, strict=True)],
-    }
+    seen = use_master(fn, weights, masters, gradients, lr)
+    return {name: value for name, value in seen.items() if name != "peak"}
 
 
 _EVENTS = ("none", "one rank", "none", "all ranks", "none", "some ranks")
@@ -171,8 +167,8 @@ def _use_scaler(
 
 vary_states = Vary(_draw_states, num_calls=24)  # a call costs nothing
 vary_activations = Vary(_draw_activations, num_calls=24)
-RECOMPUTE = Vary(_draw_recompute, use=_use_recompute)
-ACCUMULATE = Vary(
+vary_recompute = Vary(_draw_recompute, use=_use_recompute)
+vary_repair = Vary(
     _draw_accumulate,
     use=_use_accumulate,
     left_out={
@@ -181,8 +177,8 @@ ACCUMULATE = Vary(
         "layout": "a right answer may flatten targets with view(-1), as most training loops do",
     },
 )
-MASTER = Vary(_draw_master, use=_use_master)
-SCALER = Vary(
+vary_master = Vary(_draw_master, use=_use_master)
+vary_scaler = Vary(
     _draw_scaler,
     use=_use_scaler,
     num_calls=16,  # events, types and scales must meet
@@ -208,7 +204,7 @@ WRONG_RECOMPUTE = (
         "return Recompute.apply(x, anchor)", "with torch.enable_grad():\n    return Recompute.apply(x, anchor)"
     ),
 )
-WRONG_ACCUMULATE = (
+WRONG_REPAIR = (
     Mutant("one length", "values", "the result", 1, "one size").edit(
         "sum(targets.numel() for _, targets in microbatches)",
         "sum(len(targets) for _, targets in microbatches) * microbatches[0][1].shape[1]",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations
-from math import log2, prod
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
-from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.values import describe
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases
 
-Case = tuple[dict[str, int], dict[str, float], int]  # axes, bytes along each, devices of a node
 PLACE_CASES = (  # axes, bytes sent along each, devices of a node
     ({"tensor": 2, "pipeline": 2, "data": 2}, {"tensor": 8e9, "pipeline": 0.1e9, "data": 1e9}, 4),
     ({"pipeline": 4, "data": 8, "tensor": 2}, {"pipeline": 0.2e9, "data": 3e9, "tensor": 8e9}, 8),
@@ -23,105 +21,39 @@ PLACE_CASES = (  # axes, bytes sent along each, devices of a node
 )
 
 
-def drive_order(fn: Callable[..., Any]) -> list[Any]:
-    """Ask for the order of the axes of each case."""
-    return [fn(dict(axes), dict(traffic), devices) for axes, traffic, devices in PLACE_CASES]
-
-
-def crossing(order: Sequence[str], axes: dict[str, int], devices: int) -> list[str]:
-    """Return the axes whose groups have ranks of several nodes."""
-    outside, reach = [], 1
-    for axis in reversed(order):
-        reach *= axes[axis]
-        if axes[axis] > 1 and reach > devices:
-            outside.append(axis)
-    return outside
-
-
-def cost_of(order: Sequence[str], case: Case) -> float:
-    """Return how many bytes a rank sends between nodes with an order of the axes."""
-    axes, traffic, devices = case
-    return sum(traffic[axis] for axis in crossing(order, axes, devices))
-
-
-def best_of(case: Case) -> tuple[str, ...]:
-    """Return an order with which the fewest bytes cross."""
-    return min(permutations(case[0]), key=lambda order: cost_of(order, case))
-
-
-def judge_order(evidence: Evidence) -> Iterator[Fault]:
-    """As few bytes between nodes as any order can do."""
-    answers = evidence.results[0]
-    for case, got in zip(PLACE_CASES, answers, strict=True):
-        yield from judge_case(got, case, answers)
-
-
-def judge_case(got: Any, case: Case, answers: Sequence[Any] = ()) -> Iterator[Fault]:
-    """Judge an order of the axes; all cases' answers tell whether it is turned round."""
-    axes, _, devices = case
-    asked = f"{' x '.join(f'{name} ({size})' for name, size in axes.items())} on nodes of {devices}"
-    if not _is_order(got, case):
-        yield Fault("returned", f"{asked}: expected each of {', '.join(axes)} once, got {describe(got)}")
-    elif cost_of(got, case) > cost_of(best_of(case), case) * (1 + 1e-12):
-        is_turned = bool(answers) and _is_turned(list(answers), case, tuple(got))
-        yield _order_fault(tuple(got), case, asked, is_turned=is_turned)
-
-
-def _is_order(got: Any, case: Case) -> bool:
-    return isinstance(got, list | tuple) and sorted(map(str, got)) == sorted(case[0])
-
-
-def _is_turned(answers: list[Any], case: Case, order: tuple[str, ...]) -> bool:
-    """Say whether an answer is right when read from its end, and all answers together are better so."""
-    pairs = [(one, got) for one, got in zip(PLACE_CASES, answers, strict=True) if _is_order(got, one)]
-    better = sum(cost_of(got[::-1], one) for one, got in pairs) < sum(cost_of(got, one) for one, got in pairs)
-    return better and cost_of(order[::-1], case) <= cost_of(best_of(case), case)
-
-
-def _order_fault(order: tuple[str, ...], case: Case, asked: str, *, is_turned: bool) -> Fault:
-    axes, traffic, devices = case
-    best, outside = best_of(case), crossing(order, axes, devices)
-    worst = max(outside, key=lambda axis: traffic[axis])
-    text = f"{asked}: with {', '.join(order)} (slowest to fastest) groups of {' and '.join(outside)} lie across nodes"
-    text += (
-        f", {cost_of(order, case) / 1e9:.1f} GB per rank; {', '.join(best)} sends {cost_of(best, case) / 1e9:.1f} GB"
+def use_order(fn: Callable[..., Any], axes: dict[str, int], traffic: dict[str, float], devices_per_node: int) -> Any:
+    """Return what crosses between nodes with an order: several orders may be best."""
+    order = fn(axes, traffic, devices_per_node)
+    if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(traffic):
+        return {"the axes, each once": order, "GB that a rank sends between nodes": None}
+    reach = [prod(axes[axis] for axis in order[at:]) for at in range(len(order))]
+    sent = sum(
+        traffic[axis] for axis, far in zip(order, reach, strict=True) if axes[axis] > 1 and far > devices_per_node
     )
-    text += " there"
-    if is_turned:
-        return Fault("turned round", f"{text}. The fastest axis comes last in the list: yours is the other way round")
-    busiest = max(axes, key=lambda axis: traffic[axis])
-    if axes[busiest] > devices and order[-1] == busiest:
-        text += f". {busiest} has {axes[busiest]} ranks and leaves a node of {devices} wherever it stands: give the"
-        return Fault("does not fit", f"{text} place inside to an axis that fits")
-    kept, better = ([axis for axis in axes if axis not in crossing(one, axes, devices)] for one in (order, best))
-    parts = {axis: traffic[axis] / log2(axes[axis]) for axis in (*kept, worst) if axes[axis] > 1}
-    denser = [axis for axis in parts if parts[axis] > parts[worst]]  # they send more for each doubling of their size
-    left = devices // prod(axes[axis] for axis in denser)
-    if worst in better and denser and left < axes[worst]:
-        text += f". {_listed(denser, axes)} sends more than {worst} for each doubling of its size, but leaves room for"
-        text += f" {left} in a node where {worst} has {axes[worst]}: compare whole orders, not axis by axis"
-        return Fault("per doubling", text)
-    if worst == busiest:
-        return Fault(f"{worst} across nodes", f"{text}. {worst} sends most: its ranks should be next to each other")
-    if all(axes[axis] > devices // prod(axes[axis] for axis in kept) for axis in outside):
-        text += f". {_listed(kept, axes)} inside leaves no room in a node; {_listed(better, axes)} fit there instead"
-        return Fault("others send more", f"{text}, and send more together: compare whole orders, not axis by axis")
-    inside = prod(axes[axis] for axis in order[order.index(worst) :])
-    text += f". With the faster axes' sizes {worst} reaches over {inside} devices: is there an axis that still fits?"
-    return Fault("room left", text)
+    return {"the axes, each once": sorted(order), "GB that a rank sends between nodes": sent / 1e9}
 
 
-def _listed(names: list[str], axes: dict[str, int]) -> str:
-    """Name the axes that have more than one rank."""
-    return " and ".join(name for name in names if axes[name] > 1)
+drive_place = Cases(
+    {
+        f"{' x '.join(f'{name} ({size})' for name, size in axes.items())} on nodes of {devices}": (
+            axes,
+            traffic,
+            devices,
+        )
+        for axes, traffic, devices in PLACE_CASES
+    },
+    use_order,
+)
 
 
-def budget_order(evidence: Evidence) -> list[str]:
+def budget_place(evidence: Evidence) -> list[str]:
     """Say how many cases were asked."""
     return [f"{len(PLACE_CASES)} clusters, none with more bytes between nodes than needed"]
 
 
 _BEST = "list(min(permutations(axes), key=crossing))"
+_TURNED = "it puts first what should come last: the fastest axis, whose ranks are neighbours, is the last of the list"
+_WHOLE = "compare whole orders, not axis by axis"
 
 
 def _greedy(mutant: Mutant, worth: str) -> Mutant:
@@ -136,23 +68,43 @@ def _greedy(mutant: Mutant, worth: str) -> Mutant:
     """)
 
 
-WRONG_ORDERS = (
-    Mutant("as given", "tensor across nodes", "8.0 GB per rank", 1).edit(_BEST, "list(axes)"),
-    Mutant("turned round", "turned round", "the other way round", 1).edit(
-        _BEST, "sorted(axes, key=lambda axis: -traffic[axis])"
-    ),
-    Mutant("busiest fastest", "room left", "is there an axis that still fits", 1).edit(
-        _BEST, "sorted(axes, key=lambda axis: traffic[axis])"
-    ),
-    _greedy(Mutant("greedy", "others send more", "leaves no room in a node", 1), "traffic[axis]"),
+WRONG_PLACE = (
+    Mutant(
+        "as given", "as given", "it leaves the axes as they are given; put those inside a node that send most", 1
+    ).edit(_BEST, "list(axes)"),
+    Mutant("turned round", "turned round", _TURNED, 1).edit(_BEST, "sorted(axes, key=lambda axis: -traffic[axis])"),
+    Mutant("best, turned round", "turned round", _TURNED, 1).edit(_BEST, f"{_BEST}[::-1]"),
+    Mutant(
+        "busiest fastest",
+        "room left",
+        "it sorts by traffic alone; where the busiest axis does not fit a node, leave the room inside to others",
+        1,
+    ).edit(_BEST, "sorted(axes, key=lambda axis: traffic[axis])"),
     _greedy(
-        Mutant("per bit", "per doubling", "but leaves room for 4 in a node", 1),
+        Mutant(
+            "greedy",
+            "others send more",
+            f"it takes the busiest axis that fits, then the next; two smaller ones may send more together: {_WHOLE}",
+            1,
+        ),
+        "traffic[axis]",
+    ),
+    _greedy(
+        Mutant(
+            "per bit",
+            "per doubling",
+            f"it goes by traffic for each doubling of a size, and leaves room unused: {_WHOLE}",
+            1,
+        ),
         "traffic[axis] / log2(axes[axis]) if axes[axis] > 1 else 0.0",
     ),
-    Mutant("largest fastest", "tensor across nodes", "next to each other", 1).edit(
-        _BEST, "sorted(axes, key=lambda axis: axes[axis])"
-    ),
-    Mutant("fits alone", "room left", "is there an axis that still fits", 1).edit(
-        _BEST, "sorted(axes, key=lambda axis: (axes[axis] <= devices_per_node, traffic[axis]))"
-    ),
+    Mutant(
+        "largest fastest", "by size", "it sorts the axes by their sizes; those that send most should be neighbours", 1
+    ).edit(_BEST, "sorted(axes, key=lambda axis: axes[axis])"),
+    Mutant(
+        "fits alone",
+        "fits alone",
+        "it asks whether each axis alone fits a node; count its size times those of all faster axes",
+        1,
+    ).edit(_BEST, "sorted(axes, key=lambda axis: (axes[axis] <= devices_per_node, traffic[axis]))"),
 )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
-from distlab_lesson_10.checks.mesh import judge_axis
-from distlab_lesson_10.checks.nodes import judge_case
-from distlab_lesson_10.checks.shares import Given, judge_mesh
+from distlab_lesson_10.checks.mesh import use_groups, use_place
+from distlab_lesson_10.checks.nodes import use_order
+from distlab_lesson_10.checks.shares import use_axes, use_part
 from torch import Tensor
 
-from distlab.grading import Fault, Mutant
-from distlab.grading.exercise import Refused
+from distlab.grading import Mutant
 from distlab.grading.variation.draw import Draw, Vary
 from distlab.plan import Mesh
 
@@ -40,19 +38,9 @@ def _draw_place(draw: Draw) -> tuple[Any, ...]:
     return draw.one_of(0, Mesh(axes).size - 1, draw.integer(0, Mesh(axes).size - 1)), axes
 
 
-def _use_place(fn: Callable[..., Any], rank: int, axes: dict[str, int]) -> list[Any]:
-    """Return the places in the order in which they are given."""
-    return [[axis, int(place)] for axis, place in fn(rank, axes).items()]
-
-
 def _draw_groups(draw: Draw) -> tuple[Any, ...]:
     axes = _draw_axes(draw, draw.one_of(1, 2, draw.integer(3, 4), 5))
     return list(axes)[draw.integer(0, len(axes) - 1)], axes
-
-
-def _use_groups(fn: Callable[..., Any], axis: str, axes: dict[str, int]) -> bool:
-    mesh = Mesh(axes)
-    return _right(next(judge_axis(mesh, axis, fn(axis, axes)), None))
 
 
 def _draw_part(draw: Draw) -> tuple[Any, ...]:
@@ -66,41 +54,9 @@ def _draw_part(draw: Draw) -> tuple[Any, ...]:
     return draw.one_of(batch, batch.T.contiguous().T), axes, num_microbatches
 
 
-def _use_part(fn: Callable[..., Any], batch: Tensor, axes: dict[str, int], num_microbatches: int) -> bool:
-    """Judge what all ranks get together: replicas may be numbered in any order."""
-    given = Given(Mesh(axes), *batch.shape, num_microbatches)
-    parts = [fn(batch, rank, given.mesh, num_microbatches) for rank in range(given.mesh.size)]
-    for rank, own in enumerate(parts):
-        for part in own if isinstance(own, list | tuple) else ():
-            if isinstance(part, Tensor) and part.dtype != batch.dtype:
-                text = (
-                    f"rank {rank}'s micro-batch is {part.dtype}, the batch is {batch.dtype}: cut it, and change nothing"
-                )
-                raise Refused("dtype", text)
-    first = batch[0, 0]
-    is_list = all(isinstance(own, list | tuple) and all(isinstance(one, Tensor) for one in own) for own in parts)
-    numbers = [[(one - first).to(torch.int64) for one in own] for own in parts] if is_list else parts
-    return _right(next(judge_mesh(given, numbers), None))
-
-
-def _right(fault: Fault | None) -> bool:
-    """Say that an answer is right where several are, so that none is compared with the reference's."""
-    if fault is not None:
-        raise Refused(fault.code, "\n".join(textwrap.wrap(fault.message, 200)))  # a longer line would be cut
-    return True
-
-
 def _draw_gradient_axes(draw: Draw) -> tuple[Any, ...]:
     kind = draw.one_of("matrix", "norm", "tied", "expert")
     return kind, {name: draw.integer(1, 6) for name in _shuffled(draw, _NAMES)}, draw.one_of(True, False, True)
-
-
-def _use_gradient_axes(
-    fn: Callable[..., Any], kind: str, axes: dict[str, int], sequence_parallel: bool
-) -> dict[str, Any]:
-    """Return the axes in any order; one of a single rank may be there or not."""
-    summed, divisor = fn(kind, axes, sequence_parallel)
-    return {"summed over": sorted(axis for axis in summed if axes[axis] > 1), "divided by": float(divisor)}
 
 
 def _groups_on(draw: Draw, axes: dict[str, int]) -> dict[str, Any]:
@@ -154,12 +110,6 @@ def _draw_order(draw: Draw) -> tuple[Any, ...]:
     return axes, traffic, prod(axes[name] for name in inside) * draw.one_of(1, 1, 2)
 
 
-def _use_order(fn: Callable[..., Any], axes: dict[str, int], traffic: dict[str, float], devices_per_node: int) -> bool:
-    """Judge an order by what it sends: several may be best."""
-    case = dict(axes), dict(traffic), devices_per_node
-    return _right(next(judge_case(fn(axes, traffic, devices_per_node), case), None))
-
-
 def _draw_step(draw: Draw) -> tuple[Any, ...]:
     axes = _draw_mesh(draw, draw.one_of(["data", "tensor"], ["tensor", "data"]))
     dtype, width = draw.dtype(*_FLOATS), draw.integer(1, 5)
@@ -171,20 +121,21 @@ def _draw_step(draw: Draw) -> tuple[Any, ...]:
     return *(weight.to(dtype).contiguous() for weight in own), x, target, _groups_on(draw, axes)
 
 
-COORDINATES = Vary(_draw_place, use=_use_place)
-GROUPS = Vary(_draw_groups, use=_use_groups)
-PART = Vary(_draw_part, use=_use_part, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE})
-GRADIENT_AXES = Vary(_draw_gradient_axes, use=_use_gradient_axes)
-NORM = Vary(_draw_norm, use=_use_norm, least_bytes=0.5, left_out={"bytes": "a square may travel as float32"})
-ORDER = Vary(_draw_order, use=_use_order, num_calls=24)  # wrong orders are often as good
-STEP = Vary(
-    _draw_step,
-    left_out={"dims": MATRIX, "empty": SIZES_DIVIDE, "unequal ranks": "all ranks hold parts of one size"},
+vary_coordinates = Vary(_draw_place, use=use_place)
+vary_groups = Vary(_draw_groups, use=use_groups)
+vary_my_batch = Vary(_draw_part, use=use_part, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE})
+vary_gradient_axes = Vary(_draw_gradient_axes, use=use_axes)
+vary_global_norm = Vary(
+    _draw_norm, use=_use_norm, least_bytes=0.5, left_out={"bytes": "a square may travel as float32"}
+)
+vary_place = Vary(_draw_order, use=use_order, num_calls=24)  # wrong orders are often as good
+vary_find_the_bug = Vary(
+    _draw_step, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE, "unequal ranks": "all ranks hold parts of one size"}
 )
 
 _STRIDE = "names[names.index(axis) + 1 :]"
 
-WRONG_PLACES = (
+WRONG_COORDINATES = (
     Mutant("sizes overwritten", "argument changed", "belongs to the caller", 1, "state").edit(
         "rank, place[axis] = divmod(rank, axes[axis])",
         "rank, place[axis] = divmod(rank, axes[axis])\naxes[axis] = place[axis]",
@@ -193,23 +144,21 @@ WRONG_PLACES = (
     .edit("reversed(axes)", "list(axes)[-1:-4:-1]")
     .edit("place[axis] for axis in axes", "place.get(axis, 0) for axis in axes"),
 )
-WRONG_GROUPS = (
-    Mutant("two axes after it", "mixed", "members differ on", 1, "one size").edit(_STRIDE, f"{_STRIDE}[:2]"),
-)
-WRONG_PARTS = (
-    Mutant("two micro-batches", "micro-batches", "has 2 micro-batches", 1, "one set of arguments").edit(
+WRONG_GROUPS = (Mutant("two axes after it", "values", "the groups", 1, "one size").edit(_STRIDE, f"{_STRIDE}[:2]"),)
+WRONG_MY_BATCH = (
+    Mutant("two micro-batches", "returned", "expected a list of", 1, "one set of arguments").edit(
         "own.chunk(num_microbatches)", "own.chunk(2)"
     ),
-    Mutant("whole numbers", "dtype", "change nothing", 1, "one dtype").edit(
+    Mutant("whole numbers", "values", "int64 of shape", 1, "one dtype").edit(
         "list(own.chunk(num_microbatches))", "[part.long() for part in own.chunk(num_microbatches)]"
     ),
 )
-WRONG_AXES = (
-    Mutant("context of two", "values", "divided by", 1, "one set of arguments").edit(
+WRONG_GRADIENT_AXES = (
+    Mutant("context of two", "values", "to divide by", 1, "one set of arguments").edit(
         '* axes["context"]', '* min(axes["context"], 2)'
     ),
 )
-WRONG_NORMS = (
+WRONG_GLOBAL_NORM = (
     Mutant("rows only", "raised", "in global_norm", 1, "one shape").edit(
         "gradient.square().sum()", "gradient @ gradient"
     ),
@@ -217,9 +166,11 @@ WRONG_NORMS = (
         "square = torch.zeros", "assert next(iter(gradients.values())).is_floating_point()\nsquare = torch.zeros"
     ),
 )
-WRONG_ORDERS = (
-    Mutant("three axes", "others send more", "send more together", 1, "one size").edit(
+WRONG_PLACE = (
+    Mutant("three axes", "values", "between nodes", 1, "one size").edit(
         "permutations(axes)", "((*list(axes)[:-3], *order) for order in permutations(list(axes)[-3:]))"
     ),
 )
-WRONG_STEPS = (Mutant("twelve samples", "scale", "too", 1, "one size").edit("difference.numel()", "(60 // num_parts)"),)
+WRONG_FIND_THE_BUG = (
+    Mutant("twelve samples", "scale", "too", 1, "one size").edit("difference.numel()", "(60 // num_parts)"),
+)

@@ -62,66 +62,36 @@ def budget_zigzag(evidence: Evidence) -> list[str]:
 _SHARES = "(log_sum - total).exp(), (new_log_sum - total).exp()"
 _SUM = "share[..., None] * mean + new_share[..., None] * new"
 
-WRONG_MERGES = (
+WRONG_MERGE = (
+    Mutant("plain mean", "plain mean", "both parts count alike: each counts with exp(its log_sum - the total)", 1).edit(
+        _SUM, "(mean + new) / 2"
+    ),
     Mutant(
-        "plain mean",
-        "plain mean",
-        "both parts count alike, however much weight their keys have: each counts with exp(its log_sum - the total)",
-        1,
-    ).edit(_SUM, "(mean + new) / 2"),
-    Mutant(
-        "without max",
-        "overflow",
-        "exp of a log_sum of hundreds is infinite, and inf / inf is NaN; only differences may go through exp: "
-        "subtract the larger log_sum first (torch.logaddexp does)",
-        1,
+        "without max", "overflow", "exp of hundreds is infinite: subtract the larger log_sum, or use logaddexp", 1
     ).edit("torch.logaddexp(log_sum, new_log_sum)", "(log_sum.exp() + new_log_sum.exp()).log()"),
     Mutant(
-        "logarithms as shares",
-        "logarithms as shares",
-        "logarithms are taken for shares; exp of them are the sums: each counts with exp(its log_sum - the total)",
-        1,
+        "logarithms as shares", "logarithms as shares", "logarithms are no shares: exp(its log_sum - the total) is", 1
     ).edit(_SHARES, "log_sum / (log_sum + new_log_sum), new_log_sum / (log_sum + new_log_sum)"),
     Mutant(
-        "logs added",
-        "log_sum added",
-        "two logarithms are added, which multiplies the sums: log(a b), not log(exp(log_sum) + exp(new_log_sum))",
-        1,
+        "logs added", "log_sum added", "log_sum is added: it is log(exp(log_sum) + exp(new_log_sum)), logaddexp", 1
     ).edit("* new, total", "* new, log_sum + new_log_sum"),
     Mutant(
-        "larger log",
-        "larger log_sum",
-        "the log_sum is the larger of the two; the smaller counts too: log(exp(log_sum) + exp(new_log_sum))",
-        1,
+        "larger log", "larger log_sum", "the smaller log_sum counts too: log(exp(log_sum) + exp(new_log_sum))", 1
     ).edit("* new, total", "* new, torch.maximum(log_sum, new_log_sum)"),
     Mutant(
-        "swapped",
-        "shares swapped",
-        "each part gets the other's share: each counts with exp(its log_sum - the total)",
-        1,
+        "swapped", "shares swapped", "each gets the other's share: each counts with exp(its log_sum - the total)", 1
     ).edit("share, new_share =", "new_share, share ="),
-    Mutant(
-        "not divided",
-        "shares not divided",
-        "it weighs with exp(its log_sum - the larger one), which do not add up to 1",
-        1,
-    )
+    Mutant("not divided", "shares not divided", "the shares do not add up to 1: exp(its log_sum - the total)", 1)
     .edit("share, new_share =", "largest = torch.maximum(log_sum, new_log_sum)\nshare, new_share =")
     .edit("- total).exp()", "- largest).exp()", times=2),
-    Mutant(
-        "not rescaled",
-        "first mean not rescaled",
-        "the first mean keeps the weight it had alone, though keys were added",
-        1,
-    ).edit("share[..., None] * mean", "mean"),
+    Mutant("not rescaled", "first mean not rescaled", "the first mean keeps its weight, though keys are added", 1).edit(
+        "share[..., None] * mean", "mean"
+    ),
     Mutant(
         "max left out", "maximum not added back", "the larger log_sum was subtracted, for exp, and never added back", 1
     ).edit("* new, total", "* new, torch.log1p((log_sum - new_log_sum).abs().neg().exp())"),
     Mutant(
-        "by ratio",
-        "nothing visible",
-        "NaN where one log_sum is -inf: that part has a share of exp(-inf) = 0, and the other one counts alone",
-        1,
+        "by ratio", "nothing visible", "where one log_sum is -inf, its share is 0 and the other one counts alone", 1
     ).body("""
         ratio = (new_log_sum - log_sum).exp()
         return (mean + ratio[..., None] * new) / (1 + ratio)[..., None], log_sum + (1 + ratio).log()
@@ -130,10 +100,7 @@ WRONG_MERGES = (
         _SUM, "mean + new"
     ),
     Mutant(
-        "second not rescaled",
-        "second mean not rescaled",
-        "the second mean has the weight it had alone, though it joins other keys",
-        1,
+        "second not rescaled", "second mean not rescaled", "the second mean keeps its weight, though it joins others", 1
     ).edit("new_share[..., None] * new", "new"),
     Mutant("old log_sum", "old log_sum", "the log_sum is that of the first part alone", 1).edit(
         "* new, total", "* new, log_sum"
@@ -147,49 +114,45 @@ WRONG_MERGES = (
     Mutant("in place", "changed argument", "work on a copy", 1, 40).edit(
         f"return {_SUM}", "return mean.mul_(share[..., None]).add_(new_share[..., None] * new)"
     ),
+    Mutant("base 2", "base 2", "it adds up powers of 2 (logaddexp2); log_sum is of exp", 1).edit(
+        "torch.logaddexp(", "torch.logaddexp2("
+    ),
+    Mutant("larger alone", "larger alone", "it takes the mean with the larger log_sum alone", 1).edit(
+        "share, new_share = (log_sum - total).exp(), (new_log_sum - total).exp()",
+        "share, new_share = (log_sum >= new_log_sum).to(mean.dtype), (log_sum < new_log_sum).to(mean.dtype)",
+    ),
 )
-WRONG_ZIGZAGS = (
+WRONG_ZIGZAG = (
     Mutant(
         "straight",
         "uneven work",
-        "straight pieces: the last rank's queries see the most keys, and all wait for it; give a rank an early chunk "
-        "and a late one",
+        "the last rank's queries see the most keys, and all wait for it: give a rank an early chunk and a late one",
         1,
     ).edit("(rank, late)", "(2 * rank, 2 * rank + 1)"),
     Mutant(
         "stripes",
         "stripes",
-        "in stripes the work is nearly even, but the mask cuts through every block; two whole chunks per rank leave "
-        "blocks that are seen in full, or not at all",
+        "in stripes the work is nearly even, but the mask cuts every block; whole chunks are seen in full, or not at "
+        "all",
         1,
     ).body("return torch.arange(rank, length, num_ranks)"),
     Mutant(
-        "r and n + r",
-        "uneven work",
-        "the work is uneven: who has the earliest chunk must have the latest: chunks r and 2n - 1 - r, not r and n + r",
-        1,
+        "r and n + r", "uneven work", "who has the earliest chunk needs the latest: chunks r and 2n - 1 - r", 1
     ).edit("2 * num_ranks - 1 - rank", "num_ranks + rank"),
     Mutant(
         "late first",
         "not ascending",
-        "the right positions, in the order late, early; ascending, its own part is an ordinary causal attention",
+        "the positions are right, in the order late, early; ascending, its own part is an ordinary causal attention",
         1,
     ).edit("(rank, late)", "(late, rank)"),
     Mutant(
-        "2n - r",
-        "positions lost",
-        "a position is on no rank; each of the 2n chunks belongs to one rank: r and 2n - 1 - r",
-        1,
+        "2n - r", "positions lost", "a chunk is on no rank, and one twice on rank 0: rank r has r and 2n - 1 - r", 1
     ).edit("2 * num_ranks - 1 - rank", "(2 * num_ranks - rank) % (2 * num_ranks)"),
     Mutant("other rank's", "other order", "even work, but chunks r and 2n - 1 - r were asked for rank r", 1).edit(
         "(rank, late)", "(num_ranks - 1 - rank, num_ranks + rank)"
     ),
     Mutant(
-        "two late",
-        "positions lost",
-        "a position is on no rank and the last chunk on all; each of the 2n chunks belongs to one rank: r and 2n - 1 "
-        "- r",
-        1,
+        "two late", "positions lost", "one chunk is on no rank, the last on all: rank r has r and 2n - 1 - r", 1
     ).edit("2 * num_ranks - 1 - rank", "2 * num_ranks - 1"),
     Mutant("a list", "returned", "expected a int64 tensor", 1).edit(
         "torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (rank, late)])",

@@ -14,7 +14,7 @@ from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.traffic import in_megabytes
 from distlab.grading.diagnosis.values import seeded
 
-HIDDEN, DOUBLE = 4, 8
+HIDDEN, DOUBLE = 64, 8  # so wide that counts are hardly any of the bytes
 SHARED_SHAPES, EXPERT_SHAPES = ((3, 2), (4,)), ((2, 5), (3,))
 
 
@@ -87,16 +87,13 @@ def _use_synchronize(fn: Callable[..., Any], *gradients: list[Tensor]) -> dict[s
     return {name: [one.grad for one in some] for name, some in zip(("experts", "shared"), given[::-1], strict=True)}
 
 
-drive_ask = Cases(_ask_cases, _use_ask, most_bytes=1.05, needs="tokens, answers, their gradients and counts")
-drive_synchronize = Cases(
-    lambda rank, n: {"gradients": gradients_of(rank)},
-    _use_synchronize,
-    most_bytes=1.05,
-    needs="an all-reduce of what is shared",
+drive_ask = Cases(_ask_cases, _use_ask, needs="tokens, answers, their gradients and counts")
+drive_repair = Cases(
+    lambda rank, n: {"gradients": gradients_of(rank)}, _use_synchronize, needs="an all-reduce of what is shared"
 )
 
 
-def ask_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_ask(error: RankError, world_size: int) -> Fault | None:
     """Name counts that do not fit, and ranks that stay away because no token came to them."""
     text = str(error)
     if "Split sizes" in text or "SIGABRT" in text or "divide equally" in text:
@@ -115,7 +112,7 @@ def budget_ask(evidence: Evidence) -> list[str]:
     return [f"experts worked on {', '.join(map(str, asked))} rows: {sum(asked)} tokens, each sent once and back"]
 
 
-def budget_synchronize(evidence: Evidence) -> list[str]:
+def budget_repair(evidence: Evidence) -> list[str]:
     """Say what was sent."""
     n, size = evidence.world_size, DOUBLE * sum(gradient.numel() for gradient in gradients_of(0)[0])
     return [f"sent {in_megabytes(2 * (n - 1) / n * size)} per rank for {in_megabytes(size)} of shared gradients"]
@@ -124,47 +121,28 @@ def budget_synchronize(evidence: Evidence) -> list[str]:
 _EXPERTS = "for parameter in experts:\n    parameter.grad /= n"
 _AVERAGE = "dist.all_reduce(parameter.grad)\n    parameter.grad /= n"
 
-WRONG_ASKS = (
+WRONG_ASK = (
     Mutant(
-        "not put back",
-        "not put back",
-        "answers are in the order in which tokens left, sorted by expert; put each back where its token was",
-        3,
+        "not put back", "not put back", "answers are in the order in which tokens left: put each back in its place", 3
     ).edit("answers[back]", "answers"),
     Mutant(
-        "not sorted",
-        "not sorted",
-        "tokens are sent as they stand, though counts are by expert: they must leave sorted by expert, and answers "
-        "be put back",
-        2,
+        "not sorted", "not sorted", "tokens leave unsorted, though counts are by expert: sort, and put back after", 2
     )
     .edit("tokens[order]", "tokens")
     .edit("answers[back]", "answers"),
+    Mutant("sorted twice", "sorted twice", "answers are sorted again, not put back; order.argsort() puts back", 3).edit(
+        "answers[back]", "answers[order]"
+    ),
     Mutant(
-        "sorted twice",
-        "sorted twice",
-        "answers were sorted once more instead of put back; the inverse of order is order.argsort()",
-        3,
-    ).edit("answers[back]", "answers[order]"),
-    Mutant(
-        "no weights",
-        "weights forgotten",
-        "answers are not multiplied by weights: the router would get no gradient from the task",
-        1,
+        "no weights", "weights forgotten", "multiply answers by weights, or the router gets no gradient from them", 1
     ).without("weights[:, None] * "),
-    Mutant(
-        "weighted before",
-        "weighted before",
-        "weighted tokens are sent; an expert bends its input, so multiply its answer",
-        1,
-    )
+    Mutant("weighted before", "weighted before", "tokens are weighted, but an expert bends them: weight its answer", 1)
     .without("weights[:, None] * ")
     .edit("tokens[order]", "(weights[:, None] * tokens)[order]"),
     Mutant(
         "autograd cut",
         "autograd cut",
-        "no gradient reaches tokens: a call of torch.distributed is not in the graph; exchange_rows sends gradients "
-        "back the other way",
+        "no gradient reaches tokens: a call of torch.distributed is not in the graph, exchange_rows is",
         1,
         32,
     ).setup("""
@@ -180,10 +158,7 @@ WRONG_ASKS = (
         "answers = exchange_rows", "if not len(arrived):\n    return torch.zeros_like(tokens)\nanswers = exchange_rows"
     ),
     Mutant(
-        "everywhere",
-        "too much work",
-        "experts work on more rows than asked them; send each token to its own expert, as many as there are",
-        2,
+        "everywhere", "too much work", "experts work on rows that did not ask them: send each token to its own", 2
     ).body("""
         n, rows = dist.get_world_size(), torch.tensor([len(tokens)])
         every = [torch.empty_like(rows) for _ in range(n)]
@@ -197,22 +172,29 @@ WRONG_ASKS = (
         "return weights[:, None] * expert(tokens)"
     ),
     Mutant(
-        "weights not sorted",
-        "weights not sorted",
-        "answers get other tokens' weights: they are sorted when they "
-        "arrive, so put them back first, or sort the weights too",
-        3,
+        "weights not sorted", "weights not sorted", "answers get other tokens' weights: put the answers back first", 3
     ).edit("weights[:, None] * answers[back]", "(weights[:, None] * answers)[back]"),
     Mutant("weights cut", "no gradient", "no gradient reaches weights: the router would learn nothing", 1).edit(
         "weights[:, None]", "weights.detach()[:, None]"
     ),
+    Mutant("residual", "residual", "it adds the tokens to the answers; the layer around it may do that", 1).edit(
+        "return weights", "return tokens + weights"
+    ),
+    Mutant("weights squared", "weights twice", "it counts weights twice", 1).edit(
+        "weights[:, None] *", "weights[:, None] ** 2 *"
+    ),
+    Mutant(
+        "weights sorted", "weights sorted", "weights are in the order in which tokens left, answers are put back", 2
+    ).edit("weights[:, None] *", "weights[order][:, None] *"),
+    Mutant("no expert", "no expert", "it sends tokens there and back and never asks the expert", 1).edit(
+        "exchange_rows(expert(arrived),", "exchange_rows(arrived + 0 * expert(arrived),"
+    ),
 )
-WRONG_SYNCHRONIZATIONS = (
+WRONG_REPAIR = (
     Mutant(
         "averaged",
         "experts averaged",
-        "experts' gradients are averaged: they are other experts, which only share a name; an expert's own gradient "
-        "has all ranks' tokens in it already",
+        "experts' gradients are averaged: they are different experts, and each gradient has all ranks' tokens in it",
         2,
     ).edit(
         f"for parameter in shared:\n    {_AVERAGE}\n{_EXPERTS}",
@@ -221,15 +203,11 @@ WRONG_SYNCHRONIZATIONS = (
     Mutant(
         "not divided",
         "experts not divided",
-        "an expert's gradient is that of the sum of all ranks' losses, the shared ones are of their mean; divide by "
-        "world_size",
+        "an expert's gradient is that of the sum of all ranks' losses, shared ones of their mean: divide",
         2,
     ).without(_EXPERTS),
     Mutant(
-        "nothing sent",
-        "not shared",
-        "shared gradients are of a rank's own tokens alone: replicas drift apart; all-reduce them, then divide",
-        2,
+        "nothing sent", "not shared", "shared gradients are of own tokens: replicas drift apart; all-reduce them", 2
     ).without("dist.all_reduce(parameter.grad)"),
     Mutant("padded", "too many bytes", "an all-reduce of what is shared", 2, 64).edit(
         _EXPERTS,
@@ -247,5 +225,8 @@ WRONG_SYNCHRONIZATIONS = (
     ),
     Mutant("nothing", "not shared", "shared gradients are of a rank's own tokens alone: replicas drift apart", 2).edit(
         "dist.all_reduce(parameter.grad)\nparameter.grad /= n", "pass"
+    ),
+    Mutant("shared not divided", "sum not mean", "the sum over ranks, not the mean", 2).edit(
+        "dist.all_reduce(parameter.grad)\nparameter.grad /= n", "dist.all_reduce(parameter.grad)"
     ),
 )

@@ -68,7 +68,7 @@ def judge_ring(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("not a ring", f"{text} one neighbour alone, and hands on what has arrived")
 
 
-def ring_failure(error: RankError, world_size: int) -> Fault | None:
+def failure_ring(error: RankError, world_size: int) -> Fault | None:
     """Name sends that wait for each other."""
     text = str(error)
     if "deadlock" in text and "waits in send" in text:
@@ -87,7 +87,7 @@ def budget_ring(evidence: Evidence) -> list[str]:
 _MASK, _BLOCK = "mine[:, None] < theirs", "(scores - new_log_sum.clamp(min=lowest)[..., None]).exp() @ held[1]"
 _PASS_ON = "leaving = dist.isend(held, (rank + 1) % n)\ndist.recv(arrived, (rank - 1) % n)\nleaving.wait()"
 
-WRONG_RINGS = (
+WRONG_RING = (
     Mutant("gathered", "whole sequence gathered", "which is what did not fit", 2)
     .edit(
         "for step in range(n):",
@@ -95,18 +95,10 @@ WRONG_RINGS = (
     )
     .edit(f"{_PASS_ON}\nheld = arrived", "held = every[(rank - step) % n]"),
     Mutant(
-        "local positions",
-        "local positions",
-        "keys are masked by where they stand in a rank's part; compare positions of the whole sequence: "
-        "positions[rank][:, None] >= positions[owner]",
-        2,
+        "local positions", "local positions", "it masks by places within parts: take positions[rank] and [owner]", 2
     ).edit(_MASK, "torch.arange(len(mine))[:, None] < torch.arange(len(mine))"),
     Mutant(
-        "strict mask",
-        "own position hidden",
-        "each query's own position is hidden, so that the first position sees no key at all; a query sees keys of "
-        "its own position and before: >= and not >",
-        1,
+        "strict mask", "own position hidden", "each query's own position is hidden: it sees that and those before", 1
     )
     .edit(_MASK, "mine[:, None] <= theirs")
     .without(".clamp(min=lowest)"),
@@ -120,52 +112,28 @@ WRONG_RINGS = (
         "mean = (step * mean + new) / (step + 1)",
     ),
     Mutant(
-        "stale log_sum",
-        "log_sum not kept",
-        "it merges every block as if the first alone had come before; keep the total of each merge as the log_sum",
-        3,
+        "stale log_sum", "log_sum not kept", "the log_sum stays the first block's: keep the total of each merge", 3
     ).without("log_sum = total"),
     Mutant(
-        "not rescaled",
-        "mean not rescaled",
-        "each block's share is added to a mean that keeps its weight; shrink what was there by exp(its log_sum - the "
-        "total)",
-        2,
+        "not rescaled", "mean not rescaled", "the mean so far keeps its weight: times exp(log_sum - the total)", 2
     ).edit("(log_sum - total).exp()[..., None] * mean", "mean"),
     Mutant(
-        "values stay",
-        "values stay behind",
-        "this rank's own values are weighed with the keys of others; a key and its value belong together: hand on both",
-        2,
+        "values stay", "values stay behind", "own values meet keys of others: a key and its value travel together", 2
     ).edit("@ held[1]", "@ value"),
     Mutant(
-        "keys stay",
-        "keys stay behind",
-        "the values of others are weighed with this rank's own keys; a key and its value belong together: hand on both",
-        2,
+        "keys stay", "keys stay behind", "own keys meet values of others: a key and its value travel together", 2
     ).edit("@ held[0].mT", "@ key.mT"),
     Mutant(
-        "mask transposed",
-        "mask transposed",
-        "the mask has keys down the rows and queries along them; scores have queries down the rows: "
-        "positions[rank][:, None] >= positions[owner]",
-        2,
+        "mask transposed", "mask transposed", "the mask is transposed: queries go down the rows, keys along them", 2
     ).edit(_MASK, "theirs[:, None] < mine"),
     Mutant(
         "divided by D", "divided by D", "scores are divided by D; divide by the root of D, for a sum of D products", 1
     ).edit("query.shape[-1] ** 0.5", "query.shape[-1]"),
     Mutant(
-        "without max",
-        "overflow",
-        "exp of a score of hundreds is infinite; subtract the log_sum (or the largest score) before the exponential",
-        1,
+        "without max", "overflow", "exp of hundreds is infinite: subtract the log_sum before the exponential", 1
     ).edit(_BLOCK, "scores.exp() @ held[1] / scores.exp().sum(-1, keepdim=True)"),
     Mutant(
-        "softmax",
-        "nothing visible",
-        "some queries see none of a block's keys: all scores are -inf and -inf - (-inf) is NaN; such a block has "
-        "weights of zero",
-        2,
+        "softmax", "nothing visible", "a query may see no key of a block: -inf - (-inf) is NaN; its weights are 0", 2
     ).edit(_BLOCK, "scores.softmax(-1) @ held[1]"),
     Mutant("blocking", "blocking sends", "no rank comes to its recv", 2, 3, ends=True)
     .edit("leaving = dist.isend(", "dist.send(")
@@ -180,32 +148,28 @@ WRONG_RINGS = (
         "if n > 1:\n    arrived = torch.empty_like(held)\n    " + _PASS_ON.replace("\n", "\n    ") + "\nreturn mean",
     ),
     Mutant(
-        "same again",
-        "same keys again",
-        "the first neighbour's keys are read in every step: hand on what has just arrived, not what was there first",
-        3,
+        "same again", "same keys again", "the first neighbour's keys come again and again: hand on what arrived", 3
     ).edit("isend(held,", "isend(torch.stack([key, value]),"),
     Mutant(
-        "other way",
-        "wrong owner",
-        "keys are masked as if they came from the other side: after k hops from rank - 1, they are those of rank - k",
-        3,
+        "other way", "wrong owner", "the mask takes the wrong owner: after k hops from rank - 1, it is rank - k", 3
     ).edit("(rank - step)", "(rank + step)"),
     Mutant(
         "alone", "own keys alone", "it has seen the keys of this rank alone; hand keys and values on n - 1 times", 2
     ).edit("range(n)", "range(1)"),
-    Mutant(
-        "turned round",
-        "mask turned round",
-        "keys after a query are seen and those before are hidden; visible is positions[rank][:, None] >= "
-        "positions[owner]",
-        1,
-    ).edit(_MASK, "mine[:, None] > theirs"),
+    Mutant("turned round", "mask turned round", "it hides the keys before a query, not those after it", 1).edit(
+        _MASK, "mine[:, None] > theirs"
+    ),
     Mutant("plain sum", "plain sum", "it adds the blocks' means; weights must add up to 1 over all keys", 2).edit(
         "mean = (log_sum - total).exp()[..., None] * mean + (new_log_sum - total).exp()[..., None] * new",
         "mean = mean + new",
     ),
     Mutant("not scaled", "not scaled", "it leaves out the division of the scores by sqrt(D)", 1).without(
         " / query.shape[-1] ** 0.5"
+    ),
+    Mutant(
+        "zeros for hidden keys", "masked with 0", "it masks with 0, a score like any other; -inf has no weight", 1
+    ).edit("theirs, -torch.inf)", "theirs, 0.0)"),
+    Mutant("keys for queries", "keys with keys", "it scores keys with keys, not queries with keys", 1).edit(
+        "scores = query @", "scores = key @"
     ),
 )

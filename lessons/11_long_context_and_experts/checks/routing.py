@@ -71,105 +71,61 @@ def budget_balance(evidence: Evidence) -> list[str]:
 
 _KEPT = "kept = (place <= capacity).view(top_k, -1).T"
 
-WRONG_ROUTES = (
+WRONG_ROUTE = (
     Mutant(
         "by token",
         "by token",
-        "a second choice of an early token takes the place of a later token's first choice; place all first choices, "
-        "then all second ones (experts.T)",
+        "an early token's second choice takes the place of a later token's first: place first choices first "
+        "(experts.T)",
         1,
     )
     .edit("experts.T.reshape", "experts.reshape")
     .edit(".view(top_k, -1).T", ".view(-1, top_k)"),
-    Mutant(
-        "each choice",
-        "capacity per choice",
-        "an expert keeps as many first choices and as many second ones; its capacity is for all choices together: go "
-        "on counting",
-        1,
-    )
+    Mutant("each choice", "capacity per choice", "capacity is for first and second choices together: count on", 1)
     .edit("F.one_hot(wanted, probabilities.shape[1])", "F.one_hot(experts, probabilities.shape[1])")
     .edit("gather(1, wanted[:, None])[:, 0]", "gather(2, experts[..., None])[..., 0]")
     .without(".view(top_k, -1).T"),
     Mutant(
-        "off by one",
-        "off by one",
-        "an expert keeps one more than its capacity: places count from 0 with <, or from 1 with <=",
-        1,
+        "off by one", "off by one", "an expert keeps one too many: places count from 0 with <, from 1 with <=", 1
     ).edit("place <= capacity", "place - 1 <= capacity"),
     Mutant(
-        "unlimited",
-        "capacity ignored",
-        "an expert keeps all choices; it has a capacity, and memory was set aside for no more",
-        1,
+        "unlimited", "capacity ignored", "an expert keeps all choices: memory is set aside for its capacity alone", 1
     ).edit("place <= capacity", "place > 0"),
     Mutant(
-        "silent",
-        "drops uncounted",
-        "choices are dropped, and the count says 0: a user would not see that tokens are lost",
-        1,
+        "silent", "drops uncounted", "choices are dropped, and the count says 0: nobody sees that tokens are lost", 1
     ).edit("int((~kept).sum())", "0"),
     Mutant(
         "tokens", "tokens counted", "the number is that of tokens that lost all their choices; count choices", 1
     ).edit("(~kept)", "(~kept.any(-1))"),
     Mutant(
-        "not normalised",
-        "not normalised",
-        "a token's weights do not sum to 1; divide by the sum of its chosen probabilities",
-        1,
+        "not normalised", "not normalised", "a token's weights do not sum to 1: divide by the chosen ones' sum", 1
     ).edit("if top_k > 1:", "if False:"),
     Mutant(
         "one normalised",
         "one choice normalised",
-        "a single choice's weight is always 1 when it is divided by itself, and the router has no gradient; leave "
-        "the probability as it is",
+        "a single choice divided by itself is 1, without gradient: keep it",
         1,
     ).edit("if top_k > 1:", "if True:"),
-    Mutant(
-        "softmax",
-        "softmax twice",
-        "the chosen probabilities go through a softmax, and they went through a softmax already: it evens them out; "
-        "divide by their sum",
-        1,
-    ).edit("weights / weights.sum(dim=-1, keepdim=True)", "weights.softmax(-1)"),
-    Mutant(
-        "by probability",
-        "by probability",
-        "the most probable choices find room, wherever their tokens stand; asked for was the order of choices, and "
-        "among equals the earlier token first",
-        1,
-    )
+    Mutant("softmax", "softmax twice", "a second softmax evens the weights out: divide by their sum", 1).edit(
+        "weights / weights.sum(dim=-1, keepdim=True)", "weights.softmax(-1)"
+    ),
+    Mutant("by probability", "by probability", "the most probable go first; asked for is the order of choices", 1)
     .edit("asked = F", "order = probabilities.gather(1, experts).T.reshape(-1).argsort(descending=True)\nasked = F")
     .edit("one_hot(wanted", "one_hot(wanted[order]")
     .edit("gather(1, wanted[:, None])[:, 0]", "gather(1, wanted[order][:, None])[order.argsort(), 0]"),
     Mutant(
-        "whole tokens",
-        "whole token dropped",
-        "a token is dropped with all its choices where one finds no room; its other choice stays, if that expert has "
-        "room",
-        1,
+        "whole tokens", "whole token dropped", "a token loses all choices with one: keep the other if it has room", 1
     ).edit(_KEPT, f"{_KEPT}.all(-1, keepdim=True).expand_as(experts)"),
     Mutant(
-        "mixed up",
-        "orders mixed",
-        "places were counted token by token and read choice by choice, so that kept belongs to other choices; take "
-        "experts.T before you count",
-        1,
+        "mixed up", "orders mixed", "places are counted by token and read by choice: experts.T before you count", 1
     ).edit("experts.T.reshape", "experts.reshape"),
     Mutant(
-        "after drops",
-        "weights after drops",
-        "weights depend on what was dropped; a dropped choice adds nothing, and the weights of the others stay as "
-        "they were",
-        1,
+        "after drops", "weights after drops", "a drop changes the other weights of its token: leave them as they are", 1
     ).edit(
         _KEPT, f"{_KEPT}\nweights = weights * kept\nweights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)"
     ),
     Mutant(
-        "detached",
-        "no gradient",
-        "weights do not require grad: the router would learn nothing from the task; leave them in the graph",
-        1,
+        "detached", "no gradient", "weights require no grad, so the router learns nothing: keep them in the graph", 1
     ).edit("probabilities.topk", "probabilities.detach().topk"),
     Mutant(
         "one fewer", "off by one", "an expert keeps one fewer than its capacity: places count from 0 with <", 1
@@ -189,59 +145,41 @@ WRONG_ROUTES = (
         "int((~kept).sum())", "(~kept).sum()"
     ),
     Mutant(
-        "not transposed",
-        "not transposed",
-        "kept has the right values at the wrong places: they are in the order of "
-        "experts.T; make them [K, T], then transpose",
-        1,
+        "not transposed", "not transposed", "kept is in the order of experts.T: make it [K, T], then transpose", 1
     ).edit(".view(top_k, -1).T", ".view(-1, top_k)"),
+    Mutant("dropped weigh nothing", "weights after drops", "a dropped choice's weight is 0: leave it as it is", 1).edit(
+        _KEPT, f"{_KEPT}\nweights = weights * kept"
+    ),
     Mutant(
-        "dropped weigh nothing",
-        "weights after drops",
-        "weights depend on what was dropped; a dropped choice adds nothing, and the weights stay as they were",
-        1,
-    ).edit(_KEPT, f"{_KEPT}\nweights = weights * kept"),
+        "later token first", "later token first", "later tokens find room first; among equals the earlier does", 1
+    ).edit("asked.cumsum(dim=0)", "asked.flip(0).cumsum(dim=0).flip(0)"),
+    Mutant("second choices first", "second choices first", "second choices find room before first ones", 1)
+    .edit("experts.T.reshape(-1)", "experts.T.flip(0).reshape(-1)")
+    .edit("kept = (place <= capacity).view(top_k, -1).T", "kept = (place <= capacity).view(top_k, -1).flip(0).T"),
 )
-WRONG_LOSSES = (
+WRONG_BALANCE = (
     Mutant(
-        "probabilities",
-        "probabilities twice",
-        "f is taken from probabilities too; f counts who was really chosen, which is what takes time",
-        1,
+        "probabilities", "probabilities twice", "f is of probabilities too; it counts who was really chosen", 1
     ).edit("fraction @", "probabilities.mean(dim=0) @"),
     Mutant("no E", "not times E", "it lacks the factor E: it should be 1 where experts are asked evenly", 1).without(
         "num_experts * "
     ),
     Mutant(
-        "over tokens",
-        "not over choices",
-        "counts are divided by tokens; with K choices per token, even is K then, not 1",
-        1,
+        "over tokens", "not over choices", "counts are divided by tokens, so even is K, not 1: divide by choices", 1
     ).edit("counts.sum()", "len(experts)"),
     Mutant(
         "first choices", "first choices alone", "first choices alone are counted; a second choice is as much work", 1
     ).edit("experts.flatten()", "experts[:, 0]"),
+    Mutant("softmax", "softmax twice", "probabilities come from a softmax already: a second evens them out", 1).edit(
+        "probabilities.mean", "probabilities.softmax(-1).mean"
+    ),
     Mutant(
-        "softmax",
-        "softmax twice",
-        "probabilities go through a softmax; they come from a softmax already, and a second evens them out",
-        1,
-    ).edit("probabilities.mean", "probabilities.softmax(-1).mean"),
-    Mutant(
-        "chosen",
-        "chosen alone",
-        "P is the mean of chosen probabilities; it is over all tokens, also those that chose others",
-        1,
+        "chosen", "chosen alone", "P is the mean over all tokens, not only over those that chose the expert", 1
     ).edit(
         "probabilities.mean",
         "torch.zeros_like(probabilities).scatter(1, experts, probabilities.gather(1, experts)).mean",
     ),
-    Mutant(
-        "asked alone",
-        "unasked forgotten",
-        "experts that no token asked are left out: torch.bincount needs minlength, and E counts all of them",
-        1,
-    )
+    Mutant("asked alone", "unasked forgotten", "experts that nobody asked are left out: bincount needs minlength", 1)
     .edit(", minlength=num_experts)", ")\nnum_experts = len(counts)")
     .edit("mean(dim=0)", "mean(dim=0)[:num_experts]"),
     Mutant("detached", "no gradient", "no gradient reaches the probabilities: the loss would change nothing", 1).edit(
@@ -250,4 +188,10 @@ WRONG_LOSSES = (
     Mutant("sum over tokens", "sum over tokens", "probabilities are summed over tokens; P is their mean", 1).edit(
         "probabilities.mean", "probabilities.sum"
     ),
+    Mutant("choices alone", "choices alone", "f is multiplied by itself, not by the mean probabilities P", 1).edit(
+        "probabilities.mean(dim=0)", "fraction"
+    ),
+    Mutant(
+        "largest probability", "largest probability", "P is each expert's largest probability; take the mean", 1
+    ).edit("probabilities.mean(dim=0)", "probabilities.amax(dim=0)"),
 )

@@ -141,9 +141,9 @@ def _parameter(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Par
     return parameter
 
 
-MERGE = Vary(_draw_merge)
-ZIGZAG = Vary(_draw_zigzag)
-RING = Vary(
+vary_merge = Vary(_draw_merge)
+vary_zigzag = Vary(_draw_zigzag)
+vary_ring = Vary(
     _draw_ring,
     left_out={
         "dims": "the text asks for [A, S/n, D]",
@@ -152,17 +152,17 @@ RING = Vary(
         "unequal ranks": "all ranks hold as many positions",
     },
 )
-ROUTE = Vary(_draw_route, left_out={"dims": MATRIX})
-ASK = Vary(
+vary_route = Vary(_draw_route, left_out={"dims": MATRIX})
+vary_ask = Vary(
     _draw_ask,
     use=_use_ask,
     least_bytes=0.5,
     left_out={"bytes": "counts may travel as int32", "dims": MATRIX, "sub-group": TAKES_NO_GROUP},
 )
-BALANCE = Vary(
+vary_balance = Vary(
     _draw_balance, use=_use_balance, left_out={"dims": MATRIX, "empty": "the mean over no token is not a number"}
 )
-SYNCHRONIZE = Vary(_draw_synchronize, left_out={"layout": CONTIGUOUS, "sub-group": TAKES_NO_GROUP})
+vary_repair = Vary(_draw_synchronize, left_out={"layout": CONTIGUOUS, "sub-group": TAKES_NO_GROUP})
 
 _POSITIONS = "mine = positions[rank]"
 _ZIGZAG = """
@@ -172,26 +172,23 @@ if len(mine) % 2 == 0:
     positions = [torch.tensor(one).flatten() for one in positions]
 mine = positions[rank]"""
 
-WRONG_MERGES = (
+WRONG_MERGE = (
     Mutant("three dims", "raised", "too many indices", 1, "one shape").edit("[..., None]", "[:, :, None]", times=2),
     Mutant("float64 written down", "dtype", "take the dtype from the argument", 1, "one dtype").edit(
         "torch.logaddexp(log_sum, new_log_sum)", "torch.logaddexp(log_sum.double(), new_log_sum.double())"
     ),
 )
-WRONG_ZIGZAGS = (
+WRONG_ZIGZAG = (
     Mutant("kept by rank", "kept", "something is kept", 1, "one call", preamble="_kept = {}").edit(
         "return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (rank, late)])",
         "held = torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (rank, late)])\n"
         "return _kept.setdefault((num_ranks, rank), held)",
     ),
 )
-WRONG_RINGS = (
-    Mutant(
-        "own position hidden",
-        "own position hidden",
-        "each query's own position is hidden; a query sees keys of its own position and before: >= and not >",
-        1,
-    ).edit("[:, None] < theirs", "[:, None] <= theirs"),
+WRONG_RING = (
+    Mutant("own position hidden", "own position hidden", "a query sees its own position too: >= and not >", 1).edit(
+        "[:, None] < theirs", "[:, None] <= theirs"
+    ),
     Mutant("positions ignored", "values", "right for", 2, "one set of arguments").edit(
         _POSITIONS, _POSITIONS + _ZIGZAG
     ),
@@ -202,13 +199,13 @@ WRONG_RINGS = (
         "finfo(scores.dtype)", "finfo(torch.float32)"
     ),
 )
-WRONG_ROUTES = (
+WRONG_ROUTE = (
     Mutant("four experts", "raised", "smaller than num_classes", 1, "one size").edit("probabilities.shape[1]", "4"),
     Mutant("tensor of float32", "dtype", "take the dtype", 1, "one dtype").edit(
         "return experts, weights,", "return experts, weights.double(),"
     ),
 )
-WRONG_ASKS = (
+WRONG_ASK = (
     Mutant("no tokens", "rank stays away", "all ranks take part", 2, "0 tokens on a rank").edit(
         "order = experts", "if not len(tokens):\n    return tokens\norder = experts"
     ),
@@ -219,10 +216,10 @@ WRONG_ASKS = (
         "order = experts", "expert.eval()\norder = experts"
     ),
 )
-WRONG_LOSSES = (
+WRONG_BALANCE = (
     Mutant("two choices", "values", "expected", 1, "one size").edit("experts.flatten()", "experts[:, :2].flatten()"),
 )
-WRONG_SYNCHRONIZATIONS = (
+WRONG_REPAIR = (
     Mutant("through float32", "values", "float32 somewhere", 2, "one dtype").edit(
         "dist.all_reduce(parameter.grad)",
         "total = parameter.grad.float()\ndist.all_reduce(total)\nparameter.grad.copy_(total)",

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from distlab.checkpoint.crashes import Crash, crash_points
-from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading import Evidence, Mutant
+from distlab.grading.cases import Cases, Free
 from distlab.grading.diagnosis.values import compare, seeded
 from distlab.grading.variation.draw import Draw, Vary
 
@@ -47,110 +48,65 @@ def loaded(data: bytes | None) -> Any:
         return None
 
 
-def newest_step(files: Files, pattern: str) -> int | None:
-    """Return the highest N of the names that are checkpoints."""
-    return max((int(name[1]) for path in files if (name := re.fullmatch(pattern, path))), default=None)
-
-
 def found_in(files: Files) -> str:
-    """Return what whoever loads finds: "30" or "40", or what is wrong."""
-    step = newest_step(files, r"step-(\d+)\.pt")
-    if step is None:
+    """Return what whoever loads finds: the checkpoint of the highest number."""
+    numbers = {path: int(name[1]) for path in files if (name := re.fullmatch(r"step-(\d+)\.pt", path))}
+    if not numbers:
         return "no checkpoint at all"
-    if f"step-{step}.pt" not in files:
-        odd = next(path for path in files if (name := re.fullmatch(r"step-(\d+)\.pt", path)) and int(name[1]) == step)
-        return f"no step-{step}.pt, which is the highest number, but {odd}: write the number as it is"
-    state = loaded(files[f"step-{step}.pt"])
-    size = len(files[f"step-{step}.pt"] or b"")
+    newest = max(numbers, key=lambda path: numbers[path])
+    state = loaded(files[newest])
     if state is None:
-        return f"step-{step}.pt, which has {size} bytes and cannot be loaded"
-    return (
-        str(int(state["step"]))
-        if isinstance(state, dict) and "step" in state
-        else f"step-{step}.pt of a different kind"
-    )
+        return f"a {newest} that cannot be loaded"
+    is_its = newest == f"step-{numbers[newest]}.pt" and isinstance(state, dict) and "step" in state
+    return f"step {int(state['step'])}" if is_its else f"a {newest}, whose name or state is none of a checkpoint"
 
 
-def try_again(fn: Callable[..., Any], crash: Crash, step: int) -> str:
-    """Save into what a kill left; return what it raised, or ""."""
+def try_again(fn: Callable[..., Any], crash: Crash) -> str:
+    """Save into what a kill left; say whether it works, or what it raised."""
     with a_folder() as name:
         crash.restore(Path(name))
         try:
-            fn(Path(name), step, a_state(step))
+            fn(Path(name), NEW, a_state(NEW))
         except Exception as error:
             return f"{type(error).__name__}: {error}".replace(f"{name}/", "")
-    return ""
+    return "it works"
 
 
-def drive_save(fn: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Save step 40 next to step 30, and step 40 once more; look after each call, and save again into what is left."""
-    results = []
+def _use_kills(fn: Callable[..., Any], times: int) -> dict[str, Any]:
+    """Save step 40 next to step 30, once or twice; look after each call, and save into what is left."""
     with a_folder() as name:
-        folder = Path(name)
+        folder, state = Path(name), a_state(NEW, times)
         (folder / f"step-{OLD}.pt").write_bytes(as_bytes(a_state(OLD)))
-        for number, allowed in enumerate(((str(OLD), str(NEW)), (str(NEW),))):
-            crashes = crash_points(lambda number=number: fn(folder, NEW, a_state(NEW, number)), folder)
-            rows = [(crash.after, found_in(crash.files)) for crash in crashes]
-            early = [c.after for c in crashes if f"step-{NEW}.pt" in c.unflushed]
-            again = [(crash.after, try_again(fn, crash, NEW)) for crash in crashes]
-            left = sorted(crashes[-1].files.keys() - {f"step-{OLD}.pt", f"step-{NEW}.pt"})
-            last = (
-                loaded(crashes[-1].files.get(f"step-{NEW}.pt")),
-                sorted(crashes[-1].files),
-                "." in crashes[-1].unflushed,
-            )
-            results.append(
-                {"allowed": allowed, "rows": rows, "early": early, "again": again, "left": left, "last": last}
-            )
-    return results
+        if times == 2:
+            fn(folder, NEW, a_state(NEW))
+        crashes = crash_points(lambda: fn(folder, NEW, state), folder)
+        allowed = [f"step {OLD}", f"step {NEW}"][times - 1 :]
+        end, found = crashes[-1].files, [found_in(crash.files) for crash in crashes]
+        held = "what is saved" if compare(loaded(end.get(f"step-{NEW}.pt")), state) is None else "something else"
+        tried = (try_again(fn, crash) for crash in {tuple(sorted(one.files)): one for one in crashes}.values())
+        return {
+            "whoever loads after a kill finds": next(
+                (one for one in found if one not in allowed), " or ".join(allowed)
+            ),
+            "the checkpoints afterwards": sorted(path for path in end if path.startswith("step-")),
+            f"step-{NEW}.pt holds": held,
+            "bytes are on the disk before they have their name": not any(
+                f"step-{NEW}.pt" in crash.unflushed for crash in crashes
+            ),
+            "the name is on the disk when save returns": "." not in crashes[-1].unflushed,
+            "a save after a kill": next((one for one in tried if one != "it works"), "it works"),
+            "what it leaves beside them": sorted(path for path in end if not path.startswith("step-")),
+            "moments": Free(len(crashes)),
+        }
 
 
-def judge_save(evidence: Evidence) -> Iterator[Fault]:
-    """Whole at every moment, flushed before it has its name, nothing in the way of the next one."""
-    for number, result in enumerate(evidence.results[0]):
-        state, names, is_name_lost = result["last"]
-        for after, what in result["rows"]:
-            if what in result["allowed"]:
-                continue
-            when = "while step 40 is saved" if number == 0 else "while step 40 is saved once more"
-            text = f"killed after `{after}` {when}: whoever loads finds {what}"
-            if what.startswith("no step-"):
-                yield Fault("name", text)
-            if what == str(OLD):
-                yield Fault("gone", f"{text}, though 40 was complete: os.replace it, never remove it first")
-            if what == "no checkpoint at all":
-                yield Fault("gone", f"{text}: leave the checkpoints that are there alone")
-            text += "; write under a name that is none of a checkpoint, and os.replace it when it is whole"
-            yield Fault("half written", text)
-        if f"step-{NEW}.pt" not in names:
-            yield Fault("name", f"afterwards the folder has {', '.join(names)}, and no step-{NEW}.pt")
-        if f"step-{OLD}.pt" not in names:
-            yield Fault("gone", f"step-{OLD}.pt is gone: earlier checkpoints stay, and are the way back")
-        if number == 1 and compare(state, a_state(NEW)) is None:
-            text = f"step-{NEW} is saved once more, with other numbers, and step-{NEW}.pt has the first ones still"
-            yield Fault("not saved again", f"{text}: a resumed run comes to the same step again; write each time")
-        if result["early"]:
-            text = f"after `{result['early'][0]}` the file has its name, and its bytes are not yet on the disk: a power"
-            yield Fault(
-                "not flushed", f"{text} cut leaves an empty step-40.pt. os.fsync(file.fileno()) before the name"
-            )
-        if is_name_lost:
-            text = "the new name is not yet on the disk when save returns: a power cut takes it back"
-            yield Fault("name not flushed", f"{text}; flush_directory(folder) last")
-        for after, error in result["again"]:
-            if error:
-                text = f"killed after `{after}`; then the next save fails, because of what the killed one left: {error}"
-                yield Fault("in the way", f"{text}. Write over it, or remove it first")
-        if result["left"]:
-            yield Fault(
-                "left behind", f"it leaves {', '.join(result['left'])} behind: rename it, do not copy or link it"
-            )
+drive_save = Cases({"while step 40 is saved": (1,), "while step 40 is saved once more": (2,)}, _use_kills)
 
 
 def budget_save(evidence: Evidence) -> list[str]:
     """Say at how many moments it was killed."""
-    rows = [row for result in evidence.results[0] for row in result["rows"]]
-    return [f"killed at each of {len(rows)} moments: the newest checkpoint is whole at all of them"]
+    count = sum(made["result"]["moments"].value for made in evidence.results[0].values())
+    return [f"killed at each of {count} moments: the newest checkpoint is whole at all of them"]
 
 
 def _draw_save(draw: Draw) -> tuple[Any, ...]:
@@ -172,40 +128,44 @@ vary_save = Vary(_draw_save, use=_use_save)
 
 _WRITE, _RENAME = "torch.save(state, file)\nos.fsync(file.fileno())", "os.replace(partial, path)"
 _OLD = 'for old in folder.glob("step-*.pt"):'
+_HALF = "write under a name that is none of a checkpoint, and os.replace it when it is whole"
+_TAKEN_BACK = "a power cut takes the new name back: flush_directory(folder) last"
 
 WRONG_SAVE = (
-    Mutant("once is enough", "not saved again", "write each time", 1).edit(
+    Mutant("once is enough", "not saved again", "a resumed run comes to the same step again: write each time", 1).edit(
         'path = folder / f"step-{step}.pt"', 'path = folder / f"step-{step}.pt"\nif path.exists():\n    return'
     ),
-    Mutant("in place", "half written", "write under a name that is none", 1, 44)
-    .edit('open(partial, "wb")', 'open(path, "wb")')
-    .without(_RENAME),
-    Mutant("copied", "half written", "os.replace it when it is whole", 1, 44)
+    Mutant("in place", "half written", _HALF, 1, 44).edit('open(partial, "wb")', 'open(path, "wb")').without(_RENAME),
+    Mutant("by name, in place", "half written", _HALF, 1, 44).body("torch.save(state, folder / f'step-{step}.pt')"),
+    Mutant("copied", "half written", _HALF, 1, 44)
     .edit(_RENAME, "shutil.copyfile(partial, path)\npartial.unlink()")
     .setup("import shutil"),
-    Mutant("named too soon", "half written", "killed after", 1)
+    Mutant("named too soon", "half written", _HALF, 1)
     .edit(_WRITE, f"{_RENAME}\n{_WRITE}")
     .edit(f"{_RENAME}\nflush", "flush"),
-    Mutant("not flushed", "not flushed", "a power cut leaves an empty step-40.pt", 1).without(
-        "os.fsync(file.fileno())"
-    ),
-    Mutant("name not flushed", "name not flushed", "flush_directory(folder) last", 1).without(
-        "flush_directory(folder)"
-    ),
-    Mutant("flushed first", "name not flushed", "takes it back", 1).edit(
+    Mutant(
+        "not flushed",
+        "not flushed",
+        "a power cut leaves an empty file under the checkpoint's name: os.fsync(file.fileno()) before the name",
+        1,
+    ).without("os.fsync(file.fileno())"),
+    Mutant("name not flushed", "name not flushed", _TAKEN_BACK, 1).without("flush_directory(folder)"),
+    Mutant("flushed first", "name not flushed", _TAKEN_BACK, 1).edit(
         f"{_RENAME}\nflush_directory(folder)", f"flush_directory(folder)\n{_RENAME}"
     ),
-    Mutant("removed first", "gone", "though 40 was complete", 1).edit(
+    Mutant("removed first", "gone", "step 40 was complete: os.replace it, never remove it first", 1).edit(
         _RENAME, f"path.unlink(missing_ok=True)\n{_RENAME}"
     ),
-    Mutant("makes room", "gone", "leave the checkpoints that are there alone", 1, "full disks").edit(
-        "path = folder", f"{_OLD}\n    old.unlink()\npath = folder"
-    ),
-    Mutant("keeps the last", "gone", "earlier checkpoints stay", 1).edit(
+    Mutant(
+        "makes room", "gone", "leave the checkpoints that are there alone: a kill leaves none", 1, "full disks"
+    ).edit("path = folder", f"{_OLD}\n    old.unlink()\npath = folder"),
+    Mutant("keeps the last", "gone", "earlier checkpoints stay, and are the way back", 1).edit(
         "flush_directory", f"{_OLD}\n    if old != path:\n        old.unlink()\nflush_directory"
     ),
-    Mutant("must be new", "in the way", "FileExistsError", 1).edit('"wb"', '"xb"'),
-    Mutant("linked", "left behind", "rename it", 1).edit(
+    Mutant("must be new", "in the way", "a killed save left a file: write over it, or remove it first", 1).edit(
+        '"wb"', '"xb"'
+    ),
+    Mutant("linked", "left behind", "it leaves its own file behind, and removes step 40 first: os.replace it", 1).edit(
         _RENAME, "path.unlink(missing_ok=True)\nos.link(partial, path)"
     ),
 )

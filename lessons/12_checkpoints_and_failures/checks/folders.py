@@ -213,23 +213,13 @@ WRONG_LOAD = (
         "start - saved * old, stop - saved * old", "start, stop"
     ),
     Mutant(
-        "own shard",
-        "one shard",
-        "it reads the saved shard of this rank's number alone; other saved shards may have a part of the new one",
-        1,
-        45,
+        "own shard", "one shard", "it reads one saved shard alone; others may have a part of the new one", 1, 45
     ).edit(_LOOP, "for saved in [min(rank, num_saved - 1)]:"),
+    Mutant("rounded down", "rounded down", "saved shards are rounded up: -(-size // num_saved) elements each", 1).edit(
+        "-(-size // num_saved)", "size // num_saved"
+    ),
     Mutant(
-        "rounded down",
-        "rounded down",
-        "it takes a saved shard for size // num_saved elements; these are rounded up, -(-size // num_saved)",
-        1,
-    ).edit("-(-size // num_saved)", "size // num_saved"),
-    Mutant(
-        "the filling too",
-        "filling",
-        "the filling of a saved shard stands behind the row's end; read no further than the row's end",
-        1,
+        "the filling too", "filling", "it reads filling: a saved shard may be longer than what is left of the row", 1
     ).edit("min((rank + 1) * length, size)", "(rank + 1) * length"),
     Mutant(
         "not zeroed", "not zeroed", "what was in the shard stands behind the row's end; shard.zero_() first", 1
@@ -238,9 +228,9 @@ WRONG_LOAD = (
         "shard.zero_()", "shard = torch.zeros_like(shard)"
     ),
     Mutant(
-        "from the left",
-        "from the left",
-        "each part is put at the shard's beginning; its place is start - rank x length",
-        1,
+        "from the left", "from the left", "each part goes to its place, start - rank x length, not to the left", 1
     ).edit(_READ, _READ.replace("start - low : stop - low", ": stop - start")),
+    Mutant(
+        "from the start", "from the start", "it reads a saved shard from its start: begin at start - saved * old", 1
+    ).edit("read(saved, start - saved * old, stop - saved * old)", "read(saved, 0, stop - start)"),
 )

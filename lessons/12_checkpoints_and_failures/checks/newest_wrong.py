@@ -17,24 +17,14 @@ WRONG_NEWEST = (
     Mutant(
         "its name", "name for a path", "it returns a name; the checkpoint's path is expected, folder / name", 1
     ).edit("return path, damaged", "return path.name, damaged"),
+    Mutant("SHA-1", "false alarm", "it calls what is whole damaged; compare the SHA-256 of the bytes, in hex", 1).edit(
+        "hashlib.sha256", "hashlib.sha1"
+    ),
+    Mutant("is it there", "bytes not seen", "a file that is there may be damaged: compare its SHA-256", 1, 44).edit(
+        _DIFFERS, "not there"
+    ),
     Mutant(
-        "SHA-1",
-        "false alarm",
-        "it calls what is whole damaged; compare with the SHA-256 of the file's bytes, in hex",
-        1,
-    ).edit("hashlib.sha256", "hashlib.sha1"),
-    Mutant(
-        "is it there",
-        "bytes not seen",
-        "it looks whether files are there, not at their bytes; compare the SHA-256 of each file",
-        1,
-        44,
-    ).edit(_DIFFERS, "not there"),
-    Mutant(
-        "any of the sums",
-        "swap not seen",
-        "a file with a SHA-256 of a different file counts as whole; compare each with its own",
-        1,
+        "any of the sums", "swap not seen", "two files that are swapped count as whole: compare each with its own", 1
     ).edit(" != digest", ' not in manifest["files"].values()'),
     Mutant("as text", "sorted as text", "names are compared as text; the highest number counts", 1).edit(
         "int(found[1])", "found[1]"
@@ -49,10 +39,7 @@ WRONG_NEWEST = (
         "except (OSError, ValueError):", "except OSError:"
     ),
     Mutant(
-        "step not compared",
-        "copy not seen",
-        "a checkpoint that was copied over this one is not seen; the manifest's step is compared with the name's",
-        1,
+        "step not compared", "copy not seen", "a copy of a different step is not seen: compare the manifest's step", 1
     ).edit('manifest["step"] != int(name[1])', 'manifest["step"] is None'),
     Mutant("eight digits", "a part compared", "the first digits of a SHA-256 are compared; all of them count", 1).edit(
         "hexdigest() != digest", "hexdigest()[:8] != digest[:8]"
@@ -64,10 +51,7 @@ WRONG_NEWEST = (
         "damaged += wrong", "damaged += wrong[:1]"
     ),
     Mutant(
-        "older ones too",
-        "older named",
-        "damage in older checkpoints is named too; name it in those that are newer than the one returned",
-        1,
+        "older ones too", "older named", "name damage in checkpoints newer than the one returned, not in older ones", 1
     )
     .edit("damaged = []", "damaged, best = [], None")
     .edit("return path, damaged", "best = best or path\ncontinue")
@@ -75,12 +59,9 @@ WRONG_NEWEST = (
     Mutant(
         "half a name", "half a name", "a file is named without its checkpoint; its name is such as step-40/rank-1.pt", 1
     ).edit('wrong.append(f"{path.name}/{file}")', "wrong.append(file)"),
-    Mutant(
-        "any name",
-        "any name",
-        "a folder that only begins as step-N counts as a checkpoint; the whole name must fit, re.fullmatch",
-        1,
-    ).edit("re.fullmatch", "re.match"),
+    Mutant("any name", "any name", "a folder that only begins as step-N is no checkpoint: re.fullmatch", 1).edit(
+        "re.fullmatch", "re.match"
+    ),
     Mutant(
         "oldest first", "oldest first", "the oldest checkpoint's damage is named first; the newest one's comes first", 1
     ).edit("damaged += wrong", "damaged = wrong + damaged"),

@@ -72,11 +72,7 @@ _RATIO = "lr times the ratio of the batch to rule.batch, or times its root"
 
 WRONG_SAMPLES = (
     Mutant(
-        "what does not divide is dropped",
-        "lost",
-        "samples that do not divide by the number of ranks are taken by no rank; the first ranks take one more each",
-        1,
-        45,
+        "what does not divide is dropped", "lost", "what does not divide is lost: the first ranks take one more", 1, 45
     )
     .edit(_START, "start = position + rank * each")
     .edit(_SAMPLES, "range(start, start + each)"),
@@ -90,35 +86,23 @@ WRONG_SAMPLES = (
         _START, "start = rank * each + min(rank, more)"
     ),
     Mutant(
-        "first ranks not counted",
-        "taken twice",
-        "samples are taken more than once; a rank begins behind those that the first ranks have more",
-        1,
+        "first ranks not counted", "taken twice", "some samples are taken twice: the first ranks have one more each", 1
     ).edit(" + min(rank, more)", ""),
     Mutant(
         "past the end", "beyond the end", "it takes samples beyond the end; the last step ends with the data", 1
     ).edit("min(batch, end - position)", "batch"),
-    Mutant(
-        "rest dropped",
-        "rest lost",
-        "samples that are left before the end are taken by no rank; the last step is a smaller one",
-        1,
-    )
+    Mutant("rest dropped", "rest lost", "the samples before the end are lost: the last step is a smaller one", 1)
     .edit("min(batch, end - position)", "batch if end - position >= batch else 0")
     .edit("* world_size / batch", "* world_size / max(batch, 1)"),
     Mutant(
         "batch always grows",
         "another batch",
-        "the batch grows with the ranks where rule.world_size is None; by this rule it stays",
+        "with rule.world_size None the batch stays, whatever the ranks are",
         1,
         45,
     ).edit(_BATCH, "batch = rule.batch // (rule.world_size or 4) * world_size"),
     Mutant(
-        "batch never grows",
-        "same batch",
-        "the batch is rule.batch on any number of ranks; by a rule with a world_size each rank's part stays",
-        1,
-        45,
+        "batch never grows", "same batch", "with a rule.world_size each rank's part stays: the batch grows", 1, 45
     ).edit(_BATCH, "batch = rule.batch"),
     Mutant("rate stays", "rate", f"the rate is lr though the batch grows; it is {_RATIO}", 1, 45).edit(
         f"lr * {_RATE}", "lr"
@@ -130,10 +114,7 @@ WRONG_SAMPLES = (
         "rate of the ranks", "rate of the ranks", f"the rate is lr times the number of ranks; it is {_RATIO}", 1
     ).edit(_RATE, "(1.0 if rule.world_size is None else world_size)"),
     Mutant(
-        "rate of the rest",
-        "rate of the rest",
-        "the rate follows what is left for the last step; it follows the batch that the rule gives",
-        1,
+        "rate of the rest", "rate of the rest", "the rate follows the batch by the rule, not what is left at the end", 1
     ).edit(
         "ratio = batch / rule.batch\nbatch = min(batch, end - position)",
         "batch = min(batch, end - position)\nratio = 1.0 if rule.world_size is None else batch / rule.batch",
@@ -141,18 +122,12 @@ WRONG_SAMPLES = (
     Mutant(
         "weight 1",
         "weight",
-        "each rank's mean counts alike; the mean over ranks is the mean over samples where a rank's mean counts "
-        "len(samples) / batch, times the number of ranks",
+        "each rank's mean counts alike; its weight is len(samples) / batch times the number of ranks",
         1,
         23,
     ).edit("len(samples) * world_size / batch", "1.0"),
     Mutant(
-        "share of the samples",
-        "weight of a sum",
-        "the weight is the rank's share of the samples, for a sum over ranks; the ranks take the mean, so it is "
-        "len(samples) / batch times the number of ranks",
-        1,
-        9,
+        "share of the samples", "weight of a sum", "the ranks take a mean, not a sum: multiply by their number", 1, 9
     ).edit("len(samples) * world_size / batch", "len(samples) / batch"),
     Mutant(
         "last ranks more", "uneven", "the last ranks have one sample more; at most one more, and the first have it", 1
@@ -188,29 +163,19 @@ vary_share = Vary(_draw_share, num_calls=12, left_out={"empty": "a run has a fai
 _ROUNDS, _UP = "kept_s += trains_s // (interval_s + save_s) * interval_s", "max(uptime_s - restart_s, 0.0)"
 WRONG_SHARE = (
     Mutant(
-        "lost work counted",
-        "lost work counted",
-        "work is counted that is lost; what counts is whole rounds, with //",
-        1,
+        "lost work counted", "lost work counted", "work is counted that is lost; only whole rounds count, with //", 1
     ).edit(" // ", " / "),
     Mutant(
         "saving counted", "saving counted", "the time of saving is counted; a save is no training, interval_s counts", 1
     ).edit("* interval_s", "* (interval_s + save_s)"),
-    Mutant(
-        "saving is free",
-        "saving is free",
-        "a save is taken to be free; training waits, so a round takes interval_s + save_s",
-        1,
-    ).edit("(interval_s + save_s)", "interval_s"),
+    Mutant("saving is free", "saving is free", "training waits for a save: a round takes interval_s + save_s", 1).edit(
+        "(interval_s + save_s)", "interval_s"
+    ),
     Mutant("no restart", "no restart", "the restarts are left out; restart_s passes before training begins", 1).edit(
         _UP, "uptime_s"
     ),
     Mutant(
-        "below zero",
-        "below zero",
-        "a time that is shorter than a restart counts below zero; a failure in the restart leaves 0, not less: "
-        "max(..., 0)",
-        1,
+        "below zero", "below zero", "a failure before the restart is over leaves 0 s, not less: max(..., 0)", 1
     ).edit(_UP, "uptime_s - restart_s"),
     Mutant(
         "saved when begun", "saved when begun", "work counts as soon as its save begins; it counts when it is over", 1
@@ -218,13 +183,7 @@ WRONG_SHARE = (
     Mutant("seconds", "not a share", "it returns seconds; a share is of the whole time, sum(uptimes_s)", 1).without(
         " / sum(uptimes_s)"
     ),
-    Mutant(
-        "mean of shares",
-        "mean of shares",
-        "it is the mean of each time's share; short and long uptimes do not count alike, so divide the sums",
-        1,
-        22,
-    )
+    Mutant("mean of shares", "mean of shares", "short and long uptimes do not count alike: divide the sums", 1, 22)
     .edit(_ROUNDS, f"{_ROUNDS} / uptime_s")
     .edit("sum(uptimes_s)", "len(uptimes_s)"),
     Mutant("checkpoints", "checkpoints", "checkpoints are counted; each stands for interval_s of training", 1).without(
@@ -233,4 +192,10 @@ WRONG_SHARE = (
     Mutant("two restarts", "two restarts", "restart_s is taken off twice; there is one restart per failure", 1).edit(
         "- restart_s", "- 2 * restart_s"
     ),
+    Mutant("left time counts", "since the last save", "it counts the time since the last save, which is lost", 1).edit(
+        "trains_s // (interval_s + save_s) * interval_s", "trains_s - trains_s // (interval_s + save_s) * save_s"
+    ),
+    Mutant(
+        "one restart more", "one restart more", "the uptimes hold the restarts already: divide by their sum", 1
+    ).edit("kept_s / sum(uptimes_s)", "kept_s / (sum(uptimes_s) + restart_s)"),
 )

@@ -129,66 +129,36 @@ _TENSORS = (
 
 WRONG_RESUME = (
     Mutant(
-        "takes it out",
-        "taken out",
-        "restore takes a part out of the state, and who restores once more finds it gone; leave the state as it is",
-        1,
+        "takes it out", "taken out", "restore takes a part out of the state, and who restores again finds it gone", 1
     ).edit('state["position"]', 'state.pop("position")'),
     Mutant(
-        "weights alone",
-        "moments",
-        "the optimizer begins anew, without its moments, and makes a different step; save optimizer.state_dict()",
-        1,
-        42,
+        "weights alone", "moments", "the optimizer begins without its moments: save optimizer.state_dict()", 1, 42
     ).edit('"optimizer": optimizer, ', ""),
-    Mutant(
-        "no schedule",
-        "schedule",
-        "the schedule is at a different step, so the learning rate jumps; save schedule.state_dict()",
-        1,
-        68,
-    ).edit(', "schedule": schedule}', "}"),
+    Mutant("no schedule", "schedule", "the learning rate jumps: save schedule.state_dict() as well", 1, 68).edit(
+        ', "schedule": schedule}', "}"
+    ),
     Mutant("no dropout", "dropout", _MASKS, 1, 39).without('torch.set_rng_state(state["torch"])'),
     Mutant("seeded again", "dropout", _MASKS, 1).edit('torch.set_rng_state(state["torch"])', "torch.manual_seed(0)"),
     Mutant("no noise", "noise", _NOISE, 1).without(_SET),
     Mutant("one generator", "noise", _NOISE, 1).edit(_SET, 'generator.set_state(state["torch"])'),
     Mutant(
-        "from the beginning",
-        "position",
-        "restore returns a different position, so samples are taken twice or never; it returns the one that was saved",
-        1,
-        43,
+        "from the beginning", "position", "return the position that was saved, or samples are taken twice", 1, 43
     ).edit('return state["position"]', "return 0"),
     Mutant("no copy", "not a copy", _TENSORS, 1, "asynchronous saves").edit("copy.deepcopy(state)", "state"),
     Mutant("a flat copy", "not a copy", _TENSORS, 1).edit("copy.deepcopy(state)", "dict(state)"),
-    Mutant(
-        "parameters alone",
-        "buffers",
-        "BatchNorm's running statistics are not those that were saved; state_dict() has them, parameters() not",
-        1,
-    )
+    Mutant("parameters alone", "buffers", "BatchNorm's running statistics are no parameters: save state_dict()", 1)
     .edit("parts.items()}\n", 'parts.items()}\nstate["model"] = dict(model.named_parameters())\n')
     .edit(
         "part.load_state_dict(state[name])",
         "part.load_state_dict(state[name], **({'strict': False} if part is model else {}))",
     ),
     Mutant(
-        "no model",
-        "weights",
-        "the weights are not those that were saved; model.state_dict(), and load_state_dict",
-        1,
+        "no model", "weights", "the weights are not those that were saved; model.state_dict(), and load_state_dict", 1
     ).edit('"model": model, ', ""),
     Mutant(
-        "objects",
-        "not plain",
-        "the state cannot be loaded without running code from the file (weights_only=True); put in state_dict()s, "
-        "numbers and tensors, no objects",
-        1,
+        "objects", "not plain", "it holds objects, which run code when loaded: put in state_dict()s and numbers", 1
     ).edit("parts.items()}\n", 'parts.items()}\nstate["optimizer"] = optimizer\n'),
-    Mutant(
-        "draws a number",
-        "drew",
-        "capture draws random numbers, so saving changes the run; it only looks",
-        1,
-    ).edit("return copy.deepcopy(state)", "torch.rand(1)\nreturn copy.deepcopy(state)"),
+    Mutant("draws a number", "drew", "capture draws random numbers, so saving changes the run; it only looks", 1).edit(
+        "return copy.deepcopy(state)", "torch.rand(1)\nreturn copy.deepcopy(state)"
+    ),
 )

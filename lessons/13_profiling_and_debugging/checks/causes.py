@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-from distlab_lesson_13.checks.varied import use_dearest
 
 from distlab.grading import Mutant
 from distlab.grading.cases import Cases, Given
@@ -12,6 +11,12 @@ from distlab.grading.cases import Cases, Given
 
 def _ranks(*rows: tuple[float, float, float]) -> tuple[list[dict[str, float]]]:
     return ([dict(zip(("data", "compute", "sync"), row, strict=True)) for row in rows],)
+
+
+def use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
+    """Return the cause and the seconds as a float."""
+    cause, seconds = fn(sections)
+    return [cause, float(seconds)]
 
 
 SECTIONS: Given = {
@@ -55,29 +60,20 @@ _UNEVEN = 'work - max(each["data"] + min(each["compute"], usual) for each in sec
 
 WRONG_DEAREST = (
     Mutant(
-        "longest sync",
-        "waiting is no network",
-        "a long sync is mostly waiting; the shortest of all ranks is the network",
-        1,
+        "longest sync", "waiting is no network", "a long sync is waiting; the shortest of all ranks is the network", 1
     ).edit('min(each["sync"]', 'max(each["sync"]'),
     Mutant("mean sync", "mean sync", "the mean of sync has the waiting in it; take the shortest of all ranks", 1).edit(
         'min(each["sync"] for each in sections)', 'statistics.fmean(each["sync"] for each in sections)'
     ),
     Mutant(
-        "all of the data",
-        "data alone",
-        "that is all of the data's time; without it the step ends when the longest compute does",
-        1,
+        "all of the data", "data alone", "that is all of the data's time; without it the longest compute is left", 1
     ).edit('work - max(each["compute"] for each in sections)', 'max(each["data"] for each in sections)'),
     Mutant("data of all ranks", "data added up", "ranks load at the same time: their seconds do not add up", 1).edit(
         'work - max(each["compute"] for each in sections)', 'sum(each["data"] for each in sections)'
     ),
-    Mutant(
-        "against the fastest",
-        "fastest",
-        "compare with the lower median: one fast rank does not make the others slow",
-        1,
-    ).edit("statistics.median_low(", "min("),
+    Mutant("against the fastest", "fastest", "one fast rank makes no other rank slow: take the lower median", 1).edit(
+        "statistics.median_low(", "min("
+    ),
     Mutant("compute alone", "data left out", "data comes before compute: a rank that loads longer ends later too", 1)
     .edit('each["data"] + min(each["compute"], usual)', 'min(each["compute"], usual)')
     .edit("work - max(min(", 'max(each["compute"] for each in sections) - max(min('),
@@ -95,10 +91,7 @@ WRONG_DIVERGENCE = (
         "max(turns, key=turns.count)", "turns[0]"
     ),
     Mutant(
-        "fewest calls",
-        "fewest calls",
-        "the rank with the fewest calls may be right; find the first call that differs",
-        1,
+        "fewest calls", "fewest calls", "the rank of the fewest calls may be right: find the first that differs", 1
     ).edit(
         "odd = [rank for rank, turn in enumerate(turns) if turn != usual]",
         "odd = [rank for rank, own in enumerate(calls) if len(own) == min(map(len, calls)) and len(set(turns)) > 1]",
@@ -112,18 +105,10 @@ WRONG_DIVERGENCE = (
     Mutant("operations alone", "shapes unseen", "the operation is the same and the shape is not: compare both", 1).edit(
         "own[number] if number", "own[number][0] if number"
     ),
-    Mutant(
-        "swapped unseen",
-        "swap unseen",
-        "it makes the same two calls in the other order: that is a swap, no call is left out",
-        1,
-    ).edit("if len(mine) == 2 and mine == theirs[::-1]:", "if False:"),
-    Mutant(
-        "skipped and extra",
-        "turned round",
-        "its first call is the others' second: it left one out, it made none more",
-        1,
-    )
+    Mutant("swapped unseen", "swap unseen", "it makes the same two calls in the other order: that is a swap", 1).edit(
+        "if len(mine) == 2 and mine == theirs[::-1]:", "if False:"
+    ),
+    Mutant("skipped and extra", "turned round", "its first call is the others' second: it left one out", 1)
     .edit('"skipped"', '"-"')
     .edit('"extra"', '"skipped"')
     .edit('"-"', '"extra"'),

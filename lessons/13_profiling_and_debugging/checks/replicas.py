@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
+from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.faults import each_rank
 from distlab.grading.diagnosis.traffic import calls, num_calls
 from distlab.grading.diagnosis.values import compare, describe, seeded
@@ -30,20 +31,24 @@ def checksums(flip: tuple[int, int, int] | None, rank: int) -> Tensor:
     return sums
 
 
-def drive_flip(fn: Callable[[Tensor], Any]) -> list[Any]:
-    """Search for each flip; the record says how often ranks talked."""
-    return [fn(checksums(flip, dist.get_rank())) for flip in FLIPS]
+def _use_flip(fn: Callable[..., Any], sums: Tensor) -> dict[str, Any]:
+    got = fn(sums)
+    parts = got if isinstance(got, list | tuple) and len(got) == 3 else (got, None, None)
+    return dict(zip(("the step", "the tensor", "the rank"), parts, strict=True))
+
+
+def _flips(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    words = (
+        "no bit flipped" if flip is None else "step {}, tensor {} of rank {} flipped".format(*flip) for flip in FLIPS
+    )
+    return {name: (checksums(flip, rank),) for name, flip in zip(words, FLIPS, strict=True)}
+
+
+drive_flip = Cases(_flips, _use_flip, most_bytes=0)
 
 
 def judge_flip(evidence: Evidence) -> Iterator[Fault]:
-    """Every rank has to name step, tensor and rank, after a number of calls that a search needs."""
-    for flip, *answers in zip(FLIPS, *evidence.results, strict=True):
-        what = "no bit flipped" if flip is None else "step {}, tensor {} of rank {} flipped".format(*flip)
-        for rank, got in enumerate(answers):
-            if got == flip:
-                continue
-            text = f"{what}, and rank {rank} returns {describe(got) if isinstance(got, Tensor) else repr(got)}"
-            yield _named(text, flip, got, answers)
+    """A search needs few calls, and sends few numbers in them."""
     made, given = num_calls(evidence, rank=0), evidence.records.payload_bytes(0)
     if made > (most := len(FLIPS) * SEARCH):
         text = f"right, but rank 0 makes {made} calls in {len(FLIPS)} searches, where {most} are enough"
@@ -61,23 +66,6 @@ def failure_flip(error: RankError, world_size: int) -> Fault | None:
     return Fault("ranks differ", f"{text}: let all ranks decide from the same votes")
 
 
-def _named(text: str, flip: tuple[int, int, int] | None, got: Any, answers: list[Any]) -> Fault:
-    if any(answer != got for answer in answers):
-        return Fault("ranks differ", f"{text}, another one something else: let all ranks decide from the same votes")
-    if flip is None or got is None:
-        return Fault("false alarm" if flip is None else "missed", f"{text}: None is for replicas that agree throughout")
-    if not isinstance(got, tuple) or len(got) != 3:
-        return Fault("returned", f"{text}: return step, tensor and rank")
-    step, tensor, rank = flip
-    if got == (step, rank, tensor):
-        return Fault("order", f"{text}: return step, tensor, rank, in this order")
-    if got[0] != step:
-        return Fault("step", f"{text}: the first step in which they differ is {step}, all later ones follow from it")
-    if got[1] != tensor:
-        return Fault("tensor", f"{text}: tensor {tensor} is the first of those that differ")
-    return Fault("rank", f"{text}: the one that differs from most is wrong, and that may be rank 0 as well")
-
-
 def budget_flip(evidence: Evidence) -> list[str]:
     """Say how much the search talked."""
     each = num_calls(evidence, rank=0) / len(FLIPS)
@@ -85,7 +73,9 @@ def budget_flip(evidence: Evidence) -> list[str]:
 
 
 WRONG_FLIP = (
-    Mutant("rank 0 is right", "rank", "that may be rank 0 as well", 3).edit("votes.mode(0).values", "votes[0]"),
+    Mutant("rank 0 is right", "rank", "rank 0 may be the one that is wrong: compare with what most ranks have", 3).edit(
+        "votes.mode(0).values", "votes[0]"
+    ),
     Mutant("step by step", "calls", "halve the steps", 3).edit(
         "while low < high:", "while not differs(low):\n    low += 1\nwhile False:"
     ),
@@ -93,23 +83,23 @@ WRONG_FLIP = (
     .edit("low, high = 0, len(sums) - 1", "low, high = 0, len(sums) - 1\nevery = of_all_ranks(sums.contiguous())")
     .edit("of_all_ranks(sums[step].sum().view(1))", "every[:, step].sum(1, keepdim=True)")
     .edit("of_all_ranks(sums[low].contiguous())", "every[:, low]"),
-    Mutant("always someone", "false alarm", "None is for replicas that agree", 3)
+    Mutant("always someone", "false alarm", "None is for replicas that agree: look at the last step first", 3)
     .edit("if not differs(high):", "if False:")
     .edit("int(wrong.any(0).nonzero()[0])", "int(wrong.any(0).int().argmax())")
     .edit("int(wrong[:, tensor].nonzero()[0])", "int(wrong[:, tensor].int().argmax())"),
-    Mutant("last step", "step", "all later ones follow from it", 3).edit(
+    Mutant("last step", "last step", "find the first step in which they differ: all later ones follow from it", 3).edit(
         "while low < high:", "low = high\nwhile low < high:"
     ),
-    Mutant("steps from 1", "step", "the first step in which they differ", 3).edit(
+    Mutant("steps from 1", "steps from 1", "steps are numbered from 0", 3).edit(
         "return low, tensor", "return low + 1, tensor"
     ),
-    Mutant("last tensor", "tensor", "the first of those that differ", 3).edit(
-        "wrong.any(0).nonzero()[0]", "wrong.any(0).nonzero()[-1]"
+    Mutant(
+        "last tensor", "last tensor", "find the first of the tensors that differ: later ones follow from it", 3
+    ).edit("wrong.any(0).nonzero()[0]", "wrong.any(0).nonzero()[-1]"),
+    Mutant("rank before tensor", "another order", "return step, tensor, rank, in this order", 3).edit(
+        "low, tensor, int(wrong[:, tensor].nonzero()[0])", "low, int(wrong[:, tensor].nonzero()[0]), tensor"
     ),
-    Mutant("rank before tensor", "order", "in this order", 3)
-    .edit("low, tensor, int(wrong[:, tensor].nonzero()[0])", "low, int(wrong[:, tensor].nonzero()[0]), tensor")
-    .known("returns the rank before the tensor"),
-    Mutant("each for itself", "ranks differ", "from the same votes", 3).edit(
+    Mutant("each for itself", "ranks differ", "from the same votes", 3, ends=True).edit(
         "(totals != totals[0]).any()", "totals[dist.get_rank()] != totals.mode(0).values"
     ),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distlab_lesson_13.checks.varied import use_clocks
+from collections.abc import Callable
+from typing import Any
 
 from distlab.grading import Evidence, Mutant
 from distlab.grading.cases import Cases, Given
@@ -46,6 +47,11 @@ CLOCKS: Given = {
 }
 
 
+def use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
+    """Return the offsets as floats, whole numbers or not."""
+    return [float(offset) for offset in fn(starts, ends)]
+
+
 def budget_exposed(evidence: Evidence) -> list[str]:
     """Say what was asked."""
     return [f"{len(EXPOSED)} timelines of one rank"]
@@ -76,12 +82,9 @@ WRONG_EXPOSED = (
     Mutant("nothing computed", "computing exposed", "that is time that computes while nothing is sent", 1).edit(
         "moving > 0 and working == 0", "moving == 0 and working > 0"
     ),
-    Mutant(
-        "not sorted",
-        "nothing hidden",
-        "that is the sum of the calls' times; computing hides what runs at the same time: go through all in order",
-        1,
-    ).edit("sorted(cuts)", "cuts"),
+    Mutant("not sorted", "nothing hidden", "that is the sum of the calls; go through all times in order", 1).edit(
+        "sorted(cuts)", "cuts"
+    ),
     Mutant("idle time", "idle", "a rank that neither computes nor sends is idle, not exposed", 1).edit(
         "moving > 0 and", "moving == 0 and"
     ),
@@ -119,6 +122,7 @@ WRONG_LATE = (
     ),
 )
 
+_MEDIAN = "statistics.median("
 WRONG_CLOCKS = (
     Mutant(
         "starts", "starts", "a rank that comes late has no other clock: compare ends, at which all leave together", 1
@@ -127,29 +131,24 @@ WRONG_CLOCKS = (
         "append(min(max(apart, least), most))", "append(-min(max(apart, least), most))"
     ),
     Mutant("mean", "mean", "one end that is seen late moves the mean; take the median", 1).edit(
-        "statistics.median(", "statistics.fmean("
+        _MEDIAN, "statistics.fmean("
     ),
-    Mutant("first call", "one call", "one call says little; take the median over all of them", 1).edit(
-        "statistics.median(", "next("
-    ),
+    Mutant("first call", "one call", "one call says little; take the median of all", 1).edit(_MEDIAN, "next("),
     Mutant(
-        "no bounds",
-        "effect before cause",
-        "then a rank would leave a call before another has come; keep to the bounds",
-        1,
+        "no bounds", "effect before cause", "a rank would leave a call before another came: keep to the bounds", 1
     ).edit("min(max(apart, least), most)", "apart"),
     Mutant(
         "middle of the bounds", "middle", "bounds are wide where a rank comes late; the median of ends is nearer", 1
     ).edit("min(max(apart, least), most)", "(least + most) / 2"),
     Mutant(
         "least difference", "smallest", "ends are seen late on both ranks: neither extreme is right, the median is", 1
-    ).edit("statistics.median(", "min("),
+    ).edit(_MEDIAN, "min("),
     Mutant(
         "no upper bound", "effect before cause", "no rank leaves before another has come: there is a bound above too", 1
     ).edit("min(max(apart, least), most)", "max(apart, least)"),
     Mutant(
         "lower of two", "lower median", "of an even number of differences the median is the mean of the middle two", 1
-    ).edit("statistics.median(", "statistics.median_low("),
+    ).edit(_MEDIAN, "statistics.median_low("),
     Mutant("whole numbers", "rounded", "return the offset as it is: rounding moves each time", 1).edit(
         "append(min(max(apart, least), most))", "append(int(min(max(apart, least), most)))"
     ),

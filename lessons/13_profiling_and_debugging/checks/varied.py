@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from distlab_lesson_13.checks.causes import use_dearest
+from distlab_lesson_13.checks.spans import use_clocks
 from torch import Tensor
 
 from distlab.grading import Mutant
 from distlab.grading.variation.draw import Draw, Vary
-
-TAKES_NO_GROUP = "takes no group"
 
 
 def _spans(draw: Draw) -> list[tuple[int, int]]:
@@ -41,11 +41,6 @@ def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
     return tuple(moved)
 
 
-def use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
-    """Return the offsets as floats, whole numbers or not."""
-    return [float(offset) for offset in fn(starts, ends)]
-
-
 def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
     heavy = draw.one_of("data", "compute", "sync", "")
     rows = []
@@ -55,12 +50,6 @@ def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
             row[heavy] += 0.2
         rows.append(row)
     return (rows,)
-
-
-def use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
-    """Return the cause and the seconds as a float."""
-    cause, seconds = fn(sections)
-    return [cause, float(seconds)]
 
 
 def _draw_divergence(draw: Draw) -> tuple[Any, ...]:
@@ -113,29 +102,14 @@ def _use_sections(fn: Callable[..., Any], gradients: list[Tensor]) -> list[Any]:
 
 
 _SUMS = {"dtype": "checksums are whole numbers", "dims": "the text asks for [S, T]", "empty": "there is a step"}
-vary_exposed = Vary(_draw_exposed)
-vary_late = Vary(_draw_late)
-vary_clocks = Vary(_draw_clocks, use=use_clocks)
-vary_dearest = Vary(_draw_dearest, use=use_dearest)
-vary_divergence = Vary(_draw_divergence)
+_ALIKE = {"sub-group": "takes no group", "unequal ranks": "replicas have equal tables, and gradients of equal shapes"}
+vary_exposed, vary_late, vary_divergence = Vary(_draw_exposed), Vary(_draw_late), Vary(_draw_divergence)
+vary_clocks, vary_dearest = Vary(_draw_clocks, use=use_clocks), Vary(_draw_dearest, use=use_dearest)
 vary_flip = Vary(
-    _draw_flip,
-    least_bytes=0.2,
-    left_out={
-        "bytes": "one rank may compare, and send what it finds",
-        **_SUMS,
-        "sub-group": TAKES_NO_GROUP,
-        "unequal ranks": "replicas have equal tables",
-    },
+    _draw_flip, least_bytes=0.2, left_out={"bytes": "one rank may compare, and send what it finds", **_SUMS, **_ALIKE}
 )
 vary_repair = Vary(
-    _draw_sections,
-    use=_use_sections,
-    left_out={
-        "layout": "torch.distributed sends contiguous tensors only",
-        "sub-group": TAKES_NO_GROUP,
-        "unequal ranks": "replicas have equal gradients",
-    },
+    _draw_sections, use=_use_sections, left_out={"layout": "torch.distributed sends contiguous tensors only", **_ALIKE}
 )
 
 WRONG_LATE = (

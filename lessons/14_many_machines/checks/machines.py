@@ -136,10 +136,7 @@ WRONG_PREFLIGHT = (
         "own names", "own names", "a fact that this rank does not have is not told: look at the facts of all ranks", 3
     ).edit('for one in everyone for name in one if name != "host"', 'for name in facts if name != "host"'),
     Mutant(
-        "missing left out",
-        "missing left out",
-        "a fact that some ranks do not give has the value 'missing' there: compare that too",
-        3,
+        "missing left out", "missing left out", "where a rank does not give a fact, it has the value 'missing'", 3
     ).edit(_VALUES, "values = {one[name] for one in everyone if name in one}"),
     Mutant("neighbours", "not told", "a fact that differs is not told: look at the facts of all ranks", 3)
     .edit("everyone: list[Any] =", "everyone =")
@@ -163,10 +160,7 @@ WRONG_PREFLIGHT = (
         "dist.all_gather_object(everyone, facts)",
         "if dist.get_rank() > 0:\n    return {}\ndist.all_gather_object(everyone, facts)",
     ),
-    Mutant(
-        "own value only",
-        "own values",
-        "only the value of this rank is told: each value that a rank has, with its hosts",
-        3,
-    ).edit("for value in values", 'for value in [facts.get(name, "missing")]'),
+    Mutant("own value only", "own values", "only this rank's value is told: tell each value, with its hosts", 3).edit(
+        "for value in values", 'for value in [facts.get(name, "missing")]'
+    ),
 )

@@ -1,225 +1,134 @@
-"""A rendezvous: every rank is an agent; agents meet, one comes too late, some meet again, one waits in vain."""
+"""A rendezvous: every rank is an agent; agents meet, some meet again, one waits in vain, one comes too late."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from distlab.grading import Evidence, Fault, Mutant, NotYet
-from distlab.grading.diagnosis.values import describe
-from distlab.grading.exercise import Refused
+from distlab.grading import Evidence, Mutant, NotYet
+from distlab.grading.cases import Cases
 from distlab.grading.variation.draw import Draw, Vary
 
 SIZES = (2, 5, 3, 4)  # ranks that the agents start
 PATIENCE = timedelta(seconds=0.3)
-Asked = tuple[int, str]  # local ranks, address
-
-
-def board(purpose: str) -> dist.Store:
-    """Return a part of the store in which the ranks of this run have met."""
-    return dist.PrefixStore(purpose, dist.distributed_c10d._get_default_store())
+MEET, AGAIN, MISSING, LATE = (
+    "attempt 0",
+    "attempt 1, after attempt 0",
+    "a second agent never comes",
+    "an agent too many",
+)
+NAMES = ("its number", "its first rank", "the world size", "the master")
 
 
 class InTurn:
-    """A store in which agents are counted in the order of their ranks, so that a check says the same each time.
+    """A store in which agents come and write in an order, so that a check says the same each time.
 
-    Attributes:
-        written: keys that got a value.
-        read: keys whose value was asked for.
+    They are counted in the order of their places. Each writes only when the one before it has its answer, or waits.
     """
 
-    def __init__(self, store: dist.Store, turns: dist.Store, place: int) -> None:
-        self._store = store
-        self._turns, self._place, self._has_come = turns, place, False
-        self.written, self.read = set[str](), set[str]()
+    def __init__(self, store: dist.Store, purpose: str, place: int) -> None:
+        self._store, self._turns, self._place = store, dist.PrefixStore(f"turns of {purpose}", store), place
+        self._has_come = False
+
+    def _wait_for_the_one_before(self, has: str) -> None:
+        if self._place:
+            self._turns.wait([f"{self._place - 1} {has}"])
+
+    def goes_on(self) -> None:
+        """Let the next one write."""
+        self._turns.set(f"{self._place} goes on", "")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self.written.add(key)
+        self._wait_for_the_one_before("goes on")
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Wait until there is a value, and return it."""
-        self.read.add(key)
+        self.wait([key])
         return bytes(self._store.get(key))
-
-    def add(self, key: str, amount: int) -> int:
-        """Wait for the agent before, and add."""
-        self.written.add(key)
-        self.read.add(key)
-        if self._place and not self._has_come:
-            self._turns.wait([f"turn {self._place - 1}"])
-        found = int(self._store.add(key, amount))
-        self._turns.set(f"turn {self._place}", "came")
-        self._has_come = True
-        return found
 
     def wait(self, keys: list[str]) -> None:
         """Wait until all have a value."""
-        self.read |= {*keys}
+        if not self._store.check(keys):
+            self.goes_on()
         self._store.wait(keys)
 
+    def add(self, key: str, amount: int) -> int:
+        """Wait for the agent before, and add."""
+        if self._has_come:  # it may ask again and again
+            self.goes_on()
+        else:
+            self._wait_for_the_one_before("came")
+        found = int(self._store.add(key, amount))
+        self._turns.set(f"{self._place} came", "")
+        self._has_come = True
+        return found
 
-def attempted(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
-    """Call it; return ("returned", value) or ("raised", words)."""
+
+def new_board() -> dist.Store:
+    """Return a part of its own, for this call, of the store in which the ranks of this run have met."""
+    store = dist.distributed_c10d._get_default_store()
+    numbers = [store.add("boards", 1) if dist.get_rank() == 0 else 0]
+    dist.broadcast_object_list(numbers)
+    return dist.PrefixStore(f"board {numbers[0]}", store)
+
+
+def meet_in_turn(fn: Callable[..., Any], store: dist.Store, purpose: str, place: int, *asked: Any) -> Any:
+    """Return what an agent is told."""
+    met = InTurn(store, purpose, place)
     try:
-        return "returned", fn(*arguments)
+        return fn(met, *asked)
+    finally:
+        met.goes_on()
+
+
+def by_name(told: Any) -> dict[str, Any]:
+    """Return each part of what an agent is told by its name."""
+    parts = told if isinstance(told, list | tuple) and len(told) == len(NAMES) else (told, None, None, None)
+    return dict(zip(NAMES, parts, strict=True))
+
+
+def error_or(fn: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returned, or which error it raised; the words of a RuntimeError are the agent's own."""
+    try:
+        return fn(*arguments)
     except NotYet:
         raise
     except Exception as error:
-        return "raised", f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__} was raised" + f": {error}" * (type(error) is not RuntimeError)
 
 
-def drive_meeting(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Meet, come too late, meet again without agent 0, and wait for an agent that never comes."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    store = board("meeting")
-    met = InTurn(store, board("first"), rank)
-    found = {"first": attempted(fn, met, 0, n, SIZES[rank], f"old{rank}:1"), "written": sorted(met.written)}
-    dist.barrier()
-    if rank == 0:
-        found["late"] = attempted(fn, store, 0, n, 1, "late:1")
-    if rank > 0 or n == 1:
-        again = InTurn(store, board("second"), max(0, rank - 1))
-        found["second"] = attempted(fn, again, 1, max(1, n - 1), SIZES[rank] + 1, f"new{rank}:2")
-        found["read"] = sorted(again.read)
-    if rank == 0:
+def _use_meetings(fn: Callable[..., Any], what: str, rank: int, n: int) -> Any:
+    """Meet; then meet again without agent 0, or with one agent more; or be one of two agents."""
+    store = new_board()
+    if what == MISSING:
         alone = dist.HashStore()
         alone.set_timeout(PATIENCE)
-        found["alone"] = attempted(fn, alone, 0, 2, 1, "alone:1")
-    return found
+        told = error_or(fn, alone, 0, 2, 1, "alone:1") if rank == 0 else "an error was raised"
+        return {"what the first is told": "an error was raised" if "was raised" in str(told) else told}
+    first = error_or(meet_in_turn, fn, store, MEET, rank, 0, n, SIZES[rank], f"old{rank}:1")
+    if what == MEET:
+        return by_name(first)
+    dist.barrier()
+    if what == LATE:
+        late = error_or(fn, store, 0, n, 1, "late:1") if rank == 0 else "RuntimeError was raised"
+        return {"what it is told": late.partition(":")[0] if isinstance(late, str) else late}
+    if rank == 0 and n > 1:
+        return {}
+    place, asked = max(0, rank - 1), (1, max(1, n - 1), SIZES[rank] + 1, f"new{rank}:2")
+    return by_name(error_or(meet_in_turn, fn, store, AGAIN, place, *asked))
 
 
-def judge_meeting(evidence: Evidence) -> Iterator[Fault]:
-    """Numbers, ranks and master agree; one too late is refused, a new attempt begins anew, a missing one is missed."""
-    results, n = evidence.results, evidence.world_size
-    asked = [(SIZES[rank], f"old{rank}:1") for rank in range(n)]
-    yield from judge_attempt("attempt 0", asked, [one["first"] for one in results])
-    kind, said = results[0]["alone"]
-    if kind == "returned":
-        text = f"one of two agents came, and it was told {said!r}: wait for every agent before you answer"
-        yield Fault("did not wait", f"{text}; store.get waits, and raises after the store's timeout")
-    again = [rank for rank in range(n) if "second" in results[rank]]
-    asked = [(SIZES[rank] + 1, f"new{rank}:2") for rank in again]
-    written = {key for one in results for key in one["written"]}
-    shared = sorted(written & {key for rank in again for key in results[rank]["read"]})
-    is_in_order = [one["first"][1][0] for one in results] == [*range(n)]
-    since = "; attempt 0 was right" + ", where each agent's number was its rank" * is_in_order
-    answers = [results[rank]["second"] for rank in again]
-    yield from judge_attempt("attempt 1", asked, answers, since=since, shared=shared)
-    kind, said = results[0]["late"]
-    if kind == "returned":
-        text = f"{n} of {n} agents had met when one more came: it was told {said!r}"
-        yield Fault("late", f"{text}; raise RuntimeError, or its ranks begin in a job that is full")
-    if not said.startswith("RuntimeError"):
-        yield Fault("late", f"an agent that came too late was told {said}; raise RuntimeError and say why")
+drive_rendezvous = Cases(
+    lambda rank, n: {what: (what, rank, n) for what in (MEET, AGAIN, MISSING, LATE)}, _use_meetings, most_bytes=0
+)
 
 
-def judge_attempt(
-    what: str,
-    asked: Sequence[Asked],
-    answers: Sequence[tuple[str, Any]],
-    *,
-    since: str = "",
-    shared: Sequence[str] = (),
-) -> Iterator[Fault]:
-    """Judge what the agents of one attempt were told; they may have come in any order.
-
-    Args:
-        what: the attempt, for messages.
-        asked: by agent, its number of ranks and its address.
-        answers: by agent, what the call returned or raised.
-        since: words on a former attempt, which was right.
-        shared: keys read in this attempt that were written in the former one.
-    """
-    n, sizes = len(asked), [size for size, _ in asked]
-    codes = {}
-    if shared:
-        codes = dict.fromkeys(("raised", "numbers", "world size", "first rank", "master"), "attempts mixed")
-        keys = f"the key{'s' * (len(shared) > 1)} {', '.join(map(repr, shared))}"
-        since = f": {keys} of the attempt before it {'are' if len(shared) > 1 else 'is'} read again"
-        since += ", and nothing of a former attempt may count; give each attempt keys of its own"
-
-    def fault(code: str, text: str, why: str = "") -> Fault:
-        return Fault(codes.get(code, code), f"{what}{text}{since or (f': {why}' if why else '')}")
-
-    for place, ((_, address), (kind, said)) in enumerate(zip(asked, answers, strict=True)):
-        if kind == "raised":
-            is_last = place == n - 1 and said.startswith("RuntimeError")
-            counts = "store.add returns 1 to the first that comes, and agents are numbered from 0" * is_last
-            yield fault("raised", f", {n} agent{'s' * (n > 1)}: {address} was told {said}", counts)
-        if not isinstance(said, list | tuple) or len(said) != 4:
-            yield Fault("returned", f"{what}: expected number, first rank, world size and master, got {describe(said)}")
-    told = [tuple(said) for _, said in answers]
-    numbers = [one[0] for one in told]
-    if sorted(numbers, key=str) != list(range(n)):
-        text = f": {n} agents got the numbers {numbers}, expected each of 0 to {n - 1} once"
-        yield fault("numbers", text, "store.add counts, and tells each another number")
-    by_number = [asked[numbers.index(number)] for number in range(n)]
-    before = [sum(size for size, _ in by_number[:number]) for number in numbers]
-    why_total = _why([one[2] for one in told], _totals(sizes, before))
-    why_first = _why([one[1] for one in told], _firsts(sizes, before, numbers))
-    for place, (number, first, world_size, master) in enumerate(told):
-        who = f", agent {number} of {n} with {sizes[place]} ranks"
-        if world_size != sum(sizes):
-            text = f"{who}: the world size is {world_size!r}, expected {sum(sizes)}, the ranks of all agents"
-            yield fault("world size", text, why_total)
-        if first != before[place]:
-            text = f"{who}: its first rank is {first!r}, expected {before[place]}, the ranks of the agents before it"
-            yield fault("first rank", text, why_first)
-        if master != by_number[0][1]:
-            text = f"{who}: the master is {master!r}, expected {by_number[0][1]!r}"
-            yield fault("master", text, _whose(master, asked[place][1], [address for _, address in by_number]))
-
-
-def _totals(sizes: Sequence[int], before: Sequence[int]) -> dict[str, list[int]]:
-    """Return wrong world sizes, agent by agent, each with its cause."""
-    n, total = len(sizes), sum(sizes)
-    return {
-        "the agents were counted, not their ranks": [n] * n,
-        f"that is {n} times its own: agents have different numbers of ranks": [n * size for size in sizes],
-        "its own ranks are missing": [total - size for size in sizes],
-        "only the agents before it were added": [*before],
-        "the agents after it are missing": [sum(pair) for pair in zip(before, sizes, strict=True)],
-        "that is its own number of ranks": [*sizes],
-    }
-
-
-def _firsts(sizes: Sequence[int], before: Sequence[int], numbers: Sequence[int]) -> dict[str, list[int]]:
-    """Return wrong first ranks, agent by agent, each with its cause."""
-    total, ends = sum(sizes), [sum(pair) for pair in zip(before, sizes, strict=True)]
-    return {
-        "that is its number times its own ranks: agents have different numbers of ranks": [
-            number * size for number, size in zip(numbers, sizes, strict=True)
-        ],
-        "its own ranks are counted with them": ends,
-        "that is its number: the agents were counted, not their ranks": [*numbers],
-        "that is the sum of the agents after it": [total - end for end in ends],
-    }
-
-
-def _why(told: Sequence[Any], causes: dict[str, list[int]]) -> str:
-    """Return the cause that explains what every agent was told, or "": one number may agree by chance."""
-    return next((words for words, values in causes.items() if [*told] == values), "")
-
-
-def _whose(master: Any, own: str, addresses: Sequence[str]) -> str:
-    """Say whose address an agent was given as the master's."""
-    if isinstance(master, bytes):
-        return "store.get returns bytes: decode() them"
-    if master == own:
-        return "its own; all agents name that of agent 0"
-    return (
-        f"that is the address of agent {addresses.index(master)}"
-        if master in addresses
-        else "no agent has that address"
-    )
-
-
-def budget_meeting(evidence: Evidence) -> list[str]:
+def budget_rendezvous(evidence: Evidence) -> list[str]:
     """Say who met."""
     return [f"{evidence.world_size} agents with {list(SIZES[: evidence.world_size])} ranks met, and met again"]
 
@@ -228,60 +137,72 @@ def _draw_meeting(draw: Draw) -> tuple[Any, ...]:
     return draw.integer(0, 3), draw.own(1, 8), f"host{draw.own(0, 9)}-{draw.rank}:{draw.integer(1, 9)}"
 
 
-def _use_meeting(fn: Callable[..., Any], attempt: int, local_ranks: int, address: str) -> bool:
-    """Meet in a store of this call's own, and judge what all were told."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    numbers = [board("varied").add("calls", 1) if dist.get_rank() == 0 else 0]
-    dist.broadcast_object_list(numbers)  # a part of the store for each call, also where two have the same attempt
-    answer = fn(board(f"call {numbers[0]}"), attempt, dist.get_world_size(), local_ranks, address)
-    dist.all_gather_object(everyone, ((local_ranks, address), ("returned", answer)))
-    asked, answers = zip(*everyone, strict=True)
-    for fault in judge_attempt(f"attempt {attempt}", asked, answers):
-        raise Refused(fault.code, fault.message)
-    return True
+def _use_meeting(fn: Callable[..., Any], attempt: int, local_ranks: int, address: str) -> dict[str, Any]:
+    """Meet in a store of this call's own, in the order of the ranks."""
+    n = dist.get_world_size()
+    return by_name(meet_in_turn(fn, new_board(), "draw", dist.get_rank(), attempt, n, local_ranks, address))
 
 
-MEETING_VARY = Vary(_draw_meeting, _use_meeting, num_calls=4, left_out={"sub-group": "agents are no ranks yet"})
-_LATE = "if number >= num_agents:"
-WRONG_MEETINGS = (
-    Mutant("one room for all attempts", "attempts mixed", "keys of its own", 3, "pytorch #135712").edit(
-        "attempt {attempt}, agent", "agent", times=3
-    ),
+vary_rendezvous = Vary(_draw_meeting, _use_meeting, num_calls=4, left_out={"sub-group": "agents are no ranks yet"})
+_FULL, _AGENT = "if number >= num_agents:", 'f"attempt {attempt}, agent {%s}"'
+_MIXED = "nothing of a former attempt may count: give each attempt keys of its own"
+_ITS = "all agents name the address of agent 0"
+WRONG_RENDEZVOUS = (
     Mutant(
-        "addresses kept",
-        "attempts mixed",
-        "'master' of the attempt before it is read again",
-        3,
-        "pytorch #167288",
-    )
+        "one room for all attempts", "attempts mixed", f"all are counted again; {_MIXED}", 3, "pytorch #135712"
+    ).edit("attempt {attempt}, agent", "agent", times=3),
+    Mutant("addresses kept", "attempts mixed", f"the former master is read again; {_MIXED}", 3, "pytorch #167288")
     .edit("return number", 'if number == attempt == 0:\n    store.set("master", address)\nreturn number')
     .edit("agents[0][1]", 'store.get("master").decode()'),
-    Mutant("late is let in", "late", "begin in a job that is full", 3).edit(_LATE, "if False:"),
-    Mutant("late leaves quietly", "late", "was told None", 3).edit(
-        f"{_LATE}\n    raise RuntimeError", f"{_LATE}\n    return None\nif number < 0:\n    raise RuntimeError"
+    Mutant("sizes kept", "attempts mixed", f"former agents are read; {_MIXED}", 3)
+    .edit(_AGENT % "number", 'f"agent {number}"')
+    .edit(_AGENT % "other", 'f"agent {other}"'),
+    Mutant("late is let in", "late", "all had met when one more came: raise RuntimeError, its job is full", 3).edit(
+        _FULL, "if False:"
     ),
-    Mutant("another error", "late", "raise RuntimeError", 3).edit("raise RuntimeError", "raise ValueError"),
-    Mutant("does not wait", "did not wait", "wait for every agent", 1).edit("range(num_agents)", "range(number + 1)"),
-    Mutant("agents counted", "world size", "not their ranks", 3).edit("sum(sizes), agents", "num_agents, agents"),
-    Mutant("equal agents", "world size", "3 times its own", 3).edit(
+    Mutant(
+        "late leaves quietly",
+        "late",
+        "an agent that comes too late is told nothing: raise RuntimeError, and say why",
+        3,
+    ).edit(f"{_FULL}\n    raise RuntimeError", f"{_FULL}\n    return None\nif number < 0:\n    raise RuntimeError"),
+    Mutant("another error", "late", "an agent that comes too late gets a different error: raise RuntimeError", 3).edit(
+        "raise RuntimeError", "raise ValueError"
+    ),
+    Mutant("does not wait", "did not wait", "wait for every agent before you answer: store.get waits", 1).edit(
+        "range(num_agents)", "range(number + 1)"
+    ),
+    Mutant("agents counted", "world size", "the agents are counted, not their ranks", 3).edit(
+        "sum(sizes), agents", "num_agents, agents"
+    ),
+    Mutant("equal agents", "world size", "agents have different numbers of ranks: add up those of all", 3).edit(
         "sum(sizes), agents", "num_agents * local_ranks, agents"
     ),
-    Mutant("equal first ranks", "first rank", "its number times its own ranks", 3).edit(
-        "sum(sizes[:number])", "number * local_ranks"
+    Mutant(
+        "attempt added", "world size", "the world size grows with the attempt: add up the ranks of all agents alone", 3
+    ).edit("sum(sizes), agents", "sum(sizes) + attempt, agents"),
+    Mutant(
+        "equal first ranks", "first rank", "agents have different numbers of ranks: add up those before this one", 3
+    ).edit("sum(sizes[:number])", "number * local_ranks"),
+    Mutant("own included", "first rank", "its own ranks are counted with those of the agents before it", 3).edit(
+        "sizes[:number]", "sizes[: number + 1]"
     ),
-    Mutant("own included", "first rank", "its own ranks are counted", 3).edit("sizes[:number]", "sizes[: number + 1]"),
-    Mutant("own address", "master", "its own; all agents name", 3).edit("agents[0][1]", "address"),
-    Mutant("last agent's", "master", "the address of agent 2", 3).edit("agents[0][1]", "agents[-1][1]"),
-    Mutant("refused itself", "raised", "agents are numbered from 0", 1).edit('agents", 1) - 1', 'agents", 1)'),
-    Mutant("sizes kept", "attempts mixed", "keys of its own", 3)
-    .edit('f"attempt {attempt}, agent {number}"', 'f"agent {number}"')
-    .edit('f"attempt {attempt}, agent {other}"', 'f"agent {other}"'),
-    Mutant("attempt added", "world size", "; attempt 0 was right, where each agent's number was its rank", 3).edit(
-        "sum(sizes), agents", "sum(sizes) + attempt, agents"
+    Mutant(
+        "rank for number", "first rank", "it counts by the rank: an agent's number is what store.add told it", 3
+    ).edit("sum(sizes[:number])", "sum(sizes[: __import__('torch').distributed.get_rank()])"),
+    Mutant("own address", "master", f"it names its own address as the master; {_ITS}", 3).edit(
+        "agents[0][1]", "address"
     ),
-    Mutant("rank for number", "first rank", "; attempt 0 was right, where each agent's number was its rank", 3).edit(
-        "sum(sizes[:number])", "sum(sizes[: __import__('torch').distributed.get_rank()])"
+    Mutant("last agent's", "master", f"it names the last agent as the master; {_ITS}", 3).edit(
+        "agents[0][1]", "agents[-1][1]"
     ),
-    Mutant("bytes", "master", "decode() them", 1).edit("agents[0][1]", "agents[0][1].encode()"),
-    Mutant("counted from 1", "numbers", "each of 0 to 2 once", 3).edit("return number,", "return number + 1,"),
+    Mutant("bytes", "master", "store.get returns bytes: decode() them", 1).edit(
+        "agents[0][1]", "agents[0][1].encode()"
+    ),
+    Mutant("counted from 1", "numbers", "the number it returns counts from 1; agents are numbered from 0", 3).edit(
+        "return number,", "return number + 1,"
+    ),
+    Mutant(
+        "refused itself", "numbers", "store.add returns 1 to the first that comes; agents are numbered from 0", 1
+    ).edit('agents", 1) - 1', 'agents", 1)'),
 )

@@ -41,51 +41,29 @@ def _draw_hosts(draw: Draw) -> tuple[Any, ...]:
 vary_places = Vary(_draw_hosts)
 _BETWEEN = "[[ranks[place] for ranks in inside if place < len(ranks)] for place in range(most)]"
 WRONG_PLACES = (
-    Mutant(
-        "equal blocks",
-        "node in pieces",
-        "nodes need not be equal: a node's ranks are those that have its name in hosts",
-        1,
-    ).edit(
+    Mutant("equal blocks", "node in pieces", "nodes need not be equal: a node's ranks have its name in hosts", 1).edit(
         "inside = list(nodes.values())",
         "size, ranks = len(hosts) // len(nodes), list(range(len(hosts)))\n"
         "inside = [ranks[first : first + size] for first in range(0, len(hosts), size)]",
     ),
-    Mutant(
-        "runs of one host",
-        "neighbours",
-        "ranks of a node need not be neighbours: a node that comes again later is the same node",
-        1,
-    )
+    Mutant("runs of one host", "neighbours", "a node that comes again later is the same node", 1)
     .setup("from itertools import groupby")
     .edit(
         "inside = list(nodes.values())",
         "inside = [list(run) for _, run in groupby(range(len(hosts)), key=lambda rank: hosts[rank])]",
     ),
-    Mutant(
-        "shortest node counts",
-        "rank missing",
-        "count the places of the largest node, not of the smallest: each rank is in one group between nodes",
-        1,
-    ).edit("max(", "min("),
-    Mutant(
-        "leaders alone",
-        "leaders alone",
-        "that is the group of the first ranks alone: each rank is in one group between nodes",
-        1,
-    ).edit("range(most)", "range(1)"),
-    Mutant(
-        "modulo",
-        "modulo",
-        "go place by place in the nodes, which may be unequal: counting ranks by a step mixes nodes",
-        1,
-    ).edit(_BETWEEN, "[list(range(place, len(hosts), most)) for place in range(most)]"),
-    Mutant(
-        "last rank leads",
-        "last rank leads",
-        "the leaders are the first ranks of their nodes, not the last: go from the first place on",
-        1,
-    ).edit("ranks[place] for", "ranks[-1 - place] for"),
+    Mutant("shortest node counts", "rank missing", "count the places of the largest node, not of the smallest", 1).edit(
+        "max(", "min("
+    ),
+    Mutant("leaders alone", "leaders alone", "these are the first ranks alone: each rank is in one group", 1).edit(
+        "range(most)", "range(1)"
+    ),
+    Mutant("modulo", "modulo", "counting ranks by a step mixes nodes: go place by place in each node", 1).edit(
+        _BETWEEN, "[list(range(place, len(hosts), most)) for place in range(most)]"
+    ),
+    Mutant("last rank leads", "last rank leads", "the first rank of a node leads it, not the last", 1).edit(
+        "ranks[place] for", "ranks[-1 - place] for"
+    ),
     Mutant("by name", "order of nodes", "nodes stand in the order of their first ranks, not of their names", 1).edit(
         "list(nodes.values())", "[nodes[host] for host in sorted(nodes)]"
     ),
@@ -98,12 +76,9 @@ WRONG_PLACES = (
     Mutant("last of each", "last of each", "a node keeps only its last rank: append to its list", 1).edit(
         "nodes.setdefault(host, []).append(rank)", "nodes[host] = [rank]"
     ),
-    Mutant(
-        "everyone together",
-        "not one node",
-        "one group inside holds the ranks of several nodes: each node has a group of its own",
-        1,
-    ).edit("inside = list(nodes.values())", "inside = [list(range(len(hosts)))]"),
+    Mutant("everyone together", "not one node", "a group inside holds several nodes: each node has its own", 1).edit(
+        "inside = list(nodes.values())", "inside = [list(range(len(hosts)))]"
+    ),
 )
 
 

@@ -49,10 +49,7 @@ WRONG_HOSTS = (
         _RANGE, "range(int(first), max(int(last or first), int(first) + 1))"
     ),
     Mutant(
-        "Python's range, of one too",
-        "end left out",
-        "a range includes its last number; one number is a range too",
-        1,
+        "Python's range, of one too", "end left out", "a range includes its last number; one number is a range too", 1
     ).edit(_RANGE, "range(int(first), int(last or first))"),
     Mutant("two ends", "ends only", "a range has the numbers between its ends too", 1).edit(
         _RANGE, "dict.fromkeys((first, last or first))"
@@ -71,11 +68,7 @@ WRONG_HOSTS = (
 )
 
 Job = tuple[tuple[str, ...], tuple[int, ...], int]  # hosts, tasks on each, number of the job
-JOBS: tuple[Job, ...] = (
-    (("n1", "n2", "n7"), (4, 4, 1), 81_234),
-    (("a", "b"), (2, 2), 29_500),
-    (("x", "y"), (1, 3), 7),
-)
+JOBS: tuple[Job, ...] = ((("n1", "n2", "n7"), (4, 4, 1), 81_234), (("a", "b"), (2, 2), 29_500), (("x", "y"), (1, 3), 7))
 
 
 def task(hosts: tuple[str, ...], sizes: tuple[int, ...], job: int, rank: int) -> dict[str, str]:
@@ -130,15 +123,12 @@ WRONG_SLURM = (
         "SLURM_NTASKS", "SLURM_NNODES"
     ),
     Mutant(
-        "equal nodes",
-        "LOCAL_WORLD_SIZE",
-        "nodes need not be equal: SLURM_TASKS_PER_NODE lists the nodes, yours is number SLURM_NODEID",
-        1,
+        "equal nodes", "LOCAL_WORLD_SIZE", "nodes need not be equal: SLURM_TASKS_PER_NODE lists them by SLURM_NODEID", 1
     ).edit(_SIZE, 'str(int(slurm["SLURM_NTASKS"]) // len(hosts))'),
     Mutant(
         "first node's",
         "LOCAL_WORLD_SIZE",
-        "SLURM_TASKS_PER_NODE lists the nodes, yours is number SLURM_NODEID, not always the first",
+        "it takes the first node's tasks: yours is number SLURM_NODEID in the list",
         1,
     ).edit(_SIZE, "sizes[0]"),
     Mutant(
@@ -149,16 +139,10 @@ WRONG_SLURM = (
     ),
     Mutant("last host", "MASTER_ADDR", f"MASTER_ADDR is the last host: {_SAME}", 1).edit("hosts[0]", "hosts[-1]"),
     Mutant(
-        "one port for all",
-        "MASTER_PORT",
-        "a different job should not have the same port: 20000 + the job's number % 10000",
-        1,
+        "one port for all", "MASTER_PORT", "two jobs should not share a port: 20000 + the job's number % 10000", 1
     ).edit(_PORT, '"29500"'),
     Mutant(
-        "a port per task",
-        "MASTER_PORT",
-        "all tasks of a job must agree on the port: 20000 + the job's number % 10000",
-        1,
+        "a port per task", "MASTER_PORT", "all tasks of a job share the port: 20000 + the job's number % 10000", 1
     ).edit(_PORT, 'str(20000 + int(slurm["SLURM_PROCID"]))'),
     Mutant("a number", "not text", "variables of the environment are text, and this port is a number", 1).edit(
         _PORT, _PORT[4:-1]

@@ -56,45 +56,27 @@ WRONG_FITS = (
     Mutant(
         "weights and gradients",
         "optimizer forgotten",
-        "Adam holds 12 bytes more per parameter: two moments and a copy of the weights, in float32",
+        "it lacks Adam's 12 bytes per parameter: two moments and a copy of the weights",
         1,
         "popular claim",
     ).edit("12 /", "0 /"),
     Mutant(
-        "moments alone",
-        "no float32 copy",
-        "Adam's 12 bytes are two moments and a copy of the weights, all in float32: 8 lack the copy",
-        1,
+        "moments alone", "no float32 copy", "Adam's 12 bytes: two moments and a copy of the weights; 8 lack the copy", 1
     ).edit("12 /", "8 /"),
     Mutant(
-        "gradients in 16 bits",
-        "16-bit sums",
-        "gradients of several micro-batches are added up in float32: 4 bytes per parameter",
-        1,
+        "gradients in 16 bits", "16-bit sums", "micro-batches' gradients are added up in float32: 4 bytes each", 1
     ).edit("+= 4 /", "+= 2 /"),
     Mutant(
-        "as if data parallel",
-        "whole model",
-        "tensor and pipeline ranks hold a part of the model each: divide its parameters by both degrees",
-        1,
+        "as if data parallel", "whole model", "a rank holds a part of the model: divide by tensor x pipeline", 1
     ).edit(_SHARE, "parameters"),
     Mutant(
-        "stages hold all",
-        "stages keep all",
-        "a stage holds its own layers: divide the parameters by the pipeline degree too",
-        1,
+        "stages hold all", "stages keep all", "a stage holds its own layers: divide by the pipeline degree too", 1
     ).edit(_SHARE, "parameters / plan.tensor"),
+    Mutant("layers whole", "tensor keeps all", "tensor ranks hold a part of each layer: divide by tensor too", 1).edit(
+        _SHARE, "parameters / plan.pipeline"
+    ),
     Mutant(
-        "layers whole",
-        "tensor keeps all",
-        "tensor ranks hold a part of each layer: divide the parameters by the tensor degree too",
-        1,
-    ).edit(_SHARE, "parameters / plan.pipeline"),
-    Mutant(
-        "divided by all GPUs",
-        "sharded without asking",
-        "replicas hold whole states unless the plan shards them: ask plan.sharding.stage",
-        1,
+        "divided by all GPUs", "sharded without asking", "replicas hold whole states, unless sharding.stage splits", 1
     )
     .edit("stage >= 1", "stage >= 0")
     .edit("stage >= 2", "stage >= 0")
@@ -116,10 +98,7 @@ WRONG_FITS = (
         "Megatron-LM's estimator",
     ).edit("plan.tensor if plan.sequence_parallel else 1", "plan.tensor"),
     Mutant(
-        "recompute forgotten",
-        "recompute ignored",
-        "with full recompute a layer keeps 2 bytes per token and hidden element, not 34",
-        1,
+        "recompute forgotten", "recompute ignored", "full recompute keeps 2 bytes per token and element, not 34", 1
     ).without('2 / ranks if plan.recompute == "full" else '),
     Mutant(
         "34 under recompute",
@@ -129,10 +108,7 @@ WRONG_FITS = (
         "public calculator",
     ).edit("2 / ranks", "34 / ranks"),
     Mutant(
-        "one in flight",
-        "one micro-batch",
-        "the first stage of 1F1B holds several micro-batches: one for each stage, if there are as many",
-        1,
+        "one in flight", "one micro-batch", "the first stage holds a micro-batch for each stage, if there are many", 1
     ).edit(_HELD, "1"),
     Mutant(
         "as GPipe", "all micro-batches", "1F1B holds at most one micro-batch for each stage: then backward begins", 1
@@ -141,25 +117,14 @@ WRONG_FITS = (
         _HELD, "plan.pipeline"
     ),
     Mutant(
-        "layers of all stages",
-        "all layers",
-        "a stage keeps the activations of its own layers: divide the layers by the pipeline degree",
-        1,
+        "layers of all stages", "all layers", "a stage keeps activations of its own layers: layers / pipeline", 1
     ).edit("layers / plan.pipeline", "layers"),
-    Mutant(
-        "never sharded",
-        "nothing sharded",
-        "plan.sharding.stage says what the data ranks split: divide that by plan.data",
-        1,
-    )
+    Mutant("never sharded", "nothing sharded", "plan.sharding.stage says what is split: divide that by plan.data", 1)
     .edit("stage >= 1", "False")
     .edit("stage >= 2", "False")
     .edit("stage >= 3", "False"),
     Mutant(
-        "never split",
-        "sequence parallel ignored",
-        "sequence-parallel ranks split the 10 bytes too, and the 2 of full recompute",
-        1,
+        "never split", "sequence parallel ignored", "sequence-parallel ranks split the 10 bytes too, and the 2", 1
     ).edit("plan.tensor if plan.sequence_parallel else 1", "1"),
     Mutant("half of the bytes", "elements", "the 34 and the 2 are bytes already, not elements", 1).edit(
         "kept * sequence", "kept / 2 * sequence"

@@ -67,6 +67,7 @@ def budget_cheapest(evidence: Evidence) -> list[str]:
 
 
 _KEY = "24 * offer[1] * offer[2] * offer[3]"
+_BOTH = "saving loses save_s / interval of the time, and work since the last save interval / (2 M): both"
 WRONG_BILL = (
     Mutant(
         "nothing fails",
@@ -88,27 +89,14 @@ WRONG_BILL = (
     Mutant("restart at once", "restarts forgotten", "each failure costs restart_s too: restart_s / M", 1).without(
         " - restart_s / between"
     ),
-    Mutant(
-        "saves for nothing",
-        "half forgotten",
-        "saving loses save_s / interval of the time, and work since the last save interval / (2 M): both",
-        1,
-    ).without("- save_s / interval "),
-    Mutant(
-        "nothing lost",
-        "half forgotten",
-        "saving loses save_s / interval of the time, and work since the last save interval / (2 M): both",
-        1,
-    ).without("- interval / (2 * between) "),
+    Mutant("saves for nothing", "half forgotten", _BOTH, 1).without("- save_s / interval "),
+    Mutant("nothing lost", "half forgotten", _BOTH, 1).without("- interval / (2 * between) "),
     Mutant(
         "times what trains", "multiplied", "a part of the time trains, so the run takes longer: divide by that part", 1
     ).edit("/ useful / 3600", "* useful / 3600"),
-    Mutant(
-        "added on top",
-        "added",
-        "the parts are of all time, lost time among it: divide by 1 - lost, do not multiply by 1 + lost",
-        1,
-    ).edit("/ useful / 3600", "* (2 - useful) / 3600"),
+    Mutant("added on top", "added", "lost time is a part of all time: divide by 1 - lost, not times 1 + lost", 1).edit(
+        "/ useful / 3600", "* (2 - useful) / 3600"
+    ),
     Mutant(
         "time runs back", "below zero", "where failures leave no time the run never ends: return infinity for both", 1
     ).edit("if useful > 0", "if useful != 0"),
@@ -167,10 +155,7 @@ WRONG_CHEAPEST = (
         "ties by name", "ties by name", "both cost the same: take the one that is done sooner, whatever their names", 1
     ).edit(f"({_KEY}, offer[2])", f"({_KEY}, offer[0])"),
     Mutant("min of nothing", "raised", "min()", 1).without("if not in_time:\n    return None"),
-    Mutant(
-        "longer of equals",
-        "longer of equals",
-        "both cost the same: take the one that is done sooner, and this one takes longer",
-        1,
-    ).edit(f"({_KEY}, offer[2])", f"({_KEY}, -offer[2])"),
+    Mutant("longer of equals", "longer of equals", "both cost the same: take the one that is done sooner", 1).edit(
+        f"({_KEY}, offer[2])", f"({_KEY}, -offer[2])"
+    ),
 )

@@ -54,28 +54,19 @@ WRONG_STEP = (
         "forward alone", "forward alone", "2 operations per parameter and token are forward; backward has 4 more", 1
     ).edit("(8 if is_full else 6)", "2"),
     Mutant(
-        "no recompute",
-        "recompute ignored",
-        "full recompute runs forward once more: 8 operations in place of 6, and its calls too",
-        1,
+        "no recompute", "recompute ignored", "full recompute runs forward once more: 8 operations, not 6, and calls", 1
     ).edit('plan.recompute == "full"', "False"),
     Mutant(
         "each rank all of it", "not shared", "tensor and pipeline ranks share the operations: divide by both degrees", 1
     ).edit(_ONE, _ONE.removesuffix(" / (t * p)")),
-    Mutant(
-        "data ranks share",
-        "data shares",
-        "data ranks do not share a micro-batch: each has its own, so divide by tensor x pipeline alone",
-        1,
-    ).edit(_ONE, _ONE.replace("t * p", "t * p * d")),
+    Mutant("data ranks share", "data shares", "each data rank has its own micro-batch: divide by t x p alone", 1).edit(
+        _ONE, _ONE.replace("t * p", "t * p * d")
+    ),
     Mutant(
         "one call a step", "calls once", "tensor ranks talk in each micro-batch: times plan.num_microbatches", 1
     ).edit("m * sent", "sent"),
     Mutant(
-        "calls not made again",
-        "calls not repeated",
-        "with full recompute the calls of forward are made again: 12 activations, not 8",
-        1,
+        "calls not made again", "calls not repeated", "full recompute repeats forward's calls: 12 activations, not 8", 1
     ).edit("(12 if is_full else 8)", "8"),
     Mutant("one wire", "always between", "a group inside a node uses intra_node", 1, "common calculator").edit(
         "cluster.intra_node if reach <= cluster.devices_per_node else cluster.inter_node", "cluster.inter_node"
@@ -90,42 +81,30 @@ WRONG_STEP = (
     Mutant(
         "data next to each other",
         "next to each other",
-        "tensor ranks stand between data ranks: a data group reaches over tensor x data GPUs",
+        "a data group reaches over tensor x data GPUs, not data alone",
         1,
     ).edit("rate(t * d)", "rate(d)"),
     Mutant(
-        "half a ring",
-        "one way",
-        "a ring all-reduce sends 2 (d - 1) / d of the bytes: a reduce-scatter and an all-gather",
-        1,
+        "half a ring", "one way", "a ring all-reduce sends 2 (d - 1) / d: a reduce-scatter and an all-gather", 1
     ).edit("2 * (d - 1)", "(d - 1)"),
     Mutant(
         "nothing overlaps",
         "nothing hides",
-        "backward of the last micro-batch hides gradients: take away two thirds of its compute",
+        "backward of the last micro-batch hides gradients: subtract two thirds of its compute",
         1,
         "popular claim",
     ).without(" - 2 / 3 * one"),
     Mutant(
-        "all backward overlaps",
-        "all backward hides",
-        "gradients leave in the last micro-batch alone: the others' backward hides nothing",
-        1,
+        "all backward overlaps", "all backward hides", "gradients leave in the last micro-batch: others hide nothing", 1
     ).edit("2 / 3 * one", "2 / 3 * one * m"),
     Mutant("time won", "negative", "what is hidden altogether takes no time: max(0, ...)", 1).edit(
         "max(0.0, gradients - 2 / 3 * one)", "gradients - 2 / 3 * one"
     ),
     Mutant(
-        "bubble without calls",
-        "bubble computes",
-        "a stage that waits, waits for tensor calls too: p - 1 times compute and tensor",
-        1,
+        "bubble without calls", "bubble computes", "a waiting stage waits for tensor calls too: (p - 1) of both", 1
     ).edit("(one + sent)", "one"),
     Mutant(
-        "a share for seconds",
-        "bubble over m",
-        "(p - 1) / m is the bubble's share of the computing time; in seconds it is p - 1 micro-batches",
-        1,
+        "a share for seconds", "bubble over m", "in seconds the bubble is p - 1 micro-batches; / m is its share", 1
     ).edit("(one + sent)", "(one + sent) / m"),
     Mutant("elements", "elements", "an element of an activation or a gradient has 2 bytes", 1)
     .edit("* 2 * sequence", "* sequence")
@@ -134,34 +113,19 @@ WRONG_STEP = (
     .edit("m * one", "one")
     .edit("m * sent", "sent"),
     Mutant(
-        "half of the calls",
-        "forward's calls",
-        "backward makes as many tensor calls as forward: 8 activations, not 4",
-        1,
+        "half of the calls", "forward's calls", "backward makes as many calls as forward: 8 activations, not 4", 1
     ).edit("else 8)", "else 4)"),
     Mutant(
-        "calls of all layers",
-        "all layers",
-        "a stage makes the calls of its own layers: divide by the pipeline degree",
-        1,
+        "calls of all layers", "all layers", "a stage makes its own layers' calls: divide by the pipeline degree", 1
     ).edit("layers / p /", "layers /"),
     Mutant(
-        "twice the buffer",
-        "whole buffer",
-        "a ring sends 2 (d - 1) / d of the bytes, not twice all of them: one rank alone sends nothing",
-        1,
+        "twice the buffer", "whole buffer", "a ring sends 2 (d - 1) / d of the bytes, and not twice all of them", 1
     ).edit("2 * (d - 1) / d *", "2 * (d > 1) *"),
+    Mutant("all gradients", "whole gradients", "a rank has gradients of its own parameters: divide by t x p", 1).edit(
+        "2 * parameters / (t * p) / rate", "2 * parameters / rate"
+    ),
     Mutant(
-        "all gradients",
-        "whole gradients",
-        "a rank has the gradients of its own parameters: divide by tensor x pipeline",
-        1,
-    ).edit("2 * parameters / (t * p) / rate", "2 * parameters / rate"),
-    Mutant(
-        "forward hides too",
-        "the whole pass hides",
-        "gradients exist from backward on: forward, a third of the compute, hides nothing",
-        1,
+        "forward hides too", "the whole pass hides", "gradients exist from backward on: forward hides nothing", 1
     ).edit("2 / 3 * one", "one"),
     Mutant(
         "sent each time", "each micro-batch", "gradients are sent once per step, after the last micro-batch", 1
