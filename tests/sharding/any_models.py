@@ -18,36 +18,6 @@ def images(step):
     return torch.randn(ROWS, 3, 8, 8, dtype=torch.float64, generator=generator(step, 0, "images"))
 
 
-class Penalized(nn.Module):
-    """Its forward adds the squares of all its parameters to the loss, counts them and looks at their names."""
-
-    batch = staticmethod(series)
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH)) for _ in range(3)
-        )
-        self.scale = nn.Parameter(torch.ones(()))
-        self.count = sum(p.numel() for p in self.parameters())
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        assert self.count == sum(p.numel() for p in self.parameters() if p.requires_grad)
-        assert "blocks.1.0.weight" in dict(self.named_parameters())
-        penalty = sum(p.pow(2).sum() for p in self.parameters() if p.dim() >= 1)
-        rows = torch.nn.utils.parameters_to_vector(self.blocks.parameters()).abs().sum()
-        return x * self.scale, 0.01 * penalty + 0.001 * rows + 0.1 * self.blocks[2][0].weight.t().norm()
-
-    @staticmethod
-    def loss(model, rows):
-        output, penalty = model(rows)
-        return F.mse_loss(output, rows.flip(-1)) + penalty
-
-
 class InvertedResidual(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -177,37 +147,6 @@ class Wrapped(nn.Module):
         return Box(self.linear(x).tanh() * self.scale)
 
 
-class Returning(nn.Module):
-    """Blocks that return their own weight, or a part of it, beside what they make."""
-
-    batch = staticmethod(series)
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Weighted() for _ in range(2))
-
-    def forward(self, x):
-        total = 0.0
-        for block in self.blocks:
-            x, weight, row = block(x)
-            total = total + weight.square().sum() + row.abs().sum()
-        return x, total
-
-    @staticmethod
-    def loss(model, rows):
-        x, total = model(rows)
-        return F.mse_loss(x, rows.flip(-1)) + 0.01 * total
-
-
-class Weighted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(x).tanh(), self.linear.weight, {"row": self.linear.weight[0]}["row"]
-
-
 class Features(nn.Module):
     """The loss looks only at what an inner block made; the model's output has no part in it."""
 
@@ -237,7 +176,6 @@ class Features(nn.Module):
 
 MODELS = [
     Decoder,
-    Penalized,
     EncoderDecoder,
     Experts,
     Convolutions,
@@ -245,6 +183,5 @@ MODELS = [
     Recurrent,
     Translator,
     Hiding,
-    Returning,
     Features,
 ]

@@ -1,4 +1,4 @@
-"""Small models that do odd things with their parameters: read those of others, detach them, change inputs in place."""
+"""Small models that do odd things with their parameters: compute them, detach them, change inputs in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from language_models import VOCABULARY, WIDTH, series, tokens
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Odd(nn.Module):
@@ -55,17 +54,6 @@ class InPlace(Odd):
             x = block(x)
         nearest = x @ self.code.detach()
         return x + (nearest - x).detach() + 0.1 * nearest + 0.1 * x @ self.code
-
-
-class Recomputing(Odd):
-    """torch's checkpoint around a function that calls one block and reads the weight of another; and the old kind."""
-
-    def forward(self, x):
-        def part(x):
-            return F.linear(self.blocks[0](x).tanh(), self.blocks[1].weight)
-
-        x = checkpoint(part, x, use_reentrant=False)
-        return checkpoint(self.blocks[1], x, use_reentrant=True)
 
 
 class Normed(Odd):
@@ -118,7 +106,7 @@ class Nested(Odd):
         return x
 
 
-ODD = [GradientPenalty, InPlace, Recomputing, Normed, Listed, Nested]
+ODD = [GradientPenalty, InPlace, Normed, Listed, Nested]
 
 
 class FastWeights(Odd):
@@ -128,6 +116,28 @@ class FastWeights(Odd):
         block = self.blocks[1]
         fast = {name: parameter * 0.9 for name, parameter in block.named_parameters()}
         return torch.func.functional_call(block, fast, (self.blocks[0](x),))
+
+
+class ReadsOthers(Odd):
+    """A root that computes with the weight of a block."""
+
+    def forward(self, x):
+        return super().forward(x) @ self.blocks[0].weight
+
+
+class Returning(Odd):
+    """A block that returns its own weight."""
+
+    def __init__(self):
+        super().__init__(*(OfWeight(WIDTH, WIDTH) for _ in range(2)))
+
+    def forward(self, x):
+        return x @ self.blocks[0](x)
+
+
+class OfWeight(nn.Linear):
+    def forward(self, x):
+        return self.weight
 
 
 class MaxNorm(Odd):

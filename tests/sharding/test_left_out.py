@@ -18,7 +18,7 @@ from distlab.sharding import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from distlab.sharding.fsdp.left_out import is_marked
+from distlab.sharding.fsdp.gradient import is_marked
 
 UPDATES = 6
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from any_models import MODELS, Convolutions, Recurrent, Windows
 from language_models import Decoder, EncoderDecoder, Experts
-from odd_models import ODD, FastWeights, MaxNorm
+from odd_models import ODD, FastWeights, MaxNorm, ReadsOthers, Returning
 from refused import message
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -88,7 +88,7 @@ def test_six_updates_of_every_model_equal_one_process(ranks, world_size, ways):
 
 
 @pytest.mark.soak_where(names=[("Windows", "Translator")])
-@pytest.mark.parametrize("names", [("Penalized", "Experts"), ("Windows", "Translator")], ids=" ".join)
+@pytest.mark.parametrize("names", [("Decoder", "Experts"), ("Windows", "Translator")], ids=" ".join)
 def test_recomputed_offloaded_and_replicated(ranks, names):
     """Recompute inside units; shards and gradients in the host's memory; both with hybrid sharding."""
     chosen = [make for make in MODELS if make.__name__ in names]
@@ -100,7 +100,7 @@ def test_recomputed_offloaded_and_replicated(ranks, names):
         hybrid = {"group": groups[rank // 2], "replicas": groups[2 + rank % 2], "offload": True}
         return {
             make.__name__: [
-                outcome(make, FullyShard, oracles[make], recomputing=make.__name__ == "Penalized"),
+                outcome(make, FullyShard, oracles[make], recomputing=make.__name__ == "Decoder"),
                 outcome(make, lambda module: FullyShard(module, **hybrid), oracles[make]),
             ]
             for make in chosen

@@ -9,8 +9,7 @@ from torch import nn
 from distlab.clip import NotFiniteError
 from distlab.plan import Precision
 from distlab.sharding import FullyShard
-from distlab.sharding.any_model.checks import check_units
-from distlab.sharding.fsdp.wrapping import assign, automatic_units
+from distlab.sharding.fsdp.wrapping import assign, automatic_units, chosen_units
 
 
 def chain():
@@ -22,11 +21,11 @@ def test_units_that_cannot_be():
     module = chain()
     assert automatic_units(module) == ["0", "2", "3"]  # an activation owns nothing and is no unit
     with pytest.raises(ValueError, match=r"'1' \(Tanh\) owns no parameters.*leave it out"):
-        check_units(module, ["0", "1"])
+        chosen_units(module, ["0", "1"])
     with pytest.raises(ValueError, match="'blocks.0' is not a submodule; there are 0"):
-        check_units(module, ["blocks.0"])
+        chosen_units(module, ["blocks.0"])
     with pytest.raises(ValueError, match="2 named twice"):
-        check_units(module, ["2", "2"])
+        chosen_units(module, ["2", "2"])
 
 
 def test_a_tied_parameter_moves_to_the_root_or_is_refused():
@@ -134,7 +133,7 @@ def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
         assert same
         assert "1.weight (unit '1') is not here now: its unit frees its parameters" in texts[0]
         assert "its shard was changed between forward and backward" in texts[1]
-        assert "late.weight was added after FullyShard was built" in texts[2]
+        assert "late.weight was added after FullyShard was built, or replaced" in texts[2]
         assert texts[3] == [False, True, True]
 
 

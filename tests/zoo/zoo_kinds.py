@@ -143,6 +143,7 @@ KINDS = {
         unused=True,
         stages=cut_before("head"),
         plan={"embed": "vocabulary", "head": "vocabulary"},
+        units=("gates.0", "gates.1"),  # which experts run, each rank's tokens say
     ),
     "ViT, fused qkv": Kind(images.fused_vit, "images", of_logits, stages=cut_before("head"), plan=FUSED),
     "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),

@@ -1,4 +1,4 @@
-"""A unit's inputs: cast them, learn when backward has passed them, see what forward leaves in them."""
+"""A unit's inputs and outputs: cast them, find the tensors in them, learn when backward has passed the inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
+from distlab.modules.moved import NotHere
 from distlab.modules.structures import EMPTY, find, replace
-from distlab.sharding.any_model.freed import FreedParameter
 
 
 def cast_inputs(inputs: tuple[Any, Any], dtype: torch.dtype) -> Any:
@@ -18,10 +18,16 @@ def cast_inputs(inputs: tuple[Any, Any], dtype: torch.dtype) -> Any:
     return replace(inputs, lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one)
 
 
-def kept_in(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors in containers among the inputs: forward may put others there (a cache, a list of states)."""
+def made_by(output: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors in what a forward returns, or has left in its inputs' containers (a cache, a list of states).
+
+    Returns:
+        The tensors, with those that they are views of, and whether some may be hidden.
+    """
+    found, is_hidden = find(output)
     holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, (Tensor, *EMPTY))]
-    return find(holders)[0] if holders else []
+    made = [one for one in (*found, *(find(holders)[0] if holders else ())) if not isinstance(one, NotHere)]
+    return [*made, *(one._base for one in made if one._base is not None)], is_hidden
 
 
 def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> bool:
@@ -29,7 +35,7 @@ def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> bool
 
     Hooks on the tensors themselves: a copy could not be changed in place, as many models do with their inputs.
     """
-    found = [one for one in find(inputs)[0] if one.requires_grad and not isinstance(one, FreedParameter)]
+    found = [one for one in find(inputs)[0] if one.requires_grad and not isinstance(one, NotHere)]
     if not found:
         return False
 
