@@ -182,10 +182,8 @@ def test_a_trial_changes_nothing_at_all(kind):
 def test_a_module_that_cannot_be_copied_is_named():
     locked = TwoNames()
     locked.lock = threading.Lock()
-    words = {locked: "TwoNames .TypeError: cannot pickle", nn.LazyLinear(3): "LazyLinear .ValueError: Attempted"}
-    for module, text in words.items():
-        with pytest.raises(ValueError, match=f"copy.deepcopy cannot copy {text}"):
-            call_a_copy(module, (torch.zeros(3, 4),), CPU)
+    with pytest.raises(ValueError, match=r"copy.deepcopy cannot copy TwoNames \(TypeError: cannot pickle"):
+        call_a_copy(locked, (torch.zeros(3, 4),), CPU)
 
 
 @pytest.mark.filterwarnings("ignore")

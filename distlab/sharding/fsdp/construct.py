@@ -62,7 +62,7 @@ def build_sharded(
     Raises:
         ValueError: a layer cannot draw its weights; the text names it. Also what FullyShard refuses.
     """
-    handle = register_module_parameter_registration_hook(_without_memory)
+    handle = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]
     try:
         with torch.random.fork_rng(devices=[]):
             module, template = make_module(), make_module()

@@ -13,25 +13,60 @@ backward is called when the gradients of all views exist: the unit is done, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import device
+from distlab.comm.device import CopyStream
 from distlab.comm.p2p import needs_batches
-from distlab.plan import FlatLayout
+from distlab.plan import FlatLayout, Precision
 from distlab.replicate import broadcast_each
-from distlab.sharding.fsdp.gradient import Coming, HostGradient, Pieces, mark, put_end_to_end
-from distlab.sharding.fsdp.options import Options
+from distlab.sharding.fsdp.gradient import Coming, GradientMemory, HostGradient, Pieces, mark, put_end_to_end
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.part import FlatShard, plain
 from distlab.shared_memory.group_base import zeros
-from distlab.trace import OpenCall
+from distlab.trace import OpenCall, SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all units of a model have in common.
+
+    Attributes:
+        group: ranks that hold a shard each.
+        replicas: ranks of other groups that hold the same shard, or None.
+        device: where parameters are whole.
+        precision: types to compute and to sum in; None keeps the parameters' own.
+        offload: shards and their gradients live in the host's memory.
+        spans: draws gathers and scatters, or None.
+        to_gpu: stream of the copies of offloaded shards.
+        to_host: stream of the copies of their gradients.
+        gradients: where whole gradients wait to be summed.
+    """
+
+    group: ProcessGroup | None
+    replicas: ProcessGroup | None
+    device: torch.device
+    precision: Precision | None
+    offload: bool
+    spans: SpanWriter | None
+    to_gpu: CopyStream
+    to_host: CopyStream
+    gradients: GradientMemory
+
+    @property
+    def num_gradients(self) -> int:
+        """Ranks whose gradients a mean is of."""
+        num = dist.get_world_size(self.group)
+        return num if self.replicas is None else num * dist.get_world_size(self.replicas)
 
 
 class Unit:

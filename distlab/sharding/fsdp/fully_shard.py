@@ -24,11 +24,10 @@ from distlab.plan import Precision
 from distlab.replicate import agree_on_parameters, broadcast_each
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
-from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.flat_unit import Options, Unit
 from distlab.sharding.fsdp.freed import STATE, names_of_others, refuse_others, refuse_whole_state
 from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
-from distlab.sharding.fsdp.options import Options, check_options
 from distlab.sharding.fsdp.prefetch import Order
 from distlab.sharding.fsdp.step import step_on_plain_parameters
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
@@ -109,7 +108,7 @@ class FullyShard(NotCopied, nn.Module):
         for ranks in (group, *([] if replicas is None else [replicas])):
             agree_on_parameters(named, ranks)
             agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
-        check_options(prefetch, precision)
+        _check_options(prefetch, precision)
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
@@ -297,3 +296,19 @@ class FullyShard(NotCopied, nn.Module):
         self._free_all()
         for hook in (hook for one in self._watched for hook in one.hooks):
             hook.remove()
+
+
+def _check_options(prefetch: int, precision: Precision | None) -> None:
+    """Refuse options that no units can be made of.
+
+    Raises:
+        ValueError: a prefetch that is not a count, or types that clash.
+    """
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch!r}; pass a whole number of at least 0")
+    kept = "float32" if precision is None or precision.master else precision.compute
+    if precision is not None and precision.gradients != kept:
+        raise ValueError(
+            f"precision: gradients are kept as {precision.gradients} and shards as {kept}, and an optimizer wants one "
+            f"type; pass gradients={kept!r} or another master"
+        )
