@@ -135,10 +135,7 @@ class Unit:
 
     @torch.no_grad()
     def fill_from_first(self, parameters: Sequence[Tensor]) -> None:
-        """Take this rank's part of what the first rank of all holds; on the meta device nobody holds anything.
-
-        Cost: a broadcast of the whole parameters in the group, and one of the shard to its replicas.
-        """
+        """Take this rank's part of what the first rank of all holds: broadcast it in the group, and shards to replicas."""
         if parameters[0].device.type == "meta":
             return
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from distlab.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.freed import FreedParameter, refuse_others
 from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
-
-if TYPE_CHECKING:
-    from distlab.sharding.fsdp.fully_shard import FullyShard
 
 Views = list[tuple[Tensor, ...]]
 
@@ -105,12 +102,12 @@ class WatchedModule(SubmoduleUnits):
 
     Attributes:
         module: itself.
-        model: that it is a part of.
+        model: the `FullyShard` that it is a part of.
         open: calls whose backward has begun and is not done.
         stays: backward may begin where no hook sees it, so the units are freed only after the step.
     """
 
-    def __init__(self, name: str, module: nn.Module, units: list[Unit], model: FullyShard) -> None:
+    def __init__(self, name: str, module: nn.Module, units: list[Unit], model: Any) -> None:
         super().__init__(name, units)
         self.module, self.model = module, model
         self.open = 0
