@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,13 +31,14 @@ from distlab.gradient_hook import GradientHook
 from distlab.gradients.flat_gradients import SendInBackward, refuse_second
 from distlab.gradients.gradient_status import UNUSED, Reports, gather_reports
 from distlab.modules.every_parameter import every_parameter
+from distlab.modules.moved import NotCopied
 from distlab.replicate import Registered, agree_on_parameters
 from distlab.trace import SpanWriter
 
 WAYS_WITH_UNUSED = ("error", "zeros")
 
 
-class DataParallel:
+class DataParallel(NotCopied):
     """Average a module's gradients over a group while backward still computes them.
 
     Call the module as always, then `synchronize()` between backward and the optimizer:
@@ -83,6 +83,11 @@ class DataParallel:
     Source: Li et al. 2020, PyTorch Distributed, section 3.2. Buckets here are fixed; there they are rebuilt in the
         order of the first backward pass. The flag replaces a bitmap that is reduced each step.
     """
+
+    instead = (
+        "its hooks are on this module, and a copy of that has none. Save or copy the module, and build a DataParallel "
+        "of the copy"
+    )
 
     def __init__(
         self,
@@ -268,17 +273,6 @@ class DataParallel:
                     "branches: their calls could cross. Give the norms a group of their own: "
                     "convert_sync_batchnorm(module, dist.new_group())"
                 )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied: gradients of a copy would not be averaged.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            f"rank {self._rank}: DataParallel cannot be pickled or copied: its hooks are on this module, and a copy of "
-            "that has none. Save or copy the module, and build a DataParallel of the copy"
-        )
 
     def close(self) -> None:
         """Take the hooks off the module; gradients stay where they are."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import getclosurevars
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -82,12 +83,11 @@ def modules_of(function: Any) -> list[nn.Module]:
             todo += [one.__self__] if isinstance(one.__self__, nn.Module) else [one.__self__, one.__func__]
         elif isinstance(one, FunctionType):
             with suppress(ValueError):  # a name that has no value yet
-                todo += [value for value in _known_to(one) if isinstance(value, nn.Module | MethodType | partial)]
+                known = getclosurevars(one)
+                named = {**known.nonlocals, **known.globals, **(one.__kwdefaults__ or {})}
+                todo += [
+                    value
+                    for value in (*named.values(), *(one.__defaults__ or ()))
+                    if isinstance(value, nn.Module | MethodType | partial)
+                ]
     return list(found.values())
-
-
-def _known_to(function: FunctionType) -> list[Any]:
-    """Return what a function remembers (closure, defaults) and the global variables that it names."""
-    closure = [cell.cell_contents for cell in function.__closure__ or ()]
-    named = [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [*closure, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

@@ -15,7 +15,7 @@ from torch import nn
 def every_parameter(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Name all parameters that a module shows, then those that it leaves out; a tied one comes once."""
     named = {parameter: name for name, parameter in module.named_parameters()}
-    for path, layer in _layers("", module, set()):
+    for path, layer in layers_of("", module, set()):
         for attribute, parameter in layer._parameters.items():
             if parameter is not None:
                 named.setdefault(parameter, f"{path}.{attribute}".removeprefix("."))
@@ -28,10 +28,11 @@ def hidden_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in every_parameter(module) if parameter not in shown]
 
 
-def _layers(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and all inside of it with their names, each once, also what `named_modules()` leaves out."""
     if id(module) not in seen:
         seen.add(id(module))
         yield path, module
         for name, child in module._modules.items():
             if child is not None:
-                yield from _layers(f"{path}.{name}".removeprefix("."), child, seen)
+                yield from layers_of(f"{path}.{name}".removeprefix("."), child, seen)

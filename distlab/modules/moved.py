@@ -1,17 +1,19 @@
-"""Parameters whose values moved: into a shard, or as parts to several ranks. Who kept one would never see it train.
+"""Parameters whose values are elsewhere: in a shard, or as parts on several ranks.
 
 An optimizer that was built before, a closure or `functools.partial` may hold a parameter that its module has no more.
-Each would go on with the old values, and nothing would say so. So such a parameter refuses to be used.
+Each would go on with the old values and never see them train, and nothing would say so. So such a parameter refuses to
+be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _PROPERTIES = (
     "shape dtype device requires_grad layout ndim itemsize nbytes grad_fn names is_cpu is_cuda is_meta is_sparse "
@@ -24,15 +26,14 @@ _METHODS = (
 KNOWN = frozenset([*_PROPERTIES.split(), *_METHODS.split()])  # without the values
 
 
-class MovedParameter(nn.Parameter):
-    """A parameter as it was before its values moved: it has a shape, and says where the values are.
+class NotHere(Tensor):
+    """A tensor that has a shape, and says where its values are.
 
     Attributes:
         label: its name in the model.
-        fate: what happened to it.
     """
 
-    label = fate = ""
+    label = ""
 
     @classmethod
     def __torch_function__(
@@ -43,20 +44,38 @@ class MovedParameter(nn.Parameter):
         Raises:
             RuntimeError: the function wants values, or a gradient.
         """
-        if name_of(func) in KNOWN:
+        name = name_of(func)
+        if name in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        one = next(one for one in (*args, *(kwargs or {}).values(), *_in_lists(args)) if isinstance(one, cls))
-        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-        raise RuntimeError(
-            f"{rank}this is {one.label} as it was before {one.fate}. It does not train any more. An optimizer must be "
-            "built afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by "
-            "its name in forward; for its first values keep a clone()"
-        )
+        one = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, NotHere))
+        raise RuntimeError(f"{_rank()}{one.why(name)}")
+
+    def why(self, use: str) -> str:
+        """Return why it cannot be used in this way, and what to do."""
+        raise NotImplementedError
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what is known."""
-        return f"MovedParameter({self.label}, shape {list(self.shape)})"
+        return f"{type(self).__name__}({self.label}, shape {list(self.shape)})"
+
+
+class MovedParameter(NotHere, nn.Parameter):
+    """A parameter as it was before its values moved.
+
+    Attributes:
+        fate: what happened to it.
+    """
+
+    fate = ""
+
+    def why(self, use: str) -> str:
+        """Return what happened to it, and what to do."""
+        return (
+            f"this is {self.label} as it was before {self.fate}. It does not train any more. An optimizer must be "
+            "built afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by "
+            "its name in forward; for its first values keep a clone()"
+        )
 
 
 def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
@@ -72,6 +91,24 @@ def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
         parameter.label, parameter.fate = label, fate  # type: ignore[attr-defined]
 
 
+class NotCopied:
+    """What is bound to the ranks and to the hooks on its module: it cannot be pickled or copied.
+
+    Attributes:
+        instead: what to do.
+    """
+
+    instead = ""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{_rank()}a {type(self).__name__} cannot be pickled or copied: {self.instead}")
+
+
 def name_of(function: Any) -> str:
     """Return the name of a function, or of the attribute that is read; "set ..." where it is set."""
     name: str = getattr(function, "__name__", "")
@@ -81,5 +118,5 @@ def name_of(function: Any) -> str:
     return attribute if name == "__get__" else f"set {attribute}"
 
 
-def _in_lists(args: Sequence[Any]) -> list[Any]:
-    return [one for some in args if isinstance(some, list | tuple) for one in some]
+def _rank() -> str:
+    return f"rank {dist.get_rank()}: " if dist.is_initialized() else ""

@@ -1,21 +1,21 @@
-"""Tensors in whatever a model takes and returns: lists, named tuples, dataclasses, caches, objects of any class.
+"""Tensors in what a model takes and returns: lists, named tuples, dicts, dataclasses, attributes of other objects.
 
-Backward reaches a unit through a tensor that its forward made. So all of them must be found, wherever they are kept.
+Backward reaches a unit through a tensor that its forward made. So all of them must be found, or it must be known that
+some may be hidden.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 MAX_OBJECTS = 10_000
 _PLAIN = (bool, int, float, complex, str, bytes, range, slice, type, type(None), type(Ellipsis), type(NotImplemented))
@@ -32,7 +32,7 @@ def find(value: object, kinds: tuple[type, ...] = (Tensor,)) -> tuple[list[Any],
         kinds: what to look for; nothing is looked for inside what was found.
 
     Returns:
-        What was found, and whether something (an iterator, an object of C++) could not be looked into.
+        What was found, and whether there may be more: in an iterator, a function, an object of a class of its own.
     """
     if isinstance(value, kinds):
         return [value], False
@@ -48,50 +48,22 @@ def find(value: object, kinds: tuple[type, ...] = (Tensor,)) -> tuple[list[Any],
         if isinstance(one, kinds):
             found.append(one)
         elif not isinstance(one, EMPTY):
-            parts = _parts_of(one)
-            is_hidden |= parts is None or len(seen) > MAX_OBJECTS
-            waiting.extend(reversed(parts or []) if len(seen) <= MAX_OBJECTS else [])
+            parts, are_all = _parts_of(one)
+            is_hidden |= not are_all or len(seen) > MAX_OBJECTS
+            waiting.extend(reversed(parts) if len(seen) <= MAX_OBJECTS else [])
     return found, is_hidden
 
 
-def _parts_of(one: Any) -> list[Any] | None:
-    """Return the objects inside an object; None where they cannot be seen."""
-    parts: list[Any] = []
-    is_known = True
+def _parts_of(one: Any) -> tuple[list[Any], bool]:
+    """Return the objects inside an object, and whether these are all."""
+    own = [*getattr(one, "__dict__", {}).values()]
     if isinstance(one, Mapping):
-        parts += one.values()
-    elif isinstance(one, (list, tuple, set, frozenset, deque)):
-        parts += one
-    elif isinstance(one, partial):
-        parts += [one.func, *one.args, *one.keywords.values()]
-    elif isinstance(one, MethodType):
-        parts.append(one.__self__)
-    elif isinstance(one, FunctionType):
-        parts += [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
-    elif isinstance(one, CellType):
-        parts += _cell(one)
-    else:
-        below = tree_leaves(one, is_leaf=lambda part: part is not one)  # a class that is registered with torch's pytree
-        is_known = not (len(below) == 1 and below[0] is one)
-        parts += below if is_known else []
-    attributes = [*_attributes(one)]
-    return parts + attributes if is_known or attributes or hasattr(one, "__dict__") else None
-
-
-def _cell(cell: CellType) -> list[object]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # nothing is in it yet
-        return []
-
-
-def _attributes(one: object) -> Iterator[object]:
-    yield from getattr(one, "__dict__", {}).values()
-    for kind in type(one).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(one, name):
-                yield getattr(one, name)
+        return [*one.values(), *own], True
+    if isinstance(one, (list, tuple, set, frozenset, deque)):
+        return [*one, *own], True
+    if is_dataclass(one):
+        return [getattr(one, field.name) for field in fields(one)], True
+    return own, False
 
 
 def replace(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -7,10 +7,9 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).
 3. `state`: what both save, in shards or whole, for any number of ranks.
 
-`part` lets shards and their gradients refuse torch's tools that would take a part for the whole. `overlap` refuses
-parameters that lie in one memory.
-`by_element` finds, by trying it, whether an optimizer may be given such a part. `cut_layers` knows what is different
-where tensor parallelism has cut the model's layers.
+`checks` refuses parameters that no shard can hold. `part` lets shards and their gradients refuse torch's tools that
+would take a part for the whole. `by_element` finds, by trying it, whether an optimizer may be given such a part.
+`cut_layers` knows what is different where tensor parallelism has cut the model's layers.
 """
 
 from distlab.sharding.calls import gather_into as gather_into, scatter_sum as scatter_sum

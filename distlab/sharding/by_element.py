@@ -12,6 +12,7 @@ import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def what_it_needs(optimizer: Optimizer) -> str:
         options = {name: value for name, value in group.items() if name != "params"}
         if "lr" in options:  # a schedule may begin at 0, and nothing would be seen
             options["lr"] = max(float(options["lr"]), 0.01)
-        needs += [_tried(optimizer, options, SMALL, NUM_STEPS), _tried(optimizer, options, LARGE, 3)]
+        needs += [_tried(optimizer, options, *sizes) for sizes in ((SMALL, NUM_STEPS), (LARGE, 3))]
     return max(needs, key=("elements", "tensors", "all").index)
 
 
@@ -68,25 +69,25 @@ def _updated(
     optimizer: Optimizer, options: Mapping[str, Any], shapes: Shapes, num_steps: int, *, cut: bool = False
 ) -> list[Tensor]:
     """Return what an optimizer like this one makes of some tensors, or of two parts of each: a row for each step."""
-    # Tensors have one to four dimensions, and one is large; gradients change their sign and size; some begin simply.
+    # Tensors have one to four dimensions, and one is large; gradients change their sign and size.
     whole = [torch.linspace(-1.5, 2.0 + len(shape), math.prod(shape)).reshape(shape) for shape in shapes]
     starts = [half for one in whole for half in one.flatten().tensor_split([one.numel() // 3])] if cut else whole
     parameters, rows = [nn.Parameter(one.clone()) for one in starts], [[one.flatten()] for one in starts]
     rises = torch.arange(num_steps)[:, None]
     slopes = [torch.cos(3 * one.flatten() + 2 * rises) * 10 ** torch.sin(rises) for one in starts]
     takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+
+    def again(step: int, by: float = 0.1) -> Tensor:  # a number's gradient depends on it alone
+        for one, slope in zip(parameters, slopes, strict=True):
+            one.grad = slope[step].view(one.shape) + by * torch.sin(one.detach())
+        return torch.zeros(())
+
     try:
         twin = _like(optimizer, options, parameters)
         for step in range(num_steps):
-
-            def again(step: int = step, by: float = 0.1) -> Tensor:  # a number's gradient depends on it alone
-                for one, slope in zip(parameters, slopes, strict=True):
-                    one.grad = slope[step].view(one.shape) + by * torch.sin(one.detach())
-                return torch.zeros(())
-
-            again(by=0.0)
-            closures: list[Any] = [again] if takes_closure else []
+            again(step, by=0.0)
             with torch.enable_grad():
+                closures: list[Any] = [partial(again, step)] if takes_closure else []
                 type(optimizer).step(twin, *closures)
             for row, one in zip(rows, parameters, strict=True):
                 row.append(one.detach().flatten().clone())

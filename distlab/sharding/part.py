@@ -47,7 +47,8 @@ _ABOUT = (
 )
 ABOUT = (KNOWN | {*_ABOUT.split(), "set grad"}) - {"dim", "ndim", "ndimension"}  # not of the values
 
-MIXES = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod", "sort", "flip", "roll")  # numbers of other places
+_MIXES = "softmax log_softmax normalize cumsum cumprod cummax cummin logcumsumexp sort argsort flip roll"
+MIXES = frozenset(_MIXES.split())  # their results have the part's shape, and numbers of other places
 
 
 class Part(Tensor):
@@ -161,7 +162,7 @@ def _refused(func: Any, name: str) -> str:
             f"a norm of a shard or of its gradient is of this rank's part alone. In place of torch's clip_grad_norm_, "
             f"{OWN_CLIP}. In an optimizer (Adafactor, LAMB and LARS take norms): {WHOLE}"
         )
-    if name in MIXES:
+    if name in MIXES or name.startswith("fft_"):
         return f"{name} of a shard: {PART}"
     return f"torch.amp.GradScaler on shards: {SCALER}" if name.startswith("_amp_") else ""
 

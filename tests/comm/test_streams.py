@@ -12,7 +12,7 @@ from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import one_f_one_b
 from distlab.sharding import FullyShard, OffloadedOptimizer, ShardedOptimizer
-from distlab.sharding.fsdp import host_gradient
+from distlab.sharding.fsdp import gradient
 from distlab.trace import SpanWriter
 
 NUM_STEPS = 3
@@ -97,7 +97,7 @@ FAULTS = {
         lambda stream: device.cuda.stream(stream._stream),
     ),
     "the allocator is told nothing": (CopyStream, "keep", lambda stream, tensor: None),
-    "the host does not wait": (host_gradient, "wait_for_event", lambda event: None),
+    "the host does not wait": (gradient, "wait_for_event", lambda event: None),
 }
 
 

@@ -37,9 +37,7 @@ class TwoNames(nn.Module):
 
 
 class Caches(nn.Module):
-    """Fills caches at its first forward: an attribute, a buffer, a dict, a list and a class attribute."""
-
-    shared = {}
+    """Fills caches at its first forward: an attribute, a buffer, a dict and a list."""
 
     def __init__(self):
         super().__init__()
@@ -50,9 +48,8 @@ class Caches(nn.Module):
             self.mask = torch.linspace(0.5, 1, 4, dtype=x.dtype, device=x.device)
             self.register_buffer("more", self.mask * 2, persistent=False)
             self.by_length[4] = self.mask + 1
-        shared = self.shared.setdefault(4, torch.ones(4, dtype=x.dtype, device=x.device))
         self.calls.append(len(x))
-        return torch.tanh(self.layer(x * self.mask + self.more)) / self.by_length[4] * shared
+        return torch.tanh(self.layer(x * self.mask + self.more)) / self.by_length[4]
 
 
 class Normed(nn.Module):
@@ -96,13 +93,16 @@ class Slopes(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank update, called by keyword, with a hook that counts."""
+    """A frozen layer with a low-rank update, called by keyword, with a hook of its own that counts."""
 
     def __init__(self):
         super().__init__()
         self.base, self.down, self.up = linear().requires_grad_(False), linear(), linear()
         self.seen = []
-        self.down.register_forward_hook(lambda module, inputs, output: self.seen.append(output.shape))
+        self.down.register_forward_hook(self.note)
+
+    def note(self, module, inputs, output):
+        self.seen.append(output.shape)
 
     def forward(self, x):
         return self.base(input=x) + self.up(input=self.down(input=x))

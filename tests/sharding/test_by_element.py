@@ -1,7 +1,5 @@
 """Optimizers that nobody here wrote: which of them may have a part of a tensor is found by trying them."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -184,39 +182,3 @@ def test_shards_refuse_it_on_every_rank_before_they_change(ranks, name):
             assert all(f"{name} looks at whole tensors" in text for text in texts)
         else:
             assert texts == ["no error"] * 2
-
-
-def steps_by_value(kind):
-    model = FullyShard(nn.Linear(5, 3))
-    model(torch.ones(2, 5)).square().mean().backward()
-    model.synchronize()
-    return message(kind(model.parameters()).step)
-
-
-@pytest.mark.parametrize("name", ["ByHand", "ByRows", "Written"])
-def test_a_class_that_was_used_and_travels_by_value_is_tried(ranks, name):
-    """Torch puts its hooks around the step of a class at its first use; a copy of them calls none of the rank's."""
-    kind = written()[name]
-    kind([nn.Parameter(torch.ones(2))])
-    for rank, text in enumerate(ranks(2).run(steps_by_value, kind)):
-        refused = f"rank {rank}: {name} updates a part of a tensor in another way"
-        assert text.startswith("no error" if name == "Written" else refused)
-
-
-def hooks_of_models():
-    """Count the hooks with one model, with two, and when the first is gone; say what a step of the second says."""
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-    first = FullyShard(nn.Linear(5, 3))
-    counts = [len(hooks)]
-    second = FullyShard(nn.Linear(5, 3))
-    counts.append(len(hooks))
-    del first
-    gc.collect()
-    return [*counts, len(hooks)], message(written()["Written"](second.parameters()).step)
-
-
-def test_one_hook_on_optimizers_serves_all_models(ranks):
-    for (one, two, gone), text in ranks(2).run(hooks_of_models):
-        assert one == two == gone
-        assert text == "no error"

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from distlab.data_parallel import DataParallel
 from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
 
-STEPS, SKIPPED = 6, (1, 3)
-
 
 def net():
     torch.manual_seed(0)
@@ -34,65 +32,6 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def fails_in_backward(module, model, step, no_sync):
-    def fail(*_):
-        raise ArithmeticError
-
-    handle = module[1].register_full_backward_hook(fail)
-    with pytest.raises(ArithmeticError):
-        loss_of(model, step).backward()
-    handle.remove()
-
-
-def looks_at_the_loss(module, model, step, no_sync):
-    loss_of(model, step).backward()
-
-
-def between_micro_batches(module, model, step, no_sync):
-    with no_sync():
-        loss_of(model, step, 1).backward()
-
-
-def after_a_sum_and_before_another(module, model, step, no_sync):
-    loss_of(model, step, 1).backward()
-    loss_of(model, step, 2).backward()
-    with no_sync():
-        loss_of(model, step, 3).backward()
-
-
-WAYS = (fails_in_backward, looks_at_the_loss, between_micro_batches, after_a_sum_and_before_another)
-
-
-def forgetful(way, options):
-    """A loop that gives some steps up, and tells its optimizer alone."""
-    module = net()
-    model = module if options is None else FullyShard(module, **options)
-    no_sync = contextlib.nullcontext if options is None else model.no_sync
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(STEPS):
-        if step in SKIPPED:
-            way(module, model, step, no_sync)
-            optimizer.zero_grad()
-            continue
-        with no_sync():
-            (loss_of(model, step) / 2).backward()
-        (loss_of(model, step, 1) / 2).backward()
-        if options is not None:
-            model.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
-    return module.state_dict() if options is None else full_state_dict(model)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_optimizers_zero_grad_forgets_what_is_on_its_way(ranks, way):
-    expected = forgetful(way, None)
-    for options in ({}, {"offload": True, "reshard_after_forward": False}):
-        for got in ranks(2).run(lambda o=options: forgetful(way, o)):
-            for name, value in expected.items():
-                torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=name)
-
-
 def text_of(call):
     try:
         call()
@@ -109,23 +48,64 @@ def too_early():
     texts = [text_of(optimizer.step), text_of(lambda: model.clip_gradients_(1.0))]
     texts.append(text_of(lambda: torch._foreach_add_([model.units[0].shard], [model.units[0].shard.grad])))
     texts += [text_of(lambda zero=zero: zero(set_to_none=False)) for zero in (optimizer.zero_grad, model.zero_grad)]
-    optimizer.zero_grad()
+    model.zero_grad()
     with model.no_sync():
         loss_of(model, 0).backward()
     model.synchronize()
     texts.append(text_of(optimizer.step))
+    for forget in (lambda: loss_of(model, 1).backward(), model.synchronize):  # an optimizer knows nothing of the way
+        optimizer.zero_grad()
+        texts.append(text_of(forget))
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model, 0).backward()
+    model.zero_grad()
     unmoved = all(torch.equal(value, start[name]) for name, value in full_state_dict(model).items())
     loss_of(model, 1).backward()
     model.synchronize()
     return texts, unmoved, text_of(optimizer.step)
 
 
-def test_a_step_before_the_gradients_have_come_says_so(ranks):
+def test_a_step_or_an_optimizers_zero_grad_before_the_gradients_have_come_says_so(ranks):
     for rank, (texts, unmoved, right) in enumerate(ranks(2).run(too_early)):
         for text in texts:
-            assert f"rank {rank}: the gradients of FullyShard's shards are on their way" in text
+            assert text.startswith(f"rank {rank}: ")
+            assert "the gradients of FullyShard's shards are on their way" in text
         assert unmoved
         assert right == "no error"
+
+
+def given_up(wraps, options):
+    """A loop that gives some steps up: one fails in backward, one has a loss of no use, one stops under no_sync."""
+    module = net()
+    model = FullyShard(module, **options) if wraps else module
+    no_sync = model.no_sync if wraps else contextlib.nullcontext
+    optimizer = adamw(model.parameters())
+    for step in range(6):
+        if step == 1:
+            handle = module[1].register_full_backward_hook(lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, step).backward()
+            handle.remove()
+        if step == 3:
+            loss_of(model, step, 1).backward()
+        with no_sync():
+            (loss_of(model, step) / 2).backward()
+        if step not in (1, 3, 4):
+            (loss_of(model, step, 1) / 2).backward()
+            if wraps:
+                model.synchronize()
+            optimizer.step()
+        model.zero_grad()
+    return full_state_dict(model) if wraps else module.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True, "reshard_after_forward": False}], ids=str)
+def test_zero_grad_of_the_model_forgets_what_is_on_its_way(ranks, options):
+    expected = given_up(False, {})
+    for got in ranks(2).run(given_up, True, options):
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=name)
 
 
 def by_hand(wrap, zeroes):
@@ -189,7 +169,10 @@ def other_ways_to_a_gradient():
 
 def test_what_would_pass_shards_by_is_refused(ranks):
     for rank, (texts, right) in enumerate(ranks(2).run(other_ways_to_a_gradient)):
-        assert f"rank {rank}: the shard of unit '0' was replaced by another tensor (by functional_call" in texts[0]
+        assert (
+            f"rank {rank}: shards.0 was added after FullyShard was built, or replaced by another tensor (by f"
+            in texts[0]
+        )
         assert f"rank {rank}: torch.autograd.grad by a shard" in texts[1]
         assert right == "no error"
 

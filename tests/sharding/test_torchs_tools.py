@@ -203,6 +203,7 @@ def on_flat_shards():
         texts[f"clip {foreach}"] = message(lambda foreach=foreach: clip_grad_norm_(shards, 0.1, foreach=foreach))
     texts["scaler"] = message(lambda: scaler.step(torch.optim.AdamW(shards, lr=0.1)))
     texts["scaler, fused"] = message(lambda: scaler.step(torch.optim.AdamW(shards, lr=0.1, fused=True)))
+    texts["closure"] = message(lambda: torch.optim.SGD(shards, lr=0.1).step(loss))
     texts["LBFGS"] = message(lambda: torch.optim.LBFGS(shards).step(loss))
     return texts
 
@@ -220,32 +221,8 @@ def test_what_looks_at_more_than_elements_is_refused_on_flat_shards(ranks):
             assert "call clip_gradients_(max_norm)" in texts[name], name
         for name in ("scaler", "scaler, fused"):
             assert "distlab.precision.LossScaler" in texts[name], name
+        assert f"rank {rank}: step takes no closure on shards" in texts["closure"]
         assert "seen as one long vector (LBFGS)" in texts["LBFGS"]
-
-
-def by_data():
-    model = FullyShard(net())
-    model(rows(0, [dist.get_rank()])).square().mean().backward()
-    model.synchronize()
-    shard = next(model.parameters())
-    texts = [
-        message(lambda: shard.data.ndim),
-        message(lambda: shard.data.dim()),
-        message(lambda: shard.data.norm()),
-        message(lambda: shard.grad.data.norm()),
-        message(lambda: torch._foreach_norm([shard.grad.data])),
-        message(lambda: torch.stack([one.grad.norm() for one in model.parameters()])),
-        message(lambda: torch.linalg.vector_norm(shard.data.data)),
-    ]
-    shard.data.mul_(2.0).add_(shard.grad.data, alpha=-0.1)  # as many optimizers update
-    texts.append(message((shard.data + 1).sum))
-    return texts, type(shard.data.to_local() + 1) is torch.Tensor
-
-
-def test_data_of_a_shard_and_of_its_gradient_is_no_way_around(ranks):
-    for rank, (texts, is_plain) in enumerate(ranks(2).run(by_data)):
-        assert all(text.startswith(f"ValueError: rank {rank}: ") and "of a shard" in text for text in texts), texts
-        assert is_plain
 
 
 def replaced(name):

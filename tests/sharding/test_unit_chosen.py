@@ -20,7 +20,7 @@ CHOICES = {
     "class": (nn.LayerNorm, ["stages.0.norm", "stages.1.norm"]),
     "pattern": ("stages.*.up", ["stages.0.up", "stages.1.up"]),
     "pattern over what owns nothing": ("stages.0.*", ["stages.0.norm", "stages.0.up"]),
-    "function": (lambda name, module: name.endswith("1"), ["stages.1"]),
+    "function": (lambda name, module: name.endswith("1.up"), ["stages.1.up"]),
     "one name": ("head", ["head"]),
     "any of these": (["head", nn.Linear, "stages.1.*"], ["head", "stages.0.up", "stages.1.up", "stages.1.norm"]),
 }
@@ -29,6 +29,7 @@ WRONG = {
     "pattern": (["head", "layers.*"], "no part that 'layers.*' chooses"),
     "name": (["heads"], "'heads' is not a submodule"),
     "owns nothing": (nn.ReLU, "'stages.0.act' (ReLU) owns no parameters"),
+    "never called": (["stages.1"], "'stages.1' (ModuleDict) is never called"),
     "no choice": (3, "are chosen by 3"),
 }
 

@@ -1,153 +1,70 @@
-"""FullyShard and models that are not a plain chain of blocks: each equal to one process."""
+"""FullyShard and models that are not a plain chain of blocks: each equals one process, or is refused in words."""
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from odd_models import EQUAL, REFUSED, ROWS, WIDTH
+from refused import message
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from distlab.rng import generator
 from distlab.sharding import FullyShard
 
-WIDTH = 6
+STEPS = 4
 
 
-class Shared(nn.Module):
-    """A block used twice in a row and twice side by side; keyword arguments, dicts in and out."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
-
-    def forward(self, x):
-        first, second = self.blocks
-        x = first(x=x)["y"]
-        x = first(x=x, scale=2.0)["y"]
-        return second(x=x)["y"] + second(x=x.tanh())["y"]
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.never = nn.Linear(3, 3)  # gets no gradient
-
-    def forward(self, *, x, scale=1.0):
-        return {"y": (self.linear(x) * scale).tanh(), "constant": 3, "none": None}
-
-
-class Library(nn.Module):
-    """torch's own modules, which read their weights in their own ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [
-                nn.LSTM(WIDTH, WIDTH, batch_first=True),
-                nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
-                nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-            ]
-        )
-        self.scale = nn.Parameter(torch.ones(()))  # a parameter without dimensions, in the root
-
-    def forward(self, x):
-        x = self.layers[0](x)[0]
-        return self.layers[2](self.layers[1](x)) * self.scale
-
-
-class Recomputed(nn.Module):
-    """Blocks that torch's own checkpoint runs again in backward, hooks and all."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(3)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-class Tied(nn.Module):
-    """Two blocks that share a weight, and one whose order changes from step to step."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.blocks[3].weight = self.blocks[0].weight
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        for index in (0, 1, 2, 3) if self.calls % 2 else (2, 0, 1, 3):
-            x = self.blocks[index](x).tanh()
-        return x
-
-
-class Frozen(nn.Module):
-    """Adapters beside frozen weights; one block is frozen as a whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
-        )
-        for parameter in [*self.blocks[1].parameters(), *self.blocks[2][0].parameters()]:
-            parameter.requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-MODELS = [Shared, Library, Recomputed, Tied, Frozen]
-
-
-def train(make, *, sharded, num_steps=4, **options):
+def train(make, *, sharded, **options):
+    """Return all parameters after some steps, in the second of which backward runs twice, and an output."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
     torch.manual_seed(rank)
     module = make().double()
     model = FullyShard(module, **options) if sharded else module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    data = torch.randn(num_steps, 8, 3, WIDTH, dtype=torch.float64, generator=generator(0, 0, "data"))
-    for step, whole_batch in enumerate(data):
-        batch = whole_batch[rank::world_size]
+    data = torch.randn(STEPS, ROWS, WIDTH, dtype=torch.float64, generator=generator(0, 0, "data"))
+    for step, rows in enumerate(data):
         optimizer.zero_grad()
-        loss = F.mse_loss(model(batch), batch.flip(-1))
-        if step == 1:  # twice through one graph
+        loss = make.loss(model, rows[rank::world_size])
+        if step == 1 and make.runs_twice:
             loss.backward(retain_graph=True)
         loss.backward()
         if sharded:
             model.synchronize()
         optimizer.step()
     with torch.no_grad():
-        output = model(data[0])
+        output = make.loss(model, data[0]) if make.loss.__qualname__ == "Odd.loss" else torch.zeros(())
     if not sharded:
-        return output, {name: p.detach() for name, p in module.named_parameters()}
+        return {"output": output, **{name: p.detach() for name, p in module.named_parameters()}}
+    model.free_finished(root=True)
     assert not any(unit.is_whole for unit in model.units)
     with model.summon() as whole:
-        return output, {name: p.detach().clone() for name, p in whole.named_parameters()}
+        return {"output": output, **{name: p.detach().clone() for name, p in whole.named_parameters()}}
 
 
-def test_odd_models_equal_one_process(ranks):
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {}), (2, {"reshard_after_forward": False, "prefetch": 0}), pytest.param(3, {}, marks=pytest.mark.soak)],
+    ids=str,
+)
+def test_odd_models_equal_one_process(ranks, world_size, options):
     def all_of_them():
-        return [
-            train(make, sharded=True, reshard_after_forward=reshard, prefetch=prefetch)
-            for make in MODELS
-            for reshard, prefetch in ((True, 1), (False, 0))
-        ]
+        return {make.__name__: train(make, sharded=True, **options) for make in EQUAL}
 
-    oracles = [train(make, sharded=False) for make in MODELS for _ in range(2)]
-    for results in ranks(2).run(all_of_them):
-        for index, ((output, weights), (wanted, expected)) in enumerate(zip(results, oracles, strict=True)):
-            name = MODELS[index // 2].__name__
-            assert weights.keys() == expected.keys(), name
-            assert (output - wanted).abs().max() <= 1e-10, name
+    oracles = {make.__name__: train(make, sharded=False) for make in EQUAL}
+    for found in ranks(world_size).run(all_of_them):
+        for name, expected in oracles.items():
+            assert found[name].keys() == expected.keys(), name
             for key, value in expected.items():
-                assert (weights[key] - value).abs().max() <= 1e-10, f"{name}: {key}"
+                torch.testing.assert_close(found[name][key], value, rtol=0, atol=1e-10, msg=f"{name}: {key}")
+
+
+def test_what_no_unit_can_do_is_refused_on_every_rank(ranks):
+    def refusals():
+        return [message(lambda make=make: train(make, sharded=True)) for make in REFUSED]
+
+    for texts in ranks(2).run(refusals):
+        for text, (make, words) in zip(texts, REFUSED.items(), strict=True):
+            assert text.startswith("RuntimeError: "), (make, text)
+            assert words in text, (make, text)
 
 
 def test_what_summon_writes_stays_and_what_it_only_reads_does_not(ranks):

@@ -143,6 +143,7 @@ KINDS = {
         unused=True,
         stages=cut_before("head"),
         plan={"embed": "vocabulary", "head": "vocabulary"},
+        units=("gates.0", "gates.1"),  # which experts run, each rank's tokens say
     ),
     "ViT, fused qkv": Kind(images.fused_vit, "images", of_logits, stages=cut_before("head"), plan=FUSED),
     "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),
@@ -160,7 +161,6 @@ KINDS = {
 }
 OUTSIDE = {  # what some technique refuses, and the first words in which it does so: below it is for FullyShard alone
     "complex parameters": Kind(odd.Complex, "images", of_logits, stages=cut_before("head")),
-    "parameter in a plain list": Kind(odd.InList, "images", of_logits, stages=cut_before("head")),
     "parameter of a class of its own": Kind(odd.OwnTensors, "images", of_logits, stages=cut_before("head")),
     "hook on a parameter's gradient": Kind(odd.ParameterHooks, "images", of_logits, stages=cut_before("head")),
     "block under vmap": Kind(odd.Mapped, "images", of_logits, stages=cut_before("head")),

@@ -59,17 +59,6 @@ class Complex(Odd):
         return super().body(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
 
 
-class InList(Odd):
-    """A parameter that hides in a plain list: no optimizer finds it."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = [nn.Parameter(torch.ones(WIDTH))]
-
-    def body(self, x):
-        return super().body(x) * self.hidden[0].to(x.dtype)
-
-
 class Mapped(Odd):
     """Blocks inside a transform of torch.func."""
 

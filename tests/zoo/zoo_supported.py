@@ -23,7 +23,7 @@ stages that equal one process). `make zoo` writes this page; the tests compare i
 """
 BELOW = """## Outside of the list
 
-FullyShard wants each parameter that trains in exactly one unit: real numbers, plain, on one device, used in the model's
+FullyShard wants each parameter that trains in exactly one unit: real numbers, plain, on one device, used in its unit's
 own forward and in its thread. What is not so is refused, as these small models are:
 
 """
@@ -32,14 +32,18 @@ Not supported, without a try:
 
 - FullyShard: methods other than forward that read parameters (`generate` of an encoder and decoder): call them inside
   `with model.summon() as module:`, on all ranks.
+- FullyShard: a forward that reads a parameter of a different unit, or returns one. Make one unit of both, or leave the
+  parameter to the root: `units=[...]`. A list or dict of modules is no unit: it is never called, so its items are.
 - FullyShard: an optimizer's step with a closure; groups of parameters by name or shape (`ShardedOptimizer` makes them);
-  `zero_grad(set_to_none=False)` before `synchronize()`.
+  an optimizer's `zero_grad()` before `synchronize()`: the model's own `zero_grad()` forgets what is on its way.
+- Pipeline: a stage that `copy.deepcopy` cannot copy, or that keeps tensors in its class or in a global variable. A copy
+  of it runs once for the shapes; a hook of it that is a closure hears of that call, too.
 - Optimizers: each class is tried on a few numbers. One that does not work by element (LAMB, Adafactor, Muon) wants
   `ShardedOptimizer(split="tensors")`; one that looks at all parameters at once (LBFGS, SAM) is refused.
 - Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
   and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part.
-- Not refused, and of this rank's part alone: `numel`, `len` and `shape` of a shard, and what keeps its shape but mixes
-  its places (`fft`, `cummax`, `argsort`). Whole parameters are there `with model.summon() as module:`.
+- Not refused, and of this rank's part alone: `numel`, `len` and `shape` of a shard. Whole parameters are there
+  `with model.summon() as module:`.
 - Tensor parallel: ranks whose dropout is seeded differently are told only when whole weights drift apart.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy.
 """

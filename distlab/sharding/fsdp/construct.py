@@ -1,9 +1,9 @@
 """Build a model that no rank could hold: shapes first, then a layer's weights at a time; each rank keeps its part.
 
 `FullyShard(GPT(config))` needs the whole model in every rank's memory for a moment: exactly what sharding is to avoid.
-Here the module is made on the "meta" device, where tensors have shapes and no memory, and its shards are laid out. Then
-every rank draws every weight, one layer after the other, copies its own part and frees the rest. All ranks draw the
-same numbers, so nothing is sent.
+Here each parameter moves to the "meta" device as soon as the module gets it: it has a shape there, and no memory. Then
+the shards are laid out. Every rank draws every weight, one layer after the other, copies its own part and frees the
+rest. All ranks draw the same numbers, so nothing is sent.
 
 Which numbers? Where one generator serves all weights, the order of drawing is part of what a seed means. Two ways:
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from distlab.comm.agree import group_device
 from distlab.modules.every_parameter import every_parameter
@@ -48,7 +49,7 @@ def build_sharded(
     """Build a sharded model without ever holding the whole of it.
 
     Args:
-        make_module: makes the module; called on the meta device, so values that it computes are lost.
+        make_module: makes the module; called twice, and the values of its parameters are lost.
         group: as `FullyShard`.
         seed: where the numbers come from, the same on every rank: see above.
         draw: fills one parameter: `draw(name, parameter, generator)`.
@@ -59,14 +60,15 @@ def build_sharded(
     Error: the same bits as `draw_weights` of an unsharded module.
 
     Raises:
-        ValueError: a layer cannot draw its weights, or a buffer has no value; the text names it. Also what FullyShard
-            refuses.
+        ValueError: a layer cannot draw its weights; the text names it. Also what FullyShard refuses.
     """
-    with torch.device("meta"):
-        module = make_module()
-        template = make_module()
+    handle = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            module, template = make_module(), make_module()
+    finally:
+        handle.remove()
     check_drawable(template, draw)
-    _give_buffers(module, template)
     device = group_device(group)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
@@ -154,50 +156,21 @@ def _reset(layer: nn.Module, own: dict[str, str], source: torch.Generator) -> It
         yield drawn.pop(0)  # and hold on to none: the next layer needs the memory
 
 
+def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Return what a module gets in a parameter's place; a tied one is there already."""
+    if parameter is None or parameter.is_meta:
+        return parameter
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
 @contextmanager
 def _in_memory(layer: nn.Module) -> Iterator[None]:
-    """Give a layer parameters and buffers of its own in host memory, in this block only."""
-    parameters, buffers = {**layer._parameters}, {**layer._buffers}
+    """Give a layer parameters of its own in host memory, in this block only."""
+    parameters = {**layer._parameters}
     try:
-        for key, parameter in parameters.items():
-            layer._parameters[key] = None if parameter is None else nn.Parameter(_unset(parameter))
-        for key, buffer in buffers.items():
-            layer._buffers[key] = None if buffer is None else _unset(buffer)
+        for key, one in parameters.items():
+            if one is not None:
+                layer._parameters[key] = nn.Parameter(torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
         yield
     finally:
         layer._parameters.update(parameters)
-        layer._buffers.update(buffers)
-
-
-def _unset(tensor: Tensor) -> Tensor:
-    """Return memory that shows whether it was written to."""
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    memory.view(-1).view(torch.uint8).fill_(0xA5)
-    return memory
-
-
-def _is_unset(tensor: Tensor) -> bool:
-    return bool((tensor.contiguous().view(-1).view(torch.uint8) == 0xA5).all()) and tensor.numel() > 0
-
-
-def _give_buffers(module: nn.Module, template: nn.Module) -> None:
-    """Give the module's buffers memory, and the values that their layers reset them to.
-
-    Raises:
-        ValueError: a layer does not set one of its buffers, whose value was lost on the meta device.
-    """
-    for path, layer in module.named_modules():
-        twin = template.get_submodule(path)
-        with _in_memory(twin), torch.random.fork_rng(devices=[]):
-            reset = getattr(twin, "reset_parameters", None)
-            if twin._buffers and reset is not None:
-                reset()
-            found = {key: buffer for key, buffer in twin._buffers.items() if buffer is not None}
-        for key, buffer in found.items():
-            if buffer.is_meta or _is_unset(buffer):
-                name = f"{path}.{key}" if path else key
-                raise ValueError(
-                    f"buffer {name} was computed on the meta device, so its value is lost; no reset_parameters() of "
-                    f"{type(layer).__name__} sets it; set it there, or compute it in forward"
-                )
-            layer._buffers[key] = buffer

@@ -13,26 +13,60 @@ backward is called when the gradients of all views exist: the unit is done, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import device
+from distlab.comm.device import CopyStream
 from distlab.comm.p2p import needs_batches
-from distlab.plan import FlatLayout
-from distlab.sharding.fsdp.coming import Coming
-from distlab.sharding.fsdp.host_gradient import HostGradient
-from distlab.sharding.fsdp.left_out import Pieces, mark, put_end_to_end, refuse_sparse
-from distlab.sharding.fsdp.options import Options
+from distlab.plan import FlatLayout, Precision
+from distlab.replicate import broadcast_each
+from distlab.sharding.fsdp.gradient import Coming, GradientMemory, HostGradient, Pieces, mark, put_end_to_end
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.part import FlatShard, plain
 from distlab.shared_memory.group_base import zeros
-from distlab.trace import OpenCall
+from distlab.trace import OpenCall, SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all units of a model have in common.
+
+    Attributes:
+        group: ranks that hold a shard each.
+        replicas: ranks of other groups that hold the same shard, or None.
+        device: where parameters are whole.
+        precision: types to compute and to sum in; None keeps the parameters' own.
+        offload: shards and their gradients live in the host's memory.
+        spans: draws gathers and scatters, or None.
+        to_gpu: stream of the copies of offloaded shards.
+        to_host: stream of the copies of their gradients.
+        gradients: where whole gradients wait to be summed.
+    """
+
+    group: ProcessGroup | None
+    replicas: ProcessGroup | None
+    device: torch.device
+    precision: Precision | None
+    offload: bool
+    spans: SpanWriter | None
+    to_gpu: CopyStream
+    to_host: CopyStream
+    gradients: GradientMemory
+
+    @property
+    def num_gradients(self) -> int:
+        """Ranks whose gradients a mean is of."""
+        num = dist.get_world_size(self.group)
+        return num if self.replicas is None else num * dist.get_world_size(self.replicas)
 
 
 class Unit:
@@ -98,6 +132,19 @@ class Unit:
         for piece in self.layout.pieces(dist.get_rank(self.options.group)):
             values = tensors[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
             plain(self.shard)[piece.offset : piece.offset + len(values)].copy_(values)
+
+    @torch.no_grad()
+    def fill_from_first(self, parameters: Sequence[Tensor]) -> None:
+        """Take this rank's part of what the first rank of all holds: broadcast it in the group, and shards to replicas."""
+        if parameters[0].device.type == "meta":
+            return
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        broadcast_each([flat], self.options.group)
+        self.fill(flat.split(list(self.layout.sizes)))
+        if self.options.replicas is not None:
+            values = plain(self.shard).to(self.options.device)
+            broadcast_each([values], self.options.replicas)
+            self.shard.copy_(values)
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -172,10 +219,9 @@ class Unit:
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
-        self.heed_zero_grad()
+        self._coming.check()
         left_out = {number for number, one in enumerate(gradients) if one is None}
         self._left_out = left_out if self._coming.whole is None else left_out & self._left_out
-        refuse_sparse(self.layout.names, gradients)
         size, dtype = self.layout.padded_size, self.reduce_dtype
         if self.sends:
             flat = self.options.gradients.take(size, dtype)
@@ -257,17 +303,16 @@ class Unit:
         if arrived is not None:
             self._coming.add(arrived)
 
-    def heed_zero_grad(self) -> None:
-        """Drop what an optimizer's zero_grad() has forgotten while it was on its way; or let it be zeros."""
-        self._coming.heed_zero_grad(self.finish_scatter, self.finish_replica_sum, self.finish_host_copy)
+    def check_gradient(self) -> None:
+        """Refuse a gradient that was forgotten while it was on its way."""
+        self._coming.check()
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop accumulated gradients, also those on their way; or, without set_to_none, make them zeros."""
         if set_to_none:
-            self.shard.grad = None
+            self._coming.forget(self.finish_scatter, self.finish_replica_sum, self.finish_host_copy)
         elif self.shard.grad is not None:
             self.shard.grad.zero_()
-        self.heed_zero_grad()
 
     def _started_call(self) -> OpenCall | None:
         return None if self.options.spans is None else self.options.spans.call()

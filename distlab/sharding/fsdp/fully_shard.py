@@ -7,6 +7,7 @@ does the reduce-scatter of the last. Read `flat_unit` (how), `hooks` (when), `pr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,22 +19,22 @@ from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
 from distlab.modules.blocks import Choice
+from distlab.modules.moved import NotCopied, mark_moved
 from distlab.plan import Precision
-from distlab.replicate import agree_on_parameters
-from distlab.sharding.any_model.checks import check_buffers, check_options, check_parameters, check_units
-from distlab.sharding.any_model.first_values import broadcast_buffers, fill_from_first, leave_behind
-from distlab.sharding.any_model.freed import check_nothing_added, refuse_whole_state
+from distlab.replicate import agree_on_parameters, broadcast_each
+from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
-from distlab.sharding.fsdp.flat_unit import Unit
+from distlab.sharding.fsdp.flat_unit import Options, Unit
+from distlab.sharding.fsdp.freed import STATE, names_of_others, refuse_others, refuse_whole_state
+from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
-from distlab.sharding.fsdp.options import GradientMemory, Options
-from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
+from distlab.sharding.fsdp.prefetch import Order
 from distlab.sharding.fsdp.step import step_on_plain_parameters
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
 
-class FullyShard(nn.Module):
+class FullyShard(NotCopied, nn.Module):
     """Shard a module's parameters, gradients and (through them) optimizer state over a group.
 
         model = FullyShard(module)
@@ -46,11 +47,10 @@ class FullyShard(nn.Module):
     The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter without a
     gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the same units in one order.
 
-    Models come as they are. Forward may return objects of any class. Where tensors may hide in them (an iterator), the
-    unit stays whole until the end of the step. In forward all parameters are visible under their names; to compute with
-    those of a freed unit gathers it. Other methods that read them run in `summon()`. Blocks or the whole may be
-    compiled, not with fullgraph=True. Layers may be cut by tensor parallelism: `group` is then the data
-    ranks; norms and states are the whole model's.
+    Forward may return objects of any class. Where tensors may hide in them (an iterator), the unit stays whole until
+    the end of the step. A unit's forward sees its own parameters and those of units around it; other methods that read
+    parameters run in `summon()`. Blocks or the whole may be compiled, not with fullgraph=True. Layers may be cut by
+    tensor parallelism: `group` is then the data ranks; norms and states are the whole model's.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
@@ -86,6 +86,8 @@ class FullyShard(nn.Module):
         that a unit is one flat buffer, cut through tensors.
     """
 
+    instead = STATE
+
     def __init__(
         self,
         module: nn.Module,
@@ -100,14 +102,13 @@ class FullyShard(nn.Module):
         spans: SpanWriter | None = None,
     ) -> None:
         super().__init__()
-        named = check_parameters(module)
+        named = parameters_to_shard(module, plain=True)
         names = automatic_units(module) if units is None else chosen_units(module, units)
         options = [units if units is None else names, reshard_after_forward, prefetch, str(precision), offload]
         for ranks in (group, *([] if replicas is None else [replicas])):
             agree_on_parameters(named, ranks)
             agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
-        check_options(named, prefetch, precision)
-        check_units(module, names)
+        _check_options(prefetch, precision)
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
@@ -119,10 +120,11 @@ class FullyShard(nn.Module):
         self.order = Order(list(self._watched), prefetch, group)
         self.running: list[Running] = []
         self.finished: list[WatchedModule] = []
-        self._has_buffers = False  # whether all have values is looked at before the first pass
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
-        broadcast_buffers(module, group, replicas)
+        buffers = [buffer for buffer in module.buffers() if buffer.device.type != "meta"]
+        for ranks in (group, *([] if replicas is None else [replicas])):
+            broadcast_each(buffers, ranks)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
         step_on_plain_parameters()
 
@@ -135,8 +137,10 @@ class FullyShard(nn.Module):
                 continue
             unit = Unit(len(self.units), f"{name} (frozen)".strip() if frozen else name, members, self._options)
             unit.reshard_after_forward = frees
-            fill_from_first(unit, members.parameters)
-            leave_behind(members)
+            unit.fill_from_first(members.parameters)
+            for own, parameter in zip(members.names, members.parameters, strict=True):  # other code may hold it
+                mark_moved(parameter, own, "FullyShard moved it into a shard")
+            members.parameters.clear()
             units.append(unit)
             self.units.append(unit)
         return WatchedModule(name, model.get_submodule(name), units, self)
@@ -159,26 +163,16 @@ class FullyShard(nn.Module):
         for one in self._watched:
             if one.is_busy:
                 one.abandon()
-        if not self._has_buffers:
-            check_buffers(self.module)
-            self._has_buffers = True
-        check_nothing_added(self.module, self.units, self.shards)
+        refuse_others(names_of_others(self.module, self.units, self.shards))
         self.free_finished(root=True)
         self.order.start_pass()
 
     def end_pass(self) -> None:
         """End a forward pass: ranks must have run the same units, or their gathers do not belong together."""
-        self.lend([])
         self.order.end_pass()
         for one in self._watched:  # gathered ahead, and not used
             if one not in self.order.begun and not one.stays:
                 one.free()
-
-    def lend(self, watched: Sequence[SubmoduleUnits]) -> None:
-        """Free the units that were whole for code outside of them, except for these."""
-        for one in self._watched:
-            if one.is_lent and one not in watched:
-                one.settle()
 
     def take_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
         """Reduce a unit's gradients; the one before it must be over, so that one flat gradient is on its way."""
@@ -191,7 +185,7 @@ class FullyShard(nn.Module):
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
         self.order.end_step()
         self._free_all()
-        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy, Unit.heed_zero_grad):
+        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy, Unit.check_gradient):
             for unit in self.units:
                 finish(unit)
         self._last, self.step = None, self.step + 1
@@ -225,6 +219,10 @@ class FullyShard(nn.Module):
             memo.add(self)
             yield prefix, self
             yield f"{prefix}.shards" if prefix else "shards", self.shards
+
+    def __deepcopy__(self, known: dict[int, Any]) -> nn.Module:
+        """Return a plain copy of the module; only a trial can, which knows what stands for each parameter."""
+        return copy.deepcopy(self.module, known)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShard:
         """Refuse .to(), .double(), ... where they would change anything: what units gather into stays as it is."""
@@ -298,3 +296,19 @@ class FullyShard(nn.Module):
         self._free_all()
         for hook in (hook for one in self._watched for hook in one.hooks):
             hook.remove()
+
+
+def _check_options(prefetch: int, precision: Precision | None) -> None:
+    """Refuse options that no units can be made of.
+
+    Raises:
+        ValueError: a prefetch that is not a count, or types that clash.
+    """
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch!r}; pass a whole number of at least 0")
+    kept = "float32" if precision is None or precision.master else precision.compute
+    if precision is not None and precision.gradients != kept:
+        raise ValueError(
+            f"precision: gradients are kept as {precision.gradients} and shards as {kept}, and an optimizer wants one "
+            f"type; pass gradients={kept!r} or another master"
+        )

@@ -12,18 +12,19 @@ before backward; it stays whole until the last call whose backward has begun is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
-from distlab.modules.structures import find, replace
-from distlab.sharding.any_model.checks import check_place
-from distlab.sharding.any_model.freed import FreedParameter, RefusesCopies
-from distlab.sharding.any_model.inputs import cast_inputs, kept_in, watch_inputs
+from distlab.modules.moved import NotHere
+from distlab.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
-from distlab.sharding.fsdp.prefetch import Order, ShardedModel, SubmoduleUnits
+from distlab.sharding.fsdp.freed import FreedParameter, refuse_others
+from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
 
 Views = list[tuple[Tensor, ...]]
 
@@ -97,28 +98,24 @@ class Running(NamedTuple):
 
 
 class WatchedModule(SubmoduleUnits):
-    """A submodule with hooks that keep its parameters whole while it runs, and only then.
+    """The hooks of one submodule that is a unit, or of the root.
 
     Attributes:
+        module: itself.
+        model: the `FullyShard` that it is a part of.
         open: calls whose backward has begun and is not done.
-        is_lent: code outside of its forward reads its parameters, which stay until other units are read.
         stays: backward may begin where no hook sees it, so the units are freed only after the step.
     """
 
-    def __init__(self, name: str, module: nn.Module, units: list[Unit], model: ShardedModel) -> None:
+    def __init__(self, name: str, module: nn.Module, units: list[Unit], model: Any) -> None:
         super().__init__(name, units)
         self.module, self.model = module, model
         self.open = 0
-        self.is_lent = self.stays = False
+        self.stays = False
         self._calls: list[Running] = []
-        self._before_call: list[dict[int, Any]] = []  # tensors that the containers among the inputs held, per call
-        self._freed = [
-            [FreedParameter(unit, self, (number, tensor)) for tensor in range(len(unit.layout.names))]
-            for number, unit in enumerate(units)
-        ]
+        self._freed = [[FreedParameter(unit, at) for at in range(len(unit.layout.names))] for unit in units]
         why = "FullyShard gathers and frees parameters, which no compiled graph can do"
         self.hooks: list[Any] = [
-            RefusesCopies(module, name),
             module.register_forward_pre_hook(
                 torch.compiler.disable(self._before, reason=why), with_kwargs=True, prepend=True
             ),
@@ -145,7 +142,6 @@ class WatchedModule(SubmoduleUnits):
         """Free the units after a forward, unless another call of them runs or they are to stay."""
         if self._calls or self.stays or runs_in_backward():
             return
-        self.is_lent = False
         self.hide()
         if not torch.is_grad_enabled() or any(unit.reshard_after_forward for unit in self.units):
             self.free()
@@ -153,114 +149,103 @@ class WatchedModule(SubmoduleUnits):
     def abandon(self) -> None:
         """Free everything, after an error or at the end of a step."""
         self._calls.clear()
-        self._before_call.clear()
         self.open = 0
-        self.is_lent = self.stays = False
+        self.stays = False
         self.hide()
         self.free()
-
-    def begin_call(self, *, reads: bool = False) -> Running:
-        """Make the units whole for a call, or for code that reads a parameter; begin to gather those that come next."""
-        running = self.model.running
-        if self._calls and self._calls[-1] in running:  # a tensor that was taken before its unit ran, and is read now
-            return self._calls[-1]
-        is_next = not runs_in_backward() and not (reads and self.is_lent)
-        self.is_lent |= reads
-        ahead = self.model.order.begin(self) if is_next else []
-        self.finish_gather()
-        for one in ahead:
-            one.start_gather()
-        call = ForwardCall(self, running[-1] if running else None)
-        views = [unit.views(call.on_gradients) for unit in self.units]
-        self.model.order.note_graph(self.units, views)
-        return Running(call, views, [sum(one._version for one in tensors) for tensors in views])
-
-    def end_call(self, running: Running, output: Any, left: Sequence[Tensor] | None = None) -> Any:
-        """Return the output, after which backward gathers the units.
-
-        Args:
-            running: the call.
-            output: what it returns; parts of parameters in it become copies, as their memory is freed.
-            left: tensors that it left in containers among its inputs; None where no forward ends.
-        """
-        if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
-            raise RuntimeError(
-                f"unit {self.name or 'root'!r}: its forward changed a parameter in place (an Embedding with "
-                "max_norm does). The change would be lost when the unit is freed; compute with a changed copy instead"
-            )
-        buffers = {unit.buffer.untyped_storage()._cdata for unit in self.units}
-        found, is_hidden = find(output)
-        if any(_memory_of(one) in buffers for one in found):
-            output = replace(output, lambda one: one.clone() if _memory_of(one) in buffers else one)
-            found, is_hidden = find(output)
-            if any(_memory_of(one) in buffers for one in found):
-                raise RuntimeError(
-                    f"unit {self.name or 'root'!r} returns a parameter inside a {type(output).__name__}, and its "
-                    "memory is freed now; return a copy: parameter.clone()"
-                )
-        if torch.is_grad_enabled():
-            made = [one for one in (*found, *(left or ())) if not isinstance(one, FreedParameter)]
-            bases = [one._base for one in made if one._base is not None]  # where a change of a view in place leads
-            hooked = [one for one in (*made, *bases) if one.requires_grad and not one.is_leaf]
-            for one in hooked:
-                one.register_hook(lambda _: running.call.begin_backward(running.views))
-            is_trained = any(unit.shard.requires_grad for unit in self.units)
-            is_kept_elsewhere = left is not None and not hooked and is_trained  # such as in an attribute
-            self.stays |= is_hidden or is_kept_elsewhere
-        return output
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         model = self.model
         if model.is_summoned:
             return None
-        if self.name == "" and not self._calls and not runs_in_backward():
-            model.start_pass()
-        check_place(self.name, model.order.thread)
-        self._refuse_others()
-        running = self.begin_call()
-        self._calls.append(running)
-        model.running.append(running)
-        self.show(running.views)
+        running = self._begin() if module is self.module else None  # a copy of the module has parameters of its own
         if model.precision is not None and self.units:
             args, kwargs = cast_inputs((args, kwargs), self.units[0].compute_dtype)
-        if torch.is_grad_enabled():
-            if any(not unit.shard.requires_grad for unit in self.units):
-                is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
-                running.call.remaining |= {"inputs"} if is_watched else set()
-            self._before_call.append({id(one): one.grad_fn for one in kept_in(args, kwargs)})
+        frozen = [unit for unit in self.units if not unit.shard.requires_grad]
+        if running is not None and frozen and torch.is_grad_enabled():
+            is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
+            running.call.remaining |= {"inputs"} if is_watched else set()
         return args, kwargs
 
-    def _refuse_others(self) -> None:
-        """Refuse another tensor in the place of a parameter: this unit would put its own there."""
-        if self._calls or self.open or self.stays:
-            return
-        for unit in self.units:
-            for place in unit.members.places:
-                if not isinstance(place.module._parameters.get(place.attribute), FreedParameter):
-                    raise RuntimeError(
-                        f"{unit.layout.names[place.tensor]} was replaced by another tensor (by functional_call?), and "
-                        "FullyShard computes with its own shards; give the tensor to forward, or leave its module to "
-                        "no unit: name others in units=[...]"
-                    )
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _begin(self) -> Running:
+        """Make the units whole for a call, and begin to gather those that come next."""
         model = self.model
-        if model.is_summoned:
-            return None
+        if self.name == "" and not self._calls and not runs_in_backward():
+            model.start_pass()
+        self._check_place()
+        ahead = [] if runs_in_backward() else model.order.begin(self)
+        self.finish_gather()
+        for one in ahead:
+            one.start_gather()
+        call = ForwardCall(self, model.running[-1] if model.running else None)
+        views = [unit.views(call.on_gradients) for unit in self.units]
+        model.order.note_graph(self.units, views)
+        running = Running(call, views, [sum(one._version for one in tensors) for tensors in views])
+        self._calls.append(running)
+        model.running.append(running)
+        self.show(views)
+        return running
+
+    def _check_place(self) -> None:
+        """Refuse a call from where the unit cannot be gathered, or with another tensor in a parameter's place.
+
+        Raises:
+            RuntimeError: it is called inside a transform of torch.func, in a second thread, or by functional_call.
+        """
+        inside, thread = torch._C._functorch.peek_interpreter_stack() is not None, self.model.order.thread
+        if inside or thread not in (None, threading.get_ident()):
+            where = "a transform of torch.func (vmap, grad, jvp, ...)" if inside else "another thread than its model"
+            raise RuntimeError(
+                f"unit {self.name or 'root'!r} is called in {where}, where it cannot be gathered in the order of all "
+                "ranks. Name other units in units=[...], such as the module that does so and not this part of it"
+            )
+        if not (self._calls or self.open or self.stays):
+            refuse_others(
+                unit.layout.names[place.tensor]
+                for unit in self.units
+                for place in unit.members.places
+                if not isinstance(place.module._parameters.get(place.attribute), FreedParameter)
+            )
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Free the units, and see where backward will need them."""
+        model = self.model
+        if model.is_summoned or module is not self.module:
+            return
         running = self._calls.pop()
         model.running.remove(running)
-        left: list[Tensor] = []
-        if torch.is_grad_enabled() and self._before_call:
-            before = self._before_call.pop()
-            left = [one for one in kept_in(args, kwargs) if before.get(id(one), before) is not one.grad_fn]
-        output = self.end_call(running, output, left)
+        self._watch(running, *made_by(output, args, kwargs))
         if runs_in_backward():  # a forward that is run again for its backward, which comes now
-            return output
+            return
         running.call.ended, running.call.place = model.order.end(self)
         self.settle()
         if self.name == "" and not self._calls:
             model.end_pass()
-        return output
+
+    def _watch(self, running: Running, made: Sequence[Tensor], is_hidden: bool) -> None:
+        """Let the gradients of what a call made gather the unit.
+
+        Raises:
+            RuntimeError: it changed a parameter, or returns one.
+        """
+        unit = f"unit {self.name or 'root'!r}"
+        if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
+            raise RuntimeError(
+                f"{unit}: its forward changed a parameter in place (an Embedding with max_norm does). The change would "
+                "be lost when the unit is freed; compute with a changed copy instead"
+            )
+        buffers = {one.buffer.untyped_storage()._cdata for one in self.units}
+        if any(torch._C._has_storage(one) and one.untyped_storage()._cdata in buffers for one in made):
+            raise RuntimeError(
+                f"{unit} returns a parameter, or a part of one, and its memory is freed now; return a copy: "
+                "parameter.clone()"
+            )
+        if torch.is_grad_enabled():
+            hooked = [one for one in made if one.requires_grad and not one.is_leaf]
+            for one in hooked:
+                one.register_hook(lambda _: running.call.begin_backward(running.views))
+            is_trained = any(one.shard.requires_grad for one in self.units)
+            self.stays |= is_hidden or (is_trained and not hooked)  # it may be kept elsewhere: in an attribute
 
 
 def put(module: nn.Module, attribute: str, value: Any) -> None:
@@ -275,7 +260,35 @@ def runs_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _memory_of(one: Tensor) -> int | None:
-    if isinstance(one, FreedParameter) or not torch._C._has_storage(one):
-        return None
-    return int(one.untyped_storage()._cdata)
+def cast_inputs(inputs: tuple[Any, Any], dtype: torch.dtype) -> Any:
+    """Return positional and keyword inputs with floating point tensors of this type."""
+    return replace(inputs, lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one)
+
+
+def made_by(output: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors in what a forward returns, or has left in its inputs' containers (a cache, a list of states).
+
+    Returns:
+        The tensors, with those that they are views of, and whether some may be hidden.
+    """
+    found, is_hidden = find(output)
+    holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, (Tensor, *EMPTY))]
+    made = [one for one in (*found, *(find(holders)[0] if holders else ())) if not isinstance(one, NotHere)]
+    return [*made, *(one._base for one in made if one._base is not None)], is_hidden
+
+
+def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> bool:
+    """Call a function once backward has computed the gradients of all inputs; return False where none wants one.
+
+    Hooks on the tensors themselves: a copy could not be changed in place, as many models do with their inputs.
+    """
+    found = [one for one in find(inputs)[0] if one.requires_grad and not isinstance(one, NotHere)]
+    if not found:
+        return False
+
+    def passed(gradients: Any) -> None:
+        handle.remove()  # an input may be a leaf, which lives on and would keep the hooks of all steps
+        on_passed()
+
+    handle = register_multi_grad_hook(found, passed)
+    return True

@@ -16,14 +16,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.plan import Precision
 from distlab.sharding.fsdp.flat_unit import Unit
 
 
@@ -57,28 +56,6 @@ class SubmoduleUnits:
     def settle(self) -> None:
         """Free the units, unless they are still in use."""
         self.free()
-
-
-class ShardedModel(Protocol):
-    """What a unit's hooks ask of their model, `FullyShard`."""
-
-    order: Order
-    precision: Precision | None
-    is_summoned: bool
-    running: list[Any]
-    finished: list[Any]
-
-    def start_pass(self) -> None:
-        """Begin a forward pass."""
-
-    def end_pass(self) -> None:
-        """End a forward pass."""
-
-    def take_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-        """Reduce a unit's gradients."""
-
-    def free_finished(self) -> None:
-        """Free units whose gradients exist."""
 
 
 class Order:

@@ -58,7 +58,7 @@ def automatic_units(module: nn.Module) -> list[str]:
 
 
 def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
-    """Return the names of the submodules that a caller chose, each as often as it is named.
+    """Return the names of the submodules that a caller chose.
 
     Args:
         module: the model.
@@ -66,7 +66,8 @@ def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
             no parameters.
 
     Raises:
-        ValueError: a class, a pattern or a function chooses nothing; the text says which.
+        ValueError: a choice of nothing; a name that comes twice, that no submodule has, or whose submodule owns no
+            parameters or has no forward.
     """
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
     names: list[str] = []
@@ -77,19 +78,41 @@ def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
         found = find_blocks(module, one)
         owners = [name for name, part in found.items() if next(part.parameters(), None) is not None]
         names += [name for name in owners or found if name not in names]
+    known = dict(module.named_modules())
+    for name in names:
+        if name == ROOT or name not in known:
+            near = [one for one in known if one and one.split(".")[-1] == name.split(".")[-1]] or list(known)[1:6]
+            raise ValueError(f"units: {name!r} is not a submodule; there are {', '.join(near)}, ...")
+        if next(known[name].parameters(), None) is None:
+            raise ValueError(
+                f"units: {name!r} ({type(known[name]).__name__}) owns no parameters, so there is nothing to gather; "
+                "leave it out"
+            )
+        if not _is_called(known[name]):
+            raise ValueError(
+                f"units: {name!r} ({type(known[name]).__name__}) is never called, and a unit is gathered when it is; "
+                f"name its items: '{name}.*'"
+            )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"units: {', '.join(twice)} named twice; name each submodule once")
     return names
 
 
-def _items(module: nn.Module, prefix: str) -> list[str]:
+def _items(module: nn.Module, prefix: str, *, is_list: bool = False) -> list[str]:
+    """Name the items of lists; a list, or a dict, in a list is never called, so its own items count."""
     found = []
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if not is_list:
-            found += _items(child, f"{path}.")
+        path, is_item = f"{prefix}{name}", is_list or isinstance(module, (nn.ModuleList, nn.Sequential))
+        if not is_item or not _is_called(child):
+            found += _items(child, f"{path}.", is_list=is_item)
         elif next(child.parameters(), None) is not None:
             found.append(path)
     return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[tuple[str, bool], Members]:

@@ -33,9 +33,10 @@ from distlab.collectives import DirectGather
 from distlab.comm import agree
 from distlab.gradients.flat_gradients import refuse_second
 from distlab.gradients.gradient_status import find_faults
+from distlab.modules.moved import NotCopied
 from distlab.replicate import agree_on_parameters
+from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
-from distlab.sharding.overlap import parameters_to_shard
 from distlab.sharding.part import SCALER
 from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
 from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
@@ -70,7 +71,7 @@ class PlainSharded:
             dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
 
 
-class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
+class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
     """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
 
         optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
@@ -114,6 +115,11 @@ class ShardedOptimizer(SavesShards, torch.optim.Optimizer):
         ValueError: on every rank: ranks hold different models or options, an option is unknown, nothing wants a
             gradient, or the optimizer cannot work on pieces.
     """
+
+    instead = (
+        "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank, or "
+        "full_state_dict(); build another for a copy of the module"
+    )
 
     def __init__(
         self,

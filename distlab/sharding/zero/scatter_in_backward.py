@@ -19,9 +19,7 @@ from distlab.gradients.gradient_status import UNUSED
 from distlab.modules.every_parameter import every_parameter
 from distlab.plan import assign_buckets
 from distlab.replicate import Registered, broadcast_each
-from distlab.sharding.overlap import refuse_overlaps
-from distlab.sharding.zero.buffers import Buffers, Kind, Lent
-from distlab.sharding.zero.shard_bucket import ShardBucket
+from distlab.sharding.zero.shard_bucket import Buffers, Kind, Lent, ShardBucket
 from distlab.trace import SpanWriter
 
 MAX_UNDER_WAY = 2
@@ -154,9 +152,8 @@ def make_buckets(
     """Put parameters into buckets of one dtype and device, last first, since backward ends with the first.
 
     Raises:
-        ValueError: bucket_bytes is less than one, or two parameters lie in the same memory.
+        ValueError: bucket_bytes is less than one.
     """
-    refuse_overlaps(named)
     buckets: list[ShardBucket] = []
     lent = Lent(Buffers(), Buffers())
     kinds: dict[Kind, list[Named]] = {}

@@ -6,7 +6,7 @@ Both load at any number of ranks, with any buckets and at either stage. See `dis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,6 @@ class SavesShards:
     cut: CutLayers
     _kept: KeptAlike
     group_names: list[list[str]]  # of all parameters in the optimizer's groups, in the order of one process
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            f"rank {dist.get_rank()}: a ShardedOptimizer cannot be pickled or copied: it has this rank's pieces, and "
-            "its hooks are on this module. Save state_dict() on every rank, or full_state_dict(); build another for a "
-            "copy of the module"
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
