@@ -16,9 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.grading.diagnosis.values import compare
+from distlab.grading.diagnosis.values import compare, near
 from distlab.grading.exercise import Fault
-from distlab.grading.variation.near import near
 
 Given = Mapping[str, tuple[Any, ...]]  # what is asked, in words, and the arguments
 Place = tuple[str, str, int, str]  # "result" or "after", the case, the rank, and where in its value
@@ -92,7 +91,7 @@ def compared_with_rank_0(results: Sequence[Any]) -> list[Any]:
 
     def told(value: Any, first: Any) -> Any:
         if isinstance(value, Free):
-            is_alike = isinstance(first, Free) and near(value.value, first.value, 0.0)
+            is_alike = isinstance(first, Free) and near(value.value, first.value)
             return "the same on all ranks" if is_alike else "not that of rank 0"
         if isinstance(value, dict):
             return {key: told(item, first.get(key) if isinstance(first, dict) else None) for key, item in value.items()}
@@ -123,11 +122,11 @@ def leaves(results: Sequence[Mapping[str, Any]]) -> dict[Place, Any]:
     }
 
 
-def alike(one: Mapping[Place, Any], other: Mapping[Place, Any], place: Place) -> bool:
+def alike(one: Mapping[Place, Any], other: Mapping[Place, Any], place: Place, scale: float = 0.0) -> bool:
     """Whether both have equal values at a place, or neither has one."""
     if place not in one or place not in other:
         return (place in one) == (place in other)
-    return near(one[place], other[place], 0.0)
+    return near(one[place], other[place], scale)
 
 
 def difference(got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any]) -> Fault | None:
@@ -141,7 +140,7 @@ def difference(got: Sequence[Any], want: Sequence[Any], takes: Callable[..., Any
     for part in (RESULT, AFTER):
         for case in want[0]:
             for rank, (mine, right) in enumerate(zip(got, want, strict=True)):
-                if near(mine[case][part], right[case][part], 0.0):
+                if near(mine[case][part], right[case][part]):
                     continue
                 where = ", ".join(filter(None, [f"rank {rank}" * (len(got) > 1), case]))
                 head = f"{where}: " if where else ""
@@ -160,7 +159,7 @@ def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault 
         parts = (
             _in_result(got[key], want[key], head, n, ", ".join(filter(None, [name, str(key)])))
             for key in want
-            if not near(got[key], want[key], 0.0)
+            if not near(got[key], want[key])
         )
         return next((fault for fault in parts if fault is not None), None)
     return compare(got, want, f"{head}{name or 'the result'}", n)
@@ -169,7 +168,7 @@ def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault 
 def _in_arguments(got: dict[int, Any], want: dict[int, Any], head: str, takes: Callable[..., Any]) -> Fault | None:
     names = [name for name in inspect.signature(takes).parameters if name != "fn"]
     for at, value in want.items():
-        if not near(got.get(at), value, 0.0):
+        if not near(got.get(at), value):
             fault = compare(
                 got.get(at), value, f"{head}{names[at] if at < len(names) else f'argument {at}'} afterwards"
             )

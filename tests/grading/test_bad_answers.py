@@ -439,7 +439,7 @@ def test_faults_seen_without_ranks(
     def no_ranks(*args: object, **named: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("distlab.grading.fresh.start_ranks", no_ranks)
+    monkeypatch.setattr("distlab.grading.run.start_ranks", no_ranks)
     report = examine(mean_exercise, fn)
     assert report.fault == fault
     assert re.search(says, text_of(report)), str(report)

@@ -23,7 +23,7 @@ _LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") +
 _CELL_FILE = re.compile(
     r"([^\s\"()]*(?:ipykernel|xpython)_\d+[/\\]\d+\.py|[^\s\"()]*ipython-input-[\w-]+\.py|<ipython-input-[^>]*>)(?::(\d+))?"
 )
-_GUARD = os.path.join("grading", "sandbox", "guard.py")
+_GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
 _NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
 _PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)

@@ -51,6 +51,34 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{name}.{field.name}", getattr(value, field.name))
 
 
+def marks(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield in words what values do not show of an argument, and its size: hooks, and options of optimizers."""
+    if isinstance(value, Tensor):
+        hooks = [getattr(value, each, None) or () for each in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+        yield f"the number of hooks on {name}", sum(map(len, hooks))
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules():
+            of_module = [
+                each for key, each in vars(module).items() if key.endswith("_hooks") and isinstance(each, dict)
+            ]
+            yield f"the number of hooks on {name}{'.' * bool(path)}{path}", sum(map(len, of_module))
+        for path, tensor in value.named_parameters():
+            yield from marks(f"{name}.{path}", tensor)
+    elif isinstance(value, torch.optim.Optimizer):
+        groups = {f"{name}.param_groups[{index}]": group for index, group in enumerate(value.param_groups)}
+        for place, group in {**groups, f"{name}.defaults": value.defaults}.items():
+            yield from ((f"{place}[{key!r}]", repr(option)) for key, option in group.items() if key != "params")
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from marks(f"{name}[{key!r}]", item)
+
+
+def left_on(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
+    """Return words for each mark that differs."""
+    differ = (what for what, value in after.items() if before.get(what, value) != value)
+    return {what: f"it changed {what} from {before[what]} to {after[what]}" for what in differ}
+
+
 def named(fn: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments by the names that the reference gives them."""
     try:
