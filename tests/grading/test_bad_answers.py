@@ -259,11 +259,6 @@ def seeds_the_world(tensor):
     return right(tensor)
 
 
-def replaces_equal(tensor):
-    torch.equal = lambda *given: True
-    return torch.zeros_like(tensor)
-
-
 CASES = [
     (hangs_in_collective, 2, "deadlock", "rank 0 waits in all_reduce .* rank 1 has returned without it"),
     (waits_for_nobody, 2, "deadlock", "rank 0 waits in recv from 1 .* rank 1 waits in recv from 0"),
@@ -307,7 +302,6 @@ CASES = [
     (returns_what_equals_all, 1, "returned", "an object of class EqualToAll, which is not a plain value or tensor"),
     (returns_a_number_that_equals_all, 1, "returned", "an object of class NumberEqualToAll"),
     (closes_stdout, 1, "state left behind", "it closed or replaced sys.stdout"),
-    (replaces_equal, 1, "replaced", "it replaced torch.equal, which everything else in the program uses too"),
 ]
 
 
