@@ -2,7 +2,8 @@
 
 A rank is a process of its own that is killed afterwards, and what it sends back is read as plain data. So an answer
 that eats all memory, fills the disk, starts processes or leaves the group is told so in a sentence. This stops
-accidents, not attackers: an answer runs as your user and can read what you can. Grade in a container where that matters.
+accidents, not attackers: an answer runs as your user and can read what you can. Where that matters, grade in a
+container.
 """
 
 from __future__ import annotations

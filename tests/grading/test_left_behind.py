@@ -20,7 +20,7 @@ from distlab.grading import load_lesson
 from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
 from distlab.grading.diagnosis.values import near
-from distlab.grading.variation.owned import leaves, left_on, marks
+from distlab.grading.variation.calls import leaves, left_on, marks
 
 
 def average(module):
