@@ -48,10 +48,9 @@ def start_ranks(world_size: int, timeout_s: float) -> Ranks:
         Unavailable: they do not start.
     """
     from distlab.comm import Ranks
-    from distlab.comm.checks import backend_outside
 
-    backend = backend_outside("gloo")  # where a wrong answer leaves ranks waiting, as on GPUs: some faults need that
-    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, backend=backend, record=True, echo=False, plain=True)
+    # Over gloo a wrong answer leaves ranks waiting, as on GPUs: some faults show only there.
+    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, backend="gloo", record=True, echo=False, plain=True)
     try:
         ranks.run(_ready)
     except (RuntimeError, OSError, ValueError) as error:
