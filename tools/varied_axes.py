@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.grading import Exercise
-from distlab.grading.variation.calls import split
+from distlab.grading.variation.calls import named, said, split
 from distlab.grading.variation.draw import AXES, Members
-from distlab.grading.variation.owned import named, said
 
 SEEDS = range(6)
 COVERED = "yes"

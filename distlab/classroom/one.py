@@ -24,7 +24,7 @@ def main() -> None:
         from distlab.grading import load_lesson
         from distlab.grading.answer.submission import isolated_submission
         from distlab.grading.check import examine
-        from distlab.grading.sandbox.limits import limit_number_of_processes
+        from distlab.grading.guard import limit_number_of_processes
 
         limit_number_of_processes(MAX_MORE_PROCESSES)
 

@@ -1,7 +1,7 @@
 """Check many submissions side by side, each in a process group of its own with limits on time, files and output.
 
 What a submission does stays with it. It is copied into a temporary folder, which is also its home. Its code runs in
-ranks, under the limits of `distlab.grading.sandbox`. Results come through a pipe that no rank has, and are written by
+ranks, under the limits of `distlab.grading.guard`. Results come through a pipe that no rank has, and are written by
 this process. When it ends, or a limit ends it, all its processes are killed and its folder goes. It still runs as your
 user: submissions that you would not run yourself are for `contained`.
 """

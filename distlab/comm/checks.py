@@ -93,11 +93,6 @@ def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str |
     return backend
 
 
-def backend_outside(default: str) -> str:
-    """Return the backend that DISTLAB_BACKEND names, or another where it names none."""
-    return os.environ.get(BACKEND_VARIABLE) or default
-
-
 def working_directory() -> str:
     """Return this process's working directory.
 

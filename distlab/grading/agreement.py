@@ -2,7 +2,7 @@
 
 It runs after a wrong result, and only then, on the ranks that are there: on the case that failed first, and on the
 others where it agrees there. One that would hang or raise is not run. So a wrong version is written once, as an edit of
-the reference; its `says` is what a learner with that fault is told.
+the reference; its `says` is what a learner with that fault is told. Drawn calls are cases like any other.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
 from distlab.grading.diagnosis.traffic import calls, in_megabytes, most_sent, sent_bytes
+from distlab.grading.diagnosis.values import is_telling
 from distlab.grading.exercise import ENDED, SEEN, Evidence, Exercise, Fault
 from distlab.grading.mutant import Mutant, build
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
+    from distlab.grading.variation.calls import DrawnCalls
 
 LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
 BUDGET_S = 4.0  # of all of them: they take less than half a second, more on a busy machine
 AVERAGED = {"sum not mean", "divided twice"}  # what a ratio is told to be, where ranks are averaged
 NO_CAUSE = AVERAGED | {"dtype", "changed argument", "argument changed"}
+FEWEST = 3  # results without a drawn digit that must be wrong alike: fewer agree by chance
 NOT_RUN = ENDED | {"not waited", "kept", "state left behind"}
 
 
@@ -36,7 +39,7 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
     wanted = _driven(cases, reference, ranks)
     pair, takes = (evidence.results, wanted.results), cases.use or reference
-    seen, known = difference(*pair, takes), _Known(exercise, reference, ranks, wanted)
+    seen, known = difference(*pair, takes), _Known(exercise, reference, ranks, cases, wanted)
     if seen is not None and (wrong := known.by_values(evidence)) is not None:
         return _named(wrong, seen)
     if seen is not None:
@@ -46,8 +49,15 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
         text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"
         seen = Fault("too many bytes", f"{text} where {cases.needs} needs {in_megabytes(most_sent(wanted))}")
-        fault = _named(known.by_bytes(evidence), seen)
+        fault = _named(known.by_bytes(evidence, cases), seen)
     return fault
+
+
+def cause_in(calls: DrawnCalls, exercise: Exercise, evidence: Evidence, wanted: Evidence, ranks: Ranks) -> str:
+    """Return the words of the wrong version whose results are those of an answer in all drawn calls, or ""."""
+    known = _Known(exercise, calls.reference, ranks, calls.bare(), wanted, calls.vary.scale)
+    wrong = known.by_values(evidence)
+    return "" if wrong is None else f"{words_of(wrong)}: so it is in all {len(wanted.results[0])} drawn calls."
 
 
 def _named(wrong: Mutant | None, seen: Fault) -> Fault:
@@ -67,56 +77,66 @@ def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
             yield wrong
 
 
-def _driven(cases: Cases, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
+def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
     """Let the ranks make the cases' calls."""
     results = ranks.run(cases, fn)
-    return Evidence(ranks.world_size, compared_with_rank_0(results), ranks.records())
+    results = compared_with_rank_0(results) if isinstance(cases, Cases) else results
+    return Evidence(ranks.world_size, results, ranks.records())
 
 
 class _Known:
     """The known wrong versions of an exercise, to be driven on the ranks that are there."""
 
-    def __init__(self, exercise: Exercise, reference: Callable[..., Any], ranks: Ranks, wanted: Evidence) -> None:
-        self.exercise, self.reference, self.ranks, self.wanted = exercise, reference, ranks, wanted
-        assert isinstance(exercise.drive, Cases)
-        self.cases = exercise.drive
+    def __init__(
+        self,
+        exercise: Exercise,
+        reference: Callable[..., Any],
+        ranks: Ranks,
+        cases: Cases | DrawnCalls,
+        wanted: Evidence,
+        scale: float = 0.0,
+    ) -> None:
+        self.exercise, self.reference, self.ranks = exercise, reference, ranks
+        self.cases, self.wanted, self.scale = cases, wanted, scale
 
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
 
         Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told the one
-        that explains what is wrong first.
+        that explains what is wrong first; not by drawn calls, where few values may be alike by chance.
         """
-        got, want = leaves(evidence.results), leaves(self.wanted.results)
-        wrong_at = [place for place in dict.fromkeys([*want, *got]) if not alike(got, want, place)]
+        got, want, is_drawn = leaves(evidence.results), leaves(self.wanted.results), not isinstance(self.cases, Cases)
+        wrong_at = self._differ(got, want)
+        if is_drawn and len(wrong_at) < FEWEST and not any(is_telling(got.get(place)) for place in wrong_at):
+            return None
         first, made = wrong_at[0], _operations(evidence)
         whole: list[Mutant] = []
         in_part: list[tuple[int, Mutant]] = []
-        for wrong, run in self._runs(lambda theirs: _agrees(got, theirs, want, first), first[1]):
+        for wrong, run in self._runs(lambda theirs: self._agrees(got, theirs, want, first), first[1]):
             theirs = leaves(run.results)
-            odd = [place for place in dict.fromkeys([*want, *theirs]) if not alike(theirs, want, place)]
-            agrees = [place for place in odd if alike(got, theirs, place)]
+            odd = self._differ(theirs, want)
+            agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
             if len(agrees) == len(odd) and set(odd) == set(wrong_at):
                 if _operations(run) == made:
                     return wrong
                 whole.append(wrong)
-            elif 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) > len(wrong_at):
+            elif not is_drawn and 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) > len(wrong_at):
                 in_part.append((len(agrees), wrong))
         if whole:
             return whole[0]
         return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
 
-    def by_bytes(self, evidence: Evidence) -> Mutant | None:
+    def by_bytes(self, evidence: Evidence, cases: Cases) -> Mutant | None:
         """Return the wrong version that sends as much on each rank, by the same calls if there is one.
 
         Else the dearest that sends no more.
         """
         cheaper: list[tuple[int, Mutant]] = []
         as_much: list[Mutant] = []
-        takes = self.cases.use or self.reference
+        takes = cases.use or self.reference
         for wrong, run in self._runs(lambda _: True, None):
             most = most_sent(run)
-            if most <= self.cases.most_bytes * most_sent(self.wanted):
+            if most <= cases.most_bytes * most_sent(self.wanted):
                 continue
             if difference(run.results, self.wanted.results, takes) is not None:
                 continue
@@ -156,21 +176,21 @@ class _Known:
                         return
                     lost = True
                     continue
-                except (
-                    RankError,
-                    RuntimeError,
-                    OSError,
-                    ValueError,
-                ):  # it may fail on a case: then it agrees with none
+                except (RankError, RuntimeError, OSError, ValueError):  # it fails on a case, and agrees with none
                     continue
                 yield wrong, run
         finally:
             self.ranks.timeout_s = limit_s
 
+    def _differ(self, one: Mapping[Place, Any], other: Mapping[Place, Any]) -> list[Place]:
+        """Return the places where two runs differ."""
+        return [place for place in dict.fromkeys([*other, *one]) if not alike(one, other, place, self.scale)]
 
-def _agrees(got: Mapping[Place, Any], theirs: Mapping[Place, Any], want: Mapping[Place, Any], place: Place) -> bool:
-    """Whether a wrong version is wrong at a place, as the answer is."""
-    return alike(got, theirs, place) and not alike(theirs, want, place)
+    def _agrees(
+        self, got: Mapping[Place, Any], theirs: Mapping[Place, Any], want: Mapping[Place, Any], place: Place
+    ) -> bool:
+        """Whether a wrong version is wrong at a place, as the answer is."""
+        return alike(got, theirs, place, self.scale) and not alike(theirs, want, place, self.scale)
 
 
 def _operations(evidence: Evidence) -> set[str]:

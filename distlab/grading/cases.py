@@ -16,9 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.grading.diagnosis.values import compare
+from distlab.grading.diagnosis.values import compare, near
 from distlab.grading.exercise import Fault
-from distlab.grading.variation.near import near
 
 Given = Mapping[str, tuple[Any, ...]]  # what is asked, in words, and the arguments
 Place = tuple[str, str, int, str]  # "result" or "after", the case, the rank, and where in its value
@@ -104,7 +103,7 @@ def compared_with_rank_0(results: Sequence[Any]) -> list[Any]:
 
     def told(value: Any, first: Any) -> Any:
         if isinstance(value, Free):
-            is_alike = isinstance(first, Free) and near(value.value, first.value, 0.0)
+            is_alike = isinstance(first, Free) and near(value.value, first.value)
             return "the same on all ranks" if is_alike else "not that of rank 0"
         if isinstance(value, dict):
             return {key: told(item, first.get(key) if isinstance(first, dict) else None) for key, item in value.items()}
@@ -135,11 +134,11 @@ def leaves(results: Sequence[Mapping[str, Any]]) -> dict[Place, Any]:
     }
 
 
-def alike(one: Mapping[Place, Any], other: Mapping[Place, Any], place: Place) -> bool:
+def alike(one: Mapping[Place, Any], other: Mapping[Place, Any], place: Place, scale: float = 0.0) -> bool:
     """Whether both have equal values at a place, or neither has one."""
     if place not in one or place not in other:
         return (place in one) == (place in other)
-    return near(one[place], other[place], 0.0)
+    return near(one[place], other[place], scale)
 
 
 def difference(
@@ -159,7 +158,7 @@ def difference(
                 range(len(got)), key=lambda rank: _first_part(got[rank][case][part], want[rank][case][part])
             ):
                 mine, right = got[rank], want[rank]
-                if near(mine[case][part], right[case][part], 0.0):
+                if near(mine[case][part], right[case][part]):
                     continue
                 where = ", ".join(filter(None, [f"rank {rank}" * (len(got) > 1), case]))
                 head = f"{where}: " if where else ""
@@ -176,7 +175,7 @@ def _first_part(got: Any, want: Any) -> int:
     """Return which part of a dict differs first: on whatever rank, what was made first is told."""
     if not isinstance(got, dict) or not isinstance(want, dict) or got.keys() != want.keys():
         return 0
-    return next((place for place, key in enumerate(want) if not near(got[key], want[key], 0.0)), len(want))
+    return next((place for place, key in enumerate(want) if not near(got[key], want[key])), len(want))
 
 
 def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault | None:
@@ -191,7 +190,7 @@ def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault 
         parts = (
             _in_result(got[key], want[key], head, n, ", ".join(filter(None, [name, str(key)])))
             for key in want
-            if not near(got[key], want[key], 0.0)
+            if not near(got[key], want[key])
         )
         return next((fault for fault in parts if fault is not None), None)
     return compare(got, want, f"{head}{name or 'the result'}", n)
@@ -200,7 +199,7 @@ def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault 
 def _in_arguments(got: dict[int, Any], want: dict[int, Any], head: str, takes: Callable[..., Any]) -> Fault | None:
     names = [name for name in inspect.signature(takes).parameters if name != "fn"]
     for at, value in want.items():
-        if not near(got.get(at), value, 0.0):
+        if not near(got.get(at), value):
             fault = compare(
                 got.get(at), value, f"{head}{names[at] if at < len(names) else f'argument {at}'} afterwards"
             )

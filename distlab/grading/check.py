@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distlab.grading.exercise import Evidence, Exercise, Fault
+from distlab.grading.exercise import SEEN, Evidence, Exercise, Fault
 
 if TYPE_CHECKING:
+    from distlab.comm import Ranks
     from distlab.grading.report import Report
 
 LONGER_S = 5.0  # for another number of ranks, once there is a fault to tell
@@ -62,9 +63,9 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None,
     """Check fn without showing or keeping anything; a seed draws the same arguments again."""
     from distlab.grading.answer.signature import first_fault
     from distlab.grading.diagnosis.blame import in_plain_names
-    from distlab.grading.fresh import Unavailable
     from distlab.grading.lesson import reference_of
     from distlab.grading.report import Report
+    from distlab.grading.run import Unavailable
 
     chosen = check_worlds(exercise.worlds if worlds is None else worlds)
     reference, start = reference_of(exercise), time.perf_counter()
@@ -122,38 +123,58 @@ def _run_worlds(
     After a fault that drawn arguments show, the exercise's own cases are run on the other numbers of ranks: what they
     show there is told if it weighs as much.
     """
-    from distlab.grading.fresh import fresh_ranks
-    from distlab.grading.lesson import reference_of
-    from distlab.grading.run import judge, run_world
-    from distlab.grading.variation.verdict import too_few_bytes, varied_fault, with_cause
+    from distlab.grading.run import fresh_ranks
 
     right: list[int] = []
     budget: tuple[str, ...] = ()
     drawn: Fault | None = None
-    drawn_on = 0
-    reference = reference_of(exercise)
     with fresh_ranks(worlds, exercise.timeout_s) as sets:
         for ranks in sets:
             if drawn is not None:
                 ranks.timeout_s = min(ranks.timeout_s, LONGER_S)
-            outcome = run_world(exercise, fn, ranks)
-            fault, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn, ranks)
-            if fault is not None and (drawn is None or 0 < fault.weight >= drawn.weight):
-                if isinstance(outcome, Evidence):  # a short limit would let a busy machine choose the words
-                    fault = with_cause(fault, exercise, fn, reference, ranks, seed)
-                if drawn is None:
-                    return _at_world(fault, right, ranks.world_size), right, ()
+            fault, is_drawn, budget = _fault_on(exercise, fn, ranks, seed, drawn)
+            if fault is not None and is_drawn:
+                drawn = _at_world(fault, right, ranks.world_size)._replace(cause=fault.cause)
+            elif fault is not None and drawn is None:
+                return _at_world(fault, right, ranks.world_size), right, ()
+            elif fault is not None:
                 return Fault(fault.code, f"on {ranks.world_size} ranks: {fault.words}"), right, ()
-            if drawn is None and exercise.vary is not None:
-                drawn = varied_fault(exercise, fn, reference, ranks, seed)
-                if drawn is None and ranks.world_size == worlds[-1] > 1 and isinstance(outcome, Evidence):
-                    drawn = too_few_bytes(exercise, outcome, reference, ranks)
-                drawn_on = ranks.world_size
-            if drawn is None:
+            elif drawn is None:
                 right.append(ranks.world_size)
-    if drawn is None:
-        return None, right, budget
-    return _at_world(drawn, right, drawn_on), right, ()
+    return drawn, right, () if drawn is not None else budget
+
+
+def _fault_on(
+    exercise: Exercise, fn: Callable[..., Any], ranks: Ranks, seed: int, earlier: Fault | None
+) -> tuple[Fault | None, bool, tuple[str, ...]]:
+    """Return the fault on one number of ranks, whether drawn arguments show it, and the budget's lines.
+
+    The exercise's own cases come first. Drawn calls follow where these are right; or where what is wrong has no name,
+    since drawn calls may show the cause.
+
+    After `earlier`, which drawn arguments have shown on fewer ranks, only what weighs as much is told.
+    """
+    from distlab.grading.lesson import reference_of
+    from distlab.grading.run import judge, run_world
+    from distlab.grading.variation.verdict import drawn_fault
+
+    assert exercise.drive is not None, f"{exercise.name}: load_lesson finds how it is driven"
+    outcome, reference = run_world(exercise, exercise.drive, fn, ranks), reference_of(exercise)
+    own, budget = (outcome, ()) if isinstance(outcome, Fault) else judge(exercise, outcome, fn, ranks)
+    if own is None:
+        looks = exercise.vary is not None and earlier is None
+        drawn = drawn_fault(exercise, fn, reference, ranks, seed) if looks else None
+        return drawn, True, budget
+    if earlier is not None and not 0 < own.weight >= earlier.weight:
+        return None, False, ()
+    if isinstance(outcome, Evidence) and own.code in SEEN and not own.cause and exercise.vary is not None:
+        drawn = drawn_fault(exercise, fn, reference, ranks, seed, is_wrong=True)
+        if drawn is not None and drawn.cause:
+            own = own._replace(cause=drawn.cause)
+        elif drawn is not None and drawn.code in SEEN:
+            smallest = f"the smallest drawn arguments for which it is wrong: {drawn.message}"
+            own = own._replace(message=f"{own.message}\n  {smallest}")
+    return own, False, ()
 
 
 def _at_world(fault: Fault, right: Sequence[int], wrong: int) -> Fault:

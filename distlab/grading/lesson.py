@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from distlab.grading.exercise import Exercise, by_name
+from distlab.grading.exercise import Exercise
 from distlab.grading.mutant import Mutant, build
 
 INSTALLED = "_course"  # in the installed package: the folder that has lessons/, as a checkout does
@@ -82,6 +82,12 @@ class Lesson:
         raise ValueError(f"lesson {self.number} has no exercise {name!r}; it has {names}")
 
 
+def at_or_above(start: Path | None = None) -> tuple[Path, ...]:
+    """Return a folder, by default the working directory, and all that it is in."""
+    here = (start or Path.cwd()).resolve()
+    return (here, *here.parents)
+
+
 def lessons_folder(start: Path | None = None) -> Path:
     """Return the folder that holds the lessons: at or above the working directory, else this package's own.
 
@@ -90,14 +96,13 @@ def lessons_folder(start: Path | None = None) -> Path:
     Raises:
         ValueError: there is none.
     """
-    here = (start or Path.cwd()).resolve()
-    package = Path(__file__).resolve().parents[1]
-    for parent in (here, *here.parents, package.parent, package / INSTALLED):
+    above, package = at_or_above(start), Path(__file__).resolve().parents[1]
+    for parent in (*above, package.parent, package / INSTALLED):
         folder = parent / "lessons"
         if any(_folders(folder)):
             return folder
     raise ValueError(
-        f"no folder lessons/ with a lesson in it is at or above {here}, nor next to distlab ({package.parent}); "
+        f"no folder lessons/ with a lesson in it is at or above {above[0]}, nor next to distlab ({package.parent}); "
         "run this inside a checkout of distlab, or install its wheel, which has the lessons"
     )
 
@@ -167,7 +172,7 @@ def _with_checks(exercise: Exercise, checks: Sequence[types.ModuleType]) -> Exer
     def found(given: Any, name: str) -> Any:
         return given if given is not None else next((vars(file)[name] for file in checks if name in vars(file)), None)
 
-    drive = found(None if exercise.drive is by_name else exercise.drive, f"drive_{own}")
+    drive = found(exercise.drive, f"drive_{own}")
     if drive is None:
         raise ValueError(f"{exercise.name}: no file of the lesson's checks defines drive_{own}")
     wrong = [mutant for file in checks for mutant in vars(file).get(f"WRONG_{own.upper()}", ())]

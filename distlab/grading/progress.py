@@ -13,12 +13,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.comm.command import runnable
-from distlab.grading.lesson import lessons_folder, work_beside
+from distlab.grading.lesson import at_or_above, lessons_folder, work_beside
 
 if TYPE_CHECKING:
     from distlab.grading.report import Report
@@ -79,8 +79,7 @@ _remembered = Record()  # outside a folder of working copies
 
 def work_folder(start: Path | None = None) -> Path | None:
     """Return the folder of working copies that holds `start` (by default the working directory), or None."""
-    here = (start or Path.cwd()).resolve()
-    return next((folder for folder in (here, *here.parents) if (folder / MARKER).exists()), None)
+    return next((folder for folder in at_or_above(start) if (folder / MARKER).exists()), None)
 
 
 def copy_in(work: Path, folder: str) -> Path:
@@ -243,18 +242,12 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _entry(name: str, fields: Any) -> Entry:
-    kinds = {"attempts": int, "first_passed": str, "last_passed": str, "budget": list, "seconds": int | float}
-    later = {"failed": int, "hints": int, "solution_seen": str}  # an older file lacks them
-    if not isinstance(fields, dict) or any(not isinstance(fields.get(key), kind) for key, kind in kinds.items()):
+def _entry(name: str, found: Any) -> Entry:
+    kinds = {each.name: type(each.default) for each in fields(Entry)} | {"budget": list, "seconds": int | float}
+    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in kinds.items()):
         raise ValueError(f"its entry {name!r} is damaged")
-    added = {key: fields[key] for key in later if key in fields}
-    if any(not isinstance(value, later[key]) for key, value in added.items()):
-        raise ValueError(f"its entry {name!r} is damaged")
-    if not fields["first_passed"]:
-        added.setdefault("failed", fields["attempts"])
-    known = {key: fields[key] for key in kinds} | added
-    return Entry(**known | {"budget": tuple(map(str, fields["budget"])), "seconds": float(fields["seconds"])})
+    known = {key: found[key] for key in kinds}
+    return Entry(**known | {"budget": tuple(map(str, found["budget"])), "seconds": float(found["seconds"])})
 
 
 def _write(folder: Path, record: Record) -> None:

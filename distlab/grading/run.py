@@ -1,38 +1,120 @@
-"""Run a learner's function on one number of ranks, under limits, and say what came back: evidence or a fault."""
+"""Run a learner's function on one number of ranks, under limits, and say what came back: evidence or a fault.
+
+While one set of fresh ranks runs, the next one is started and the last one is taken down: a check on 1, 2, 3 and 4
+ranks would wait for that four times. The time limit of a run begins when its ranks are ready: a slow machine is not
+the fault of an answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.blame import fault_of, file_of, place_in
 from distlab.grading.diagnosis.plain_errors import in_words
 from distlab.grading.exercise import Evidence, Exercise, Fault
-from distlab.grading.fresh import Unavailable
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
+ON_EVERY_RANK = (
+    "distlab.grading.guard",
+    "distlab.grading.diagnosis.values",
+    "distlab.grading.diagnosis.traffic",
+    "distlab.grading.variation.verdict",
+)
+START_TIMEOUT_S = 120.0  # the first ranks of a program wait for torch to be loaded
 _NOT_YOURS = "write to no file descriptor that you did not open, and to no file of the check"
 MAX_OUTPUT_BYTES = 10_000_000
 LOOK_S = 0.1
 
 
-def run_world(exercise: Exercise, fn: Callable[..., Any], ranks: Ranks) -> Evidence | Fault:
-    """Drive fn on these ranks, which must be fresh, and return the evidence or the fault that ended the run.
+class Unavailable(RuntimeError):
+    """Ranks cannot be started on this machine, whatever the answer."""
+
+
+def _ready() -> None:
+    """Do nothing on a rank: it has joined its group when this returns."""
+
+
+def start_ranks(world_size: int, timeout_s: float) -> Ranks:
+    """Start ranks and wait until all have joined their group; then their time limit is timeout_s.
+
+    Raises:
+        Unavailable: they do not start.
+    """
+    from distlab.comm import Ranks
+
+    # Over gloo a wrong answer leaves ranks waiting, as on GPUs: some faults show only there.
+    ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, backend="gloo", record=True, echo=False, plain=True)
+    try:
+        ranks.run(_ready)
+    except (RuntimeError, OSError, ValueError) as error:
+        ranks.close()
+        raise Unavailable(f"{world_size} rank{'s' * (world_size > 1)} cannot be started here: {error}") from error
+    except BaseException:
+        ranks.close()
+        raise
+    ranks.timeout_s = timeout_s
+    return ranks
+
+
+@contextlib.contextmanager
+def fresh_ranks(worlds: Sequence[int], timeout_s: float) -> Iterator[Iterator[Ranks]]:
+    """Yield an iterator over sets of fresh ranks, one per world size; nothing of them is left after the block.
+
+    Raises:
+        Unavailable: from the iterator, when ranks do not start.
+    """
+    from distlab.comm.launch.fork_client import preload
+
+    try:
+        preload(*ON_EVERY_RANK)
+    except (RuntimeError, OSError) as error:
+        raise Unavailable(str(error)) from error
+    with ThreadPoolExecutor(2, thread_name_prefix="ranks") as background:
+        started: list[Future[Ranks]] = []
+        closed: list[Future[None]] = []
+
+        def sets() -> Iterator[Ranks]:
+            started.append(background.submit(start_ranks, worlds[0], timeout_s))
+            for index in range(len(worlds)):
+                ranks = started[index].result()
+                if index + 1 < len(worlds):
+                    started.append(background.submit(start_ranks, worlds[index + 1], timeout_s))
+                yield ranks
+                closed.append(background.submit(_kill, ranks))
+
+        try:
+            yield sets()
+        finally:
+            for future in started[len(closed) :]:
+                with contextlib.suppress(Unavailable):
+                    _kill(future.result())
+
+
+def _kill(ranks: Ranks) -> None:
+    """End ranks at once: their answer is here, and nothing of them is needed."""
+    with contextlib.suppress(RuntimeError):
+        ranks.kill()
+
+
+def run_world(exercise: Exercise, drive: Callable[..., Any], fn: Callable[..., Any], ranks: Ranks) -> Evidence | Fault:
+    """Let a drive call fn on these ranks; return the evidence, or the fault that ended the run.
 
     Raises:
         Unavailable: the ranks went for a reason that is not the function's.
     """
     from distlab.comm import RankError
-    from distlab.grading.sandbox.guard import drive_on_rank
+    from distlab.grading.guard import drive_on_rank
 
     with _watch_output(ranks) as flooded:
         try:
-            results = ranks.run(drive_on_rank, exercise.drive, fn, exercise.memory_limit_bytes)
+            results = ranks.run(drive_on_rank, drive, fn, exercise.memory_limit_bytes)
         except RankError as error:
             if flooded:
                 rank = flooded[0]

@@ -182,7 +182,7 @@ def test_what_is_bad_is_told_and_the_others_are_graded(lesson, here):
 def test_a_user_starts_no_more_processes_than_allowed():
     code = """
 import os, time
-from distlab.grading.sandbox.limits import limit_number_of_processes
+from distlab.grading.guard import limit_number_of_processes
 if os.getuid() == 0:
     os.setuid(65534)
 limit_number_of_processes(4)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from distlab.classroom import Limits
 from distlab.grading import Exercise, lessons
+from distlab.grading.guard import MAX_FILE_BYTES
 from distlab.grading.run import MAX_OUTPUT_BYTES
-from distlab.grading.sandbox.limits import MAX_FILE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "lessons" / "INSTRUCTORS.md").read_text(encoding="utf-8")

@@ -48,10 +48,6 @@ def spins(tensor):
         pass
 
 
-def sleeps(tensor):
-    time.sleep(1000)
-
-
 def holds_the_lock(tensor):
     ctypes.PyDLL(None).sleep(1000)  # a C call that keeps the interpreter's lock
 
@@ -105,11 +101,6 @@ def prints_lines(tensor):
         print("all work and no play" * 50)
 
 
-def prints_one_line(tensor):
-    while True:
-        sys.stdout.write("x" * 100_000)
-
-
 def prints_from_c(tensor):
     text = b"y" * 100_000
     while True:
@@ -124,10 +115,6 @@ def exits_hard(tensor):
     os._exit(0)
 
 
-def exits_as_in_a_shell(tensor):
-    raise SystemExit
-
-
 def kills_itself(tensor):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -140,21 +127,10 @@ def recurses(tensor):
     return recurses(tensor)
 
 
-def recurses_without_limit(tensor):
-    sys.setrecursionlimit(10**9)
-    return recurses_without_limit(tensor)
-
-
 def eats_memory(tensor):
     kept = []
     while True:
         kept.append(torch.ones(32 << 20))
-
-
-def eats_memory_in_python(tensor):
-    kept = [0]
-    while True:
-        kept = kept + kept
 
 
 def raises_on_one_rank(tensor):
@@ -169,12 +145,6 @@ def returns_what_cannot_be_sent(tensor):
 
 def returns_nothing(tensor):
     right(tensor)
-
-
-def replaces_stdout(tensor):
-    sys.stdout = None  # type: ignore[assignment]
-    sys.stderr.close()
-    return right(tensor)
 
 
 def leaves_the_group(tensor):
@@ -218,11 +188,6 @@ def fills_the_disk(tensor):
     return right(tensor)
 
 
-def forks_without_end(tensor):
-    while True:
-        os.fork()
-
-
 def returns_a_generator(tensor):
     return (right(tensor) for _ in range(1))
 
@@ -234,19 +199,8 @@ class EqualToAll:
     __hash__ = None  # type: ignore[assignment]
 
 
-class NumberEqualToAll(float):
-    def __eq__(self, other):
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def returns_what_equals_all(tensor):
     return [EqualToAll()]
-
-
-def returns_a_number_that_equals_all(tensor):
-    return NumberEqualToAll(1)
 
 
 def closes_stdout(tensor):
@@ -259,16 +213,10 @@ def seeds_the_world(tensor):
     return right(tensor)
 
 
-def replaces_equal(tensor):
-    torch.equal = lambda *given: True
-    return torch.zeros_like(tensor)
-
-
 CASES = [
     (hangs_in_collective, 2, "deadlock", "rank 0 waits in all_reduce .* rank 1 has returned without it"),
     (waits_for_nobody, 2, "deadlock", "rank 0 waits in recv from 1 .* rank 1 waits in recv from 0"),
     (spins, 1, "hang", "did not finish in 4 s .* in spins: (while True:|pass)"),
-    (sleeps, 1, "hang", r"in sleeps: time.sleep\(1000\)"),
     (holds_the_lock, 1, "hang", "in holds_the_lock: ctypes"),
     (ignores_sigterm, 1, "hang", "in ignores_sigterm: time.sleep"),
     (stops_itself, 1, "hang", "stopped by a signal"),
@@ -277,16 +225,13 @@ CASES = [
     (kills_its_parent, 1, "forked", "not its own"),
     (swallows_everything, 1, "forked", "starts a process"),
     (prints_lines, 1, "output", "rank 0 printed more than 10 MB and was stopped.* in prints_lines: "),
-    (prints_one_line, 1, "output", "rank 0 printed more than 10 MB and was stopped"),
     (prints_from_c, 1, "output", "rank 0 printed more than 10 MB and was stopped"),
     (exits, 1, "exited", r"exited with status 3 .* in exits: sys.exit\(3\)"),
     (exits_hard, 1, "exited", "exited with status 0 before it returned"),
-    (exits_as_in_a_shell, 1, "exited", "exited with status None"),
     (kills_itself, 1, "killed", "was killed by SIGKILL"),
     (crashes, 1, "killed", "was killed by SIGSEGV .* in crashes: ctypes.string_at"),
     (recurses, 1, "raised", "RecursionError.* in recurses: return recurses"),
     (eats_memory, 1, "memory", "more memory than a check gives .* in eats_memory: kept.append"),
-    (eats_memory_in_python, 1, "memory", "more memory than a check gives .* in eats_memory_in_python"),
     (raises_on_one_rank, 3, "raised", "on rank 2 of 3: it raised KeyError: 'layer 7' .*raise KeyError"),
     (returns_what_cannot_be_sent, 1, "returned", "object of class lock, which is not a plain value"),
     (returns_nothing, 1, "returned", "got None"),
@@ -302,12 +247,9 @@ CASES = [
     (never_waits_for_a_send, 2, "not waited", r"right result, but by luck: rank 0 starts send to rank 1 at .* isend"),
     (sends_other_shapes, 2, "mismatch", r"float32\[1\].*float32\[2\]"),
     (fills_the_disk, 1, "raised", r"OSError: \[Errno 27\] File too large .* in fills_the_disk"),
-    (forks_without_end, 1, "forked", r"starts a process \(os.fork\)"),
     (returns_a_generator, 1, "returned", "an object of class generator, which is not a plain value or tensor"),
     (returns_what_equals_all, 1, "returned", "an object of class EqualToAll, which is not a plain value or tensor"),
-    (returns_a_number_that_equals_all, 1, "returned", "an object of class NumberEqualToAll"),
     (closes_stdout, 1, "state left behind", "it closed or replaced sys.stdout"),
-    (replaces_equal, 1, "replaced", "it replaced torch.equal, which everything else in the program uses too"),
 ]
 
 
@@ -323,14 +265,6 @@ def test_fault_is_named(mean_exercise: Exercise, fn: Callable[..., Any], world: 
     assert re.search(says, text_of(report)), str(report)
     assert not report.passed
     assert report.function is report.reference
-
-
-def test_recursion_without_limit_ends(mean_exercise: Exercise) -> None:
-    report = examine(replace(mean_exercise, timeout_s=4.0), recurses_without_limit, worlds=(1,))
-    assert report.fault in ("memory", "hang", "killed"), str(
-        report
-    )  # which comes first is a matter of Python's version
-    assert report.message
 
 
 def test_two_processes_that_return_are_no_more_than_one(mean_exercise: Exercise) -> None:
@@ -439,7 +373,7 @@ def test_faults_seen_without_ranks(
     def no_ranks(*args: object, **named: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("distlab.grading.fresh.start_ranks", no_ranks)
+    monkeypatch.setattr("distlab.grading.run.start_ranks", no_ranks)
     report = examine(mean_exercise, fn)
     assert report.fault == fault
     assert re.search(says, text_of(report)), str(report)
@@ -493,12 +427,6 @@ def test_ranks_that_cannot_start_block_the_check(mean_exercise: Exercise, monkey
 def test_numbers_of_ranks_that_cannot_be(mean_exercise: Exercise, worlds: Any) -> None:
     with pytest.raises(ValueError, match="numbers of ranks from 1 to 64"):
         examine(mean_exercise, right, worlds=worlds)
-
-
-def test_a_stream_that_is_gone_is_told(mean_exercise: Exercise) -> None:
-    report = examine(mean_exercise, replaces_stdout, worlds=(1,))
-    assert report.fault == "state left behind", str(report)
-    assert "it closed or replaced sys.stdout" in report.message
 
 
 @pytest.mark.parametrize("number", [10**400, 5e-324, float("inf"), 1j])

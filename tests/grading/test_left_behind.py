@@ -19,9 +19,8 @@ import torch.distributed as dist
 from distlab.grading import load_lesson
 from distlab.grading.answer.submission import isolated_submission
 from distlab.grading.check import examine
-from distlab.grading.variation.left import left_on, marks
-from distlab.grading.variation.near import near
-from distlab.grading.variation.owned import leaves
+from distlab.grading.diagnosis.values import near
+from distlab.grading.variation.calls import leaves, left_on, marks
 
 
 def average(module):
@@ -48,17 +47,6 @@ def hook_after_accumulation(module):
 def hook_on_module(module):
     average(module)
     module.register_forward_hook(lambda *given: None)
-
-
-def attribute_on_module(module):
-    average(module)
-    module.seen = 1
-
-
-def attribute_on_parameter(module):
-    average(module)
-    for parameter in module.parameters():
-        parameter.tag = 1
 
 
 def anomaly_mode(module):
@@ -92,11 +80,9 @@ def walks_away(module):
 
 
 AVERAGES = [
-    (hooks_on_parameters, r"it leaves a hook on module\.\S+; keep what"),
-    (hook_after_accumulation, r"it leaves a hook on module\.\S+; keep what"),
-    (hook_on_module, "it leaves a hook on module; keep what"),
-    (attribute_on_module, "it leaves the attribute 'seen' on module, which belongs to the caller"),
-    (attribute_on_parameter, r"it leaves the attribute 'tag' on module\.\S+, which belongs to the caller"),
+    (hooks_on_parameters, r"it changed the number of hooks on module\.\S+ from 0 to 1; put back what you change"),
+    (hook_after_accumulation, r"it changed the number of hooks on module\.\S+ from 0 to 1; put back what you change"),
+    (hook_on_module, "it changed the number of hooks on module from 0 to 1; put back what you change"),
     (default_device, "it changed torch's default device from cpu to meta"),
     (gives_gradients_to_none, "it changed the grad mode from True to False"),
     (one_more_thread, r"it changed the number of threads of torch from \d+ to \d+"),
@@ -116,7 +102,7 @@ def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
 
 def test_the_rank_is_named() -> None:
     report = examine(load_lesson("03.average").exercise("03.average"), hook_on_module, worlds=(2,), seed=0)
-    assert "right result, but on rank 0 it leaves a hook on module" in report.message
+    assert "right result, but on rank 0 it changed the number of hooks on module" in report.message
 
 
 AT_LOADING = """import torch
@@ -165,19 +151,13 @@ def test_options_of_an_optimizer_are_compared() -> None:
     assert "it changed optimizer.param_groups[0]['lr'] from " in report.message
 
 
-@pytest.mark.parametrize(
-    ("value", "change", "says"),
-    [
-        ([{"b": torch.zeros(1)}], lambda one: setattr(one[0]["b"], "seen", 1), "'seen' on given[0]['b']"),
-        (torch.nn.Sequential(torch.nn.Dropout()), lambda one: one[0].eval(), "given.0.training from True to False"),
-        (torch.nn.Linear(1, 1), lambda one: delattr(one, "in_features"), "took the attribute 'in_features' from given"),
-    ],
-)
-def test_other_arguments_are_compared(value: Any, change: Callable[[Any], Any], says: str) -> None:
-    before = list(marks("given", value))
-    assert left_on(before, list(marks("given", value))) == []
-    change(value)
-    assert any(says in words for _, _, words in left_on(before, list(marks("given", value))))
+def test_hooks_in_lists_and_dicts_are_counted() -> None:
+    value = [{"b": torch.zeros(1, requires_grad=True)}]
+    before = dict(marks("given", value))
+    assert left_on(before, dict(marks("given", value))) == {}
+    value[0]["b"].register_hook(lambda gradient: gradient)
+    what = "the number of hooks on given[0]['b']"
+    assert left_on(before, dict(marks("given", value))) == {what: f"it changed {what} from 0 to 1"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from distlab.grading.causes import mend
 from distlab.grading.causes.mend import text_of_answer
 from distlab.grading.causes.places import Version, versions
 from distlab.grading.check import examine
+from distlab.grading.variation.calls import DrawnCalls
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = """
@@ -133,13 +134,19 @@ def test_where_no_cause_is_found_the_smallest_drawn_call_is_told() -> None:
 
 
 def test_what_holds_for_one_seed_alone_is_not_said(monkeypatch) -> None:
-    monkeypatch.setattr(mend._Search, "holds", lambda self, version, part, seed, given: False)
+    monkeypatch.setattr(mend._Search, "right", lambda self, calls: [{f"call {n + 1}": None for n in range(8)}])
     assert "all results are right" not in told("13.late", cost_of_lateness)
 
 
 def test_results_without_digits_must_hold_for_many_seeds() -> None:
-    assert len(mend._other_seeds(3, [([0.5], [0.25])])) == 1
-    assert len(mend._other_seeds(3, [([True], [False])])) == mend.MORE_SEEDS
+    exercise = load_lesson("13.late").exercise("13.late")
+    text = text_of_answer(cost_of_lateness)
+    assert exercise.vary is not None
+    assert text is not None
+    calls = DrawnCalls(exercise.vary, 3, reference_of(exercise))
+    search = mend._Search(cost_of_lateness, exercise, calls, None, text)  # type: ignore[arg-type]
+    assert len(search.more_calls([{"call 1": [0.25]}])) == 1
+    assert len({one.seed for one in search.more_calls([{"call 1": [True, 1, "a"]}])} - {3}) == mend.MORE_SEEDS
 
 
 def test_a_mend_never_writes_down_the_number_of_ranks() -> None:

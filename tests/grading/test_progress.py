@@ -14,7 +14,6 @@ from distlab.grading.progress import (
     FILE,
     MARKER,
     OUTSIDE,
-    Entry,
     keep,
     keep_prediction,
     load_progress,
@@ -61,14 +60,6 @@ def test_wrong_answers_are_counted(work: Path, lesson: Lesson) -> None:
         keep(report(lesson, verdict), work)
     entry = load_progress(work)["91.mean"]
     assert (entry.attempts, entry.failed) == (4, 3)
-
-
-@pytest.mark.parametrize(("first_passed", "failed"), [("", 2), ("2026-01-01", 0)])
-def test_an_older_file_is_read(work: Path, first_passed: str, failed: int) -> None:
-    old = {"attempts": 2, "first_passed": first_passed, "last_passed": first_passed, "budget": ["one"], "seconds": 1}
-    (work / FILE).write_text(json.dumps({"schema": 1, "exercises": {"91.mean": old}}))
-    entry = Entry(2, first_passed, first_passed, ("one",), 1.0, failed=failed)
-    assert load_progress(work) == {"91.mean": entry}
 
 
 def test_predictions_and_answers_are_kept_in_one_file(work: Path, lesson: Lesson) -> None:

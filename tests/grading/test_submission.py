@@ -176,7 +176,7 @@ DAMAGED: list[tuple[str, bytes | None, str]] = [
     ("gone.ipynb", None, "there is no file gone.ipynb"),
     ("gone.py", None, "there is no file gone.py"),
     ("no_such_module", None, "there is no module no_such_module"),
-    ("not a module", None, "does not name a module"),
+    ("not a module", None, "there is no module"),
     ("empty.ipynb", b"  \n", "empty.ipynb is empty"),
     ("half.ipynb", b'{"cells": [', "is not a notebook, or it is damaged"),
     ("list.ipynb", b"[]", "is not a notebook, or it is damaged"),

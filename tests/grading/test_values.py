@@ -20,11 +20,10 @@ from distlab.grading.diagnosis.values import (
     compare,
     describe,
     equal,
-    first_difference_between_ranks,
+    in_python_numbers,
     seeded,
     times_of,
 )
-from distlab.grading.variation.calls import in_python_numbers
 from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)
@@ -267,22 +266,6 @@ def test_tolerance_is_relative(scale: float) -> None:
     size = float(want.abs().max())
     assert equal(want + 1e-12 * size, want)
     assert not equal(want + 1e-8 * size, want)
-
-
-def test_replicas_that_differ_are_named() -> None:
-    same = [{"w": torch.ones(2), "b": [torch.zeros(1)]} for _ in range(3)]
-    assert first_difference_between_ranks(same) is None
-    same[2]["b"][0] += 0.5
-    fault = first_difference_between_ranks(same, "weights")
-    assert fault is not None
-    assert fault.code == "replicas differ"
-    assert fault.message == "rank 2's weights['b'][0] differs from rank 0's, by up to 0.5: all ranks must hold the same"
-    for wrong in (torch.ones(3), torch.ones(2, dtype=torch.float64), None, {"w": 1}, 3):
-        fault = first_difference_between_ranks([torch.ones(2), wrong])
-        assert fault is not None
-        assert fault.code == "replicas differ"
-    nan = torch.tensor([math.nan, 1.0])
-    assert first_difference_between_ranks([nan, nan.clone()]) is None
 
 
 def test_long_values_are_described_shortly() -> None:

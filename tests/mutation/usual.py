@@ -11,7 +11,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-New = ast.AST | list[ast.stmt] | None  # what stands in a node's place; None: nothing
+from distlab.grading.causes.places import New
+
 OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -54,7 +55,7 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[New, str, str]]:
     shown = short(ast.unparse(node).splitlines()[0])
     is_place = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript | ast.Attribute)
     if isinstance(node, ast.Expr | ast.AugAssign | ast.Delete | ast.Continue | ast.Break) or is_place:
-        yield None, f"without {shown}", f"without `{shown}`"
+        yield [], f"without {shown}", f"without `{shown}`"
     if isinstance(node, ast.If | ast.While):
         for value in (True, False):
             new = copy.copy(node)

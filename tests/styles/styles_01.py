@@ -31,37 +31,6 @@ def shift_sends_before_it_waits(tensor):
     return out
 
 
-def shift_in_two_halves(tensor):
-    me, n = dist.get_rank(), dist.get_world_size()
-    came = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if n == 1:
-        return came.copy_(tensor)
-    requests = []
-    for into, out in zip(came.view(-1).tensor_split(2), tensor.contiguous().view(-1).tensor_split(2), strict=True):
-        requests += [dist.irecv(into, (me - 1) % n), dist.isend(out.contiguous(), (me + 1) % n)]
-    for request in requests:
-        request.wait()
-    return came
-
-
-class Shift:
-    """The state is what does not change: nothing but the number of steps."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __call__(self, tensor):
-        n = dist.get_world_size()
-        if n == 1:
-            return tensor.clone()
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-        requests = [
-            dist.irecv(buffer, src=(dist.get_rank() - self.steps) % n),
-            dist.isend(tensor, dst=(dist.get_rank() + self.steps) % n),
-        ]
-        return [request.wait() for request in requests] and buffer
-
-
 def ping_pong_one_message_at_a_time(tensor, partner, rounds):
     first = dist.get_rank() < partner
     buffer = tensor.clone()
@@ -72,23 +41,6 @@ def ping_pong_one_message_at_a_time(tensor, partner, rounds):
         else:
             dist.recv(buffer, src=partner)
     return (time.monotonic() - begin) / rounds / 2
-
-
-def ping_pong_by_role(tensor, partner, rounds):
-    inbox = torch.zeros_like(tensor)
-
-    def send():
-        dist.isend(tensor, partner).wait()
-
-    def receive():
-        dist.irecv(inbox, partner).wait()
-
-    turns = (receive, send) if dist.get_rank() > partner else (send, receive)
-    start_ns = time.perf_counter_ns()
-    for _ in range(rounds):
-        for turn in turns:
-            turn()
-    return (time.perf_counter_ns() - start_ns) * 1e-9 / (rounds * 2)
 
 
 def ping_pong_mean_of_rounds(tensor, partner, rounds):
@@ -124,20 +76,6 @@ def fit_with_torch(sizes_bytes, times_s):
     rows = torch.stack([times.reciprocal(), sizes / times], dim=1)
     alpha, per_megabyte = torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten()
     return [float(alpha), 1e6 / float(per_megabyte)]
-
-
-def gather_one_after_the_other(tensor, root):
-    if dist.get_rank() == root:
-        return [_received(tensor, sender, root) for sender in range(dist.get_world_size())]
-    return dist.send(tensor, dst=root)
-
-
-def _received(like, sender, root):
-    if sender == root:
-        return like
-    buffer = torch.empty_like(like)
-    dist.recv(buffer, sender)
-    return buffer
 
 
 def gather_from_the_last(tensor, root):
@@ -183,10 +121,20 @@ def _stop(loss, threshold, op):
     return each.item() < threshold
 
 
+def shift_waits_for_the_send_first(tensor):
+    n, rank, received = dist.get_world_size(), dist.get_rank(), torch.empty_like(tensor)
+    if n == 1:
+        return received.copy_(tensor)
+    ops = [dist.P2POp(dist.irecv, received, (rank - 1) % n), dist.P2POp(dist.isend, tensor, (rank + 1) % n)]
+    for work in reversed(dist.batch_isend_irecv(ops)):
+        work.wait()
+    return received
+
+
 ANSWERS = {
-    "01.shift": [shift_in_a_batch, shift_sends_before_it_waits, shift_in_two_halves, Shift(1)],
-    "01.ping_pong": [ping_pong_one_message_at_a_time, ping_pong_by_role, ping_pong_mean_of_rounds],
-    "01.fit": [fit_by_normal_equations, fit_with_weights, fit_with_torch],
-    "01.gather": [gather_into_one_block, gather_one_after_the_other, gather_from_the_last],
-    "01.repair": [should_stop_waits_for_its_work, should_stop_gathers, functools.partial(_stop, op=dist.ReduceOp.SUM)],
+    "01.shift": [functools.partial(shift_waits_for_the_send_first), shift_in_a_batch, shift_sends_before_it_waits],
+    "01.ping_pong": [ping_pong_one_message_at_a_time, ping_pong_mean_of_rounds],
+    "01.fit": [fit_with_weights, fit_with_torch, fit_by_normal_equations],
+    "01.gather": [gather_from_the_last, gather_into_one_block],
+    "01.repair": [should_stop_gathers, functools.partial(_stop, op=dist.ReduceOp.SUM), should_stop_waits_for_its_work],
 }

@@ -46,21 +46,6 @@ def reduce_scatter_by_list(tensor, group=None):
     return order[-1]
 
 
-def reduce_scatter_recursive(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    chunks = tensor.tensor_split(n)
-
-    def pass_on(place, left):
-        if left == 0:
-            return chunks[place]
-        arrived = chunks[place - 1].clone()
-        exchange(Receive(arrived, (rank - 1) % n), Send(chunks[place], (rank + 1) % n), group=group)
-        chunks[place - 1].copy_(chunks[place - 1] + arrived)
-        return pass_on((place - 1) % n, left - 1)
-
-    return pass_on((rank - 1) % n, n - 1)
-
-
 def all_gather_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
@@ -147,23 +132,6 @@ def halving_doubling_recursive(tensor, group=None):
     return tensor
 
 
-def halving_doubling_by_slices(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    low, high, steps = 0, tensor.numel(), []
-    for level in reversed(range(n.bit_length() - 1)):
-        partner, middle = rank ^ (1 << level), low + (high - low + 1) // 2
-        keep, give = ((low, middle), (middle, high)) if partner > rank else ((middle, high), (low, middle))
-        buffer = tensor.new_empty(keep[1] - keep[0])
-        exchange(Receive(buffer, partner), Send(tensor[slice(*give)], partner), group=group)
-        tensor[slice(*keep)] += buffer
-        steps.append((partner, keep, give))
-        low, high = keep
-    while steps:
-        partner, keep, give = steps.pop()
-        exchange(Receive(tensor[slice(*give)], partner), Send(tensor[slice(*keep)], partner), group=group)
-    return tensor
-
-
 class HalvingDoubling:
     def __call__(self, tensor, group=None):
         rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -181,14 +149,6 @@ class HalvingDoubling:
             missing = pair[1] if rank < partners[level] else pair[0]
             exchange(Receive(missing, partners[level]), Send(blocks[level + 1], partners[level]), group=group)
         return tensor
-
-
-def hierarchical_with_own_rings(tensor, local, cross):
-    mine = reduce_scatter_counts_down(tensor, local)
-    piece = reduce_scatter_by_list(mine, cross)
-    assert piece.numel() <= mine.numel()
-    all_gather_by_list(mine, cross)
-    return all_gather_by_list(tensor, local)
 
 
 def hierarchical_in_a_chain(tensor, local, cross):
@@ -269,16 +229,11 @@ def relay_the_other_way(tensor, group=None):
 
 
 ANSWERS = {
-    "02.ring_reduce_scatter": [
-        reduce_scatter_by_list,
-        reduce_scatter_counts_down,
-        reduce_scatter_recursive,
-        reduce_scatter_to_the_left,
-    ],
+    "02.ring_reduce_scatter": [reduce_scatter_counts_down, reduce_scatter_to_the_left, reduce_scatter_by_list],
     "02.ring_all_gather": [all_gather_by_list, all_gather_through_a_buffer, all_gather_to_the_left],
     "02.tree_broadcast": [broadcast_by_bits, broadcast_far_first, broadcast_by_parent],
-    "02.halving_doubling": [halving_doubling_recursive, halving_doubling_by_slices, HalvingDoubling()],
-    "02.hierarchical": [hierarchical_with_own_rings, hierarchical_in_a_chain, hierarchical_reduce_then_gather],
-    "02.times": [times_step_by_step, times_by_counts, times_as_tensors],
-    "02.repair": [relay_with_a_fresh_buffer, relay_adds_at_the_end, relay_the_other_way],
+    "02.halving_doubling": [halving_doubling_recursive, HalvingDoubling()],
+    "02.hierarchical": [hierarchical_reduce_then_gather, hierarchical_in_a_chain],
+    "02.times": [times_by_counts, times_as_tensors, times_step_by_step],
+    "02.repair": [relay_adds_at_the_end, relay_with_a_fresh_buffer, relay_the_other_way],
 }

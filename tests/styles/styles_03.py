@@ -1,6 +1,6 @@
 """Right answers to lesson 3, written in other ways than the reference."""
 
-import contextlib
+import functools
 import itertools
 from collections import deque
 
@@ -36,17 +36,6 @@ def broadcast_by_name(module):
             copy = seen[name].detach().clone()
             dist.broadcast(copy, src=0)
             seen[name].copy_(copy)
-
-
-def average_async(module):
-    trained = [p for p in module.parameters() if p.requires_grad]
-    works = []
-    for p in trained:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        works.append(dist.all_reduce(p.grad, async_op=True))
-    for p, work in zip(trained, works, strict=True):
-        work.wait()
-        p.grad.div_(dist.get_world_size())
 
 
 def average_from_the_last(module):
@@ -123,19 +112,6 @@ def buckets_recursive(sizes_bytes, bucket_bytes):
     return rest(len(sizes_bytes) - 1)
 
 
-def buckets_with_a_generator(sizes_bytes, bucket_bytes):
-    def filled():
-        members = []
-        for index, size in reversed(list(enumerate(sizes_bytes))):
-            members.append((index, size))
-            if sum(s for _, s in members) >= bucket_bytes:
-                yield [i for i, _ in members]
-                members = []
-        yield [i for i, _ in members]
-
-    return [bucket for bucket in filled() if len(bucket)]
-
-
 def accumulate_in_groups(model, optimizer, *, microbatches, num_accumulated, loss_fn):
     stream = iter(microbatches)
     while group := list(itertools.islice(stream, num_accumulated)):
@@ -146,22 +122,6 @@ def accumulate_in_groups(model, optimizer, *, microbatches, num_accumulated, los
         (loss_fn(model(inputs), targets) / num_accumulated).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def accumulate_with_a_stack(model, optimizer, *, microbatches, num_accumulated, loss_fn):
-    left = num_accumulated
-    for x, y in microbatches:
-        left -= 1
-        with contextlib.ExitStack() as stack:
-            if left:
-                stack.enter_context(model.no_sync())
-            loss_fn(model(x), y).backward(torch.tensor(1 / num_accumulated, dtype=x.dtype))
-        if not left:
-            optimizer.step()
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-            left = num_accumulated
 
 
 def accumulate_with_a_flag(model, optimizer, *, microbatches, num_accumulated, loss_fn):
@@ -214,19 +174,138 @@ class Weights:
         return [share / total.item() for share in shares]
 
 
-def weights_in_float64(num_tokens):
-    own = torch.tensor([float(count) for count in num_tokens], dtype=torch.float64)
-    mean = own.sum() / dist.get_world_size()
-    dist.all_reduce(mean)
-    return (own / mean).tolist()
+class Overlap:
+    """Count what is missing as sets of parameters; an instance is what is called after backward."""
+
+    def __init__(self, buckets):
+        self.buckets = buckets
+        self.reset()
+        for number, bucket in enumerate(buckets):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self.arrived, number))
+
+    def reset(self):
+        self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
+        self.next = 0
+
+    def arrived(self, number, parameter):
+        self.missing[number].discard(id(parameter))
+        while self.next < len(self.buckets) and not self.missing[self.next]:
+            self.buckets[self.next].start(None)
+            self.next += 1
+
+    def __call__(self):
+        for bucket in self.buckets[self.next :]:
+            bucket.start(None)
+        for bucket in self.buckets:
+            bucket.finish()
+        self.reset()
+
+
+def overlap_with_a_queue(buckets):
+    waiting = deque()
+    arrived = {}
+
+    def reset():
+        waiting.clear()
+        waiting.extend(range(len(buckets)))
+        arrived.update(dict.fromkeys(range(len(buckets)), 0))
+
+    def make_hook(number):
+        def hook(parameter):
+            arrived[number] += 1
+            while waiting and arrived[waiting[0]] == len(buckets[waiting[0]].parameters):
+                buckets[waiting.popleft()].start(None)
+
+        return hook
+
+    reset()
+    for number, bucket in enumerate(buckets):
+        for parameter in bucket.parameters:
+            parameter.register_post_accumulate_grad_hook(make_hook(number))
+
+    def finish():
+        while waiting:
+            buckets[waiting.popleft()].start(None)
+        for bucket in reversed(buckets):
+            bucket.finish()
+        reset()
+
+    return finish
+
+
+def hooks_scale_afterwards(module):
+    size = dist.get_world_size()
+
+    def mean(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(size)
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(mean)
+
+
+def _mean_in_place(parameter, scale):
+    parameter.grad.mul_(scale())
+    dist.all_reduce(parameter.grad, async_op=True).wait()
+
+
+def hooks_by_partial(module):
+    hook = functools.partial(_mean_in_place, scale=lambda: 1 / dist.get_world_size())
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in module.parameters() if p.requires_grad]
+    assert len(handles) <= len(list(module.parameters()))
+
+
+class MeanHook:
+    def __call__(self, parameter):
+        mean = parameter.grad / dist.get_world_size()
+        dist.all_reduce(mean)
+        parameter.grad = mean
+
+
+def hooks_from_a_class(module):
+    for _, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(MeanHook())
+
+
+def weights_by_int32(num_tokens):
+    total = torch.tensor([sum(num_tokens)], dtype=torch.int32)
+    dist.all_reduce(total)
+    return [dist.get_world_size() * count / total.item() for count in num_tokens]
+
+
+def average_in_place_in_batches(module):
+    works, n = [], dist.get_world_size()
+    for parameter in reversed([each for each in module.parameters() if each.requires_grad]):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad.div_(n)
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+    for work in works[::-1]:
+        work.wait()
+
+
+def buckets_by_recursion(sizes_bytes, bucket_bytes):
+    def fill(index, held):
+        if index < 0:
+            return [held] if held else []
+        held = [*held, index]
+        if sum(sizes_bytes[each] for each in held) >= bucket_bytes:
+            return [held, *fill(index - 1, [])]
+        return fill(index - 1, held)
+
+    return fill(len(sizes_bytes) - 1, [])
 
 
 ANSWERS = {
-    "03.broadcast": [broadcast_all_then_wait, broadcast_by_summing, broadcast_by_name],
-    "03.average": [average_async, average_from_the_last, average_sum_then_scale],
-    "03.flat": [flat_with_offsets, flat_with_torch_utils, flat_reversed],
-    "03.buckets": [buckets_by_open_list, buckets_recursive, buckets_with_a_generator],
-    "03.accumulate": [accumulate_in_groups, accumulate_with_a_stack, accumulate_with_a_flag],
-    "03.sampler": [samples_by_loop, samples_by_numpy, samples_uneven_blocks],
-    "03.uneven": [weights_by_gathering, Weights(), weights_in_float64],
+    "03.broadcast": [broadcast_by_summing, broadcast_all_then_wait, broadcast_by_name],
+    "03.average": [average_sum_then_scale, average_from_the_last, average_in_place_in_batches],
+    "03.flat": [flat_with_torch_utils, flat_reversed, flat_with_offsets],
+    "03.buckets": [buckets_by_open_list, buckets_by_recursion, buckets_recursive],
+    "03.accumulate": [accumulate_with_a_flag, accumulate_in_groups],
+    "03.sampler": [samples_by_numpy, samples_uneven_blocks, samples_by_loop],
+    "03.uneven": [weights_by_int32, weights_by_gathering, Weights()],
+    "03.overlap": [Overlap, overlap_with_a_queue],
+    "03.repair": [hooks_by_partial, hooks_scale_afterwards, hooks_from_a_class],
 }

@@ -1,7 +1,5 @@
 """Right answers to lesson 5, written in other ways than the reference."""
 
-import functools
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,20 +26,6 @@ def top_k_into_one_tensor(gradient, k):
     dist.all_gather_into_tensor(all_places, places)
     dist.all_gather_into_tensor(all_values, gradient[places.long()])
     return gradient.new_zeros(gradient.shape).index_put_((all_places.long(),), all_values / n, accumulate=True)
-
-
-def top_k_scaled_before(gradient, k):
-    order = sorted(range(len(gradient)), key=lambda at: -abs(float(gradient[at])))[:k]
-    places = torch.tensor(sorted(order), dtype=torch.int32)
-    values = gradient[places] / dist.get_world_size()
-    gathered = []
-    for mine in (places, values):
-        gathered.append([torch.empty_like(mine) for _ in range(dist.get_world_size())])
-        dist.all_gather(gathered[-1], mine)
-    mean = torch.zeros_like(gradient)
-    for theirs, numbers in zip(*gathered, strict=True):
-        mean[theirs.long()] += numbers
-    return mean
 
 
 def _places(length, k, step):
@@ -108,21 +92,6 @@ def quantized_two_messages(gradient, bits):
         for (a, b), row in zip(scales.unbind(), codes.unbind(), strict=True)
     ]
     return torch.stack(rows).mean(0)
-
-
-def quantized_through_bytes(gradient, bits):
-    n = dist.get_world_size()
-    low, step, packed = _levels(gradient, bits)
-    message = torch.frombuffer(
-        bytearray(b"".join(part.numpy().tobytes() for part in (torch.stack([low, step]), packed))), dtype=torch.uint8
-    )
-    inbox = list(torch.empty(n, len(message), dtype=torch.uint8).unbind(0))
-    dist.all_gather(inbox, message)
-    mean = torch.zeros_like(gradient)
-    for one in inbox:
-        base, width = np.frombuffer(one.numpy().tobytes()[:8], dtype=np.float32)
-        mean.add_(unpack_bits(one[8:], bits, len(gradient)).float().mul(float(width)).add(float(base)), alpha=1 / n)
-    return mean
 
 
 def quantized_numbers_behind(gradient, bits):
@@ -212,26 +181,6 @@ def low_rank_scaled_first(gradient, q):
     return torch.einsum("ik,jk->ij", p, new), new
 
 
-def _orthonormal(p):
-    columns = []
-    for column in p.unbind(1):
-        for _ in range(2):  # twice is enough
-            for before in columns:
-                column = column - (before @ column) * before
-        columns.append(column / column.norm())
-    return torch.stack(columns, 1)
-
-
-def low_rank_by_gram_schmidt(gradient, q):
-    n, p = dist.get_world_size(), torch.mm(gradient, q)
-    dist.all_reduce(p)
-    p = _orthonormal(p)
-    back = torch.einsum("ij,ik->jk", gradient, p).contiguous()
-    dist.all_reduce(back)
-    back = back / n
-    return p @ back.mT, back
-
-
 def low_rank_async(gradient, q):
     def mean(part):
         part = part.contiguous()
@@ -244,11 +193,11 @@ def low_rank_async(gradient, q):
 
 
 ANSWERS = {
-    "05.top_k": [top_k_by_sorting, top_k_into_one_tensor, top_k_scaled_before],
+    "05.top_k": [top_k_into_one_tensor, top_k_by_sorting],
     "05.random_k": [random_k_scaled_first, random_k_with_a_mask, random_k_in_ascending_order],
-    "05.pack": [pack_by_dots, pack_by_numpy, pack_one_by_one],
-    "05.quantize": [quantized_two_messages, quantized_through_bytes, quantized_numbers_behind],
-    "05.repair": [signs_by_where, signs_by_numpy, signs_twice_the_ones],
+    "05.pack": [pack_by_numpy, pack_by_dots, pack_one_by_one],
+    "05.quantize": [quantized_two_messages, quantized_numbers_behind],
+    "05.repair": [signs_twice_the_ones, signs_by_where, signs_by_numpy],
     "05.feedback": [memory_in_place, memory_sums_first, Memory()],
-    "05.powersgd": [low_rank_scaled_first, functools.partial(low_rank_by_gram_schmidt), low_rank_async],
+    "05.powersgd": [low_rank_scaled_first, low_rank_async],
 }

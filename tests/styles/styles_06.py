@@ -44,27 +44,6 @@ def states_by_comprehension(num_parameters, plan, numbers):
     return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}
 
 
-class States:
-    def __call__(self, num_parameters, plan, numbers):
-        return {kind: self.size(kind, plan, numbers) * self.count(kind, num_parameters, plan) for kind in self.kinds}
-
-    kinds = {"master weights": 1, "optimizer": 1, "gradients": 2, "parameters": 3}
-
-    def size(self, kind, plan, numbers):
-        precision = plan.precision or Precision()
-        return {
-            "parameters": DTYPE_BYTES[precision.compute],
-            "gradients": DTYPE_BYTES[precision.gradients],
-            "optimizer": 4 * numbers,
-            "master weights": 4 * precision.has_master_weights,
-        }[kind]
-
-    def count(self, kind, num_parameters, plan):
-        if plan.sharding.stage < self.kinds[kind]:
-            return num_parameters
-        return (num_parameters - 1) // plan.sharding.num_shards(plan.data) + 1
-
-
 def activations_by_terms(hidden, heads, *, sequence, microbatch, tensor=1, sequence_parallel=False, recompute="none"):
     tokens, scores = sequence * microbatch, 5 * heads * sequence * sequence * microbatch
     own = tensor if sequence_parallel else 1
@@ -121,12 +100,6 @@ def recompute_by_torch(block, x):
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 
-def recompute_with_a_dummy(block, x):
-    if x.requires_grad:
-        return _Again.apply(block, x, None)
-    return _Again.apply(block, x.detach().requires_grad_(), None)
-
-
 def gradients_by_mean(model, microbatches):
     sizes = [targets.numel() for _, targets in microbatches]
     total = 0.0
@@ -147,20 +120,6 @@ def gradients_channels_second(model, microbatches):
         return loss.item()
 
     return math.fsum(one(x, y) for x, y in microbatches)
-
-
-def gradients_scaled_afterwards(model, microbatches):
-    seen, total = 0, 0.0
-    for x, y in microbatches:
-        scores = F.log_softmax(model(x), -1)
-        loss = -scores.gather(-1, y[..., None]).sum()
-        loss.backward()
-        seen, total = seen + y.numel(), total + loss.item()
-        del scores, loss
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= seen
-    return total / seen
 
 
 def master_by_zip_and_add(weights, masters, gradients, lr):
@@ -204,26 +163,23 @@ def scaler_by_min(gradients, scale, streak, interval):
     return True, scale, streak + 1
 
 
-def scaler_by_gathering(gradients, scale, streak, interval):
-    own = torch.zeros(1)
-    for one in gradients:
-        if one.isnan().any() or one.isinf().any():
-            own.fill_(1)
-    everyone = torch.empty(dist.get_world_size())
-    dist.all_gather_into_tensor(everyone, own)
-    if everyone.any():
-        return False, scale / 2, 0
-    for one in gradients:
-        one.copy_(one / scale)
-    is_full = streak == interval - 1
-    return True, scale * (2 if is_full else 1), 0 if is_full else streak + 1
+def scaled_step_by_a_byte(gradients, scale, streak, interval):
+    is_bad = not all(bool(torch.isfinite(each).all()) for each in gradients)
+    flag = torch.tensor([is_bad], dtype=torch.uint8)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if flag.item():
+        return False, scale * 0.5, 0
+    for each in gradients:
+        each /= scale
+    streak += 1
+    return True, scale * (2 if streak == interval else 1), streak % interval
 
 
 ANSWERS = {
-    "06.states": [states_by_branches, states_by_comprehension, States()],
-    "06.activations": [activations_by_terms, activations_by_table, activations_by_match],
-    "06.recompute": [recompute_outside, recompute_by_torch, recompute_with_a_dummy],
-    "06.repair": [gradients_by_mean, gradients_channels_second, gradients_scaled_afterwards],
-    "06.master": [master_by_zip_and_add, master_by_data, functools.partial(master_backwards)],
-    "06.scaler": [scaler_by_count, scaler_by_min, scaler_by_gathering],
+    "06.states": [states_by_comprehension, states_by_branches],
+    "06.activations": [activations_by_table, activations_by_terms, activations_by_match],
+    "06.recompute": [recompute_by_torch, recompute_outside],
+    "06.repair": [gradients_by_mean, gradients_channels_second],
+    "06.master": [master_by_data, functools.partial(master_backwards), master_by_zip_and_add],
+    "06.scaler": [scaler_by_count, scaler_by_min, scaled_step_by_a_byte],
 }

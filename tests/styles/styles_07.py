@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -138,22 +139,6 @@ def ahead_with_a_generator(shards, x, compute):
     return x
 
 
-def ahead_with_slots(shards, x, compute):
-    slots = {}
-
-    def begin(index):
-        whole = shards[index].new_empty(shards[index].numel() * dist.get_world_size())
-        slots[index] = whole, gather_into(whole, shards[index], async_op=True)
-
-    begin(0)
-    for index in range(len(shards)):
-        slots[index][1].wait()
-        if index < len(shards) - 1:
-            begin(index + 1)
-        x = compute(index, slots.pop(index)[0], x)
-    return x
-
-
 def backward_from_a_dict(shards, inputs, grad, compute):
     n, found = dist.get_world_size(), {}
     for index in range(len(shards) - 1, -1, -1):
@@ -167,23 +152,6 @@ def backward_from_a_dict(shards, inputs, grad, compute):
         own = None
         found[index] /= n
     return [found[index] for index in range(len(shards))]
-
-
-def backward_inserts_in_front(shards, inputs, grad, compute):
-    n, means = dist.get_world_size(), []
-    pairs = list(enumerate(zip(shards, inputs, strict=True)))
-    while pairs:
-        index, (shard, x) = pairs.pop()
-        whole = torch.empty(n, shard.numel(), dtype=shard.dtype).flatten()
-        gather_into(whole, shard)
-        of_weights, grad = compute(index, whole, x, grad)
-        del whole
-        of_weights = of_weights.div(n)
-        mean = torch.empty_like(shard)
-        scatter_sum(of_weights, mean)
-        del of_weights
-        means.insert(0, mean)
-    return means
 
 
 def backward_with_torch(shards, inputs, grad, compute):
@@ -211,18 +179,6 @@ def clip_with_norms(shards, replicated, max_norm):
     return norm
 
 
-def clip_replicas_divided(shards, replicated, max_norm):
-    square = torch.zeros((), dtype=torch.float64)
-    for one in shards:
-        square += one.double().pow(2).sum()
-    for one in replicated:
-        square += one.double().pow(2).sum() / dist.get_world_size()
-    dist.all_reduce(square)
-    norm = square.sqrt()
-    torch._foreach_mul_([*shards, *replicated], min(1.0, max_norm / float(norm)) if norm > 0 else 1.0)
-    return norm
-
-
 def clip_replicas_on_the_first(shards, replicated, max_norm):
     counted = shards + (replicated if dist.get_rank() == 0 else [])
     square = sum([one.square().sum().double() for one in counted], torch.tensor(0.0, dtype=torch.float64))
@@ -232,17 +188,6 @@ def clip_replicas_on_the_first(shards, replicated, max_norm):
     for one in replicated + shards:
         one *= scale
     return norm
-
-
-def state_all_first(shards, shapes):
-    n = dist.get_world_size()
-    rows = {name: shard.new_empty(n * shard.numel()) for name, shard in shards.items()}
-    works = [gather_into(rows[name], shards[name], async_op=True) for name in shards]
-    for work in works:
-        work.wait()
-    if dist.get_rank():
-        return {}
-    return {name: row[: math.prod(shapes[name])].reshape(shapes[name]).clone() for name, row in rows.items()}
 
 
 def state_to_the_first(shards, shapes):
@@ -265,12 +210,32 @@ def state_by_all_gather(shards, shapes):
     return tensors if dist.get_rank() == 0 else {}
 
 
+def states_to_rank_0(shards, shapes):
+    n, rank, state = dist.get_world_size(), dist.get_rank(), {}
+    for name in shards:
+        rows = [torch.empty_like(shards[name]) for _ in range(n)] if rank == 0 else None
+        dist.gather(shards[name].contiguous(), rows, dst=0)
+        if rank == 0:
+            state[name] = torch.cat(rows)[: math.prod(shapes[name])].reshape(shapes[name])
+    return state
+
+
+def clip_by_numpy(shards, replicated, max_norm):
+    squares = [np.square(one.detach().double().numpy()).sum() for one in shards]
+    own = torch.tensor([float(sum(squares))], dtype=torch.float64)
+    dist.all_reduce(own)
+    norm = torch.sqrt(own[0] + sum((one.detach().double() ** 2).sum() for one in replicated))
+    for one in [*replicated, *shards]:
+        one.mul_(min(1.0, max_norm / norm.item()) if norm else 1.0)
+    return norm
+
+
 ANSWERS = {
     "07.pieces": [pieces_by_elements, pieces_by_ends, pieces_recursive],
-    "07.step": [step_on_a_copy, step_in_the_gradient, step_with_torch],
+    "07.step": [step_with_torch, step_on_a_copy, step_in_the_gradient],
     "07.forward": [forward_in_a_helper, forward_recursive, forward_with_torch],
-    "07.ahead": [Ahead(), ahead_with_a_generator, ahead_with_slots],
-    "07.backward": [backward_from_a_dict, backward_inserts_in_front, backward_with_torch],
-    "07.clip": [clip_with_norms, clip_replicas_divided, clip_replicas_on_the_first],
-    "07.repair": [state_all_first, state_to_the_first, state_by_all_gather],
+    "07.ahead": [ahead_with_a_generator, Ahead()],
+    "07.backward": [backward_from_a_dict, backward_with_torch],
+    "07.clip": [clip_with_norms, clip_by_numpy, clip_replicas_on_the_first],
+    "07.repair": [state_to_the_first, state_by_all_gather, states_to_rank_0],
 }

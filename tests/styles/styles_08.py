@@ -111,21 +111,6 @@ def entropy_one_sum(logits, targets, vocab_size):
     return (both[0].log() - both[1]).mean()
 
 
-def entropy_from_the_last_axis(logits, targets, vocab_size):
-    width = logits.size(-1)
-    begin = dist.get_rank() * width
-    columns = torch.arange(width) + begin
-    scores = logits.masked_fill((columns >= vocab_size).expand_as(logits), torch.finfo(logits.dtype).min)
-    largest = scores.detach().amax(-1, keepdim=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    scores = scores - largest
-    parts = reduce_from_ranks(scores.exp().sum(-1, keepdim=True))
-    mine = (targets - begin).clamp(0, width - 1)[:, None]
-    mask = (targets[:, None] >= begin) & (targets[:, None] < begin + width)
-    picked = reduce_from_ranks(torch.where(mask, scores.gather(-1, mine), torch.zeros_like(largest)))
-    return (parts.log() - picked).sum() / len(targets)
-
-
 def drop_by_bernoulli(x, p, seed, is_split):
     rank, purpose = (dist.get_rank(), "each its own") if is_split else (0, "all the same")
     own = torch.Generator()
@@ -155,23 +140,6 @@ def clip_partial_in_one_sum(split, whole, partial, max_norm):
     dist.all_reduce(square)
     norm = (square + sum(one.double().square().sum() for one in [*whole, *partial])).sqrt()
     torch._foreach_mul_([*split, *whole, *partial], min(1.0, max_norm / max(float(norm), 1e-300)))
-    return norm
-
-
-def clip_copies_divided(split, whole, partial, max_norm):
-    for one in partial:
-        total = one.clone()
-        dist.all_reduce(total)
-        one.copy_(total)
-    square = torch.zeros(1, dtype=torch.float64)
-    for gradients, copies in ((split, 1), (whole, dist.get_world_size()), (partial, dist.get_world_size())):
-        for one in gradients:
-            square += one.pow(2).sum().double() / copies
-    dist.all_reduce(square)
-    norm = square.sqrt().squeeze()
-    for one in (*split, *whole, *partial):
-        if norm > max_norm:
-            one.mul_(max_norm / norm)
     return norm
 
 
@@ -212,12 +180,102 @@ def embed_with_a_row_of_zeros(tokens, weight, vocab_size):
     return reduce_from_ranks(F.embedding(local, padded))
 
 
+def pair_by_hooks():
+    def total(x):
+        whole = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole)
+        return whole
+
+    def f(x):
+        y = x.view_as(x)
+        if y.requires_grad:
+            y.register_hook(total)
+        return y
+
+    def g(x):
+        return x + (total(x) - x.detach())
+
+    return f, g
+
+
+class _Pair:
+    def __init__(self, forward, backward):
+        class Both(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return forward(x)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return backward(gradient)
+
+        self.both = Both
+
+    def __call__(self, x):
+        return self.both.apply(x)
+
+
+def _sum(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def pair_of_instances():
+    return _Pair(torch.clone, _sum), _Pair(_sum, torch.clone)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        whole = part.new_empty(dist.get_world_size(), *part.shape)
+        dist.all_gather_into_tensor(whole.flatten(0, 1), part.contiguous())
+        return whole.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient.contiguous())
+        return own
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return _Join.backward(ctx, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Join.forward(ctx, gradient)
+
+
+def sequence_with_torch():
+    return _Join.apply, _Spread.apply
+
+
+def sequence_of_instances():
+    def join(part):
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+    def spread(whole):
+        pieces = [piece.contiguous() for piece in whole.chunk(dist.get_world_size())]
+        own = torch.empty_like(pieces[0])
+        dist.reduce_scatter(own, pieces)
+        return own
+
+    return _Pair(join, spread), _Pair(spread, join)
+
+
 ANSWERS = {
     "08.cut": [cut_with_the_bias_on_the_last_rank, cut_by_slices, cut_with_zeros_for_no_bias],
-    "08.mlp": [mlp_with_functional, mlp_flat, mlp_bias_inside],
+    "08.mlp": [mlp_with_functional, mlp_bias_inside, mlp_flat],
     "08.heads": [heads_by_view, heads_by_index, functools.partial(heads_by_slices)],
-    "08.cross_entropy": [entropy_by_one_hot, entropy_one_sum, entropy_from_the_last_axis],
-    "08.dropout": [drop_by_bernoulli, drop_by_where, Drop()],
-    "08.clip": [clip_partial_in_one_sum, clip_copies_divided, clip_copies_on_the_first],
-    "08.repair": [embed_by_mask, embed_by_one_hot, embed_with_a_row_of_zeros],
+    "08.cross_entropy": [entropy_by_one_hot, entropy_one_sum],
+    "08.dropout": [drop_by_where, Drop(), drop_by_bernoulli],
+    "08.clip": [clip_partial_in_one_sum, clip_copies_on_the_first],
+    "08.repair": [embed_by_one_hot, embed_by_mask, embed_with_a_row_of_zeros],
+    "08.sequence": [sequence_with_torch, sequence_of_instances],
+    "08.f_and_g": [pair_by_hooks, pair_of_instances],
 }

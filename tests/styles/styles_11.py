@@ -1,5 +1,7 @@
 """Right answers to lesson 11, written in other ways than the reference."""
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,10 +28,6 @@ def merge_by_softmax(mean, log_sum, new, new_log_sum):
     return (shares.unsqueeze(-1) * both).sum(-2), torch.logsumexp(sums, dim=-1)
 
 
-def _merged_eagerly(mean, log_sum, new, new_log_sum):
-    return torch.compile(merge_by_sigmoid, backend="eager")(mean, log_sum, new, new_log_sum)
-
-
 def zigzag_by_reshape(length, num_ranks, rank):
     chunks = torch.arange(length).view(2 * num_ranks, -1)
     return chunks[[rank, -1 - rank]].reshape(-1)
@@ -38,12 +36,6 @@ def zigzag_by_reshape(length, num_ranks, rank):
 def zigzag_by_chunks(length, num_ranks, rank):
     chunks = torch.arange(length).chunk(2 * num_ranks)
     return torch.cat((chunks[rank], chunks[2 * num_ranks - rank - 1]))
-
-
-def zigzag_by_condition(length, num_ranks, rank):
-    size = length // num_ranks // 2
-    chosen = [at for at in range(length) if min(at // size, 2 * num_ranks - 1 - at // size) == rank]
-    return torch.tensor(chosen, dtype=torch.long)
 
 
 def ring_attend_scaled_sums(query, key, value, positions):
@@ -69,50 +61,6 @@ def ring_attend_scaled_sums(query, key, value, positions):
     return total / weight[..., None]
 
 
-def _send_on(tensor):
-    rank, n, came = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
-    ops = [dist.P2POp(dist.isend, tensor, (rank + 1) % n), dist.P2POp(dist.irecv, came, (rank + n - 1) % n)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return came
-
-
-def ring_attend_two_messages(query, key, value, positions):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    key, value = key.contiguous(), value.contiguous()
-    means, sums = [], []
-    for step in range(n):
-        if step:
-            key, value = _send_on(key), _send_on(value)
-        hidden = positions[rank][:, None] < positions[(rank - step) % n][None]
-        scores = torch.einsum("aqd,akd->aqk", query, key) / query.shape[-1] ** 0.5
-        scores = scores.masked_fill(hidden, -torch.inf)
-        sums.append(scores.logsumexp(-1))
-        means.append(scores.softmax(-1).nan_to_num(0.0) @ value)
-    shares = torch.stack(sums).softmax(0)
-    return (shares[..., None] * torch.stack(means)).sum(0)
-
-
-class RingAttend:
-    def __call__(self, query, key, value, positions):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        block = torch.cat([key, value], dim=-1)
-        mean, log_sum = self.attend(query, block, positions[rank], positions[rank])
-        for step in range(1, n):
-            block = _send_on(block)
-            new, new_sum = self.attend(query, block, positions[rank], positions[(rank - step) % n])
-            mean, log_sum = merge_by_sigmoid(mean, log_sum, new, new_sum)
-        return mean
-
-    def attend(self, query, block, mine, theirs):
-        key, value = block.chunk(2, dim=-1)
-        scores = (query / query.shape[-1] ** 0.5) @ key.mT
-        scores = scores + torch.zeros_like(scores).masked_fill(theirs[None] > mine[:, None], -torch.inf)
-        log_sum = scores.logsumexp(-1, keepdim=True)
-        weights = torch.where(scores.isneginf(), 0.0, (scores - log_sum).exp())
-        return weights @ value, log_sum.squeeze(-1)
-
-
 def route_by_loop(probabilities, top_k, capacity):
     weights, experts = torch.topk(probabilities, top_k, dim=1)
     weights = weights / weights.sum(1, keepdim=True) if top_k != 1 else weights
@@ -123,21 +71,6 @@ def route_by_loop(probabilities, top_k, capacity):
             kept[token, choice] = room[expert] > 0
             room[expert] -= 1
     return experts, weights, kept, experts.numel() - int(kept.sum())
-
-
-def route_by_sorting(probabilities, top_k, capacity):
-    order = probabilities.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-    weights = probabilities.gather(-1, order)
-    if top_k > 1:
-        weights = F.normalize(weights, p=1.0, dim=-1)
-    flat = order.t().flatten()
-    by_expert = flat.sort(stable=True).indices
-    counts = torch.bincount(flat, minlength=probabilities.shape[1])
-    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    place = torch.empty_like(flat)
-    place[by_expert] = torch.arange(len(flat)) - first
-    kept = (place < capacity).unflatten(0, (top_k, -1)).t()
-    return order, weights, kept, (~kept).sum().item()
 
 
 def route_by_comparison(probabilities, top_k, capacity):
@@ -191,26 +124,9 @@ def balance_by_one_hot(probabilities, experts):
     return num_experts * torch.dot(fraction, probabilities.mean(0))
 
 
-def balance_by_histogram(probabilities, experts):
-    tokens, num_experts = probabilities.shape
-    counts = torch.zeros(num_experts, dtype=probabilities.dtype)
-    counts.index_add_(0, experts.flatten(), torch.ones(experts.numel(), dtype=probabilities.dtype))
-    return (counts * probabilities.sum(0)).sum() * num_experts / (experts.numel() * tokens)
-
-
 def balance_expert_by_expert(probabilities, experts):
     parts = [(experts == e).double().mean().item() * column.mean() for e, column in enumerate(probabilities.T)]
     return torch.stack(parts).sum() * len(parts)
-
-
-def synchronize_in_one_row(shared, experts):
-    n = dist.get_world_size()
-    row = torch.cat([parameter.grad.flatten() for parameter in shared]) / n
-    dist.all_reduce(row)
-    for parameter, mean in zip(shared, row.split([p.numel() for p in shared]), strict=True):
-        parameter.grad.copy_(mean.view_as(parameter.grad))
-    for parameter in experts:
-        parameter.grad.div_(n)
 
 
 def synchronize_async(shared, experts):
@@ -230,12 +146,45 @@ def synchronize_new_tensors(shared, experts):
         parameter.grad = parameter.grad / dist.get_world_size()
 
 
+def zigzag_by_mask(length, num_ranks, rank):
+    chunk = torch.arange(length) // (length // (2 * num_ranks))
+    return ((chunk == rank) | (chunk == 2 * num_ranks - 1 - rank)).nonzero()[:, 0]
+
+
+def ring_by_gathering_in_turn(query, key, value, positions):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    held, seen = [key.contiguous(), value.contiguous()], {}
+    for step in range(n):
+        owner = (rank - step) % n
+        seen[owner] = (query @ held[0].transpose(-1, -2) / math.sqrt(query.shape[-1])), held[1]
+        if step < n - 1:
+            new = [torch.empty_like(each) for each in held]
+            ops = [dist.P2POp(dist.isend, each, (rank + 1) % n) for each in held]
+            ops += [dist.P2POp(dist.irecv, each, (rank - 1) % n) for each in new]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            held = new
+    scores = torch.cat([seen[owner][0] for owner in range(n)], -1)
+    theirs = torch.cat([positions[owner] for owner in range(n)])
+    scores = scores.masked_fill(theirs > positions[rank][:, None], -math.inf)
+    return scores.softmax(-1) @ torch.cat([seen[owner][1] for owner in range(n)], -2)
+
+
+def synchronize_at_once(shared, experts):
+    n, works = dist.get_world_size(), []
+    for parameter in shared[::-1]:
+        parameter.grad.mul_(1 / n)
+        works += [dist.all_reduce(parameter.grad, async_op=True)]
+    [parameter.grad.div_(n) for parameter in experts]
+    [work.wait() for work in works]
+
+
 ANSWERS = {
-    "11.merge": [merge_by_maximum, merge_by_sigmoid, merge_by_softmax, _merged_eagerly],
-    "11.zigzag": [zigzag_by_reshape, zigzag_by_chunks, zigzag_by_condition],
-    "11.ring": [ring_attend_scaled_sums, ring_attend_two_messages, RingAttend()],
-    "11.route": [route_by_loop, route_by_sorting, route_by_comparison],
+    "11.merge": [merge_by_sigmoid, merge_by_maximum, merge_by_softmax],
+    "11.zigzag": [zigzag_by_reshape, zigzag_by_chunks, zigzag_by_mask],
+    "11.ring": [ring_by_gathering_in_turn, ring_attend_scaled_sums],
+    "11.route": [route_by_comparison, route_by_loop],
     "11.ask": [ask_by_masks, ask_weighted_before_the_way_back, Ask()],
-    "11.balance": [balance_by_one_hot, balance_by_histogram, balance_expert_by_expert],
-    "11.repair": [synchronize_in_one_row, synchronize_async, synchronize_new_tensors],
+    "11.balance": [balance_expert_by_expert, balance_by_one_hot],
+    "11.repair": [synchronize_async, synchronize_new_tensors, synchronize_at_once],
 }

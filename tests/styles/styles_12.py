@@ -1,10 +1,12 @@
 """Right answers to lesson 12, written in other ways than the reference."""
 
 import copy
+import functools
 import hashlib
 import io
 import json
 import math
+import operator
 import os
 import shutil
 import tempfile
@@ -117,27 +119,6 @@ def resume_in_parts(model, optimizer, schedule, generator):
     return capture, restore
 
 
-class Resume:
-    def __init__(self, *parts):
-        *self.parts, self.generator = parts
-
-    def capture(self, position):
-        states = [part.state_dict() for part in self.parts]
-        return copy.deepcopy([states, self.generator.get_state(), torch.get_rng_state(), position])
-
-    def restore(self, state):
-        for part, one in zip(self.parts, state[0], strict=True):
-            part.load_state_dict(one)
-        self.generator.set_state(state[1])
-        torch.set_rng_state(state[2])
-        return state[3]
-
-
-def resume_as_methods(*parts):
-    run = Resume(*parts)
-    return run.capture, run.restore
-
-
 def newest_in_functions(folder):
     def wrong_in(path):
         try:
@@ -159,29 +140,6 @@ def newest_in_functions(folder):
             return path, damaged
         damaged.extend(f"{path.name}/{name}" for name in wrong)
     return None, damaged
-
-
-def newest_with_os(folder):
-    steps = sorted(int(name[5:]) for name in os.listdir(folder) if name.startswith("step-") and name[5:].isdecimal())
-    damaged = ()
-    while steps:
-        name, wrong = f"step-{steps.pop()}", ()
-        try:
-            with open(os.path.join(folder, name, "manifest.json")) as file:
-                facts = json.load(file)
-            assert name == f"step-{facts['step']}"
-        except Exception:
-            wrong, facts = (f"{name}/manifest.json",), {"files": {}}
-        for file, digest in facts["files"].items():
-            try:
-                with open(os.path.join(folder, name, file), "rb") as opened:
-                    assert hashlib.file_digest(opened, "sha256").hexdigest() == digest
-            except (OSError, AssertionError):
-                wrong += (f"{name}/{file}",)
-        if not wrong:
-            return folder / name, list(damaged)
-        damaged += wrong
-    return None, list(damaged)
 
 
 def newest_recursively(folder, below=math.inf):
@@ -255,16 +213,6 @@ def samples_by_counts(rule, lr, position, end, rank, world_size):
     return tuple(range(first, first + counts[rank])), counts[rank] / (taken / world_size), rate
 
 
-def share_by_loops(uptimes_s, interval_s, save_s, restart_s):
-    kept = 0.0
-    for uptime in uptimes_s:
-        left = uptime - restart_s
-        while left >= interval_s + save_s:
-            left -= interval_s + save_s
-            kept += interval_s
-    return kept / math.fsum(uptimes_s)
-
-
 def share_in_one_line(uptimes_s, interval_s, save_s, restart_s):
     rounds = sum(math.floor(max(up - restart_s, 0) / (interval_s + save_s)) for up in uptimes_s)
     return interval_s * rounds / sum(uptimes_s)
@@ -275,12 +223,17 @@ def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):
     return float((((up - restart_s).clamp(min=0) / (interval_s + save_s)).floor() * interval_s).sum() / up.sum())
 
 
+def share_by_divmod(uptimes_s, interval_s, save_s, restart_s):
+    saved = [divmod(max(0.0, uptime - restart_s), interval_s + save_s)[0] for uptime in uptimes_s]
+    return functools.reduce(operator.add, saved) * interval_s / math.fsum(uptimes_s)
+
+
 ANSWERS = {
-    "12.save": [save_with_descriptors, save_by_torch, save_under_a_name_of_its_own],
-    "12.shards": [shards_with_sums, shards_by_messages, shards_of_rank_0],
-    "12.resume": [resume_by_bytes, resume_in_parts, resume_as_methods],
-    "12.newest": [newest_in_functions, newest_with_os, newest_recursively],
-    "12.load": [load_by_elements, load_by_a_walk, load_joined],
-    "12.samples": [samples_in_a_list, samples_by_tensors, samples_by_counts],
-    "12.share": [share_by_loops, share_in_one_line, share_by_tensors],
+    "12.save": [save_under_a_name_of_its_own, save_with_descriptors, save_by_torch],
+    "12.shards": [shards_of_rank_0, shards_with_sums, shards_by_messages],
+    "12.resume": [resume_in_parts, resume_by_bytes],
+    "12.newest": [newest_recursively, newest_in_functions],
+    "12.load": [load_by_elements, load_joined, load_by_a_walk],
+    "12.samples": [samples_by_tensors, samples_by_counts, samples_in_a_list],
+    "12.share": [share_in_one_line, share_by_tensors, share_by_divmod],
 }

@@ -1,24 +1,13 @@
 """Right answers to lesson 14, written in other ways than the reference."""
 
 import itertools
+import pickle
 import re
 import struct
 from collections import Counter, defaultdict
 
 import torch
 import torch.distributed as dist
-
-
-def hosts_letter_by_letter(node_list):
-    names, depth, name = [], 0, ""
-    for letter in node_list + ",":
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            names.append(name)
-            name = ""
-        else:
-            name += letter
-    return [host for name in names for host in expanded(name)]
 
 
 def expanded(name):
@@ -57,23 +46,6 @@ def variables_by_expanding(slurm, hosts):
         "LOCAL_WORLD_SIZE": counts[int(found["GROUP_RANK"])],
         "MASTER_ADDR": hosts[0],
         "MASTER_PORT": f"{port}",
-    }
-
-
-def variables_by_counting_down(slurm, hosts):
-    node, own = int(slurm["SLURM_NODEID"]), None
-    for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm["SLURM_TASKS_PER_NODE"]):
-        if own is None and node < int(times or 1):
-            own = size
-        node -= int(times or 1)
-    return {
-        "RANK": slurm["SLURM_PROCID"],
-        "WORLD_SIZE": slurm["SLURM_NTASKS"],
-        "LOCAL_RANK": slurm["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": own,
-        "GROUP_RANK": slurm["SLURM_NODEID"],
-        "MASTER_ADDR": next(iter(hosts)),
-        "MASTER_PORT": str(20000 + int(slurm["SLURM_JOB_ID"]) % 10**4),
     }
 
 
@@ -136,17 +108,6 @@ def meet_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
     return number, first[number], first[-1], store.get(f"{attempt}/address/0").decode()
 
 
-def meet_and_number_by_arrival_of_all(store, attempt, num_agents, local_ranks, address):
-    key = f"attempt {attempt}, agent "
-    place = int(store.add(key, 1))
-    if place > num_agents:
-        raise RuntimeError("too late")
-    store.set(key + str(place), f"{local_ranks} {address}")
-    told = [store.get(key + str(other)).decode().split(" ", 1) for other in range(1, num_agents + 1)]
-    before = sum(int(size) for size, _ in told[: place - 1])
-    return [place - 1, before, sum(int(size) for size, _ in told), told[0][1]]
-
-
 def clocks_by_sorting(rounds):
     trip, middle, theirs = sorted((back - go, go + (back - go) / 2, other) for go, other, back in rounds)[0]
     return middle - theirs, trip / 2
@@ -178,35 +139,6 @@ def preflight_by_counting(facts):
     }
 
 
-def preflight_through_rank_0(facts):
-    box = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(facts, box)
-    answer = [told(box) if box else None]
-    dist.broadcast_object_list(answer)
-    return answer[0]
-
-
-def told(everyone):
-    found = {}
-    for name in {key: 0 for one in everyone for key in one}:
-        at = {}
-        for one in sorted(everyone, key=lambda one: one["host"]):
-            hosts = at.setdefault(one.get(name, "missing"), [])
-            hosts += [] if one["host"] in hosts else [one["host"]]
-        if name != "host" and len(at) >= 2:
-            found[name] = at
-    return found
-
-
-def preflight_by_the_store(facts):
-    everyone = [None] * dist.get_world_size()
-    for rank in range(len(everyone)):
-        box = [facts]
-        dist.broadcast_object_list(box, src=rank)
-        everyone[rank] = box[0]
-    return told(everyone)
-
-
 def once_by_all_reduce(work, local_rank):
     if not local_rank:
         work()
@@ -224,12 +156,39 @@ def once_by_gathering(work, local_rank):
     dist.all_gather_object([None] * dist.get_world_size(), done)
 
 
+def preflight_by_hashes(facts):
+    n = dist.get_world_size()
+    own = pickle.dumps(facts)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(n)]
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    most = int(max(sizes))
+    rows = [torch.zeros(most, dtype=torch.uint8) for _ in range(n)]
+    dist.all_gather(rows, torch.frombuffer(bytearray(own.ljust(most, b"\0")), dtype=torch.uint8))
+    everyone = [pickle.loads(row.numpy().tobytes()) for row in rows]
+    names = set().union(*everyone) - {"host"}
+    hosts = {name: {} for name in names}
+    for name, one in itertools.product(names, everyone):
+        hosts[name].setdefault(one.get(name, "missing"), set()).add(one["host"])
+    return {name: {v: sorted(h) for v, h in each.items()} for name, each in hosts.items() if len(each) > 1}
+
+
+def meet_by_counting_down(store, attempt, num_agents, local_ranks, address):
+    number = int(store.add(f"{attempt}/agents", 1)) - 1
+    if number not in range(num_agents):
+        raise RuntimeError(f"attempt {attempt} is full: {num_agents} agents")
+    store.set(f"{attempt}/{number}", f"{local_ranks} {address}")
+    texts = [store.get(f"{attempt}/{other}") for other in range(num_agents)]
+    pairs = [re.split(" ", text.decode() if isinstance(text, bytes) else text, maxsplit=1) for text in texts]
+    ranks = list(itertools.accumulate((int(size) for size, _ in pairs), initial=0))
+    return number, ranks[number], ranks[-1], pairs[0][1]
+
+
 ANSWERS = {
-    "14.hosts": [hosts_letter_by_letter, hosts_split_outside_brackets, hosts_one_by_one],
-    "14.slurm": [variables_by_expanding, variables_by_counting_down, Variables()],
+    "14.hosts": [hosts_split_outside_brackets, hosts_one_by_one],
+    "14.slurm": [Variables(), variables_by_expanding],
     "14.places": [places_by_unique, places_by_counting, places_by_sorting],
-    "14.rendezvous": [meet_by_struct, meet_with_a_last_agent, meet_and_number_by_arrival_of_all],
+    "14.rendezvous": [meet_by_struct, meet_with_a_last_agent, meet_by_counting_down],
     "14.clocks": [clocks_by_sorting, clocks_by_tensor, clocks_by_bounds],
-    "14.preflight": [preflight_by_counting, preflight_through_rank_0, preflight_by_the_store],
-    "14.repair": [once_by_all_reduce, once_by_async_barrier, once_by_gathering],
+    "14.preflight": [preflight_by_counting, preflight_by_hashes],
+    "14.repair": [once_by_gathering, once_by_all_reduce, once_by_async_barrier],
 }

@@ -2,32 +2,9 @@
 
 import itertools
 import math
-from collections import namedtuple
 
 from distlab.plan import Plan, Sharding
-from simulator import Failures, ModelDescription, Question, Run, bill, cluster, search, simulate
-
-
-def fits_by_sums(parameters, layers, hidden, sequence, plan):
-    own = parameters / plan.tensor / plan.pipeline
-    n, stage = plan.data, plan.sharding.stage
-    weights, gradients, adam = 2 * own, 4 * own, 12 * own
-    if stage:
-        adam /= n
-    if stage > 1:
-        gradients /= n
-    if stage > 2:
-        weights /= n
-    tokens = sequence * hidden
-    if plan.recompute == "full":
-        layer = 2 * tokens
-        layer /= plan.tensor if plan.sequence_parallel else 1
-    elif plan.sequence_parallel:
-        layer = 34 * tokens / plan.tensor
-    else:
-        layer = 10 * tokens + 24 * tokens / plan.tensor
-    in_flight = plan.num_microbatches if plan.num_microbatches < plan.pipeline else plan.pipeline
-    return weights + gradients + adam + in_flight * layers * layer / plan.pipeline
+from simulator import Failures, ModelDescription, Question, Run, bill, cluster, search
 
 
 def fits_by_table(parameters, layers, hidden, sequence, plan):
@@ -60,24 +37,6 @@ def fits_by_match(parameters, layers, hidden, sequence, plan):
 def _wire(cluster, reach):
     link = cluster.inter_node if reach > cluster.devices_per_node else cluster.intra_node
     return link.protocols[-1].bytes_per_s
-
-
-def step_by_microbatch(parameters, layers, hidden, sequence, plan, cluster):
-    parts = plan.tensor * plan.pipeline
-    again = 4 / 3 if plan.recompute == "full" else 1.0
-    compute = again * 6 * parameters * sequence / parts / cluster.device.matmul_flops_per_s
-    calls = (12 if plan.recompute == "full" else 8) * layers / plan.pipeline
-    tensor = calls * (1 - 1 / plan.tensor) * 2 * sequence * hidden / _wire(cluster, plan.tensor)
-    sent = 4 * (1 - 1 / plan.data) * parameters / parts
-    late = sent / _wire(cluster, plan.tensor * plan.data) - compute * 2 / 3
-    result = dict.fromkeys(("compute", "tensor", "bubble", "data"), 0.0)
-    for _ in range(plan.num_microbatches):
-        result["compute"] += compute
-        result["tensor"] += tensor
-    for _ in range(plan.pipeline - 1):
-        result["bubble"] += compute + tensor
-    result["data"] = late if late > 0 else 0.0
-    return result
 
 
 def step_by_names(parameters, layers, hidden, sequence, plan, cluster):
@@ -142,27 +101,6 @@ def choose_by_divisors(num_gpus, per_node, layers, heads, batch, fits, seconds):
     return min(room, key=lambda each: (seconds(*each), each[1], each[2]), default=None)
 
 
-def choose_recursively(num_gpus, per_node, layers, heads, batch, fits, seconds):
-    Found = namedtuple("Found", "time tensor pipeline data")
-
-    def options(tensor, pipeline):
-        if tensor > per_node:
-            return
-        if pipeline * tensor > num_gpus:
-            yield from options(tensor + 1, 1)
-            return
-        if num_gpus % (tensor * pipeline) == 0:
-            yield num_gpus // (tensor * pipeline), tensor, pipeline
-        yield from options(tensor, pipeline + 1)
-
-    found = []
-    for data, tensor, pipeline in options(1, 1):
-        rules = (per_node % tensor, heads % tensor, layers % pipeline, batch % data)
-        if not any(rules) and fits(data, tensor, pipeline):
-            found.append(Found(seconds(data, tensor, pipeline), tensor, pipeline, data))
-    return [min(found).data, min(found).tensor, min(found).pipeline] if found else None
-
-
 def bill_in_hours(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
     mean, save, restart = mtbf_hours / num_gpus, save_s / 3600, restart_s / 3600
     every = (2 * save * mean) ** 0.5
@@ -194,17 +132,6 @@ def cheapest_by_sorting(offers, days):
     return in_time[0][2] if in_time else None
 
 
-def cheapest_by_loop(offers, days):
-    best = None
-    for name, gpus, time, price in offers:
-        if time > days:
-            continue
-        cost = 24 * time * gpus * price, time
-        if best is None or cost < best[0]:
-            best = cost, name
-    return None if best is None else best[1]
-
-
 def cheapest_by_infinity(offers, days):
     def cost(offer):
         _, gpus, time, price = offer
@@ -223,15 +150,6 @@ def plan_by_deadline(dollars, days):
     return _fsdp(next(count for count, took in ((64, 16.0), (128, 8.1), (256, 4.1), (512, 2.2)) if took <= days))
 
 
-def plan_by_simulation(dollars, days):
-    model = ModelDescription(model="llama-2-70b", attention="flash").workload()
-    for num_gpus in (64, 128, 256, 512):
-        step = simulate(model, cluster("dgx-h100", num_gpus), _fsdp(num_gpus))
-        if 100e9 / (256 * 4096) * step.steady_s / 86_400 <= 0.99 * days:
-            return _fsdp(num_gpus)
-    return None
-
-
 def plan_by_the_advisor(dollars, days):
     described, best = ModelDescription(model="llama-2-70b", attention="flash"), None
     for num_gpus in (512, 256, 128, 64):
@@ -244,10 +162,10 @@ def plan_by_the_advisor(dollars, days):
 
 
 ANSWERS = {
-    "15.capstone": [plan_by_deadline, plan_by_simulation, plan_by_the_advisor],
-    "15.fits": [fits_by_sums, fits_by_table, fits_by_match],
-    "15.step": [step_by_names, step_by_microbatch, Steps()],
-    "15.choose": [choose_by_product, choose_by_divisors, choose_recursively],
-    "15.bill": [bill_in_hours, bill_by_halves, bill_as_a_list],
-    "15.cheapest": [cheapest_by_sorting, cheapest_by_loop, cheapest_by_infinity],
+    "15.capstone": [plan_by_deadline, plan_by_the_advisor],
+    "15.fits": [fits_by_table, fits_by_match],
+    "15.step": [step_by_names, Steps()],
+    "15.choose": [choose_by_product, choose_by_divisors],
+    "15.bill": [bill_by_halves, bill_as_a_list, bill_in_hours],
+    "15.cheapest": [cheapest_by_sorting, cheapest_by_infinity],
 }

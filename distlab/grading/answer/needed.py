@@ -1,4 +1,8 @@
-"""Which statements of a notebook a set of functions needs: what binds a name that they use, and what changes it."""
+"""Which statements of a notebook a set of functions needs: what binds a name that they use, and what changes it.
+
+A statement changes a value where it assigns to a part of it, or calls a method of it that does, as `append`. A change
+that a function makes when it is called is not seen: write it where the function is called.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import ast
 import copy
 import re
 import symtable
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_IMPORTS = (ast.Import, ast.ImportFrom)
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # the last two: too deeply nested
 _CHANGES = re.compile(
     "(add|append|clear|discard|extend|insert|move_to_end|pop|popitem|remove|reverse|rotate|setdefault|sort|subtract)"
@@ -49,8 +53,9 @@ def needed_statements(
             line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             broken.append((text, f"{name} has a syntax error{line}: {reason(error)}"))
     names = [_names(statement) for _, statement in statements]
-    changed = _changed_in([statement for _, statement in statements], known)
-    names = [(binds | more, uses) for (binds, uses), more in zip(names, changed, strict=True)]
+    imported = [of[0] for of, (_, one) in zip(names, statements, strict=True) if isinstance(one, _IMPORTS)]
+    fixed = known.union(*imported)
+    names = [(own[0] | _changed(one, fixed), own[1]) for own, (_, one) in zip(names, statements, strict=True)]
     live = [place for place in range(len(names)) if not _is_replaced(place, statements, names)]
     needed, chosen = {*wanted, "*"}, set[int]()
     while new := {place for place in live if place not in chosen and names[place][0] & needed}:
@@ -117,60 +122,15 @@ class _Generators(ast.NodeTransformer):
         return self.generic_visit(ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators))
 
 
-def _changed_in(statements: Sequence[ast.stmt], known: set[str]) -> list[set[str]]:
-    """Return of each statement the names whose values it changes when it is executed.
-
-    A function that is defined changes nothing; where it is called, it changes what its body does.
-    """
-    imports = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
-    fixed = known.union(*(_names(one)[0] for one in imports))
-    bodies: dict[str, set[str]] = {}
-    for one in statements:
-        if isinstance(one, _FUNCTIONS):
-            bodies[one.name] = _changed_by_call(one, fixed)
-        for method in one.body if isinstance(one, ast.ClassDef) else ():
-            if isinstance(method, _FUNCTIONS):
-                bodies[f".{method.name}"] = _changed_by_call(method, fixed)
-    return [_changed(one, bodies, fixed) for one in statements]
-
-
-def _changed_by_call(function: ast.FunctionDef | ast.AsyncFunctionDef, fixed: set[str]) -> set[str]:
-    """Return the global names that a call of a function changes; "" among them: what it is given."""
-    inside = set[str]().union(*(_changed(part, {}, fixed) for part in function.body))
-    own_scope = (
-        each for each in _scopes(function) if (each.get_type(), each.get_name()) == ("function", function.name)
-    )
-    symbols = next(own_scope).get_symbols()
-    rebound = {each.get_name() for each in symbols if each.is_declared_global() and each.is_assigned()}
-    own = {each.get_name() for each in symbols if each.is_local()}
-    parameters = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
-    return (inside - own) | rebound | ({""} if inside & parameters else set())
-
-
-def _changed(statement: ast.stmt, bodies: Mapping[str, set[str]], fixed: set[str]) -> set[str]:
-    """Return the names whose values a statement changes.
-
-    Args:
-        statement: what is executed.
-        bodies: names that a call of each function or ".method" of the notebook changes; "": what it is given.
-        fixed: names of modules and built-in functions, whose methods change nothing that an answer needs.
-    """
+def _changed(statement: ast.stmt, fixed: set[str]) -> set[str]:
+    """Return the names whose values a statement changes; fixed are those of modules and of built-in functions."""
     changed: set[str] = set()
     parts = list(_executed(statement))
     for part in parts:
         if isinstance(part, ast.Subscript | ast.Attribute) and not isinstance(part.ctx, ast.Load):
             changed |= _owner(part.value)
-        elif isinstance(part, ast.Call):
-            method = part.func.attr if isinstance(part.func, ast.Attribute) else ""
-            function = part.func.id if isinstance(part.func, ast.Name) else ""
-            of_class = bodies.get(f".{method}", set())
-            if isinstance(part.func, ast.Attribute) and (_CHANGES.fullmatch(method) or "" in of_class):
-                changed |= _owner(part.func.value) - fixed
-            changed |= (of_class | bodies.get(function, set())) - {""}
-            if function in ("setattr", "delattr"):
-                changed |= _loaded(*part.args[:1])
-            if "" in bodies.get(function, ()):
-                changed |= _loaded(*part.args, *(each.value for each in part.keywords)) - fixed
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+            changed |= _owner(part.func.value) - fixed if _CHANGES.fullmatch(part.func.attr) else set()
     for part in reversed(parts):  # inner loops first: a loop's variable is a part of what the loop goes through
         if isinstance(part, ast.For | ast.comprehension) and changed & _loaded(part.target):
             changed |= _loaded(part.iter) - fixed
@@ -179,16 +139,10 @@ def _changed(statement: ast.stmt, bodies: Mapping[str, set[str]], fixed: set[str
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
     """Go through what is executed with a statement: not through the bodies of functions that it defines."""
-    if isinstance(node, _FUNCTIONS):
-        calls = [each if isinstance(each, ast.Call) else ast.Call(each, [], []) for each in node.decorator_list]
-        parts: Iterable[ast.AST] = chain(calls, [node.args])
-    elif isinstance(node, ast.Lambda):
-        parts = [node.args]
-    else:
+    if not isinstance(node, (*_FUNCTIONS, ast.Lambda)):
         yield node
-        parts = ast.iter_child_nodes(node)
-    for part in parts:
-        yield from _executed(part)
+        for part in ast.iter_child_nodes(node):
+            yield from _executed(part)
 
 
 def _owner(node: ast.AST) -> set[str]:

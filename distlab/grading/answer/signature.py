@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dis
-import functools
 import inspect
 import re
 import textwrap
@@ -15,7 +13,6 @@ from typing import Any
 
 from distlab.grading.exercise import Exercise, Fault
 
-MAX_HELD = 10_000  # values that are looked at, of what an answer holds
 IS_REFERENCE = "this is the reference, which the check compares with: write the function yourself"
 TAUGHT = {  # by lesson, the packages of this library that an answer may not take its work from
     "02": ("distlab.collectives.",),
@@ -138,49 +135,21 @@ def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | No
 
 
 def _is_not_own(exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
-    """Say so where an answer holds the reference, or the library's own package: in a name, a default, a partial."""
+    """Say so where an answer is, or calls by its name, the reference or what the library has for this lesson."""
     if fn is reference:  # tests, and `--impl reference`
         return None
     taught = TAUGHT.get(exercise.lesson, ())
     given = {word for line in exercise.imports for word in re.findall(r"\w+", line)} | TOOLS.get(exercise.name, set())
-    seen: dict[int, Any] = {}
-    held: list[Any] = [fn]
-    while held and len(seen) < MAX_HELD:
-        one = held.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if one is reference or getattr(one, "__code__", None) is getattr(reference, "__code__", seen):
+    inner = inspect.unwrap(getattr(fn, "func", fn))
+    names = _global_names(inner.__code__) if isinstance(inner, FunctionType) else set()
+    for one in (inner, *(inner.__globals__[name] for name in names if name in inner.__globals__)):
+        if getattr(one, "__code__", None) is getattr(reference, "__code__", ""):
             return Fault("reference", f"{reference.__name__}: {IS_REFERENCE}")
-        if _is_of(one, taught) and one.__name__ not in given:
+        is_taught = isinstance(one, FunctionType | type) and f"{one.__module__}.".startswith(taught or ("?",))
+        if is_taught and one.__name__ not in given:
             text = f"it calls {one.__module__}.{one.__qualname__} of the library, which does the work of this lesson"
             return Fault("library", f"{reference.__name__}: {text}: write it yourself")
-        held += _held_by(one)
     return None
-
-
-def _is_of(one: Any, packages: tuple[str, ...]) -> bool:
-    """Whether a value is a function or a class of one of these packages."""
-    return isinstance(one, FunctionType | type) and f"{one.__module__}.".startswith(packages or ("?",))
-
-
-def _held_by(one: Any) -> list[Any]:
-    """Return what a function can call: by its global names, its closure, its defaults, or as a partial or a method."""
-    if isinstance(one, functools.partial):
-        return [one.func, *one.args, *one.keywords.values()]
-    if inspect.ismethod(one):
-        return [one.__func__]
-    if type(one) in (list, tuple, set):
-        return list(one)
-    if type(one) is dict:
-        return list(one.values())
-    if not inspect.isfunction(one) or str(one.__module__).startswith(("torch", "distlab.", "simulator")):
-        return []
-    held = [one.__globals__[name] for name in _global_names(one.__code__) if name in one.__globals__]
-    for cell in one.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            held.append(cell.cell_contents)
-    return [*held, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
 
 
 def _global_names(code: CodeType) -> set[str]:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +96,13 @@ def _module(name: str) -> Source:
     """
     where: list[str] | None = None
     parts = name.split(".")
-    spec: ModuleSpec | None = None
-    for depth in range(1, len(parts) + 1):
-        if not parts[depth - 1].isidentifier():
-            raise ValueError(
-                f"{name!r} does not name a module; pass a module's name, or the path of a .py file or a notebook"
-            )
-        spec = PathFinder.find_spec(".".join(parts[:depth]), where)
+    for depth, part in enumerate(parts, start=1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), where) if part.isidentifier() else None
         if spec is None:
-            break
+            raise ValueError(
+                f"there is no module {name}; pass one that Python finds, or the path of a .py file or a notebook"
+            )
         where = list(spec.submodule_search_locations or ())
-    if spec is None:
-        raise ValueError(
-            f"there is no module {name}; pass one that Python finds, or the path of a .py file or a notebook"
-        )
     return Source("module", name)
 
 

@@ -112,8 +112,8 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
     """Load the source on a rank and look at each function: a fault, True for none, None where there is no function."""
     from distlab.comm import RankError, RankTimeout
     from distlab.grading.diagnosis.blame import fault_of
-    from distlab.grading.fresh import start_ranks
-    from distlab.grading.sandbox.guard import drive_on_rank
+    from distlab.grading.guard import drive_on_rank
+    from distlab.grading.run import start_ranks
 
     exercises = [(exercise, reference_of(exercise)) for exercise in lesson.exercises]
 

@@ -1,6 +1,4 @@
-"""Where a wrong result comes from, by what was tried on the drawn calls; nothing is guessed.
+"""Where an answer that nobody foresaw is wrong: the one place of its own text that makes all drawn calls right.
 
-Read `as_if` first: it finds what a wrong result is right for. `mend` finds the place
-in the answer's own text with which changed all is right; `places` yields what may stand there. `search` tries functions
-on the drawn calls, and `condition` says in which of them a result is wrong.
+Read `mend` first, which tries the versions of an answer; `places` walks over its text and yields them.
 """

@@ -12,30 +12,37 @@ import contextlib
 import copy
 import functools
 import inspect
-import math
 import re
+import signal
 import textwrap
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distlab.grading.causes.places import Version, last_call, versions
-from distlab.grading.causes.search import Agreed, Drawn, agreed, explained, first_wrong, next_size, part_of, results_of
 from distlab.grading.diagnosis.blame import file_of, label
-from distlab.grading.exercise import Refused
+from distlab.grading.diagnosis.values import is_telling, near
+from distlab.grading.exercise import Exercise, Refused
 from distlab.grading.mutant import compiled
 from distlab.grading.sealed import is_sealed
-from distlab.grading.variation.calls import call_varied
-from distlab.grading.variation.draw import Vary
-from distlab.grading.variation.near import is_telling, near, parts
+from distlab.grading.variation.calls import DrawnCalls, outcome
 
-BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer
-LIMIT_S = 10.0  # of a batch of them
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
+
+BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer: a busy machine changes no verdict
+BATCH_S = 0.2  # of that, for the mends that are tried together
+ONE_S = 0.3  # of that, for one of them: another condition may make a loop without end
+MOST = 64  # mends of a batch
+LIMIT_S = 10.0  # of a batch, in all
 OTHER_SEED = 1_000_003  # is added to the seed: a mend must hold for other arguments too
 MORE_SEEDS = 8  # where results are few whole numbers, truths or texts, which agree by chance
-MOST_LOST = 4  # how often the ranks may be lost to a version that keeps them from meeting
+MOST_LOST = 2  # how often the ranks may be lost to a version that keeps them from meeting
 MOST_LINES = 60  # of an answer that is mended
+Results = list[dict[str, Any]]  # for each rank what comes of each call by name: see `outcome`
 
 
 class Text(NamedTuple):
@@ -106,17 +113,24 @@ class Versions:
         return self._now(*arguments, **keywords)
 
 
-def mend_of(fn: Callable[..., Any], drawn: Drawn) -> str:
-    """Return in words where an answer is wrong, by a change that makes all results right; "" where none does."""
+def mend_of(fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wanted: Results, ranks: Ranks) -> str:
+    """Return in words where an answer is wrong, by a change that makes all results right; "" where none does.
+
+    Args:
+        fn: the answer.
+        exercise: what it answers.
+        calls: that were drawn.
+        wanted: what the reference gave in them, on each rank.
+        ranks: that make them.
+    """
     from distlab.comm import RankError
 
-    text, ranks = text_of_answer(fn), drawn.ranks
+    text, limit_s = text_of_answer(fn), ranks.timeout_s
     if text is None:
         return ""
-    limit_s = ranks.timeout_s
     ranks.timeout_s = min(limit_s, LIMIT_S)
     try:
-        return _Search(fn, drawn, text.head).run(text)
+        return _Search(fn, exercise, calls.bare(), ranks, text).run(wanted)
     except (RankError, RuntimeError, OSError):
         return ""
     finally:
@@ -125,24 +139,21 @@ def mend_of(fn: Callable[..., Any], drawn: Drawn) -> str:
 
 class _Search(NamedTuple):
     fn: Callable[..., Any]
-    drawn: Drawn
-    head: str
+    exercise: Exercise
+    calls: DrawnCalls
+    ranks: Ranks
+    text: Text
 
-    def run(self, text: Text) -> str:
-        """Try one batch of mends after another, and each that holds on the draws of another seed."""
+    def run(self, wanted: Results) -> str:
+        """Try one batch of mends after another, and each that is right on the draws of other seeds."""
         from distlab.comm import RankError, RankTimeout
 
-        got, wanted, seed, scale = self.drawn.got, self.drawn.wanted, self.drawn.seed, self.drawn.vary.scale
-        right = [results_of(wanted, rank) for rank in range(len(wanted))]
-        mine = [results_of(got, rank) for rank in range(len(got))] or [[None] * len(one) for one in right]
-        results = list(zip(mine, right, strict=True))
-        changes: Iterator[Version] = iter(_in_order(text.function, len(wanted)))
-        others: dict[int, list[list[Any]]] = {}
-        spent_s, size, needed = 0.0, 1, first_wrong(results, scale)
-        lost = 0
+        changes: Iterator[Version] = iter(_in_order(self.text.function, len(wanted)))
+        spent_s, size, lost = 0.0, 1, 0
+        others: list[tuple[DrawnCalls, Results]] = []
         while spent_s < BUDGET_S and (batch := list(islice(changes, size))):
             try:
-                found, took_s = self.tried(batch, seed, right, needed)
+                are_right, took_s = self.tried(batch, self.calls, wanted)
             except RankError as error:  # on some ranks alone a version raises: the ranks are made anew
                 lost += 1
                 if isinstance(error, RankTimeout) or lost > MOST_LOST:
@@ -150,57 +161,57 @@ class _Search(NamedTuple):
                 changes, size = chain(batch if size > 1 else (), changes), max(1, size // 4)
                 continue
             spent_s += took_s
-            for number, version in enumerate(batch):
-                of_ranks = [of_rank[number] for of_rank in found]
-                part, _ = explained(of_ranks, results, scale)
-                if part is None or (part and _breaks(of_ranks, results, scale)):
-                    continue
-                others = others or {other: self.right(other) for other in _other_seeds(seed, results)}
-                holds = all(self.holds(version, part, other, given) for other, given in others.items())
-                if holds and self.holds_on_more(version, part, seed):
-                    calls = (1 + len(others)) * len(results[0][0])
-                    return _words(text, version, part, calls, len(wanted), is_hidden=is_sealed(self.drawn.reference))
-            size = next_size(size, took_s)
+            for version in (version for version, is_right in zip(batch, are_right, strict=True) if is_right):
+                others = others or [(calls, self.right(calls)) for calls in self.more_calls(wanted)]
+                if all(self.tried([version], *more)[0][0] for more in others) and self.holds_on_more(version):
+                    return self.words(version, (1 + len(others)) * len(wanted[0]))
+            size = max(1, min(MOST, 4 * size, int(BATCH_S * size / max(took_s, 1e-3))))
         return ""
 
-    def tried(
-        self, batch: Sequence[Version], seed: int, given: Sequence[Sequence[Any]], needed: str
-    ) -> tuple[list[Any], float]:
-        """Make the calls of a seed with each version of the answer, behind the fence that the answer is behind."""
-        from distlab.grading.sandbox.guard import drive_on_rank
+    def tried(self, batch: Sequence[Version], calls: DrawnCalls, wanted: Results) -> tuple[list[bool], float]:
+        """Say which versions of the answer make all calls right, behind the fence that the answer is behind."""
+        from distlab.grading.guard import drive_on_rank
 
-        drive = functools.partial(_drive, len(batch), self.drawn.vary, seed, self.drawn.reference, given, needed)
-        texts = Versions(self.fn, [f"{self.head}\n{textwrap.indent(version.body, '    ')}" for version in batch])
-        exercise = self.drawn.exercise
-        tried = functools.partial(drive_on_rank, is_looked_at=False)  # once for each version: most calls take less time
-        found, took_s = zip(*self.drawn.ranks.run(tried, drive, texts, exercise.memory_limit_bytes), strict=True)
-        return list(found), took_s[0]
+        drive = functools.partial(_drive, len(batch), calls, wanted)
+        texts = Versions(self.fn, [f"{self.text.head}\n{textwrap.indent(one.body, '    ')}" for one in batch])
+        fenced = functools.partial(drive_on_rank, is_looked_at=False)  # once for each version: most calls take less
+        of_ranks, took_s = zip(*self.ranks.run(fenced, drive, texts, self.exercise.memory_limit_bytes), strict=True)
+        return [all(votes) for votes in zip(*of_ranks, strict=True)], took_s[0]
 
-    def holds(self, version: Version, part: str, seed: int, given: Sequence[Sequence[Any]]) -> bool:
-        """Whether a mend makes this part of all results of another seed right."""
-        again, _ = self.tried([version], seed, given, part)
-        return all(part in of_rank[0] and all(of_rank[0][part]) for of_rank in again)
+    def right(self, calls: DrawnCalls) -> Results:
+        """Return what the reference gives in these calls."""
+        return results_of(self.ranks.run(calls, calls.reference))
 
-    def holds_on_more(self, version: Version, part: str, seed: int) -> bool:
+    def more_calls(self, wanted: Results) -> list[DrawnCalls]:
+        """Return those of more seeds: of many where no drawn digit is in the results."""
+        more = 1 if is_telling(wanted) else MORE_SEEDS
+        return [self.calls.bare(self.calls.seed + OTHER_SEED + number) for number in range(more)]
+
+    def holds_on_more(self, version: Version) -> bool:
         """Whether a mend that was found on one rank is right on more, where the exercise runs on more."""
         from distlab.comm import RankError
-        from distlab.grading.fresh import start_ranks
+        from distlab.grading.run import start_ranks
 
-        more = min((world for world in self.drawn.exercise.worlds if world > 1), default=1)
-        if self.drawn.ranks.world_size > 1 or more == 1:
+        more = min((world for world in self.exercise.worlds if world > 1), default=1)
+        if self.ranks.world_size > 1 or more == 1:
             return True
         with start_ranks(more, LIMIT_S) as ranks:
-            search = self._replace(drawn=self.drawn._replace(ranks=ranks))
+            search = self._replace(ranks=ranks)
             try:
-                return search.holds(version, part, seed, search.right(seed))
+                return search.tried([version], self.calls, search.right(self.calls))[0][0]
             except RankError:
                 return False
 
-    def right(self, seed: int) -> list[list[Any]]:
-        """Return the reference's results for another seed, on each rank."""
-        reference = self.drawn.reference
-        made = self.drawn.ranks.run(call_varied, reference, self.drawn.vary, seed, reference)
-        return [results_of(made, rank) for rank in range(len(made))]
+    def words(self, version: Version, num_calls: int) -> str:
+        """Say which line it is, what was tried there, and what came of it."""
+        change = "with one change there" if is_sealed(self.calls.reference) else version.words
+        on = f" on {self.ranks.world_size} ranks" if self.ranks.world_size > 1 else ""
+        return f"{self.text.file}, line {version.line}: {change}, all results are right in {num_calls} drawn calls{on}."
+
+
+def results_of(run: Sequence[dict[str, dict[str, Any]]]) -> Results:
+    """Return what comes of each call on each rank."""
+    return [{name: outcome(call) for name, call in made.items()} for made in run]
 
 
 def _in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
@@ -217,64 +228,51 @@ def _in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
     return found
 
 
-def _other_seeds(seed: int, results: Sequence[tuple[list[Any], list[Any]]]) -> list[int]:
-    """Return more seeds for which a mend must hold: many where no drawn digit is in the results."""
-    is_told = any(_has_digits(right) for _, want in results for right in want)
-    return [seed + OTHER_SEED + more for more in range(1 if is_told else MORE_SEEDS)]
+def _drive(count: int, calls: DrawnCalls, wanted: Results, fn: Callable[..., Any]) -> tuple[list[bool], float]:
+    """On a rank, make all calls with each version of the answer until one is wrong; fn is the fence around them.
 
+    Say which versions are right, and how much of the processor's time that took.
+    """
+    import torch
+    import torch.distributed as dist
 
-def _has_digits(value: Any) -> bool:
-    """Whether there are drawn digits in a result."""
-    if isinstance(value, dict):
-        return any(map(_has_digits, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_digits, value))
-    return value != round(value) if isinstance(value, float) and math.isfinite(value) else is_telling(value)
-
-
-def _drive(
-    count: int,
-    vary: Vary,
-    seed: int,
-    reference: Callable[..., Any],
-    given: Sequence[Sequence[Any]],
-    needed: str,
-    fn: Callable[..., Any],
-) -> tuple[list[Agreed], float]:
-    """On a rank, make all calls with each version of the answer; fn is the fence around them."""
     texts: Any = fn.__wrapped__  # type: ignore[attr-defined]
+    mine, begun, all_reduce = wanted[dist.get_rank()], time.thread_time(), dist.all_reduce
 
-    refused: list[int] = []
+    def all_agree(is_right: bool) -> bool:
+        vote = torch.tensor(int(is_right))
+        if dist.get_world_size() > 1:
+            all_reduce(vote, dist.ReduceOp.MIN)
+        return bool(vote)
 
-    @contextlib.contextmanager
-    def made(number: int) -> Iterator[Callable[..., Any]]:
+    def are_right(number: int) -> bool:
         texts.choose(number)
         try:
-            yield fn
+            with _limited():
+                each = calls.each(fn)
+                return all(all_agree(near(outcome(call), mine[name], calls.vary.scale)) for name, call, _ in each)
+        except (Exception, Refused):  # the other ranks may wait for this one's vote
+            return all_agree(False)
         finally:
-            try:
+            with contextlib.suppress(Refused):
                 fn.look()  # type: ignore[attr-defined]
-            except Refused:  # told here, it would be one more vote
-                refused.append(number)
 
-    found, took_s = agreed(made, count, vary, seed, reference, given, needed=needed)
-    return [{} if number in refused else alike for number, alike in enumerate(found)], took_s
+    return [are_right(number) for number in range(count)], time.thread_time() - begun
 
 
-def _breaks(found: Sequence[Agreed], results: Sequence[tuple[list[Any], list[Any]]], scale: float) -> bool:
-    """Whether a part that all results have, and that was right in all calls, is not right any more."""
-    every = set.intersection(*({name for name, _ in parts(result)} for _, want in results for result in want))
-    for part in every:
-        pairs = [pair for sides in results for pair in zip(*(part_of(side, part) for side in sides), strict=True)]
-        was_right = all(near(mine, right, scale) for mine, right in pairs)
-        if was_right and not all(part in of_rank and all(of_rank[part]) for of_rank in found):
-            return True
-    return False
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise in this process where what follows takes too long, and let nothing warn."""
 
+    def stop(number: int, frame: Any) -> None:
+        raise RuntimeError("a change made a call that does not end")
 
-def _words(text: Text, version: Version, part: str, calls: int, world_size: int, *, is_hidden: bool) -> str:
-    """Say which line it is, what was tried there, and what came of it."""
-    change = "with one change there" if is_hidden else version.words
-    what = f"result{part} is right" if part else "all results are right"
-    on = f" on {world_size} ranks" if world_size > 1 else ""
-    return f"{text.file}, line {version.line}: {change}, {what} in {calls} drawn calls{on}."
+    old = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, ONE_S)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, old)

@@ -1,6 +1,6 @@
 """One place of a function changed, in each way that people mistake: what a search for a repair tries.
 
-`versions` walks once through a function's syntax tree; at each node `changes` gives what may stand in its place.
+`walk` goes once through a function's syntax tree and puts something else in each node's place; `changes` says what.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import ast
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 FEW = 8  # names that are tried in another's place
 SHORT = 60  # characters of a piece of text that is shown
-ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+New = ast.AST | list[ast.stmt]  # what stands in a node's place: of a statement also several, or none
+_ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _PAIRS = ((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn))
-OPERATORS: dict[type, tuple[type, ...]] = {
+_OPERATORS: dict[type, tuple[type, ...]] = {
     **{one: (other,) for pair in (*_PAIRS, (ast.Is, ast.IsNot)) for one, other in (pair, pair[::-1])},
-    **{one: tuple(other for other in ORDERED if other is not one) for one in ORDERED},
+    **{one: tuple(other for other in _ORDERED if other is not one) for one in _ORDERED},
     ast.FloorDiv: (ast.Div, ast.Mult),
     ast.Mod: (ast.FloorDiv,),
     ast.Pow: (ast.Mult,),
@@ -28,12 +29,89 @@ _ALIKE = (  # names that are mistaken for one another
     *("div_ mul_", "SUM MAX MIN", "argmin argmax", "append extend", "median_low median_high median fmean"),
     *("logaddexp maximum minimum", "index_add_ index_copy_", "abs square", "exp exp2", "log log2"),
 )
-NAMES = {name: [one for one in group.split() if one != name] for group in _ALIKE for name in group.split()}
-WITH_DIM = ("chunk", "tensor_split", "split", "cat", "stack", "unbind")
+_NAMES = {name: [one for one in group.split() if one != name] for group in _ALIKE for name in group.split()}
+_KEYWORDS = {  # of a call, and what one forgets to say
+    "topk": ("largest", False),
+    "sort": ("descending", True),
+    "argsort": ("descending", True),
+    "sorted": ("reverse", True),
+    **dict.fromkeys(("chunk", "tensor_split", "split", "cat", "stack", "unbind"), ("dim", 1)),
+}
 _MESSAGES = re.compile(r"\b(i?send|i?recv|exchange\w*|Send|Receive|all_to_all\w*|barrier)\b")
 _CALLS = re.compile(r"\bdist\.(?!get_|ReduceOp)|\b(gather_into|scatter_sum|\w+_(to|from)_ranks|collectives|work)\b")
 _TURNS = re.compile(r"\s*(if|elif|else|while|for|with|continue|break)\b")
 _WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+class Step(NamedTuple):
+    """One change of a function.
+
+    Attributes:
+        node: what was there.
+        new: what stands in its place.
+        line: where.
+        before: text of the largest expression around the node that is short enough to be shown.
+        after: the same with the change; "" where statements take a statement's place.
+        body: the whole body with the change, as text.
+    """
+
+    node: ast.AST
+    new: New
+    line: int
+    before: str
+    after: str
+    body: str
+
+
+def walk(function: ast.FunctionDef, changes: Callable[[ast.AST, int], Iterable[New]]) -> Iterator[Step]:
+    """Yield a function with one place changed, each text once.
+
+    Args:
+        function: is as it was after each step.
+        changes: takes a node and its line; returns what may stand in its place.
+    """
+    parents = {id(child): node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    seen = {body_of(function)}
+    for parent in list(ast.walk(function)):
+        for field, value in list(ast.iter_fields(parent)):
+            if field in ("decorator_list", "returns", "annotation"):
+                continue
+            for at, node in enumerate(value if isinstance(value, list) else [value]):
+                if not isinstance(node, ast.AST):
+                    continue
+                around = _around(node if isinstance(node, ast.expr | ast.stmt) else parent, parents)
+                line = getattr(node, "lineno", getattr(parent, "lineno", 0))
+                before = ast.unparse(around)
+                for new in changes(node, line):
+                    put: Any = new
+                    if isinstance(value, list):
+                        put = [*value[:at], *(new if isinstance(new, list) else [new]), *value[at + 1 :]]
+                    setattr(parent, field, [ast.Pass()] if put == [] and field == "body" else put)
+                    shown = new if around is node else around
+                    text, after = body_of(function), "" if isinstance(shown, list) else text_of(shown)
+                    setattr(parent, field, value)
+                    if text not in seen:
+                        seen.add(text)
+                        yield Step(node, new, line, before, after, text)
+
+
+def _around(node: ast.AST, parents: dict[int, ast.AST]) -> ast.AST:
+    """Return the largest expression around a node that is short enough to be shown."""
+    around = node
+    while isinstance(node, ast.expr) and isinstance(node := parents[id(node)], ast.expr | ast.keyword):
+        if isinstance(node, ast.expr) and len(ast.unparse(node)) <= SHORT:
+            around = node
+    return around
+
+
+def body_of(function: ast.FunctionDef) -> str:
+    """Return a function's body as text."""
+    return "\n".join(map(text_of, function.body)) or "pass"
+
+
+def text_of(node: ast.AST) -> str:
+    """Return the text of a node that may be new."""
+    return ast.unparse(ast.fix_missing_locations(node))
 
 
 class Version(NamedTuple):
@@ -50,6 +128,27 @@ class Version(NamedTuple):
     words: str
     line: int
     risk: int
+
+
+def versions(function: ast.FunctionDef) -> Iterator[Version]:
+    """Yield a function with one place changed, in each way that people mistake."""
+    scope, original = Scope.of(function), body_of(function)
+    for step in walk(function, lambda node, line: changes(node, scope, line)):
+        before = _first_line(step.before)
+        words = f"with `{_first_line(step.after)}` in the place of `{before}`"
+        if isinstance(step.new, list):
+            texts = [_first_line(text_of(one)) for one in step.new]
+            words = f"without `{before}`"
+            if texts:
+                words = "with `{}` before `{}`".format(*texts)
+                words = "with `{1}` after `{0}`".format(*texts) if before == texts[0] else words
+        yield Version(step.body, words, step.line, _risk(original, step.body))
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of a text, at most SHORT characters."""
+    text = text.partition("\n")[0]
+    return text if len(text) <= SHORT else text[: SHORT - 3] + "..."
 
 
 class Scope(NamedTuple):
@@ -70,106 +169,66 @@ class Scope(NamedTuple):
                 names.setdefault(node.id, node.lineno)
             elif isinstance(node, ast.Assign) and any(word in ast.unparse(node.value) for word in sizes):
                 scalars[:0] = [one.id for one in node.targets if isinstance(one, ast.Name)]
-        numbers: list[ast.expr] = []
-        numbers += [ast.Name(name, ast.Load()) for name in dict.fromkeys(scalars)][: FEW // 2]
+        numbers: list[ast.expr] = [_name(name) for name in dict.fromkeys(scalars)][: FEW // 2]
         if "dist." in ast.unparse(function):
             numbers.append(ast.parse("dist.get_world_size()", mode="eval").body)
         return cls(names, numbers)
 
-    def before(self, line: int, name: str = "") -> list[ast.Name]:
+    def before(self, line: int, name: str = "") -> list[ast.expr]:
         """Return a few names that have a value before a line."""
-        given = [one for one, first in self.names.items() if first < line and one != name]
-        return [ast.Name(one, ast.Load()) for one in given[-FEW:]]
+        return [_name(one) for one, first in self.names.items() if first < line and one != name][-FEW:]
 
 
-def versions(function: ast.FunctionDef) -> Iterator[Version]:
-    """Yield a function with one place changed, each text once."""
-    scope, original = Scope.of(function), _body(function)
-    parents = {id(child): node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
-    seen = {original}
-    for parent in list(ast.walk(function)):
-        for field, value in ast.iter_fields(parent):
-            if field in ("decorator_list", "returns", "args", "annotation") and not isinstance(parent, ast.Call):
-                continue
-            for at, node in enumerate(value if isinstance(value, list) else [value]):
-                if not isinstance(node, ast.AST):
-                    continue
-                line = getattr(node, "lineno", getattr(parent, "lineno", 0))
-                around = _around(node if isinstance(node, ast.expr | ast.stmt) else parent, parents)
-                before = shown(around)
-                for new in changes(node, scope, line):
-                    if isinstance(value, list):
-                        put = [*value[:at], *(new if isinstance(new, list) else [new]), *value[at + 1 :]]
-                        setattr(parent, field, put or [ast.Pass()])
-                    else:
-                        setattr(parent, field, new)
-                    text, words = _body(function), _words(before, new if around is node else around)
-                    setattr(parent, field, value)
-                    if text not in seen:
-                        seen.add(text)
-                        yield Version(text, words, line, _risk(original, text))
+def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
+    """Yield what may stand in a node's place."""
+    yield from (other() for other in _OPERATORS.get(type(node), ()))
+    match node:
+        case ast.stmt():
+            yield from _of_statement(node, scope)
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield from map(ast.Constant, (value + 1, value - 1, 2 * value, value / 2, -value, 0))
+        case ast.Attribute(value, name, ast.Load()):
+            yield from (ast.Attribute(value, other, ast.Load()) for other in _NAMES.get(name, ()))
+            if name in ("T", "mT", "shape"):
+                yield value
+        case ast.Name(name, ast.Load()):
+            yield from map(_name, _NAMES.get(name, ()))
+            if name in scope.names:
+                yield from scope.before(line, name)
+                yield ast.Call(ast.Attribute(node, "clone", ast.Load()), [], [])
+                if any(isinstance(one, ast.Name) and one.id == name for one in scope.scalars):
+                    yield from _one_more_or_less(node)
+        case ast.BinOp(left, op, right):
+            yield from (left, right, ast.BinOp(right, op, left), *_one_more_or_less(node))
+            if isinstance(op, ast.Mult | ast.Div | ast.Mod):
+                yield from (ast.BinOp(left, op, scalar) for scalar in scope.scalars)
+        case ast.BoolOp():
+            yield from node.values
+        case ast.UnaryOp():
+            yield node.operand
+        case ast.IfExp(test, body, orelse):
+            yield from (body, orelse, ast.IfExp(test, orelse, body))
+        case ast.Compare(left, [op], [right]):
+            yield from (ast.Compare(left, [op], [other]) for other in _one_more_or_less(right))
+        case ast.Subscript(value, ast.Name() | ast.BinOp() | ast.Constant() as at, ctx):
+            places: list[ast.expr] = [*map(ast.Constant, (0, 1, -1, -2)), *_one_more_or_less(at), *scope.before(line)]
+            if isinstance(at, ast.Name):
+                places.append(ast.Call(ast.Attribute(at, "argsort", ast.Load()), [], []))  # back to where they were
+            yield from (ast.Subscript(value, place, ctx) for place in places)
+        case ast.Slice(lower, upper, step):
+            yield from (ast.Slice(None, upper, step), ast.Slice(lower, None, step))
+        case ast.Call():
+            yield from _of_call(node)
 
 
-def _around(node: ast.AST, parents: dict[int, ast.AST]) -> ast.AST:
-    """Return the largest expression around a node that is short enough to be shown."""
-    around = node
-    while isinstance(node, ast.expr) and isinstance(node := parents[id(node)], ast.expr | ast.keyword):
-        if isinstance(node, ast.expr) and len(ast.unparse(node)) <= SHORT:
-            around = node
-    return around
+def _name(name: str) -> ast.expr:
+    return ast.Name(name, ast.Load())
 
 
-def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[Any]:
-    """Yield what may stand in a node's place; in a statement's also a list of them, which may be empty."""
-    yield from (other() for other in OPERATORS.get(type(node), ()))
-    if isinstance(node, ast.stmt):
-        yield from _of_statement(node, scope)
-    elif isinstance(node, ast.Constant):
-        yield from map(ast.Constant, _other_values(node.value))
-    elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-        yield from _of_name(node, scope, line)
-    elif isinstance(node, ast.BinOp):
-        yield from (node.left, node.right, ast.BinOp(node.right, node.op, node.left))
-        yield from (ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub()))
-        if isinstance(node.op, ast.Mult | ast.Div | ast.Mod):
-            yield from (ast.BinOp(node.left, node.op, scalar) for scalar in scope.scalars)
-    elif isinstance(node, ast.BoolOp):
-        yield from node.values
-    elif isinstance(node, ast.UnaryOp):
-        yield node.operand
-    elif isinstance(node, ast.IfExp):
-        yield from (node.body, node.orelse, ast.IfExp(node.test, node.orelse, node.body))
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-        for op in (ast.Add(), ast.Sub()):
-            yield ast.Compare(node.left, node.ops, [ast.BinOp(node.comparators[0], op, ast.Constant(1))])
-    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name | ast.BinOp | ast.Constant):
-        moved = [ast.BinOp(node.slice, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub())]
-        places: list[ast.expr] = [*map(ast.Constant, (0, 1, -1, -2)), *moved, *scope.before(line)]
-        yield from (ast.Subscript(node.value, place, node.ctx) for place in places)
-    elif isinstance(node, ast.Slice):
-        yield from (ast.Slice(None, node.upper, node.step), ast.Slice(node.lower, None, node.step))
-    elif isinstance(node, ast.Call):
-        yield from _of_call(node)
-
-
-def _other_values(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [not value]
-    return [value + 1, value - 1, 2 * value, value / 2, -value, 0] if isinstance(value, int | float) else []
-
-
-def _of_name(node: ast.Name | ast.Attribute, scope: Scope, line: int) -> Iterator[ast.expr]:
-    if isinstance(node, ast.Attribute):
-        yield from (ast.Attribute(node.value, other, ast.Load()) for other in NAMES.get(node.attr, ()))
-        if node.attr in ("T", "mT", "shape"):
-            yield node.value
-        return
-    yield from (ast.Name(other, ast.Load()) for other in NAMES.get(node.id, ()))
-    if node.id in scope.names:
-        yield from scope.before(line, node.id)
-        yield ast.Call(ast.Attribute(node, "clone", ast.Load()), [], [])
-        if any(isinstance(one, ast.Name) and one.id == node.id for one in scope.scalars):
-            yield from (ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Sub(), ast.Add()))
+def _one_more_or_less(node: ast.expr) -> list[ast.expr]:
+    return [ast.BinOp(node, op, ast.Constant(1)) for op in (ast.Add(), ast.Sub())]
 
 
 def _of_call(node: ast.Call) -> Iterator[ast.expr]:
@@ -181,14 +240,12 @@ def _of_call(node: ast.Call) -> Iterator[ast.expr]:
         yield ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
     for at in range(len(node.keywords)):
         yield ast.Call(node.func, node.args, [*node.keywords[:at], *node.keywords[at + 1 :]])
-    more = {"topk": ("largest", False), "sort": ("descending", True), "argsort": ("descending", True)}
-    more |= {"sorted": ("reverse", True)} | dict.fromkeys(WITH_DIM, ("dim", 1))  # type: ignore[arg-type]
-    if called in more and not any(one.arg == more[called][0] for one in node.keywords):
-        key, value = more[called]
+    if called in _KEYWORDS and not any(one.arg == _KEYWORDS[called][0] for one in node.keywords):
+        key, value = _KEYWORDS[called]
         yield ast.Call(node.func, node.args, [*node.keywords, ast.keyword(key, ast.Constant(value))])
 
 
-def _of_statement(node: ast.stmt, scope: Scope) -> Iterator[ast.stmt | list[ast.stmt]]:
+def _of_statement(node: ast.stmt, scope: Scope) -> Iterator[New]:
     if not isinstance(node, ast.Return | ast.FunctionDef | ast.Import | ast.ImportFrom):
         yield []
     if isinstance(node, ast.If):
@@ -229,29 +286,6 @@ def _with(node: ast.stmt, **fields: Any) -> ast.stmt:
     for name, value in fields.items():
         setattr(new, name, value)
     return new
-
-
-def _body(function: ast.FunctionDef) -> str:
-    return "\n".join(ast.unparse(ast.fix_missing_locations(statement)) for statement in function.body) or "pass"
-
-
-def _words(before: str, after: Any) -> str:
-    if isinstance(after, list):
-        if not after:
-            return f"without `{before}`"
-        texts = [shown(each) for each in after]
-        return (
-            "with `{}` after `{}`".format(*texts[::-1])
-            if before == texts[0]
-            else "with `{}` before `{}`".format(*texts)
-        )
-    return f"with `{shown(after)}` in the place of `{before}`"
-
-
-def shown(node: ast.AST) -> str:
-    """Return the first line of a node's text, at most SHORT characters."""
-    text = ast.unparse(ast.fix_missing_locations(node)).splitlines()[0]
-    return text if len(text) <= SHORT else text[: SHORT - 3] + "..."
 
 
 def last_call(function: ast.FunctionDef) -> int:

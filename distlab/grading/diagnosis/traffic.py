@@ -1,4 +1,4 @@
-"""What a run sent, from its records: bytes, calls, steps and their order, and where a budget was passed.
+"""What a run sent, from its records: bytes, calls and their order, and where a budget was passed.
 
 A right result is not enough: a "ring" that sends whole tensors and a "bucket" that holds one parameter give the same
 numbers. These functions read what the ranks really did.
@@ -7,8 +7,6 @@ numbers. These functions read what the ranks really did.
 from __future__ import annotations
 
 import linecache
-from bisect import bisect_right
-from collections.abc import Sequence
 
 from distlab.comm.record.read import Call
 from distlab.grading.exercise import Evidence, Fault
@@ -67,27 +65,6 @@ def _is_made_in(file: str, call: Call) -> bool:
         return False
     text = linecache.getline(file, int(line)) if line.isdecimal() else ""
     return ".backward(" not in text or call.op in text
-
-
-def num_steps(evidence: Evidence, rank: int) -> int:
-    """Return the number of rounds in which a rank communicated.
-
-    Sends that start before any other call has ended are one round; a send that starts after something has arrived, or
-    has been sent, begins the next. Receives count alike, and the larger number is the answer; a native collective is a
-    round of its own.
-    """
-    made = [call for call in calls(evidence, rank) if call.op != "barrier"]
-    ends = sorted(call.end_ns for call in made if call.end_ns)
-    return max(_rounds([call for call in made if call.op != skipped], ends) for skipped in MESSAGES)
-
-
-def _rounds(made: Sequence[Call], ends: Sequence[int]) -> int:
-    """Count groups of calls that start before any call has ended since the group's first."""
-    rounds, begun = 0, 0
-    for start in sorted(call.start_ns for call in made):
-        if rounds == 0 or bisect_right(ends, start) > bisect_right(ends, begun):
-            rounds, begun = rounds + 1, start
-    return rounds
 
 
 def in_megabytes(num_bytes: float) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,41 +95,6 @@ def describe(value: Any) -> str:
     return text if len(text) <= 80 else f"a {type(value).__name__}{size}"
 
 
-def first_difference_between_ranks(values: Sequence[Any], what: str = "the result") -> Fault | None:
-    """Say which rank's value first differs from rank 0's, bit for bit, or return None where all are equal.
-
-    Args:
-        values: one per rank: a tensor, or a list or dict of tensors.
-        what: a name for it, such as "weights after one step".
-    """
-    first = _leaves(values[0])
-    for rank, value in enumerate(values[1:], start=1):
-        leaves = _leaves(value)
-        if [name for name, _ in leaves] != [name for name, _ in first]:
-            return Fault("replicas differ", f"rank {rank}'s {what} has other parts than rank 0's: {describe(value)}")
-        for (name, one), (_, other) in zip(leaves, first, strict=True):
-            if isinstance(one, Tensor) and isinstance(other, Tensor):
-                alike = one.shape == other.shape and one.dtype == other.dtype
-            else:
-                alike = type(one) is type(other) and one == other
-            if not alike:
-                text = f"rank {rank}'s {what}{name} is {describe(one)}, rank 0's is {describe(other)}"
-                return Fault("replicas differ", text)
-            if isinstance(one, Tensor) and not bool((one.isnan() & other.isnan() | (one == other)).all()):
-                gap = float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
-                text = f"rank {rank}'s {what}{name} differs from rank 0's, by up to {gap:.3g}"
-                return Fault("replicas differ", f"{text}: all ranks must hold the same")
-    return None
-
-
-def _leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{name}[{key!r}]")]
-    if isinstance(value, list | tuple):
-        return [leaf for index, item in enumerate(value) for leaf in _leaves(item, f"{name}[{index}]")]
-    return [(name, value)]
-
-
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -184,6 +150,54 @@ def equal(got: Tensor, want: Tensor) -> bool:
     finite = want[want.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(got, want, rtol=0.0, atol=tolerance_of(want.dtype) * max(scale, 1e-300), equal_nan=True)
+
+
+def near(got: Any, want: Any, scale: float = 0.0) -> bool:
+    """Whether two results are equal up to the roundings of their dtype.
+
+    Args:
+        got: what there is.
+        want: what was expected.
+        scale: size of the numbers that they came from, where those may be larger than the results.
+    """
+    if isinstance(want, Tensor) and isinstance(got, Tensor):
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return False
+        if not want.is_floating_point() or equal(got, want):
+            return equal(got, want)
+        limit = tolerance_of(want.dtype) * scale * (8 if want.element_size() == 2 else 1)  # 16 bits: values up to 8
+        return torch.allclose(got, want, rtol=0.0, atol=limit, equal_nan=True)
+    if isinstance(want, list | tuple) and isinstance(got, list | tuple):
+        return len(got) == len(want) and all(near(*pair, scale) for pair in zip(got, want, strict=True))
+    if isinstance(want, dict) and isinstance(got, dict):
+        return got.keys() == want.keys() and all(near(got[key], want[key], scale) for key in want)
+    return compare(got, want) is None
+
+
+def is_telling(value: Any) -> bool:
+    """Whether a value has drawn numbers in it, so that two calls with other arguments never give the same one."""
+    if isinstance(value, Tensor):
+        return value.numel() > (0 if value.is_floating_point() else 3) and bool(value.any())
+    if isinstance(value, dict | list | tuple):
+        return any(map(is_telling, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and math.isfinite(value) and value != round(value)
+
+
+def in_python_numbers(value: Any, depth: int = 20) -> Any:
+    """Return a value with Python's numbers for numpy's: np.int64(8) is 8; what holds none is returned itself."""
+    if not depth:  # a list may hold itself
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, complex, str):
+        return value.item()
+    if type(value) in (list, tuple):
+        items = [in_python_numbers(item, depth - 1) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
+    if type(value) is dict:
+        pairs = {in_python_numbers(key): in_python_numbers(item, depth - 1) for key, item in value.items()}
+        is_same = all(new is old for new, old in zip([*pairs, *pairs.values()], [*value, *value.values()], strict=True))
+        return value if is_same else pairs
+    return value
 
 
 def close(one: float, other: float) -> bool:

@@ -1,66 +1,29 @@
-"""Compare the varied calls of an answer with those of the reference, and name the fault by what was seen."""
+"""Compare the drawn calls of an answer with those of the reference, and name the fault by what was seen."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from distlab.grading.causes.as_if import cause_of
-from distlab.grading.causes.condition import condition
-from distlab.grading.causes.mend import mend_of
-from distlab.grading.causes.search import Drawn
+from distlab.grading.agreement import cause_in
+from distlab.grading.cases import AFTER, RESULT
+from distlab.grading.causes.mend import mend_of, results_of
+from distlab.grading.diagnosis.traffic import calls as calls_of, in_megabytes, sent_bytes
+from distlab.grading.diagnosis.values import compare, is_telling, near
 from distlab.grading.exercise import SEEN, Evidence, Exercise, Fault
-from distlab.grading.variation.calls import call_varied
+from distlab.grading.run import Unavailable, not_judged, run_world
+from distlab.grading.variation.calls import DrawnCalls
 from distlab.grading.variation.draw import IN_CALL
-from distlab.grading.variation.near import is_telling, near
-from distlab.grading.variation.sent import all_sent, not_taking_part, other_messages, taking_part, too_few, unseen
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
 
-def too_few_bytes(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
-    """Let the reference do what the answer did in the exercise's own cases, and compare the bytes that were sent."""
-    assert exercise.vary is not None
-    results = ranks.run(exercise.drive, reference)
-    wanted = Evidence(ranks.world_size, results, ranks.records())
-    sent, least = all_sent(evidence), all_sent(wanted) * exercise.vary.least_bytes
-    return too_few(sent, evidence.records.num_calls(), least, ranks.world_size)
-
-
-def varied_fault(
-    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
-) -> Fault | None:
-    """Call fn and then the reference with the arguments of a seed; return the first difference as a fault, or None.
-
-    Raises:
-        Unavailable: the ranks went for a reason that is not the function's.
-    """
-    from distlab.grading.fresh import Unavailable
-    from distlab.grading.run import not_judged
-
-    try:
-        fault = _fault(exercise, fn, reference, ranks, seed)
-    except Unavailable:
-        raise
-    except Exception as error:  # of a comparison: a whole number that no float holds, say
-        fault = not_judged(error)
-    if fault is None or fault.code == "not attempted":
-        return fault
-    return fault._replace(message=f"{fault.message}{_again(exercise, seed)}")
-
-
-def _again(exercise: Exercise, seed: int) -> str:
-    again = f'check("{exercise.name}", {exercise.function}, seed={seed})'
-    return f"\n  these arguments are drawn; the same ones again: {again}"
-
-
-def _fault(
+def drawn_fault(
     exercise: Exercise,
     fn: Callable[..., Any],
     reference: Callable[..., Any],
@@ -69,230 +32,203 @@ def _fault(
     *,
     is_wrong: bool = False,
 ) -> Fault | None:
-    """Make the drawn calls and compare them; `is_wrong`: the exercise's own cases have shown a fault without a name."""
-    from distlab.comm import RankError
-    from distlab.grading.fresh import Unavailable
-    from distlab.grading.run import run_world
+    """Call fn and then the reference with the arguments of a seed; return the first difference as a fault, or None.
 
-    assert exercise.vary is not None
-    drive = functools.partial(call_varied, vary=exercise.vary, seed=seed, names_of=reference)
-    answered = run_world(replace(exercise, drive=drive), fn, ranks)
-    if isinstance(answered, Fault):
-        if earlier := _wrong_before(exercise, fn, reference, ranks, seed, answered):
-            return earlier
-        is_seen = is_wrong or answered.code in SEEN
-        return answered._replace(cause=_mend_alone(exercise, fn, reference, ranks, seed)) if is_seen else answered
-    num_calls, num_bytes = answered.records.num_calls(), all_sent(answered)
-    try:
-        wanted = ranks.run(drive, reference)
-    except (RankError, RuntimeError, OSError) as error:
-        raise Unavailable(f"the reference itself failed with seed {seed}: {error}") from error
-    got = answered.results
-    reference_run = Evidence(ranks.world_size, wanted, ranks.records())
-    num_calls_wanted = reference_run.records.num_calls()
-    fault = next(_judge(exercise, got, wanted), None) if _is_whole(got, exercise.vary.num_calls) else None
-    in_place = all(call["result"] is None for each in wanted for call in each["calls"])
-    if fault is not None and (fault.code in SEEN or (in_place and fault.code == "argument changed")):
-        cause = cause_of(fn, Drawn(exercise, reference, ranks, seed, got, wanted))
-        if not cause and (where := condition(got, wanted, exercise.vary.scale)):
-            cause = f"in all {exercise.vary.num_calls} drawn calls it is wrong where {where}, and right elsewhere."
-        if is_wrong and not cause:
-            fault = next(_judge(exercise, got, wanted, is_smallest_first=True))
-        fault = fault._replace(cause=cause) if fault is not None else None
-    fault = fault or unseen(got, num_calls, num_calls_wanted)
-    if fault is None:
-        fault = not_taking_part(taking_part(answered), taking_part(reference_run))
-    if fault is None:
-        least = all_sent(reference_run) * exercise.vary.least_bytes
-        fault = too_few(num_bytes, num_calls, least, ranks.world_size)
-    if fault is None and exercise.vary.same_messages:
-        fault = other_messages(answered, reference_run)
-    return fault
+    Args:
+        exercise: says how arguments are drawn.
+        fn: the answer.
+        reference: the right function.
+        ranks: that make the calls.
+        seed: of the draws.
+        is_wrong: whether the exercise's own cases have shown a fault that names no mistake: then a cause is looked
+            for, and without one the smallest wrong call is told, which can be worked out by hand.
 
-
-def _mend_alone(
-    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
-) -> str:
-    """Say where an answer is wrong that did not come to the end of its drawn calls, or "": fresh ranks look for it."""
-    from distlab.comm import RankError
-
-    try:
-        wanted = ranks.run(call_varied, reference, exercise.vary, seed, reference)
-    except RankError:
-        return ""
-    return mend_of(fn, Drawn(exercise, reference, ranks, seed, (), wanted))
-
-
-def with_cause(
-    fault: Fault, exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int
-) -> Fault:
-    """Add to a fault of the exercise's own cases, where it names no mistake, what drawn calls show to be the cause.
-
-    Where they show none, the smallest of them that is wrong is told: it can be worked out by hand.
+    Raises:
+        Unavailable: the ranks went for a reason that is not the function's.
     """
-    if fault.cause or fault.code not in SEEN or exercise.vary is None:
-        return fault
-    from distlab.grading.fresh import Unavailable
-
+    assert exercise.vary is not None
+    calls = DrawnCalls(exercise.vary, seed, reference)
     try:
-        drawn = _fault(exercise, fn, reference, ranks, seed, is_wrong=True)
+        fault = _Drawn(exercise, fn, calls, ranks).fault(is_wrong=is_wrong)
     except Unavailable:
         raise
-    except Exception:  # of a comparison: the fault that was seen says enough
+    except Exception as error:  # of a comparison: a whole number that no float holds, say
+        fault = None if is_wrong else not_judged(error)
+    if fault is None or fault.code == "not attempted":
         return fault
-    if drawn is not None and drawn.cause:
-        return fault._replace(cause=drawn.cause)
-    if drawn is None or drawn.code not in SEEN:
+    again = f'check("{exercise.name}", {exercise.function}, seed={seed})'
+    return fault._replace(message=f"{fault.message}\n  these arguments are drawn; the same ones again: {again}")
+
+
+class _Drawn(NamedTuple):
+    """An answer and the calls that are drawn for it."""
+
+    exercise: Exercise
+    fn: Callable[..., Any]
+    calls: DrawnCalls
+    ranks: Ranks
+
+    def fault(self, *, is_wrong: bool) -> Fault | None:
+        """Make the calls and compare them: results first, then arguments and the process, then what was sent."""
+        answered = run_world(self.exercise, self.calls, self.fn, self.ranks)
+        wanted = self._right(self.calls)
+        if isinstance(answered, Fault):
+            if earlier := self._before(answered):
+                return earlier
+            is_nameless = is_wrong or answered.code in SEEN
+            return answered._replace(cause=self._mended(wanted)) if is_nameless else answered
+        differences = _Differences(self.exercise, answered.results, wanted.results)
+        fault = next(differences.found(), None)
+        if fault is None:
+            return _sent_otherwise(self.exercise, answered, wanted)
+        in_place = all(call[RESULT] is None for made in wanted.results for call in made.values())
+        if fault.code not in SEEN and not (in_place and fault.code == "argument changed"):
+            return fault
+        cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks) or self._mended(wanted)
+        if is_wrong and not cause:
+            fault = next(differences.found(is_smallest_first=True))
+        return fault._replace(cause=cause)
+
+    def _right(self, calls: DrawnCalls) -> Evidence:
+        """Let the reference make the calls."""
+        try:
+            results = self.ranks.run(calls, calls.reference)
+        except (RuntimeError, OSError) as error:
+            raise Unavailable(f"the reference itself failed with seed {calls.seed}: {error}") from error
+        return Evidence(self.ranks.world_size, results, self.ranks.records())
+
+    def _mended(self, wanted: Evidence) -> str:
+        return mend_of(self.fn, self.exercise, self.calls, results_of(wanted.results), self.ranks)
+
+    def _before(self, ended: Fault) -> Fault | None:
+        """Return what is wrong in the calls before the one that ended the run, where its number is told."""
+        found = re.search(rf"{IN_CALL} (\d+)", ended.message)
+        if found is None or (count := int(found[1]) - 1) == 0:
+            return None
+        calls = replace(self.calls, numbers=tuple(range(count)))
+        answered = run_world(self.exercise, calls, self.fn, self.ranks)
+        if isinstance(answered, Fault):
+            return None
+        return next(_Differences(self.exercise, answered.results, self._right(calls).results).in_results(), None)
+
+
+class _Differences:
+    """How the drawn calls of an answer differ from the reference's, in words."""
+
+    def __init__(self, exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> None:
+        assert exercise.vary is not None
+        self.name, self.scale = exercise.function, exercise.vary.scale
+        self.got, self.wanted, self.n = got, wanted, len(got)
+
+    def found(self, *, is_smallest_first: bool = False) -> Iterator[Fault]:
+        """Yield what differs: results, then call by call the arguments, and what was left behind."""
+        yield from self.in_results(is_smallest_first=is_smallest_first)
+        for call in self.wanted[0]:
+            for rank in range(self.n):
+                mine, right = self.got[rank][call], self.wanted[rank][call]
+                where = f"{call}, {self.name}({right['words']}): "
+                yield from self._in_arguments(mine, right, where, f"rank {rank}'s " if self.n > 1 else "")
+                yield from _left_behind(mine, right, where, f" on rank {rank}" if self.n > 1 else "")
+
+    def in_results(self, *, is_smallest_first: bool = False) -> Iterator[Fault]:
+        """Yield each call's first wrong result, with the call's arguments, and those of a call that is right."""
+        wrong = {call: found for call in self.wanted[0] if (found := self._first_wrong(call)) is not None}
+        right = [call for call in self.wanted[0] if call not in wrong]
+        order = sorted(wrong, key=lambda call: _size(self.wanted[0][call])) if is_smallest_first else [*wrong]
+        for call in order:
+            rank, fault = wrong[call]
+            of_rank = self.wanted[rank]
+            also = f"; right for {self.name}({of_rank[right[0]]['words']})" if right and fault.code != "kept" else ""
+            yield Fault(fault.code, f"{call}, {self.name}({of_rank[call]['words']}): {fault.message}{also}")
+
+    def _first_wrong(self, call: str) -> tuple[int, Fault] | None:
+        found = ((rank, self._in_result(call, rank)) for rank in range(self.n))
+        return next(((rank, fault) for rank, fault in found if fault is not None), None)
+
+    def _in_result(self, call: str, rank: int) -> Fault | None:
+        """Compare one call's result with the reference's, and say where else it comes from."""
+        what = f"rank {rank}'s result" if self.n > 1 else "the result"
+        mine, right = self.got[rank][call], self.wanted[rank][call]
+        fault = (
+            None
+            if near(mine[RESULT], right[RESULT], self.scale)
+            else compare(mine[RESULT], right[RESULT], what, self.n)
+        )
+        if fault is None:
+            if near(mine["later"], right["later"], self.scale):
+                return None
+            text = f"{what} was right at first, but a later call changed it: both calls return the same memory"
+            return Fault("kept", f"{text}; make a new tensor in each call")
+        for earlier, theirs in self.wanted[rank].items():
+            if earlier == call:
+                break
+            if is_telling(before := theirs[RESULT]) and near(mine[RESULT], before) and not near(right[RESULT], before):
+                text = f"{what} is that of {earlier}, which had other arguments"
+                return Fault("kept", f"{text}: something is kept between calls; work it out anew in each")
+        if fault.code == "dtype":
+            return Fault("dtype", f"{fault.message}: take the dtype from the argument, do not write one down")
         return fault
-    smallest = f"the smallest drawn arguments for which it is wrong: {drawn.message}"
-    return Fault(fault.code, f"{fault.message}\n  {smallest}{_again(exercise, seed)}")
+
+    def _in_arguments(self, mine: dict[str, Any], right: dict[str, Any], where: str, whose: str) -> Iterator[Fault]:
+        """Compare what the arguments are afterwards."""
+        got, want, before = mine[AFTER], right[AFTER], right["before"]
+        for name in dict.fromkeys([*want, *got]):
+            if name not in got or name not in want:
+                owner, _, what = name.rpartition(".")
+                text = f"{where}afterwards {whose}{name} is {'there' if name in got else 'gone'}, which it must not be"
+                if what == "requires_grad" and name in got:
+                    text = f"{where}it makes {whose}{owner}, which belongs to the caller, require a gradient"
+                    text = f"{text}; leave that as it is, or work on {owner}.detach()"
+                yield Fault("argument changed", text)
+                return
+            if near(got[name], want[name], self.scale):
+                continue
+            fault = compare(got[name], want[name], f"{whose}{name} afterwards")
+            if fault is None:
+                continue
+            message = fault.message.replace(" (is a return missing?)", "")
+            if name in before and near(want[name], before[name]):
+                text = f"{where}it changed {whose}{name}, which belongs to the caller"
+                yield Fault("argument changed", f"{text} ({message}); leave it as it is, or work on a copy")
+            else:
+                yield Fault(fault.code, f"{where}{message}")
 
 
-def _wrong_before(
-    exercise: Exercise, fn: Callable[..., Any], reference: Callable[..., Any], ranks: Ranks, seed: int, ended: Fault
-) -> Fault | None:
-    """Return what is wrong in the drawn calls before the one that ended the run, where its number is told."""
-    from distlab.grading.run import run_world
-
-    found = re.search(rf"{IN_CALL} (\d+)", ended.message)
-    if found is None or (count := int(found[1]) - 1) == 0:
-        return None
-    assert exercise.vary is not None
-    drive = functools.partial(
-        call_varied, vary=exercise.vary, seed=seed, names_of=reference, goes_on=lambda number, _: number + 1 < count
-    )
-    answered = run_world(replace(exercise, drive=drive), fn, ranks)
-    if isinstance(answered, Fault):
-        return None
-    wanted = ranks.run(drive, reference)
-    wrong = _wrong_results(exercise, answered.results, wanted, count)
-    return next((_in_call(exercise, wanted, call, *wrong[call], []) for call in wrong), None)
-
-
-def _is_whole(results: Sequence[Any], num_calls: int) -> bool:
-    return all(isinstance(result, dict) and len(result.get("calls", ())) == num_calls for result in results)
-
-
-def _judge(
-    exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any], *, is_smallest_first: bool = False
-) -> Iterator[Fault]:
-    """Yield what differs, call by call: results first, then arguments, then the state of the process."""
-    name, n = exercise.function, len(got)
-    scale = exercise.vary.scale if exercise.vary is not None else 1.0
-    num_calls = len(wanted[0]["calls"])
-    wrong = _wrong_results(exercise, got, wanted, num_calls)
-    order = sorted(wrong, key=lambda call: _size(wanted[0]["calls"][call])) if is_smallest_first else [*wrong]
-    right = [call for call in range(num_calls) if call not in wrong]
-    for call in order:
-        yield _in_call(exercise, wanted, call, *wrong[call], right)
-    for call in range(num_calls):
-        for rank in range(n):
-            mine, theirs = got[rank]["calls"][call], wanted[rank]["calls"][call]
-            where = f"call {call + 1}, {name}({theirs['words']}): "
-            yield from _arguments(mine, theirs, where, f"rank {rank}'s " if n > 1 else "", scale)
-            yield from _left_behind(mine, theirs, where, rank, n)
-            for moved in [place for place in mine["moved"] if place not in theirs["moved"]][:1]:
-                text = f"{where}right at first, but a later call changed {moved}{_on(rank, n)}: both calls share memory"
-                yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
-
-
-def _wrong_results(
-    exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any], num_calls: int
-) -> dict[int, tuple[int, Fault]]:
-    """Return each call with a wrong result, with the first rank that has one and how it differs."""
-    wrong: dict[int, tuple[int, Fault]] = {}
-    scale = exercise.vary.scale if exercise.vary is not None else 1.0
-    for call in range(num_calls):
-        for rank in range(len(got)):
-            fault = _result(got[rank]["calls"], wanted[rank]["calls"], call, _what(rank, len(got)), len(got), scale)
-            if fault is not None:
-                wrong.setdefault(call, (rank, fault))
-    return wrong
-
-
-def _in_call(
-    exercise: Exercise, wanted: Sequence[Any], call: int, rank: int, fault: Fault, right: Sequence[int]
-) -> Fault:
-    """Return a fault of a call with its arguments, and those of a call whose result is right."""
-    name, words = exercise.function, [one["words"] for one in wanted[rank]["calls"]]
-    seen = f"; right for {name}({words[right[0]]})" if right and fault.code != "kept" else ""
-    return Fault(fault.code, f"call {call + 1}, {name}({words[call]}): {fault.message}{seen}")
+def _left_behind(mine: dict[str, Any], right: dict[str, Any], where: str, on: str) -> Iterator[Fault]:
+    """Say what a call left on its arguments, in the process or in memory, that the reference does not."""
+    for what, words in mine["left"].items():
+        if what not in right["left"]:  # what the reference leaves on purpose may look otherwise
+            yield Fault("state left behind", f"{where}right result, but{on} {words}; put back what you change")
+    for name in mine["state"]:
+        if name not in right["state"]:
+            text = f"{where}right result, but afterwards {name} is not what it was before{on}"
+            yield Fault("state left behind", f"{text}: put back what you change")
+    for moved in [place for place in mine["moved"] if place not in right["moved"]][:1]:
+        text = f"{where}right at first, but a later call changed {moved}{on}: both calls share memory"
+        yield Fault("kept", f"{text} that is kept between them; make new tensors in each call")
 
 
 def _size(call: dict[str, Any]) -> float:
     """Return how much a call was given: elements of tensors, and whole numbers as they are."""
-    given = [value for _, value in call["before"]]
-    return sum(
-        value.numel() if isinstance(value, Tensor) else abs(value) if type(value) is int else 1 for value in given
-    )
+    given = call["before"].values()
+    return sum(one.numel() if isinstance(one, Tensor) else abs(one) if type(one) is int else 1 for one in given)
 
 
-def _left_behind(mine: dict[str, Any], theirs: dict[str, Any], where: str, rank: int, n: int) -> Iterator[Fault]:
-    """Say what a call left on its arguments, and in the process, that the reference does not."""
-    known = {name for name, _ in theirs["state"]}
-    kinds = {kind for kind, *_ in theirs["left"]}  # what the reference leaves on purpose may look otherwise
-    for kind, _, words in mine["left"]:
-        if kind not in kinds:
-            yield Fault("state left behind", f"{where}right result, but{_on(rank, n)} {words}")
-    for name, values in mine["state"]:
-        if name not in known:
-            text = f"{where}right result, but afterwards {name} is not what it was before{values}"
-            yield Fault("state left behind", f"{text}{_on(rank, n)}: put back what you change")
+def _sent_otherwise(exercise: Exercise, got: Evidence, wanted: Evidence) -> Fault | None:
+    """Say so where right results come from fewer bytes than any answer needs, or from other messages, where they count.
 
-
-def _what(rank: int, n: int) -> str:
-    return f"rank {rank}'s result" if n > 1 else "the result"
-
-
-def _on(rank: int, n: int) -> str:
-    return f" on rank {rank}" if n > 1 else ""
-
-
-def _result(got: Sequence[Any], wanted: Sequence[Any], call: int, what: str, n: int, scale: float) -> Fault | None:
-    """Compare one call's result with the reference's, and say where else it comes from."""
-    from distlab.grading.diagnosis.values import compare
-
-    mine, want = got[call]["result"], wanted[call]["result"]
-    fault = None if near(mine, want, scale) else compare(mine, want, what, n)
-    if fault is None:
-        if near(got[call]["later"], wanted[call]["later"], scale):
-            return None
-        text = f"{what} was right at first, but a later call changed it: both calls return the same memory"
-        return Fault("kept", f"{text}; make a new tensor in each call")
-    for earlier in range(call):
-        before = wanted[earlier]["result"]
-        if not is_telling(before) or compare(mine, before, what, n) is not None:
-            continue
-        if compare(want, before, what, n) is not None:
-            text = f"{what} is that of call {earlier + 1}, which had other arguments"
-            return Fault("kept", f"{text}: something is kept between calls; work it out anew in each")
-    if fault.code == "dtype":
-        return Fault("dtype", f"{fault.message}: take the dtype from the argument, do not write one down")
-    return fault
-
-
-def _arguments(mine: dict[str, Any], theirs: dict[str, Any], where: str, whose: str, scale: float) -> Iterator[Fault]:
-    """Compare what the arguments are afterwards."""
-    from distlab.grading.diagnosis.values import compare
-
-    got, want, before = dict(mine["after"]), dict(theirs["after"]), dict(theirs["before"])
-    for name in dict.fromkeys([*want, *got]):
-        if name not in got or name not in want:
-            owner, _, what = name.rpartition(".")
-            text = f"{where}afterwards {whose}{name} is {'there' if name in got else 'gone'}, which it must not be"
-            if what == "requires_grad" and name in got:
-                text = f"{where}it makes {whose}{owner}, which belongs to the caller, require a gradient"
-                text = f"{text}; leave that as it is, or work on {owner}.detach()"
-            yield Fault("argument changed", text)
-            return
-        if near(got[name], want[name], scale):
-            continue
-        fault = compare(got[name], want[name], f"{whose}{name} afterwards")
-        if fault is None:
-            continue
-        fault = Fault(fault.code, fault.message.replace(" (is a return missing?)", ""))
-        if name in before and compare(want[name], before[name], name) is None:
-            text = f"{where}it changed {whose}{name}, which belongs to the caller"
-            yield Fault("argument changed", f"{text} ({fault.message}); leave it as it is, or work on a copy")
-        else:
-            yield Fault(fault.code, f"{where}{fault.message}")
+    A call's bytes may be rounded down by one.
+    """
+    assert exercise.vary is not None
+    sent, needed = (sum(sent_bytes(run, rank) for rank in range(run.world_size)) for run in (got, wanted))
+    least = needed * exercise.vary.least_bytes
+    if sent + got.records.num_calls() < least:
+        text = f"right results, but the {got.world_size} ranks together sent {in_megabytes(sent)} through"
+        text = f"{text} torch.distributed, where any right answer sends {in_megabytes(least)} or more"
+        return Fault("unseen", f"{text}: what is needed must travel, whole, by dist's own functions")
+    for rank, op in ((rank, op) for rank in range(got.world_size) for op in ("send", "recv")):
+        made, right = (len(calls_of(run, rank, op)) for run in (got, wanted))
+        if exercise.vary.same_messages and made != right:
+            text = f"rank {rank} made {made} {op}s in {len(wanted.results[rank])} calls"
+            return Fault("wrong number of messages", f"{text}; expected {right}: use every argument")
+    return None

@@ -1,8 +1,9 @@
 """Call an answer in a rank, under limits: plain results come back, and what all else in the rank uses stays as it was.
 
 A rank is a process of its own that is killed afterwards, and what it sends back is read as plain data. So an answer
-that eats all memory, starts processes, replaces torch's functions or leaves the group is told so in a sentence. It is
-no boundary against malice: for that, grade in a container.
+that eats all memory, fills the disk, starts processes or leaves the group is told so in a sentence. This stops
+accidents, not attackers: an answer runs as your user and can read what you can. Where that matters, grade in a
+container.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import contextlib
 import dataclasses
 import functools
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distlab.grading.diagnosis.values import in_python_numbers
 from distlab.grading.exercise import Refused
-from distlab.grading.sandbox.limits import forbid_processes, limit_process
-from distlab.grading.variation.calls import in_python_numbers
 
+MAX_FILE_BYTES = 256 << 20
+MAX_OPEN_FILES = 1024
+_STARTS_A_PROCESS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn", "subprocess.Popen"}
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # of the whole process: to read, and to set
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
@@ -51,25 +55,14 @@ def drive_on_rank(
     """
     limit_process(memory_limit_bytes)
     forbid_processes()
-    streams, functions, switches = (sys.stdout, sys.stderr), _functions(), _read()
+    streams, switches = (sys.stdout, sys.stderr), _read()
     try:
         if (load := getattr(fn, "load", None)) is not None:  # or the first call would be judged with the whole file
             guarded(load, is_looked_at=False)()
             _put_back(switches)
-        result = drive(guarded(fn, is_looked_at=is_looked_at))
-        if replaced := [name for name, value in _functions().items() if functions.get(name, value) is not value]:
-            text = f"it replaced {', '.join(replaced[:4])}, which everything else in the program uses too"
-            raise Refused("replaced", f"{text}: give a function of your own a different name")
-        return result
+        return drive(guarded(fn, is_looked_at=is_looked_at))
     finally:
         sys.stdout, sys.stderr = streams  # or the rank could not flush what was printed
-
-
-def _functions() -> dict[str, Any]:
-    """Return torch's functions by name: a drive compares with them, and other ranks' calls depend on them."""
-    places = (torch, torch.Tensor, torch.nn.functional, dist)
-    found = ((f"{place.__name__}.{name}", value) for place in places for name, value in vars(place).items())
-    return {name: value for name, value in found if isinstance(value, FunctionType | BuiltinFunctionType)}
 
 
 def guarded(fn: Callable[..., Any], *, is_looked_at: bool = True) -> Callable[..., Any]:
@@ -145,3 +138,50 @@ def refuse_unless_plain(value: Any, depth: int = _DEPTH) -> None:
         raise Refused("returned", f"{text}: return tensors, numbers, texts, and lists or dicts of them")
     for item in inner:
         refuse_unless_plain(item, depth - 1)
+
+
+def limit_process(memory_limit_bytes: int) -> None:
+    """Limit memory beyond what this process has now, the size and the number of its files, and core dumps."""
+    with contextlib.suppress(OSError, ValueError):  # systems other than Linux have no /proc, or refuse a limit
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[5])  # written to or kept for it; not what is only mapped or reserved
+        _lower(resource.RLIMIT_DATA, pages * resource.getpagesize() + memory_limit_bytes)
+    with contextlib.suppress(OSError, ValueError):
+        _lower(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
+        _lower(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+        _lower(resource.RLIMIT_CORE, 0)
+
+
+def limit_number_of_processes(more: int) -> None:
+    """Let this process and those that it starts add at most so many to what this user runs now (root has no limit)."""
+    with contextlib.suppress(OSError, ValueError):
+        _lower(resource.RLIMIT_NPROC, _number_of_threads() + more)
+
+
+def _number_of_threads() -> int:
+    """Count the threads of all of this user's processes: to the system each is a process."""
+    own = os.getuid()
+    count = 0
+    for tasks in Path("/proc").glob("[0-9]*/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            count += len(os.listdir(tasks)) if tasks.stat().st_uid == own else 0
+    return count
+
+
+def _lower(which: int, limit: int) -> None:
+    soft, hard = resource.getrlimit(which)
+    known = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(which, (min(known), hard))
+
+
+def forbid_processes() -> None:
+    """Refuse, from now on, to start a process or to signal another one."""
+    own = os.getpid()
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        if event in _STARTS_A_PROCESS:
+            raise Refused("forked", f"it starts a process ({event}); a check gives each rank one process: use that one")
+        if event in ("os.kill", "os.killpg") and args[0] not in (own, 0) and os.getpid() == own:
+            raise Refused("forked", f"it sends a signal to process {args[0]}, which is not its own")
+
+    sys.addaudithook(refuse)
