@@ -16,13 +16,15 @@ where tensor parallelism has cut the model's layers.
 from distlab.sharding.calls import gather_into, scatter_sum
 from distlab.sharding.fsdp.construct import build_sharded, draw_weights
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.state.full import (
+from distlab.sharding.state.of_model import (
+    ShardedState,
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
 )
-from distlab.sharding.state.sharded import ShardedState, load_sharded_state_dict, sharded_state_dict
 from distlab.sharding.zero.offload import OffloadedOptimizer, offloaded
 from distlab.sharding.zero.optimizer import PlainSharded, ShardedOptimizer
 
