@@ -19,12 +19,12 @@ from distlab.hybrid.build import Built, counts_here
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.modules.named_parts import PARAMETER, SavedShard
+from distlab.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.plan.sharding import Piece
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.state.assemble import HeldRow
 from distlab.sharding.state.of_model import prepare_model, rows_of, shard_state
-from distlab.sharding.state.optimizer_parts import Rows, gather_parts, prepare, save_parts, whole_shard
+from distlab.sharding.state.optimizer_parts import Rows, gather_parts, prepare, save_parts
 
 
 class HybridState:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,6 +214,55 @@ class SavedShard:
         hashed = hashlib.sha256()
         _feed(hashed, {**self.to_dict(), "digests": []})
         return hashed.hexdigest()
+
+
+def whole_shard(
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    once: Collection[str] = (),
+) -> SavedShard:
+    """Read what belongs to whole tensors as a save of one shard.
+
+    Args:
+        state: by tensor name.
+        groups: options, and the names of tensors.
+        shapes: of the whole model's tensors.
+        once: keys of which there is one value per tensor.
+
+    Raises:
+        ValueError: the state has a tensor that the model has not, or one of a different shape.
+    """
+    parts = {}
+    for name in [*state, *shapes]:
+        if name not in shapes:
+            raise ValueError(f"{name} is in the saved state and not here: it was saved from a different model")
+        values, shape = state.get(name, {}), shapes[name]
+        moments = {key: value for key, value in values.items() if key not in once}
+        for key, value in moments.items():
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{key} of {name} is {list(value.shape)} in the saved state and {list(shape)} here; load the "
+                    "state of this model"
+                )
+        numbers = {key: value for key, value in values.items() if key in once}
+        flat = {key: value.detach().reshape(-1) for key, value in moments.items()}
+        parts[name] = SavedPart(shape, 0, math.prod(shape), flat, numbers)
+    return SavedShard(0, 1, parts, groups)
+
+
+def kept_once(state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the keys of which an optimizer keeps one value per tensor, such as the number of steps.
+
+    Shapes: moments in their parameter's shape; what is kept once, []
+    """
+    moments = {
+        key
+        for name, kept in state.items()
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shapes.get(name)
+    }
+    return {key for kept in state.values() for key in kept} - moments
 
 
 def _feed(hashed: Any, value: Any) -> None:

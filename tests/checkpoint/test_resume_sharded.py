@@ -188,5 +188,5 @@ def test_other_parts_than_were_saved_are_refused_and_nothing_changes(ranks, tmp_
     for texts in ranks(2).run(refuse):
         assert "model is whole here and sharded in the checkpoint" in texts[0]
         assert "model is sharded here and whole in the checkpoint" in texts[1]
-        assert "weight is [2, 4] in the model and [2, 3] in the saved shards" in texts[2]
-        assert "weight is float64 in the model and float32 in the saved shards" in texts[3]
+        assert "weight is [2, 4] in the model and [2, 3] in the saved state" in texts[2]
+        assert "weight is float64 in the model and float32 in the saved state" in texts[3]

@@ -9,7 +9,7 @@ import torch
 from safetensors import torch as library
 
 from distlab.checkpoint import read_safetensors, write_safetensors
-from distlab.checkpoint.formats.safetensors import INDEX, MODEL
+from distlab.checkpoint.formats.safetensors import MODEL
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
@@ -89,12 +89,10 @@ def test_transformers_loads_the_export(tmp_path):
     write_safetensors(tmp_path / "ours", model.state_dict())
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
     assert same(loaded.state_dict(), model.state_dict())
-    for size in ("1GB", "5KB"):
-        model.save_pretrained(tmp_path / size, max_shard_size=size)
-        theirs = read_safetensors(tmp_path / size)
-        assert (tmp_path / size / INDEX).exists() == (size == "5KB")
-        assert theirs
-        assert all(bits(value) == bits(model.state_dict()[name]) for name, value in theirs.items())
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = read_safetensors(tmp_path / "theirs")
+    assert theirs
+    assert all(bits(value) == bits(model.state_dict()[name]) for name, value in theirs.items())
 
 
 def test_nothing_is_overwritten_and_odd_tensors_are_refused(tmp_path):
@@ -105,7 +103,7 @@ def test_nothing_is_overwritten_and_odd_tensors_are_refused(tmp_path):
     assert path.read_bytes() == data
     for value, words in (
         (torch.rand(2, dtype=torch.complex128), "safetensors refuses the state .*complex128"),
-        (3, "weight is int; safetensors holds tensors"),
+        (3, "safetensors refuses the state .*int"),
     ):
         with pytest.raises(ValueError, match=words):
             write_safetensors(tmp_path / "other", {"weight": value})
@@ -186,16 +184,3 @@ def test_something_else_in_place_of_a_file_is_named(tmp_path, kind):
         (path / MODEL).mkdir(parents=True)
     with pytest.raises(ValueError, match="m.safetensors.* cannot be read"):
         read_safetensors(path)
-
-
-def test_an_index_cannot_point_outside_and_must_be_complete(tmp_path):
-    library.save_file({"a": torch.rand(4)}, tmp_path / "one.safetensors")
-    for places, words in (
-        ({"a": "../outside.safetensors"}, "outside of its directory"),
-        ({"a": "one.safetensors", "c": "one.safetensors"}, "names c, which is not in"),
-        ({"a": "two.safetensors"}, "two.safetensors cannot be read"),
-        ([], "is not an index"),
-    ):
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-        with pytest.raises(ValueError, match=words):
-            read_safetensors(tmp_path)

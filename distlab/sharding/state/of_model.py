@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.together import together
 from distlab.modules.every_parameter import every_parameter
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, kept_once, whole_shard
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.assemble import HeldRow
 from distlab.sharding.state.optimizer_parts import (
@@ -40,11 +40,9 @@ from distlab.sharding.state.optimizer_parts import (
     Rows,
     by_names,
     gather_parts,
-    kept_once,
     optimizer_state,
     prepare,
     save_parts,
-    whole_shard,
 )
 
 Result = TypeVar("Result")

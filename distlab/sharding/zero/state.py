@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.modules.named_parts import SavedPart, SavedShard, check_saves
+from distlab.modules.named_parts import SavedPart, SavedShard, check_saves, kept_once, whole_shard
 from distlab.plan.sharding import Piece
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.state.assemble import HeldRow
@@ -21,11 +21,9 @@ from distlab.sharding.state.optimizer_parts import (
     Rows,
     by_names,
     gather_parts,
-    kept_once,
     optimizer_state,
     prepare,
     save_parts,
-    whole_shard,
 )
 from distlab.sharding.zero.scatter_in_backward import KeptAlike
 from distlab.sharding.zero.shard_bucket import ShardBucket
