@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from killing import kill_after, require_kill, same_bits
-from test_files import Disk, Killed, model_of
+from test_files import cut_off_everywhere, model_of
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from distlab.checkpoint import AsyncSaves, CheckpointError, asynchronous, files, load, newest, save, snapshot
@@ -346,35 +346,19 @@ class Odd:
 
 @pytest.mark.parametrize("power_fails", [False, True])
 def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails, record_property):
-    stop_at, outcomes, finished = 0, set(), False
-    while not finished:
-        stop_at += 1
-        directory = tmp_path / str(stop_at)
-        for step in (1, 2):
-            save(directory, step, parts={"model": model_of(step)}, keep=2)
-        disk, saves = Disk(stop_at), AsyncSaves(directory, keep=2)
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "os", disk)
-            patch.setattr(files.shutil, "rmtree", disk.rmtree)
-            try:
-                saves.save(3, parts={"model": model_of(3)})
-                saves._writing._thread.join()
-                finished = saves._writing._error is None
-            except Killed:  # before the thread began
-                pass
-            if not finished and power_fails:
-                disk.lose_power()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing half-written may even be looked at
-            found = newest(directory)
-        assert found.step in ((3,) if finished else (2, 3))
-        outcomes.add(found.step)
-        module = model_of(0)
-        assert load(directory, parts={"model": module}).step == found.step
-        assert all(bool((parameter == found.step).all()) for parameter in module.parameters())
-    record_property("tried", stop_at)
-    assert stop_at > 15
-    assert outcomes == {2, 3}
+    def act(directory):
+        saves = AsyncSaves(directory, keep=2)
+        saves.save(3, parts={"model": model_of(3)})
+        saves._writing._thread.join()
+        return saves._writing._error is None
+
+    outcomes = []
+    for _, found, finished in cut_off_everywhere(tmp_path, monkeypatch, (1, 2), act, power_fails=power_fails):
+        assert found in ((3,) if finished else (2, 3))
+        outcomes.append(found)
+    record_property("tried", len(outcomes))
+    assert len(outcomes) > 15
+    assert {*outcomes} == {2, 3}
 
 
 def save_for_ever(directory, victim, delay_s):
