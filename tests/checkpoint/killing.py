@@ -1,7 +1,6 @@
-"""What the tests of killed runs share: a run that saves, the ways to die, and what "the same bits" means."""
+"""What the tests of killed runs share: a run that saves, a kill, and what "the same bits" means."""
 
 import os
-import random
 import signal
 import threading
 
@@ -10,25 +9,17 @@ import torch
 import torch.distributed as dist
 
 from distlab.checkpoint import files, load, save
-from distlab.comm import RankError
 
 SAVE_EVERY = 3
 
 
-def go_on(directory, parts, one_step, end, *, victim=None, steps=None, saves=None, delay_s=0.0):
-    """Go on from the newest checkpoint; the victim is killed delay_s into a step or a save (None: in a write)."""
+def go_on(directory, parts, one_step, end):
+    """Go on from the newest checkpoint, and save every third step."""
     resumed = load(directory, parts=parts)
-    first = resumed.data_position if resumed else 0
-    num_saves = 0
-    for step in range(first, end):
-        if dist.get_rank() == victim and step - first == steps:
-            kill_after(delay_s)
+    for step in range(resumed.data_position if resumed else 0, end):
         one_step(step)
         if (step + 1) % SAVE_EVERY == 0:
-            if dist.get_rank() == victim and num_saves == saves:
-                kill_at_flush() if delay_s is None else kill_after(delay_s)
             save(directory, step + 1, parts=parts, data_position=step + 1, keep=2)
-            num_saves += 1
 
 
 def lose_the_newest(directory):
@@ -46,54 +37,15 @@ def twice(train, directory, **how):
     return final, train(directory, **how)
 
 
-def kill_until(ranks, train, folder, kills, *, first=None, delay_s=0.02):
-    """Kill runs of two ranks at random moments and resume them; each must end with the bits of one never killed.
-
-    `first` is how the first one dies. Returns the number of kills while a save was unfinished.
-    """
-    expected = ranks(2).run(train, folder / "uninterrupted")
-    chance = random.Random(0)
-    num_kills = num_runs = num_while_saving = 0
-    while num_kills < kills:
-        num_runs += 1
-        directory, final = folder / f"run {num_runs}", None
-        while final is None:
-            when = {"steps": chance.randrange(12)} if chance.random() < 0.5 else {"saves": chance.randrange(3)}
-            death = {"victim": chance.randrange(2), "delay_s": chance.uniform(0, delay_s), **when}
-            death = first if num_kills == 0 and first else {} if num_kills == kills else death
-            try:
-                final = ranks(2).run(lambda directory=directory, death=death: train(directory, **death))
-            except RankError as error:
-                require_kill(error)
-                num_kills += 1
-                num_while_saving += has_unfinished_save(directory)
-        assert same_bits(final, expected), f"run {num_runs}"
-    print(f"{num_kills} kills in {num_runs} runs, {num_while_saving} while saving")
-    return num_while_saving
-
-
 def kill_after(seconds):
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
 
 
-def kill_at_flush():
-    """Die where the next file is flushed to the disk: inside a save, whatever the machine is doing."""
-
-    def die(_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.fsync = die
-
-
 def require_kill(error):
     if "SIGKILL" not in str(error):
         raise error
-
-
-def has_unfinished_save(directory):
-    return directory.is_dir() and any(name.startswith(".saving") for name in os.listdir(directory))
 
 
 def refused(call, *words):
@@ -104,9 +56,16 @@ def refused(call, *words):
     return str(caught.value)
 
 
+class Evil:
+    """Makes a folder where a pickle of it is loaded."""
+
+    def __reduce__(self):
+        return os.mkdir, ("evil-was-here",)
+
+
 def same_bits(one, other):
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

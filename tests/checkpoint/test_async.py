@@ -2,10 +2,13 @@
 
 import os
 import random
+import sys
 import threading
 import time
 import warnings
 
+import checkpoint  # benchmarks/checkpoint.py
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +18,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from distlab.checkpoint import AsyncSaves, CheckpointError, asynchronous, files, load, newest, save, snapshot
 from distlab.comm import RankError
-from distlab.models import GPT, GPTConfig
-from distlab.pipeline import StageState
-from distlab.plan import Plan, Sharding
+from distlab.models import GPT
 from distlab.rng import generator
-from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState
-
-CONFIG = GPTConfig(vocab_size=64, context=16, num_layers=2, num_heads=2, hidden_size=64)
 
 
 class Net(torch.nn.Module):
@@ -52,61 +50,22 @@ def plain(seed):
     return step, {"model": model, "optimizer": optimizer, "schedule": schedule}, lambda: None
 
 
-def sharded(seed):
-    model = FullyShard(GPT(CONFIG, generator(seed, 0, "weights")))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def of_benchmark(way):
+    """Train as benchmarks/checkpoint.py does."""
 
-    def step(number):
-        tokens = torch.randint(64, (2, 16), generator=generator(number, dist.get_rank(), "data"))
-        GPT.loss(model(tokens), tokens).backward()
-        model.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
+    def make(seed):
+        made = checkpoint.prepare(way, GPT(checkpoint.CONFIG, generator(seed, 0, "weights")))
+        return made.step, made.parts, made.close
 
-    return step, {"training": ShardedState(model, optimizer)}, model.close
+    return make
 
 
-def zero(seed):
-    model = GPT(CONFIG, generator(seed, 0, "weights"))
-    optimizer = ShardedOptimizer(model, lambda p: torch.optim.AdamW(p, lr=1e-2), stage=2)
-
-    def step(number):
-        tokens = torch.randint(64, (2, 16), generator=generator(number, dist.get_rank(), "data"))
-        GPT.loss(model(tokens), tokens).backward()
-        optimizer.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, {"model": model, "optimizer": optimizer}, optimizer.close
+WAYS = {"plain": plain, **{way: of_benchmark(way) for way in ("fsdp", "zero-2")}}
 
 
-def stages(seed):
-    torch.manual_seed(seed)
-    module = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-    def step(number):
-        optimizer.zero_grad()
-        module(torch.rand(4, 300, generator=generator(number, dist.get_rank(), "data"))).sum().backward()
-        optimizer.step()
-
-    return step, {"training": StageState({dist.get_rank(): module}, optimizer)}, lambda: None
-
-
-def mesh(seed):
-    from distlab.hybrid import Hybrid
-
-    plan = Plan(data=dist.get_world_size(), sharding=Sharding(stage=1))
-    hybrid = Hybrid(GPT(CONFIG, generator(seed, 0, "weights")), plan, lambda p: torch.optim.AdamW(p, lr=1e-2))
-
-    def step(number):
-        tokens = torch.randint(64, (12, 16), generator=generator(number, 0, "data"))
-        hybrid.train_step(tokens, tokens)
-
-    return step, {"training": hybrid}, hybrid.close
-
-
-WAYS = {"plain": plain, "FullyShard": sharded, "ZeRO-2": zero, "stages": stages, "mesh": mesh}
+@pytest.fixture(autouse=True)
+def _ranks_get_the_benchmark_by_value():
+    cloudpickle.register_pickle_by_value(sys.modules["checkpoint"])
 
 
 def slow_copies():

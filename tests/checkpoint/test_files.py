@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from killing import Evil
 
 from distlab.checkpoint import CheckpointError, UnknownVersionError, files, find, load, manifest, newest, save
 
@@ -319,11 +320,6 @@ def test_a_manifest_cannot_point_outside_its_directory(tmp_path):
     (path / "manifest.json").write_bytes(forged.to_bytes())
     with pytest.raises(ValueError, match="lists other files"):
         find.verified(path)
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("evil-was-here",)
 
 
 def test_a_forged_checkpoint_runs_no_code(tmp_path, monkeypatch):

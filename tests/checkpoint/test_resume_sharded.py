@@ -1,11 +1,11 @@
-"""Killed at any moment, a sharded run goes on too and ends with the very bits of the run that was never killed."""
+"""A sharded run that is resumed repeats the bits of the run that was never stopped, or is cut anew for other ranks."""
 
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from killing import go_on, kill_until, refused, same_bits, twice
+from killing import go_on, refused, same_bits, twice
 
 from distlab.checkpoint import load, newest, save
 from distlab.comm import RankError
@@ -32,7 +32,7 @@ def shard(module, options):
     return model, optimizer, model, optimizer, {"training": ShardedState(model, optimizer)}
 
 
-def train(directory, end=24, death=None, **options):
+def train(directory, end=6, **options):
     """Train with everything that has a state."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
@@ -50,19 +50,11 @@ def train(directory, end=24, death=None, **options):
         gradients.zero_grad()
         schedule.step()
 
-    go_on(directory, parts | {"schedule": schedule}, one_step, end, **(death or {}))
+    go_on(directory, parts | {"schedule": schedule}, one_step, end)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     final = weights, scheduled.state_dict()["state"], random.random(), torch.rand(())
     gradients.close()
     return final
-
-
-@pytest.mark.parametrize(
-    ("stage", "kills"), [(3, 3), *(pytest.param(stage, 10, marks=pytest.mark.soak) for stage in (2, 3))]
-)
-def test_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, stage, kills):
-    options = {} if stage == 3 else {"stage": stage}
-    kill_until(ranks, lambda directory, **death: train(directory, death=death, **options), tmp_path, kills)
 
 
 OPTIONS = {
@@ -83,7 +75,7 @@ def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks,
     """A run that is resumed at its last checkpoint but one repeats its own end."""
 
     def both():
-        return [twice(train, tmp_path / name, end=6, **OPTIONS[name]) for name in names]
+        return [twice(train, tmp_path / name, **OPTIONS[name]) for name in names]
 
     for rank, results in enumerate(ranks(world_size).run(both)):
         for name, ends in zip(names, results, strict=True):
@@ -93,7 +85,7 @@ def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks,
 @pytest.mark.equality("checkpoint")
 def test_at_another_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
     def write():
-        train(tmp_path, end=6)
+        train(tmp_path)
         return peek(False)
 
     def peek(reshard):

@@ -13,26 +13,18 @@ from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
-DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
-DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16, torch.bool]
 
 
 def tensors_of_every_kind():
-    made = {
-        "float": torch.rand(3, 4),
-        "double": torch.rand(2, 2, 2, dtype=torch.float64),
+    return {f"odd {dtype}": torch.tensor([1, 0, 1]).to(dtype) for dtype in DTYPES} | {
         "0-dim": torch.tensor(2.5),
         "empty": torch.empty(0, 3),
         "strided": torch.rand(4, 3).t(),
         "a part": torch.rand(10)[2:5],
-        "complex": torch.rand(3, dtype=torch.complex64),
         'a "name"\n': torch.arange(3),
-        "bool": torch.tensor([True, False, True]),
         "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
-    for dtype in DTYPES:
-        made[f"odd {dtype}"] = torch.tensor([1, 0, 1]).to(dtype)
-    return made
 
 
 def bits(tensor):
