@@ -124,8 +124,6 @@ class HybridState:
     def _prepare(self, states: Sequence[Mapping[str, Any]]) -> list[Callable[[], object]]:
         """Check saved states and assemble this rank's; return the functions that load it."""
         here, saved = self._place(), [state.get("place", {}) for state in states]
-        if any(not isinstance(state.get("shards"), list) for state in states):
-            raise ValueError("a different kind of training saved it, not a Hybrid; load its full_state_dict()")
         for its in (one["the model"] for one in saved if one):
             for name, shape in {**its, **here["the model"]}.items():
                 if its.get(name) != shape or name not in here["the model"]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from killing import go_on, refused, same_bits, twice
 
-from distlab.checkpoint import load, newest, save
+from distlab.checkpoint import PerRank, load, newest, save
 from distlab.comm import RankError
 from distlab.data import ByteCorpus, python_documentation
 from distlab.models import GPT, GPTConfig
@@ -128,6 +128,11 @@ def test_other_parts_than_were_saved_are_refused_and_nothing_changes(ranks, tmp_
         for where, part, words in (
             ("sharded", torch.nn.Linear(3, 2), "model is whole here and sharded in the checkpoint"),
             ("whole", ShardedState(model), "model is sharded here and whole in the checkpoint"),
+            (
+                "sharded",
+                PerRank({"model": torch.nn.Linear(3, 2)}),
+                "model is a PerRank here, but the checkpoint saved it as a ShardedState or ShardedOptimizer; pass a",
+            ),
             ("sharded", ShardedState(other), "weight is [2, 4] in the model and [2, 3] in the saved state"),
             (
                 "sharded",

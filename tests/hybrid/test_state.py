@@ -48,8 +48,6 @@ def save_and_go_on(folder, name):
             second.check_shards([{**second.shard_state(), "place": {**second._place(), "the rank's place": "there"}}])
         with pytest.raises(ValueError, match=r"other is nothing here and \[1\] in the checkpoint"):
             second.check_shards([{**second.shard_state(), "place": {**second._place(), "the model": {"other": [1]}}}])
-        with pytest.raises(ValueError, match="a different kind of training saved it"):
-            second.check_shards([{"place": second._place(), "stages": {}, "optimizers": []}])
     second.close()
     return losses, again, state, found
 
