@@ -1,6 +1,6 @@
 """The manifest: the last file of a checkpoint, and the list against which all others are checked.
 
-A flipped bit in a saved tensor loads without any complaint, as another number. So the manifest has a SHA-256 of every
+A flipped bit in a saved tensor loads without any complaint, as a different number. So the manifest has a SHA-256 of every
 file, and one of itself.
 """
 
@@ -53,7 +53,7 @@ class Manifest:
         """Read what `to_bytes` wrote.
 
         Raises:
-            UnknownVersionError: an intact manifest of another version.
+            UnknownVersionError: an intact manifest of a different version.
             ValueError: anything else, down to a single changed bit; the text says what.
         """
         try:

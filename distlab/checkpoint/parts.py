@@ -4,7 +4,7 @@ There are two kinds of state. What all ranks share (weights, the optimizer's mom
 rank writes its own: generators of random numbers, the buffers of modules (running statistics of the samples that this
 rank saw), what a GradientHook remembers (the error memory of a compressor: what this rank did *not* send), and the
 shard of a sharded model. Saved from rank 0 alone, these would come back as rank 0's on every rank, without any error.
-A sharded part can do more: shards of other ranks, cut anew, serve another number of ranks.
+A sharded part can do more: shards of other ranks, cut anew, serve a different number of ranks.
 """
 
 from __future__ import annotations

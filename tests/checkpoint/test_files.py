@@ -354,7 +354,7 @@ def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, monkeypatch
         setattr(disk, operation, refuse)
         patch.setattr(files, "os", disk)
         with pytest.raises(CheckpointError, match=rf"cannot save step 2 in .*: rank 0: .*{os.strerror(number)}"):
-            save(tmp_path, 2, parts={"model": model_of(2)})
+            save(tmp_path, 2, parts={"model": torch.nn.Linear(800, 800)})  # torch.save itself meets the error
     assert os.listdir(tmp_path) == ["step-0000000001"]
     assert newest(tmp_path).step == 1
 
@@ -396,27 +396,6 @@ def test_a_disk_that_fails_while_it_is_read_costs_the_newest_checkpoint_alone(tm
     with pytest.warns(UserWarning, match="step-0000000002/shared.pt cannot be read .Input/output error."):
         assert load(tmp_path, parts={"model": model}).step == 1
     assert model.weight[0, 0].item() == 1.0
-
-
-def test_a_large_tensor_meets_the_full_disk_inside_torch_save(tmp_path, monkeypatch):
-    written = 0
-
-    class FullDisk:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def write(self, descriptor, data):
-            nonlocal written
-            written += len(data)
-            if written > 3_000_000:
-                raise OSError(28, "No space left on device")
-            return os.write(descriptor, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "os", FullDisk())
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            save(tmp_path, 1, parts={"model": torch.nn.Linear(2000, 1000)})
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_place_that_is_no_directory_is_reported(tmp_path):

@@ -23,13 +23,7 @@ GROUPS: Place = ("optimizer", "param_groups")
 
 
 class Box(NamedTuple):
-    """A box of a tensor that this rank holds.
-
-    Attributes:
-        shape: of the whole tensor.
-        corner: where the box begins.
-        values: the box.
-    """
+    """A box of a tensor that this rank holds: the whole tensor's shape, where the box begins, and its values."""
 
     shape: tuple[int, ...]
     corner: tuple[int, ...]
@@ -37,13 +31,7 @@ class Box(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What this rank can write.
-
-    Attributes:
-        boxes: of tensors, by the tensor's place; a tied tensor has several places.
-        values: plain values by their places.
-        groups: of the optimizers; a rank may know the names of its own tensors alone.
-    """
+    """What this rank can write, by places; a tied tensor has several. Of groups it may know its own tensors' names."""
 
     boxes: dict[Place, list[Box]]
     values: dict[Place, Any]

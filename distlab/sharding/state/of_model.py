@@ -7,7 +7,7 @@ In shards, which any number of ranks may load:
 3. `load_sharded_state_dict`: from the shards that *any* number of ranks saved.
 4. `ShardedState`: model and optimizer as one part of a checkpoint (`distlab.checkpoint`), one file per rank.
 
-Whole, for one file that anything can read: another number of ranks, one process, a different program. It is put
+Whole, for one file that anything can read: a different number of ranks, one process, a different program. It is put
 together one unit at a time, in host memory, because a rank that needs shards has no room for the whole model on its
 device. To load it is to load a save of one rank.
 
@@ -147,7 +147,7 @@ class ShardedState:
         parts = {"training": ShardedState(model, optimizer), "schedule": schedule}
         save(directory, step, parts=parts)
 
-    At another number of ranks `load(..., reshard=True)` gives it the shards of all ranks that saved.
+    At a different number of ranks `load(..., reshard=True)` gives it the shards of all ranks that saved.
     """
 
     def __init__(self, model: FullyShard, optimizer: Optimizer | None = None) -> None:
@@ -334,7 +334,7 @@ def copied_buffers(model: FullyShard) -> dict[str, Tensor]:
 
 
 def aliases(model: FullyShard) -> dict[str, str]:
-    """Return every name of the module's state, with the one under which its shards know the tensor (tied: another)."""
+    """Return every name of the module's state, with the one under which its shards know the tensor (tied: a different one)."""
     own: dict[nn.Module, list[tuple[str, str]]] = {}
     for unit in model.units:
         for place in unit.members.places:

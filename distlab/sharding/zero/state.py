@@ -32,7 +32,7 @@ from distlab.sharding.zero.shard_bucket import ShardBucket
 class SavesShards:
     """The states of an optimizer that works on this rank's pieces of buckets.
 
-    As a part of a checkpoint each rank writes its own shard; another number of ranks takes the shards of all.
+    As a part of a checkpoint each rank writes its own shard; a different number of ranks takes the shards of all.
     """
 
     optimizer: torch.optim.Optimizer
@@ -50,7 +50,7 @@ class SavesShards:
         """
         raise RuntimeError(
             f"rank {dist.get_rank()}: a ShardedOptimizer cannot be pickled or copied: it has this rank's pieces, and "
-            "its hooks are on this module. Save state_dict() on every rank, or full_state_dict(); build another for a "
+            "its hooks are on this module. Save state_dict() on every rank, or full_state_dict(); build a new one for a "
             "copy of the module"
         )
 
