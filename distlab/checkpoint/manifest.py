@@ -1,7 +1,7 @@
 """The manifest: the last file of a checkpoint, and the list against which all others are checked.
 
-A flipped bit in a saved tensor loads without any complaint, as a different number. So the manifest has a SHA-256 of every
-file, and one of itself.
+A flipped bit in a saved tensor loads without any complaint, as a different number. So the manifest has a SHA-256 of
+every file, and one of itself.
 """
 
 from __future__ import annotations

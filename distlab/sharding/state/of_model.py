@@ -334,7 +334,7 @@ def copied_buffers(model: FullyShard) -> dict[str, Tensor]:
 
 
 def aliases(model: FullyShard) -> dict[str, str]:
-    """Return every name of the module's state, with the one under which its shards know the tensor (tied: a different one)."""
+    """Return every name of the module's state, with the one under which its shards know it (tied: the first)."""
     own: dict[nn.Module, list[tuple[str, str]]] = {}
     for unit in model.units:
         for place in unit.members.places:

@@ -50,8 +50,8 @@ class SavesShards:
         """
         raise RuntimeError(
             f"rank {dist.get_rank()}: a ShardedOptimizer cannot be pickled or copied: it has this rank's pieces, and "
-            "its hooks are on this module. Save state_dict() on every rank, or full_state_dict(); build a new one for a "
-            "copy of the module"
+            "its hooks are on this module. Save state_dict() on every rank, or full_state_dict(); build a new one for "
+            "a copy of the module"
         )
 
     def state_dict(self) -> dict[str, Any]:
