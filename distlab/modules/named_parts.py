@@ -2,8 +2,8 @@
 
 A shard means nothing without the number of shards it was cut into, and the next run may have a different number. So
 each rank saves *named parts of tensors*: "of `blocks.0.norm.weight`, elements 12 to 24". A rank of a different job may
-have shards of other bounds or units of other sizes. It asks for the elements it needs by name and takes them from the parts
-that hold them. A moment of Adam is cut like its parameter, so it is saved as one more value of the same part.
+have shards of other bounds or units of other sizes. It asks for the elements it needs by name and takes them from the
+parts that hold them. A moment of Adam is cut like its parameter, so it is saved as one more value of the same part.
 
 Everything here works on plain dictionaries, and ranks exchange nothing.
 """
