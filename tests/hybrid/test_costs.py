@@ -59,9 +59,9 @@ def test_each_element_of_a_whole_state_comes_from_one_rank(ranks):
         (Plan(pipeline=2, num_microbatches=2), 0),
     ):
         whole = sum(parameter.nbytes for parameter in make_model(0, experts=experts).parameters())
-        for (length, told), (op, num_bytes) in ranks(2).run(measure, plan, experts):
-            assert (length, told, op) == ("all_gather", 8, "all_gather")
-            assert whole / 2 < num_bytes < whole + 50_000, "the longer of both ranks' parts, with names"
+        for calls in ranks(2).run(measure, plan, experts):
+            assert [op for op, _ in calls] == ["all_gather"] * 3, "how long names are, names, and bytes"
+            assert whole / 2 <= calls[-1][1] < whole * 1.01, "as many as the rank has that holds the most"
 
 
 def test_a_stage_is_averaged_in_one_sum(ranks):

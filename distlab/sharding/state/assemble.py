@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,12 @@ def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) 
         yield name, SavedPart(shape, start, stop, here, dict(own or {}))
 
 
-def join(name: str, parts: Sequence[SavedPart], start: int, stop: int) -> SavedPart:
+def join(
+    name: str, parts: Sequence[SavedPart], start: int, stop: int, into: Callable[..., Tensor] | None = None
+) -> SavedPart:
     """Put elements [start, stop) of a tensor together, with all that belongs to them, from parts that lie in any way.
+
+    `into` gives the memory for a key and a type; None: each gets its own.
 
     Shapes: parts [their stop - start] -> values [stop - start] each
 
@@ -69,7 +74,8 @@ def join(name: str, parts: Sequence[SavedPart], start: int, stop: int) -> SavedP
     for key in dict.fromkeys(key for part in parts for key in part.values):
         held = [part for part in parts if key in part.values]
         _require_all(name, held, start, stop)
-        values[key] = torch.zeros(stop - start, dtype=held[0].values[key].dtype)
+        dtype = held[0].values[key].dtype
+        values[key] = torch.empty(stop - start, dtype=dtype) if into is None else into(key, dtype)
         for part in held:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
@@ -169,21 +175,27 @@ def assemble(parts: Mapping[str, Sequence[SavedPart]], row: HeldRow) -> tuple[di
     """
     pieces = row.pieces or tuple(Piece(index, 0, 0, 0) for index in range(len(row.names)))  # or padding alone
     names = [row.names[piece.tensor] for piece in pieces]
-    joined = [join(name, parts[name], one.start, one.stop) for name, one in zip(names, pieces, strict=True)]
+    values: dict[str, Tensor] = {}
+
+    def place(piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
+        if key not in values:
+            values[key] = torch.zeros(row.parameter.numel(), dtype=dtype)
+        return values[key][piece.offset : piece.offset + piece.stop - piece.start]
+
+    joined = [
+        join(name, parts[name], one.start, one.stop, partial(place, one))
+        for name, one in zip(names, pieces, strict=True)
+    ]
     updated = {
         name: one for name, one in zip(names, joined, strict=True) if one.numbers or one.values.keys() - {PARAMETER}
     }
-    kinds = {key: value.dtype for key, value in next(iter(updated.values()), joined[0]).values.items()}
+    keys = next(iter(updated.values()), joined[0]).values.keys()
     for name, one in updated.items():
-        if one.values.keys() != kinds.keys():
+        if one.values.keys() != keys:
             raise ValueError(
-                f"{name} has {sorted(one.values)} and other tensors have {sorted(kinds)}: "
+                f"{name} has {sorted(one.values)} and other tensors have {sorted(keys)}: "
                 "tensors of one unit must have the same optimizer state"
             )
-    values = {key: torch.zeros(row.parameter.numel(), dtype=dtype) for key, dtype in kinds.items()}
-    for piece, one in zip(pieces, joined, strict=True):
-        for key, value in one.values.items():
-            values[key][piece.offset : piece.offset + len(value)] = value
     if not row.pieces:
         return values, next((dict(one.numbers) for one in updated.values()), {})
     return values, of_row({name: dict(updated[name].numbers) if name in updated else None for name in names})

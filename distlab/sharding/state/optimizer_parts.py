@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.comm.agree import group_device
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_tensors
+from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.part import plain
 from distlab.sharding.state.assemble import HeldRow, assemble, cut, in_slab, parts_by_name, whole_tensor
@@ -204,21 +207,50 @@ def gather_parts(
         parts: this rank's, of `save_parts`.
         names: of the tensors: the same on all ranks.
         groups: first the ranks that share out what this rank holds a part of, then those that cut the whole of it.
-        keeps: this rank wants the whole tensors; others get nothing.
+        keeps: this rank wants the whole tensors, and so do all ranks of its later groups; others get nothing.
 
-    Cost: one all-gather per group of all parts, and of their lengths.
+    Cost: per group one all-gather of as many bytes as the rank has that holds the most, and one of names and types.
 
     Raises:
         ValueError: a part of a tensor is on none of the ranks.
     """
-    own = SavedShard(0, 1, {name: parts[name] for name in names if name in parts}).copied()  # views would travel whole
-    held: Mapping[str, Sequence[SavedPart]] = parts_by_name([own])
+    held = [(name, parts[name]) for name in names if name in parts]
     for group in groups:
-        everyone: list[Mapping[str, Sequence[SavedPart]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, held, group=group)
-        known = dict.fromkeys(name for its in everyone for name in its)
-        held = {name: [part for its in everyone for part in its.get(name, ())] for name in known}
-    return {name: whole_tensor(name, its) for name, its in held.items()} if keeps else {}
+        held = _exchanged(held, group)
+        if not keeps:
+            return {}
+    by_name: dict[str, list[SavedPart]] = {}
+    for name, part in held:
+        by_name.setdefault(name, []).append(part)
+    return {name: whole_tensor(name, its) for name, its in by_name.items()}
+
+
+def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None) -> list[tuple[str, SavedPart]]:
+    """Return the parts of all ranks, with values that are views of one buffer."""
+    told: list[list[tuple[str, SavedPart, dict[str, torch.dtype]]]] = [[]] * dist.get_world_size(group)
+    own = [(n, replace(p, values={}), {key: value.dtype for key, value in p.values.items()}) for n, p in held]
+    dist.all_gather_object(told, own, group=group)
+
+    def places(its: Sequence[tuple[str, SavedPart, dict[str, torch.dtype]]]) -> list[tuple[int, int]]:
+        """Return where each value begins and ends, in bytes: 16 apart, which any type may begin at."""
+        sizes = [(part.stop - part.start) * dtype.itemsize for _, part, kinds in its for dtype in kinds.values()]
+        starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes)]
+        return [*zip(starts, map(sum, zip(starts, sizes, strict=False)), strict=False), (starts[-1], starts[-1])]
+
+    longest = max(places(its)[-1][1] for its in told)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    values = (value for _, part in held for value in part.values.values())
+    for (start, stop), value in zip(places(own), values, strict=False):
+        mine[start:stop] = value.detach().cpu().contiguous().view(torch.uint8)
+    everyone = torch.empty((len(told), longest), dtype=torch.uint8, device=group_device(group))
+    gather_into(everyone.view(-1), mine.to(everyone.device), group)
+    found = []
+    for its, row in zip(told, everyone.cpu(), strict=True):
+        ends = iter(places(its))
+        for name, part, kinds in its:
+            here = {key: row[slice(*next(ends))].view(dtype) for key, dtype in kinds.items()}
+            found.append((name, replace(part, values=here)))
+    return found
 
 
 def optimizer_state(whole: Mapping[str, SavedPart], groups: Groups, names: Sequence[Sequence[str]]) -> dict[str, Any]:
