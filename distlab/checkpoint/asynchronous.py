@@ -24,6 +24,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -109,8 +110,9 @@ class AsyncSaves:
         self._hook.remove()
         everywhere = self._everywhere(writing.step)
         try:
-            everywhere(writing.written)
-            path: Path | None = everywhere(writing.published)[0]
+            everywhere(writing.written.result)
+            path: Path | None = everywhere(writing.published.result)[0]
+            writing.thread.join()
         except CheckpointError:
             writing.stop()
             if self._rank == 0:
@@ -142,12 +144,12 @@ class AsyncSaves:
     def _before_update(self, *_: Any) -> None:
         if self._writing is not None:
             begin_s = time.perf_counter()
-            self._writing.has_copied.wait()
+            self._writing.copied.wait()
             self.held_s += time.perf_counter() - begin_s
 
-    def _complete(self, writing: _Writing) -> Path | None:
+    def _complete(self, writing: _Writing, own: tuple[FileRecord, ...]) -> Path | None:
         """Wait for the notes of all ranks, and give the checkpoint its name; rank 0's thread calls this."""
-        records = list(writing.records)
+        records = list(own)
         for rank in range(1, self._world_size):
             note = writing.prepared / _note(rank)
             while not note.exists():
@@ -161,67 +163,45 @@ class AsyncSaves:
 
 
 class _Writing:
-    """One save that is being written, by a thread that ends with the process."""
+    """One save that is being written, by a thread that ends with the process.
+
+    Attributes:
+        copied: set when the next update may change what is saved.
+        written: this rank's files.
+        published: the checkpoint, on rank 0.
+    """
 
     def __init__(self, saves: AsyncSaves, prepared: Path, step: int, contents: dict[str, Any]) -> None:
-        self.prepared, self.step = prepared, step
-        self.stopped = threading.Event()
-        self.records: tuple[FileRecord, ...] = ()
-        self._saves, self._contents = saves, contents
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-        self.has_copied, self._has_written = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"save step {step}", daemon=True)
-        self._thread.start()
+        self.prepared, self.step, self._saves, self._contents = prepared, step, saves, contents
+        self.stopped, self.copied = threading.Event(), threading.Event()
+        self.written: Future[tuple[FileRecord, ...]] = Future()
+        self.published: Future[Path | None] = Future()
+        self.thread = threading.Thread(target=self._run, name=f"save step {step}", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         rank = self._saves._rank
         try:
             self._saves._snapshot.finish()
-            self.has_copied.set()
-            self.records = write(self.prepared, self._contents, rank)
+            self.copied.set()
+            records = write(self.prepared, self._contents, rank)
             if rank != 0:
-                note = json.dumps(asdict(self.records[0])).encode()
+                note = json.dumps(asdict(records[0])).encode()
                 files.write_bytes(self.prepared, f".{_note(rank)}", note)
                 (self.prepared / f".{_note(rank)}").rename(self.prepared / _note(rank))
-            self._has_written.set()
-            if rank == 0:
-                self._path = self._saves._complete(self)
+            self.written.set_result(records)
+            self.published.set_result(self._saves._complete(self, records) if rank == 0 else None)
         except BaseException as error:  # raised again where training waits for it
-            self._error = error
+            for result in (self.written, self.published):
+                if not result.done():
+                    result.set_exception(error)
         finally:
-            self.has_copied.set()
-            self._has_written.set()
-
-    def written(self) -> None:
-        """Wait for this rank's files.
-
-        Raises:
-            RuntimeError: what the thread met, whatever it was.
-        """
-        self._has_written.wait()
-        self._raise()
-
-    def published(self) -> Path | None:
-        """Wait for the checkpoint, on rank 0; no other rank's thread does anything more.
-
-        Raises:
-            RuntimeError: what the thread met, whatever it was.
-        """
-        self._thread.join()
-        self._raise()
-        return self._path
+            self.copied.set()
 
     def stop(self) -> None:
         """Give up waiting for other ranks, and wait for the thread."""
         self.stopped.set()
-        self._thread.join()
-
-    def _raise(self) -> None:
-        if isinstance(self._error, OSError | RuntimeError):
-            raise self._error
-        if self._error is not None:
-            raise RuntimeError(f"{type(self._error).__name__}: {self._error}")
+        self.thread.join()
 
 
 def _note(rank: int) -> str:

@@ -33,7 +33,7 @@ def newest(directory: str | Path) -> Checkpoint | None:
 
     Raises:
         CheckpointError: there are checkpoints, but each is damaged.
-        UnknownVersionError: the newest intact one is of another version; taking an older one would lose work unseen.
+        UnknownVersionError: the newest intact one is of a different version; an older one would lose work unseen.
     """
     damaged = []
     for _, _, path in saved(Path(directory)):

@@ -1,7 +1,7 @@
 """The manifest: the last file of a checkpoint, and the list against which all others are checked.
 
-A flipped bit in a saved tensor loads without any complaint, as another number. So the manifest has a SHA-256 of every
-file, and one of itself.
+A flipped bit in a saved tensor loads without any complaint, as a different number. So the manifest has a SHA-256 of
+every file, and one of itself.
 """
 
 from __future__ import annotations
@@ -53,40 +53,33 @@ class Manifest:
         """Read what `to_bytes` wrote.
 
         Raises:
-            UnknownVersionError: an intact manifest of another version.
+            UnknownVersionError: an intact manifest of a different version.
             ValueError: anything else, down to a single changed bit; the text says what.
         """
         try:
             facts = json.loads(data)
+            named = f"the format {facts.get('format')!r}"
             intact = _with_digest({name: value for name, value in facts.items() if name != "sha256"}) == data
         except (ValueError, AttributeError, RecursionError):
-            raise ValueError(
-                f"is not a manifest: expected a JSON object, got {len(data)} bytes of something else; use "
-                "another checkpoint"
-            ) from None
+            facts, named, intact = {}, f"{len(data)} bytes of something else", False
         if facts.get("format") != FORMAT:
-            raise ValueError(
-                f"is not of the format {FORMAT!r}, got {facts.get('format')!r}; load it with the program that wrote it"
-            )
+            raise ValueError(f"is not a manifest of the format {FORMAT!r}, got {named}; use a different checkpoint")
         if not intact:
-            raise ValueError("was changed after it was written (its own SHA-256 differs); use another checkpoint")
+            raise ValueError("was changed after it was written (its own SHA-256 differs); use a different checkpoint")
         if facts.get("version") != VERSION:
             raise UnknownVersionError(
                 f"has version {facts.get('version')!r}; this distlab reads version {VERSION}: load it with the distlab "
                 "that saved it"
             )
-        try:
-            files = tuple(FileRecord(str(r["name"]), int(r["num_bytes"]), str(r["sha256"])) for r in facts["files"])
-            step, world_size = int(facts["step"]), int(facts["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"lacks a field of version {VERSION} ({error!r}); use another checkpoint") from None
+        files = tuple(FileRecord(str(r["name"]), int(r["num_bytes"]), str(r["sha256"])) for r in facts["files"])
+        step, world_size = int(facts["step"]), int(facts["world_size"])
         # Only names that we write: a manifest must not make a reader open files outside its directory.
         expected = [SHARED, *(rank_file(rank) for rank in range(min(world_size, len(files))))]
         if [file.name for file in files] != expected or len(files) != world_size + 1:
             got = ", ".join(file.name for file in files)
             raise ValueError(
-                f"lists other files than expected: {SHARED} and one for each of {world_size} ranks, got {got}; use "
-                "another checkpoint"
+                f"lists other files than expected: {SHARED} and one for each of {world_size} ranks, got {got}; use a "
+                "different checkpoint"
             )
         return cls(step, world_size, files)
 

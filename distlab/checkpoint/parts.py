@@ -4,7 +4,7 @@ There are two kinds of state. What all ranks share (weights, the optimizer's mom
 rank writes its own: generators of random numbers, the buffers of modules (running statistics of the samples that this
 rank saw), what a GradientHook remembers (the error memory of a compressor: what this rank did *not* send), and the
 shard of a sharded model. Saved from rank 0 alone, these would come back as rank 0's on every rank, without any error.
-A sharded part can do more: shards of other ranks, cut anew, serve another number of ranks.
+A sharded part can do more: shards of other ranks, cut anew, serve a different number of ranks.
 """
 
 from __future__ import annotations
@@ -215,6 +215,9 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
                 f"{name} is {here} here and {there} in the checkpoint; build it as it was when it was saved"
             )
         if isinstance(part, Sharded):
+            here, there = _saver(part.shard_state()), _saver(owns[0]["shards"][name])
+            if here != there:
+                raise ValueError(f"{name} is {here} here, but the checkpoint saved it as {there}; pass {there}")
             part.check_shards([own["shards"][name] for own in owns])
         elif isinstance(part, nn.Module):
             now = {key: _shape(value) for key, value in part.state_dict().items()}
@@ -226,11 +229,11 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
                         f"{name}: {key} is {there} in the checkpoint and {here} in the model; build the same model"
                     )
         elif isinstance(part, torch.optim.Optimizer):
-            here, there = type(part).__name__, shared.get("kinds", {}).get(name)  # no kinds: an earlier distlab's
-            if there not in (here, None):
+            here, there = type(part).__name__, shared["kinds"][name]
+            if there != here:
                 raise ValueError(
                     f"{name} is {there} in the checkpoint and {here} here; build the same optimizer: one kind "
-                    "of moments means nothing to another"
+                    "of moments means nothing to a different one"
                 )
             now_sizes = [len(group["params"]) for group in part.param_groups]
             then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
@@ -239,6 +242,12 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
                     f"{name}: groups of {then_sizes} parameters in the checkpoint, of {now_sizes} here; build the same "
                     "optimizer"
                 )
+
+
+def _saver(state: Mapping[str, Any]) -> str:
+    """Say what saves such a shard."""
+    kinds = {"place": "a Hybrid", "stages": "a StageState", "kinds": "a PerRank"}
+    return next((kind for key, kind in kinds.items() if key in state), "a ShardedState or ShardedOptimizer")
 
 
 def _shape(value: Any) -> str:

@@ -119,12 +119,12 @@ def load(
         directory: as given to `save`.
         parts: as given to `save`, made in the same way.
         group: the ranks that load together.
-        reshard: accept a checkpoint of another number of ranks or another plan: shared state is loaded, and shards are
+        reshard: accept a checkpoint of a different number of ranks or plan: shared state is loaded, and shards are
             cut anew from those of all ranks; generators, hooks and a rank's own buffers are not loaded, so the run is
             not the uninterrupted one bit for bit.
 
     Raises:
-        ValueError: it was saved by another number of ranks, or the parts do not fit it. No part was changed.
+        ValueError: it was saved by a different number of ranks, or the parts do not fit it. No part was changed.
         CheckpointError: on every rank, when any rank cannot read its files.
     """
     rank, world_size = place_in(group)
@@ -153,7 +153,7 @@ def load(
 
 
 def _fits(parts: Parts, states: list[dict[str, Any]]) -> bool:
-    """Return whether this rank's own file is all that it needs; under another plan it needs other ranks' files."""
+    """Return whether this rank's own file is all that it needs; under a different plan it needs other ranks' files."""
     try:
         check_fit(parts, states[0], states[1:])
     except ValueError:

@@ -4,18 +4,16 @@ The techniques are elsewhere, and none knows of another. Here is what they must 
 
 Begin with `layout`: a rank's place on each axis, and which part of a batch and of the model that makes its own. `rules`
 says what a plan asks of a model, and what cannot be combined. `build` makes one GPT parallel on all axes, one technique
-after the other, and says why in this order.
+after the other, and says why in this order; and it tells parts from copies.
 
-Then what everything depends on: `gradients`, with a table of which gradient is summed over which ranks, and how they
-travel without shards; `stage_averages` (over equal pipelines) and `shards` (with sharded states). `holdings` tells
-parts from copies, and `norm` needs it: each element of the model counts once.
+Then what everything depends on: `gradients`, with a table of which gradient is summed over which ranks, what a norm
+counts, and how they travel without shards; `stage_averages` (over equal pipelines) and `shards` (with sharded states).
 
-Last, `train`: `Hybrid`, all of it for real training; `failures`: who hears of a rank that raises; and `state`: what it
-saves, whole or in parts.
+Last, `train`: `Hybrid`, all of it for real training, and who hears of a rank that raises; and `state`: what it saves,
+whole or in parts.
 """
 
 from distlab.clip import Gradient as Gradient
 from distlab.hybrid.layout import Layout as Layout, joint_group as joint_group, lay_out as lay_out
-from distlab.hybrid.norm import clip_on_mesh_ as clip_on_mesh_, mesh_norm as mesh_norm
 from distlab.hybrid.stage_averages import StageAverages as StageAverages
 from distlab.hybrid.train import Hybrid as Hybrid

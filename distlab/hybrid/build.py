@@ -12,11 +12,14 @@ The order is not free. Each line needs what the lines before it made, and none u
 
 The loss belongs to the last stage. There each rank of a tensor group has the scores of its own tokens, and of a context
 group those of its own positions: it is the mean over these, and ranks have as many each.
+
+Seen from one process a model has each parameter once. On a mesh most have many equal copies, some are in parts, and
+experts are elsewhere. So the last functions say what of it is whose, and who of all that hold it counts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +32,7 @@ from torch.distributed import ProcessGroup
 from distlab.context_parallel import context_parallel, position_ids
 from distlab.context_parallel.parallelize import KINDS
 from distlab.expert_parallel import ExpertParallel, expert_parallel
-from distlab.hybrid.layout import Layout
+from distlab.hybrid.layout import COPIES, EXPERT_COPIES, Layout
 from distlab.hybrid.rules import mixtures_in
 from distlab.models import GPT
 from distlab.pipeline import TiedParameter, find_tied, split_gpt
@@ -62,7 +65,7 @@ class Built:
         loss: of the last stage's output and the targets, the mean over them.
         schedule: of the pipeline; None without one.
         tied: weights that several stages use.
-        holdings: by name in the whole model, each parameter that is here.
+        holdings: by (first) name in the whole model, each parameter that is here.
         shapes: by name, all tensors of the whole model's state.
         splits: by name, how tensor-parallel ranks cut what they cut.
         aliases: other names of tied parameters, each with the first one in the whole model.
@@ -148,7 +151,9 @@ def _keep_stages(model: GPT, layout: Layout, built: Built) -> Built:
     own = {number: modules[number] for number, rank in enumerate(schedule.home) if rank == place}
     later = {name for one in tied for name in one.names[1:]}  # the first stage that has it counts
     here = [name for module in own.values() for name, _ in module.named_parameters()]
-    holdings = {name: built.holdings[name]._replace(is_copy=name in later) for name in here}
+    holdings = {
+        built.aliases.get(name, name): built.holdings[name]._replace(is_copy=name in later) for name in reversed(here)
+    }
     return replace(built, stages=own, schedule=schedule, tied=tied, holdings=holdings)
 
 
@@ -182,3 +187,48 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradient, torch.full_like(ctx.like, ctx.weight), None
+
+
+def named_parameters(built: Built) -> dict[str, nn.Parameter]:
+    """Name this rank's parameters as the whole model does; a tied one has its first name there, and comes once."""
+    every = [one for _, module in sorted(built.stages.items()) for one in module.named_parameters()]
+    return {built.aliases.get(name, name): parameter for name, parameter in every}
+
+
+def split_experts(
+    named: Mapping[str, nn.Parameter], built: Built, layout: Layout
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Divide the trained parameters: those that all copies hold, and this rank's experts (none if all are the same)."""
+    spread = layout.plan.expert > 1
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    experts = {name: p for name, p in trained.items() if spread and built.holdings[name].is_expert}
+    return {name: p for name, p in trained.items() if name not in experts}, experts
+
+
+def tied_parameters(named: Mapping[str, nn.Parameter], built: Built) -> list[nn.Parameter]:
+    """Return this rank's parameters that several stages use."""
+    return [parameter for name, parameter in named.items() if name in {one.names[0] for one in built.tied}]
+
+
+def counts_here(built: Built, layout: Layout, name: str, *, sharded: bool = False) -> bool:
+    """Return whether this rank is the one that counts what it holds of a parameter: each element once over the mesh.
+
+    Args:
+        built: how parameters lie.
+        layout: where this rank stands.
+        name: of the parameter.
+        sharded: copies hold different pieces of it.
+    """
+    holding = built.holdings[name]
+    axes: tuple[str, ...] = () if sharded else EXPERT_COPIES if holding.is_expert else COPIES
+    if not holding.is_split:
+        axes += ("tensor",)
+    return not holding.is_copy and layout.is_first(*axes)
+
+
+@torch.no_grad()
+def divide_(parameters: Iterable[nn.Parameter], divisor: int) -> None:
+    """Divide gradients in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor)

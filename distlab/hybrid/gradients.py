@@ -20,6 +20,22 @@ Means are exchanged while backward computes. Without a pipeline that is in bucke
 where the plan says so. With one it is stage by stage, as soon as the stage's last micro-batch has passed. Sharded
 states send halves of it: see `shards`.
 
+Then the norm of all gradients is that of one process, where each element of the model counts once. Here axes meet, and
+real libraries went wrong:
+
+| of this axis                     | forgotten                                   | so that                     |
+|----------------------------------|---------------------------------------------|-----------------------------|
+| pipeline: another part           | norm of the own stage alone                 | under-clips; stages differ  |
+| tensor: parts, and equal copies  | equal copies counted once per rank          | over-clips                  |
+| tensor: parts, and equal copies  | norm of the own part alone                  | ranks scale by other numbers|
+| expert: other experts            | own experts alone                           | copies of the rest drift    |
+| data, context: equal copies      | summed like parts                           | over-clips by sqrt(n)       |
+| data, sharded: pieces            | norm of the own shard alone                 | copies drift                |
+| tied weights on two stages       | counted on both                             | over-clips                  |
+
+One rule covers all: of all ranks that hold equal copies of an element one counts it (`build.counts_here`); then squares
+are summed over the whole mesh, and every rank has the same bits (`distlab.clip.clip_counted_`).
+
 Symbols: n copies of all but the experts, m of an expert: d c.
 """
 
@@ -34,8 +50,7 @@ from torch import nn
 from distlab.clip import Gradient
 from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
-from distlab.hybrid.build import Built
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
+from distlab.hybrid.build import Built, counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.stage_averages import StageAverages
 from distlab.pipeline import Pipeline
@@ -53,11 +68,29 @@ class GradientAveraging:
         wrappers: what averages gradients during backward, each over a group of its own.
         of_stage: by number of a pipeline's stage, those of them that average in the stage's last backward pass.
         optimizers: made of this rank's parameters, or pieces.
+        named: this rank's parameters, by their names in the whole model.
     """
 
     wrappers: Sequence[Wrapper] = ()
     of_stage: Mapping[int, Sequence[Wrapper]] = {}
     optimizers: list[torch.optim.Optimizer]
+
+    def __init__(
+        self,
+        built: Built,
+        layout: Layout,
+        make_optimizer: MakeOptimizer,
+        *,
+        pipeline: Pipeline | None = None,
+        spans: SpanWriter | None = None,
+    ) -> None:
+        self._layout, self._built, self._pipeline, self._spans = layout, built, pipeline, spans
+        self.named = named_parameters(built)
+        self._wrap(make_optimizer)
+
+    def _wrap(self, make_optimizer: MakeOptimizer) -> None:
+        """Make what averages gradients, and the optimizers."""
+        raise NotImplementedError
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -133,17 +166,8 @@ class WholeGradients(GradientAveraging):
         bucket what `distlab.plan.compression.exchanges` says, and an all-reduce of one element.
     """
 
-    def __init__(
-        self,
-        built: Built,
-        layout: Layout,
-        make_optimizer: MakeOptimizer,
-        *,
-        pipeline: Pipeline | None = None,
-        spans: SpanWriter | None = None,
-    ) -> None:
-        self._layout, self._built = layout, built
-        self.named = named_parameters(built.stages)
+    def _wrap(self, make_optimizer: MakeOptimizer) -> None:
+        built, layout, pipeline, spans = self._built, self._layout, self._pipeline, self._spans
         dense, experts = split_experts(self.named, built, layout)
         self._replicas: list[tuple[DataParallel, int]] = []
         self._averages: StageAverages | None = None

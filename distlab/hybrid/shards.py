@@ -16,16 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.clip import Gradient
-from distlab.hybrid.build import Built
+from distlab.hybrid.build import Built, counts_here, divide_, split_experts, tied_parameters
 from distlab.hybrid.gradients import GradientAveraging, MakeOptimizer, ParameterBag
-from distlab.hybrid.holdings import counts_here, divide_, named_parameters, split_experts, tied_parameters
 from distlab.hybrid.layout import Layout
 from distlab.models import Block
 from distlab.modules.blocks import find_blocks
 from distlab.pipeline import Pipeline
 from distlab.sharding import FullyShard, ShardedOptimizer
+from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.part import plain
-from distlab.trace import SpanWriter
 
 
 class ShardedStates(GradientAveraging):
@@ -35,17 +34,8 @@ class ShardedStates(GradientAveraging):
         micro-batch (where a schedule splits backward, one more of what I makes).
     """
 
-    def __init__(
-        self,
-        built: Built,
-        layout: Layout,
-        make_optimizer: MakeOptimizer,
-        *,
-        pipeline: Pipeline | None = None,
-        spans: SpanWriter | None = None,
-    ) -> None:
-        self._layout, self._built, plan = layout, built, layout.plan
-        self.named = named_parameters(built.stages)
+    def _wrap(self, make_optimizer: MakeOptimizer) -> None:
+        built, layout, plan, pipeline = self._built, self._layout, self._layout.plan, self._pipeline
         self.sharded: list[ShardedOptimizer] = []
         self._of_experts: list[ShardedOptimizer] = []
         of_stage: dict[int, list[ShardedOptimizer]] = {}
@@ -61,8 +51,9 @@ class ShardedStates(GradientAveraging):
                     group,
                     stage=1 if number is None else plan.sharding.stage,
                     bucket_bytes=plan.bucket_bytes,
-                    spans=spans,
+                    spans=self._spans,
                 )
+                one.cut = CutLayers(built.splits, layout.groups["tensor"])
                 self.sharded.append(one)
                 if number is not None and pipeline is not None:
                     of_stage.setdefault(number, []).append(one)
@@ -100,10 +91,8 @@ class ShardedParameters(GradientAveraging):
     Cost: as `FullyShard`: 3 (n-1)/n of the parameters' bytes; per micro-batch the two thirds of it that gather.
     """
 
-    def __init__(
-        self, built: Built, layout: Layout, make_optimizer: MakeOptimizer, *, spans: SpanWriter | None = None
-    ) -> None:
-        self._layout, self._built, plan = layout, built, layout.plan
+    def _wrap(self, make_optimizer: MakeOptimizer) -> None:
+        layout, plan = self._layout, self._layout.plan
         self.models = {
             number: FullyShard(
                 module,
@@ -112,9 +101,9 @@ class ShardedParameters(GradientAveraging):
                 reshard_after_forward=plan.sharding.reshard_after_forward,
                 prefetch=plan.sharding.prefetch,
                 precision=plan.precision,
-                spans=spans,
+                spans=self._spans,
             )
-            for number, module in built.stages.items()
+            for number, module in self._built.stages.items()
         }
         self.wrappers = list(self.models.values())
         self.of_stage = {number: [model] for number, model in self.models.items()}

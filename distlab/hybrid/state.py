@@ -1,133 +1,37 @@
 """What a mesh saves: the whole model, as one process would; or each rank its own part, to go on bit for bit.
 
-The whole state is put together axis by axis, in the reverse order of `build`: pieces of a sharded model along its
-copies, parts of tensors along tensor, experts along expert, stages along pipeline. It loads into one process, and into
-any other plan.
+Each rank names what it holds as parts of the whole model's tensors (`modules.named_parts`): pieces of a sharded model
+along its copies, parts of tensors along tensor, experts along expert, stages along pipeline. Joined, these are the
+whole state; cut anew, they are what a rank of any other plan holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
-from distlab import tensor_parallel
-from distlab.comm.agree import group_device
-from distlab.hybrid.build import Built
+from distlab.hybrid.build import Built, counts_here
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, check_tensors
-from distlab.plan import FlatLayout
+from distlab.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.plan.sharding import Piece
-from distlab.sharding import ShardedState
 from distlab.sharding.cut_layers import CutLayers
-from distlab.sharding.state.assemble import HeldRow, cut_anew, parts_by_name
-from distlab.sharding.state.optimizer_parts import (
-    SharedBuffer,
-    assemble_rows,
-    merge_groups,
-    prepare_optimizer as prepare_moments,
-    save_parts,
-)
-from distlab.sharding.state.sharded import prepare as prepare_shards
-
-
-def full_state_dict(built: Built, layout: Layout, averaging: GradientAveraging) -> dict[str, Tensor]:
-    """Return the whole model's state under its own names, on every rank.
-
-    Cost: an all-gather of what is split along tensor, a broadcast of each expert and of each stage's parameters, and
-        of sharded parameters a gather of them all.
-    """
-    state: dict[str, Tensor] = {}
-    with _whole_stages(built, averaging) as stages:
-        for module in stages.values():
-            if layout.plan.tensor > 1:
-                state |= tensor_parallel.full_state_dict(module, layout.groups["tensor"])
-            else:
-                state |= {name: value.detach().clone() for name, value in module.state_dict().items()}
-    for axis in ("expert", "pipeline"):
-        state = _pool(state, layout.groups[axis])
-    return {name: state[name] for name in built.shapes}
-
-
-def load_full_state_dict(
-    built: Built, layout: Layout, averaging: GradientAveraging, state: Mapping[str, Tensor]
-) -> None:
-    """Take this rank's parts out of a whole state; every rank calls this, with the same one.
-
-    What optimizers remember stays as it was.
-
-    Cost: nothing is sent; where parameters are sharded, a gather of them all.
-
-    Raises:
-        ValueError: the same on every rank, and nothing is loaded: names or shapes that are not the model's.
-    """
-    for name in [*built.shapes, *state]:
-        here, there = built.shapes.get(name), tuple(state[name].shape) if name in state else None
-        if here != there:
-            raise ValueError(
-                f"{name} is {'nothing' if there is None else list(there)} in the state and "
-                f"{'nothing' if here is None else list(here)} in the model; load the state of this model"
-            )
-    with _whole_stages(built, averaging, write=True) as stages:
-        for module in stages.values():
-            own = {name: state[name] for name in module.state_dict()}
-            if layout.plan.tensor > 1:
-                tensor_parallel.load_full_state_dict(module, own, layout.groups["tensor"])
-            else:
-                _copy_into(module, own)
-
-
-@torch.no_grad()
-def _copy_into(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    for name, value in module.state_dict().items():
-        value.copy_(state[name])
-
-
-@contextmanager
-def _whole_stages(
-    built: Built, averaging: GradientAveraging, *, write: bool = False
-) -> Iterator[Mapping[int, nn.Module]]:
-    """Give this rank's stages with all their parameters, also where copies hold a piece each."""
-    if not isinstance(averaging, ShardedParameters):
-        yield built.stages
-        return
-    with ExitStack() as stack:
-        yield {number: stack.enter_context(model.summon(write=write)) for number, model in averaging.models.items()}
-
-
-def _pool(state: dict[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
-    """Give every rank what any rank has; the first that has it sends it."""
-    if dist.get_world_size(group) == 1:
-        return state
-    device = group_device(group)
-    told: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(told, {n: (list(v.shape), v.dtype) for n, v in state.items()}, group=group)
-    for name in dict.fromkeys(name for one in told for name in one):
-        holders = [rank for rank, one in enumerate(told) if name in one]
-        if len(holders) == len(told):
-            continue
-        shape, dtype = told[holders[0]][name]
-        here = dist.get_rank(group) == holders[0]
-        value = state[name].to(device).contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(value, group=group, group_src=holders[0])
-        state.setdefault(name, value)
-    return state
+from distlab.sharding.state.assemble import HeldRow
+from distlab.sharding.state.of_model import prepare_model, rows_of, shard_state
+from distlab.sharding.state.optimizer_parts import Rows, gather_parts, prepare, save_parts
 
 
 class HybridState:
     """A mesh as a part of a checkpoint of which each rank holds a shard: `parts = {"training": hybrid}`.
 
-    Each rank writes what it holds, as named parts of the whole model's tensors (`modules.named_parts`). So any other
-    plan can load it by `load(..., reshard=True)`, on any number of ranks. The same plan goes on bit for bit.
+    Each rank writes what it holds, by the names of the whole model's tensors. So any other plan can load it by
+    `load(..., reshard=True)`, on any number of ranks. The same plan goes on bit for bit.
 
     Cost: no communication; each rank writes what it holds (equal copies too).
     """
@@ -136,9 +40,59 @@ class HybridState:
     _layout: Layout
     _averaging: GradientAveraging
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's state under its own names, as one process would save it, on every rank.
+
+        Cost: an all-gather over all ranks, in which each element comes from one rank that holds it.
+        """
+        built, layout, averaging = self._built, self._layout, self._averaging
+        is_sharded = isinstance(averaging, ShardedParameters)
+        models = averaging.models.values() if isinstance(averaging, ShardedParameters) else ()
+        parts = {
+            name: part
+            for rows in ([rows_of(model) for model in models] if is_sharded else [self._whole_rows()])
+            for name, part in save_parts(rows, None, parameters=True)[0].items()
+            if counts_here(built, layout, name, sharded=is_sharded)
+        }
+        whole = gather_parts(parts, parts, [layout.everyone], keeps=True)
+        state = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()}
+        return {name: state[built.aliases.get(name, name)] for name in built.shapes}
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts out of what one process, or any plan, saved; every rank calls this, with the same.
+
+        What optimizers remember stays as it was.
+
+        Cost: nothing is sent.
+
+        Raises:
+            ValueError: the same on every rank, and nothing is loaded: names or shapes that are not the model's.
+        """
+        shapes, aliases = self._built.shapes, self._built.aliases
+        for name in [*shapes, *state]:
+            here, there = shapes.get(name), tuple(state[name].shape) if name in state else None
+            if here != there:
+                raise ValueError(
+                    f"{name} is {'nothing' if there is None else list(there)} in the state and "
+                    f"{'nothing' if here is None else list(here)} in the model; load the state of this model"
+                )
+        own = {name: {PARAMETER: value} for name, value in state.items() if name not in aliases}
+        whole = whole_shard(own, None, {name: shapes[name] for name in own})
+        for take in self._taking([whole], optimizers=False):
+            take()
+
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's parameters with the states of its optimizers and of its compression."""
-        shards = [self._for_all(one).to_dict() for one in self._own_shards()]
+        averaging = self._averaging
+        if isinstance(averaging, ShardedParameters):
+            pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
+            shards = [shard_state(model, optimizer) for model, optimizer in pairs]
+        else:
+            one = averaging.optimizers[0] if isinstance(averaging, WholeGradients) else None
+            parts, groups = save_parts(self._whole_rows(), one, parameters=True)
+            place = dist.get_rank(), dist.get_world_size()
+            shards = [SavedShard(*place, parts, groups, aliases=self._built.aliases).to_dict()]
+            shards += [each.shard_state() for each in self._sharded()]
         return {"place": self._place(), "shards": shards, "hooks": [hook.state_dict() for hook in self._hooks()]}
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -170,127 +124,56 @@ class HybridState:
     def _prepare(self, states: Sequence[Mapping[str, Any]]) -> list[Callable[[], object]]:
         """Check saved states and assemble this rank's; return the functions that load it."""
         here, saved = self._place(), [state.get("place", {}) for state in states]
-        if any(not isinstance(state.get("shards"), list) for state in states):
-            raise ValueError("an earlier distlab saved it, or a different kind of training; load its full_state_dict()")
         for its in (one["the model"] for one in saved if one):
             for name, shape in {**its, **here["the model"]}.items():
                 if its.get(name) != shape or name not in here["the model"]:
                     mine = here["the model"].get(name, "nothing")
                     raise ValueError(f"{name} is {mine} here and {its.get(name, 'nothing')} in the checkpoint")
-        if saved == [here]:
-            own = [self._from_all(SavedShard.from_dict(one)) for one in states[0]["shards"]]
-            hooks = zip(self._hooks(), states[0]["hooks"], strict=True)
-            return [*self._taking(own), *(partial(hook.load_state_dict, state) for hook, state in hooks)]
-        if len(states) == 1 and saved[0] and saved[0].get("the number of ranks") != "1":
-            what = next(key for key, value in here.items() if saved[0].get(key) != value)
+        if saved != [here] and saved[0] and saved[0]["the number of ranks"] != str(len(states)):
+            what = next((key for key, value in here.items() if saved[0].get(key) != value), "the number of ranks")
             raise ValueError(
                 f"{what} is {here[what]} here and {saved[0].get(what)} in the checkpoint; resume with the plan that it "
                 "was saved with, or pass reshard=True to cut the shards of all ranks anew"
             )
-        return self._taking(self._cut_anew([SavedShard.from_dict(one) for state in states for one in state["shards"]]))
+        hooks = zip(self._hooks(), states[0]["hooks"], strict=True) if saved == [here] else ()
+        taking = self._taking([SavedShard.from_dict(one) for state in states for one in state["shards"]])
+        return [*taking, *(partial(hook.load_state_dict, state) for hook, state in hooks)]
 
-    def _own_shards(self) -> list[SavedShard]:
-        """Return one shard per optimizer, by this rank's own names of parameters; the model is in the first."""
+    def _taking(self, saved: Sequence[SavedShard], *, optimizers: bool = True) -> list[Callable[[], object]]:
+        """Assemble all that this rank holds from saved shards; return functions that load it."""
         averaging = self._averaging
         if isinstance(averaging, ShardedParameters):
             pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
-            return [SavedShard.from_dict(ShardedState(*pair).shard_state()) for pair in pairs]
-        one = averaging.optimizers[0] if isinstance(averaging, WholeGradients) else None
-        parts, groups = save_parts([self._whole_buffer()], one, parameters=True)
-        buffers = {name: value.detach().clone() for name, value in self._buffers().items()}
-        model = SavedShard(dist.get_rank(), dist.get_world_size(), parts, groups, buffers)
-        optimizers = averaging.sharded if isinstance(averaging, ShardedStates) else []
-        return [model, *(SavedShard.from_dict(each.shard_state()) for each in optimizers)]
-
-    def _taking(self, own: Sequence[SavedShard]) -> list[Callable[[], object]]:
-        """Check shards like those of `_own_shards`; return functions that load them."""
-        averaging = self._averaging
-        if isinstance(averaging, ShardedParameters):
-            three = zip(averaging.models.values(), averaging.optimizers, own, strict=True)
-            return [prepare_shards(model, [saved.to_dict()], optimizer) for model, optimizer, saved in three]
-        buffer = self._whole_buffer()
-        check_tensors(own[:1], {row.names[0]: (row.shapes[0], row.parameter.dtype) for row in buffer.rows})
-        found = assemble_rows([buffer], own[:1])
-        pairs = [(row.parameter.detach(), found[id(row.parameter)][0][PARAMETER]) for row in buffer.rows]
-        pairs += [(value, (own[0].buffers or {})[name]) for name, value in self._buffers().items()]
-        taking: list[Callable[[], object]] = [partial(_fill, *pair) for pair in pairs]
-        if isinstance(averaging, WholeGradients):
-            return [*taking, prepare_moments(averaging.optimizers[0], [buffer], own[:1], found)]
-        assert isinstance(averaging, ShardedStates), "there are three kinds"
-        for one, saved in zip(averaging.sharded, own[1:], strict=True):
-            one.check_shards([saved.to_dict()])
-            taking.append(partial(one.load_shards, [saved.to_dict()]))
+            return [
+                prepare_model(model, _of(rows_of(model).shapes, saved), optimizer if optimizers else None)
+                for model, optimizer in pairs
+            ]
+        one = averaging.optimizers[0] if optimizers and isinstance(averaging, WholeGradients) else None
+        rows = self._whole_rows()
+        taking: list[Callable[[], object]] = [prepare(rows, one, _of(rows.shapes, saved), parameters=True)]
+        for each in self._sharded() if optimizers else ():
+            names = {name for own in each.group_names for name in own}
+            taking.append(each.prepare_shards(_of(names, saved)))
         return taking
 
-    def _whole_buffer(self) -> SharedBuffer:
+    def _sharded(self) -> Sequence[Any]:
+        return self._averaging.sharded if isinstance(self._averaging, ShardedStates) else ()
+
+    def _whole_rows(self) -> Rows:
         """Return the parameters that are here whole, each a row of its own."""
         assert isinstance(self._averaging, WholeGradients | ShardedStates), "FullyShard has rows of its own"
         named = self._averaging.named
-        shapes = tuple(tuple(parameter.shape) for parameter in named.values())
-        rows = [
-            HeldRow(parameter, (name,), (tuple(parameter.shape),), (Piece(0, 0, parameter.numel(), 0),))
+        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        held = [
+            HeldRow(parameter, (name,), (shapes[name],), (Piece(0, 0, parameter.numel(), 0),))
             for name, parameter in named.items()
         ]
-        layout = FlatLayout(tuple(named), shapes, 1)
-        return SharedBuffer(layout, [0, layout.padded_size], rows)
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {
-            name: value
-            for module in self._built.stages.values()
-            for name, value in module.state_dict(keep_vars=True).items()
-            if not isinstance(value, nn.Parameter)
-        }
+        return Rows(held, shapes, CutLayers(self._built.splits, self._layout.groups["tensor"]))
 
     def _hooks(self) -> Sequence[Any]:
         return self._averaging.hooks if isinstance(self._averaging, WholeGradients) else ()
 
-    def _name_for_all(self, name: str) -> str:
-        return self._built.aliases.get(name, name)
 
-    def _cut_layers(self) -> CutLayers:
-        return CutLayers(self._built.splits, self._layout.groups["tensor"])
-
-    def _for_all(self, own: SavedShard) -> SavedShard:
-        """Say what a shard holds of the whole model, by the names that every plan uses."""
-        parts = {self._name_for_all(name): part for name, part in self._cut_layers().named_for_all(own.parts).items()}
-        groups = own.groups and [{**one, "names": [*map(self._name_for_all, one["names"])]} for one in own.groups]
-        return replace(own, parts=parts, groups=groups, aliases=self._built.aliases)
-
-    def _from_all(self, saved: SavedShard) -> SavedShard:
-        """Undo `_for_all` of a shard of this very rank."""
-        names = self._own_names()
-        parts = {names[name]: replace(part, shape=part.row_shape, slab=None) for name, part in saved.parts.items()}
-        groups = saved.groups and [{**one, "names": [names[name] for name in one["names"]]} for one in saved.groups]
-        return replace(saved, parts=parts, groups=groups, aliases=None)
-
-    def _own_names(self) -> dict[str, str]:
-        """Return, by the name that every plan uses, the name that a tensor has here."""
-        return {self._name_for_all(name): name for one in self._own_shards() for name in one.parts}
-
-    def _cut_anew(self, saved: Sequence[SavedShard]) -> list[SavedShard]:
-        """Make this rank's shards from those of all ranks of a different plan."""
-        held = parts_by_name(saved)
-        groups = merge_groups([one.groups for one in saved if one.groups is not None])
-        buffers = {name: value for one in saved for name, value in (one.buffers or {}).items()}
-        names, cut = self._own_names(), self._cut_layers()
-        made = []
-        for own in self._own_shards():
-            parts = {}
-            for name, part in own.parts.items():
-                everywhere = self._name_for_all(name)
-                if everywhere not in held:
-                    raise ValueError(f"{name} is in the model and not in the saved shards: {ELSEWHERE}")
-                mine = cut_anew(name, held[everywhere], cut.slab(name))
-                wanted = PARAMETER in part.values or isinstance(self._averaging, ShardedParameters)
-                values = {key: value for key, value in mine.values.items() if wanted or key != PARAMETER}
-                parts[name] = replace(mine, values=values)
-            local = [{**one, "names": [names.get(name, name) for name in one["names"]]} for one in groups]
-            kept = {name: buffers[name] for name in own.buffers or {}}
-            made.append(SavedShard(0, 1, parts, None if own.groups is None else local, kept))
-        return made
-
-
-@torch.no_grad()
-def _fill(here: Tensor, saved: Tensor) -> None:
-    here.copy_(saved.view(here.shape))
+def _of(names: Collection[str], saved: Iterable[SavedShard]) -> list[SavedShard]:
+    """Return what shards hold of some tensors; they are those of a model's stages, and of several optimizers."""
+    return [replace(one, parts={name: part for name, part in one.parts.items() if name in names}) for one in saved]

@@ -1,32 +1,45 @@
-"""Hybrid: train a GPT by any plan: data x expert x context x tensor x pipeline, with sharded states where they fit."""
+"""Hybrid: train a GPT by any plan: data x expert x context x tensor x pipeline, with sharded states where they fit.
+
+A rank that raises in the middle of a step tells whom it can. Some ranks meet between layers: copies exchange gradients,
+stages hand activations on. A rank that fails there goes on to the end of the step, computes nothing more, gives what it
+is asked for, and at the end all hear of it.
+
+Others meet inside of a layer. Tensor-parallel ranks add their parts of one product up, ranks of one sequence pass keys
+on, experts wait for tokens. A sharded block waits for its parameters, and with sharding stage 2 a micro-batch waits for
+the sum of its gradients. They wait in a call that nothing but this rank's own part can end, and this rank cannot
+compute it. So it leaves at once, with its error: the launcher sees that, says whose fault it was and ends the others
+within seconds; without one, their calls end with the group's timeout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.clip import NotFiniteError
+from distlab.clip import NotFiniteError, clip_counted_
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.hybrid.build import build
-from distlab.hybrid.failures import LeftError, leave_at_once, meets_inside
 from distlab.hybrid.gradients import GradientAveraging, MakeOptimizer, WholeGradients
 from distlab.hybrid.layout import checksum, lay_out, problem_of_batch
-from distlab.hybrid.norm import clip_on_mesh_
 from distlab.hybrid.rules import problem_of, problem_of_balance
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.hybrid.state import HybridState, full_state_dict, load_full_state_dict
+from distlab.hybrid.state import HybridState
 from distlab.models import GPT
 from distlab.pipeline import Pipeline
 from distlab.pipeline.faults import gather_numbers, gather_texts
 from distlab.plan import AXES, Plan, mesh_of
 from distlab.precision import HALF, as_dtype, autocast
 from distlab.trace import SpanWriter
+
+
+class LeftError(BaseException):
+    """Carries an error past those who would go on with the step: it is not an Exception."""
 
 
 class Hybrid(HybridState):
@@ -106,7 +119,7 @@ class Hybrid(HybridState):
         Raises:
             ValueError: on every rank, before anything runs: batches differ, or cannot be cut.
             NotFiniteError: on every rank: a gradient is NaN or infinite, and was seen before it was given to others.
-            RuntimeError: a rank raised; see `failures` for who hears of it. Where all do, call zero_grad() and go on.
+            RuntimeError: a rank raised; who hears of it stands above. Where all do, call zero_grad() and go on.
         """
         self._check(inputs, targets)
         batch = self._layout.own_part(inputs), self._layout.own_part(targets)
@@ -116,7 +129,7 @@ class Hybrid(HybridState):
                 loss = self._run(*batch)
         except (LeftError, Exception) as error:  # whatever a layer raises: the others wait for this rank
             failure = error.__cause__ if isinstance(error, LeftError) else error
-            if meets_inside(self.plan):
+            if _meets_inside(self.plan):
                 self._state = "failed"
                 raise RuntimeError(f"rank {dist.get_rank()}: the step failed: {_said(failure)}") from failure
         try:
@@ -129,9 +142,14 @@ class Hybrid(HybridState):
     def clip_gradients_(self, max_norm: float) -> Tensor:
         """Scale gradients so that the whole model's norm is at most `max_norm`; return what it was.
 
-        Cost, Raises: as `norm.clip_on_mesh_`.
+        Cost: an all-reduce of 8 bytes.
+        Error: as one process', up to the order of additions; the same bits on every rank.
+
+        Raises:
+            ValueError: max_norm is not a positive number.
+            NotFiniteError: on every rank, naming parameters and ranks: the norm is not finite; nothing is changed.
         """
-        return clip_on_mesh_(self._averaging.gradients(), max_norm, self._everyone)
+        return clip_counted_(self._averaging.gradients(), max_norm, [self._everyone])
 
     def update(self) -> None:
         """Update the parameters, and bring new values to the ranks that hold them."""
@@ -157,14 +175,6 @@ class Hybrid(HybridState):
             for one in optimizer.param_groups:
                 yield from one["params"]
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return what one process would save, on every rank; see `state.full_state_dict`."""
-        return full_state_dict(self._built, self._layout, self._averaging)
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts out of what one process, or any plan, saved; see `state.load_full_state_dict`."""
-        load_full_state_dict(self._built, self._layout, self._averaging, state)
-
     def close(self) -> None:
         """Take the hooks off and destroy the groups; every rank calls this, when no rank waits for another."""
         if self._state == "been closed":
@@ -186,17 +196,14 @@ class Hybrid(HybridState):
             tied=self._built.tied,
             spans=self._spans,
         )
-        if meets_inside(self.plan):
-            pipeline.on_failure = leave_at_once
+        if _meets_inside(self.plan):
+            pipeline.on_failure = _leave_at_once
         return pipeline
 
     def _make_averaging(self, make_optimizer: MakeOptimizer) -> GradientAveraging:
-        stage = self.plan.sharding.stage
-        if stage == 0:
-            return WholeGradients(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
-        if stage == 3:
-            return ShardedParameters(self._built, self._layout, make_optimizer, spans=self._spans)
-        return ShardedStates(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
+        kinds: dict[int, type[GradientAveraging]] = {0: WholeGradients, 3: ShardedParameters}
+        kind = kinds.get(self.plan.sharding.stage, ShardedStates)
+        return kind(self._built, self._layout, make_optimizer, pipeline=self.pipeline, spans=self._spans)
 
     def _run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run this rank's part of a batch; return its mean loss where the last stage is."""
@@ -265,6 +272,16 @@ class Hybrid(HybridState):
 
     def _span(self, name: str, kind: str, **place: Any) -> AbstractContextManager[Any]:
         return nullcontext() if self._spans is None else self._spans.span(name, kind, **place)
+
+
+def _meets_inside(plan: Plan) -> bool:
+    """Return whether ranks of this plan wait for each other inside of layers, or of passes."""
+    sums_each_pass = plan.sharding.stage == 2 and max(plan.num_microbatches, plan.pipeline) > 1
+    return max(plan.tensor, plan.context, plan.expert) > 1 or plan.sharding.stage == 3 or sums_each_pass
+
+
+def _leave_at_once(error: Exception) -> NoReturn:
+    raise LeftError from error
 
 
 def _said(error: BaseException | None) -> str:

@@ -1,9 +1,9 @@
 """The format of saved shards: named parts of tensors, from which ranks with any other shards put their own together.
 
-A shard means nothing without the number of shards it was cut into, and the next run may have another number. So each
-rank saves *named parts of tensors*: "of `blocks.0.norm.weight`, elements 12 to 24". A rank of another job may have
-shards of other bounds or units of other sizes. It asks for the elements it needs by name and takes them from the parts
-that hold them. A moment of Adam is cut like its parameter, so it is saved as one more value of the same part.
+A shard means nothing without the number of shards it was cut into, and the next run may have a different number. So
+each rank saves *named parts of tensors*: "of `blocks.0.norm.weight`, elements 12 to 24". A rank of a different job may
+have shards of other bounds or units of other sizes. It asks for the elements it needs by name and takes them from the
+parts that hold them. A moment of Adam is cut like its parameter, so it is saved as one more value of the same part.
 
 Everything here works on plain dictionaries, and ranks exchange nothing.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 FORMAT = "distlab shards"
 VERSION = 1
-ELSEWHERE = "they were saved from a different model"
+ELSEWHERE = "it was saved from a different model"
 PARAMETER = "parameter"  # the key of a parameter's own value, next to the keys of the optimizer's state
 
 
@@ -183,7 +183,7 @@ class SavedShard:
         """Read what `to_dict` returned.
 
         Raises:
-            ValueError: it is something else, or of another version.
+            ValueError: it is something else, or of a different version.
         """
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise ValueError(
@@ -216,6 +216,55 @@ class SavedShard:
         return hashed.hexdigest()
 
 
+def whole_shard(
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    once: Collection[str] = (),
+) -> SavedShard:
+    """Read what belongs to whole tensors as a save of one shard.
+
+    Args:
+        state: by tensor name.
+        groups: options, and the names of tensors.
+        shapes: of the whole model's tensors.
+        once: keys of which there is one value per tensor.
+
+    Raises:
+        ValueError: the state has a tensor that the model has not, or one of a different shape.
+    """
+    parts = {}
+    for name in [*state, *shapes]:
+        if name not in shapes:
+            raise ValueError(f"{name} is in the saved state and not here: it was saved from a different model")
+        values, shape = state.get(name, {}), shapes[name]
+        moments = {key: value for key, value in values.items() if key not in once}
+        for key, value in moments.items():
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{key} of {name} is {list(value.shape)} in the saved state and {list(shape)} here; load the "
+                    "state of this model"
+                )
+        numbers = {key: value for key, value in values.items() if key in once}
+        flat = {key: value.detach().reshape(-1) for key, value in moments.items()}
+        parts[name] = SavedPart(shape, 0, math.prod(shape), flat, numbers)
+    return SavedShard(0, 1, parts, groups)
+
+
+def kept_once(state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the keys of which an optimizer keeps one value per tensor, such as the number of steps.
+
+    Shapes: moments in their parameter's shape; what is kept once, []
+    """
+    moments = {
+        key
+        for name, kept in state.items()
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shapes.get(name)
+    }
+    return {key for kept in state.values() for key in kept} - moments
+
+
 def _feed(hashed: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         hashed.update(f"{value.dtype}{list(value.shape)}".encode())
@@ -232,69 +281,59 @@ def _feed(hashed: Any, value: Any) -> None:
         hashed.update(json.dumps(value, default=repr).encode())
 
 
-def check_one_save(saved: Sequence[SavedShard]) -> None:
-    """Refuse shards that were not saved together, or that changed since.
+def check_saves(saved: Sequence[SavedShard]) -> None:
+    """Refuse shards that were not saved together, or that changed since; each tensor rank's are a save of their own.
 
     Raises:
-        ValueError: no shards, another number of shards, another save, or changed values; the text names the shards.
+        ValueError: no shards, a different number of shards, different saves, or changed values, with the shards.
     """
     if not saved:
         raise ValueError("no saved shard was given; pass the shards of all ranks of the job that saved")
-    first = saved[0]
-    for other in saved[1:]:
-        if other.num_shards != first.num_shards:
-            raise ValueError(
-                f"shard {first.shard} is one of {first.num_shards} and shard {other.shard} one of "
-                f"{other.num_shards}: they are of different saves; pass the shards of one"
-            )
-        if other.digests != first.digests:
-            raise ValueError(
-                f"shards {first.shard} and {other.shard} are of different saves (the digests of their saves differ); "
-                "pass the shards of one"
-            )
+    of_rank: dict[str, list[SavedShard]] = {}
     for one in saved:
+        of_rank.setdefault(str({name: part.slab for name, part in one.parts.items()}), []).append(one)
         if not 0 <= one.shard < one.num_shards:
             raise ValueError(f"a saved shard calls itself shard {one.shard} of {one.num_shards}; save it again")
         if one.digests and one.digest() != one.digests[one.shard]:
             raise ValueError(
-                f"shard {one.shard} was changed after it was saved (its SHA-256 differs); use another save"
+                f"shard {one.shard} was changed after it was saved (its SHA-256 differs); use a different save"
             )
+    for first, *others in of_rank.values():
+        for other in others:
+            if (other.num_shards, other.digests) != (first.num_shards, first.digests):
+                raise ValueError(
+                    f"shard {first.shard} of {first.num_shards} and shard {other.shard} of {other.num_shards} are from "
+                    "different saves; pass the shards of one"
+                )
 
 
 def check_tensors(
-    saved: Sequence[SavedShard],
-    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]],
-    *,
-    convert: bool = False,
+    parts: Mapping[str, Sequence[SavedPart]], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 ) -> None:
     """Refuse the state of a different model or of a different precision.
 
     Args:
-        saved: the shards.
+        parts: what all saved shards hold of each tensor.
         expected: (shape, dtype) of the model's tensors, by name; dtype None where only the optimizer's state counts.
-        convert: take values of another type, rounded to the model's.
 
     Raises:
         ValueError: the text names the first tensor that differs, what the model has and what was saved.
     """
-    for one in saved:
-        for name in [*expected, *one.parts]:
-            if name not in one.parts:
-                raise ValueError(f"{name} is in the model and not in the saved shards: {ELSEWHERE}")
-            if name not in expected:
-                raise ValueError(f"{name} is in the saved shards and not in the model: {ELSEWHERE}")
-            shape, dtype = expected[name]
-            part = one.parts[name]
+    for name in [*expected, *parts]:
+        if name not in parts:
+            raise ValueError(f"{name} is in the model and not in the saved state: {ELSEWHERE}")
+        if name not in expected:
+            raise ValueError(f"{name} is in the saved state and not in the model: {ELSEWHERE}")
+        shape, dtype = expected[name]
+        for part in parts[name]:
             if part.shape != shape:
-                raise ValueError(f"{name} is {list(shape)} in the model and {list(part.shape)} in the saved shards")
-            if dtype is None:
-                continue
-            if PARAMETER not in part.values:
-                raise ValueError(f"{name}: the saved shards hold no parameters; save model and optimizer together")
-            kind = part.values[PARAMETER].dtype
-            if kind != dtype and not convert:
-                mine, its = (str(one).removeprefix("torch.") for one in (dtype, kind))
-                raise ValueError(
-                    f"{name} is {mine} in the model and {its} in the saved shards; pass convert=True to round the "
-                    "values, or build the model in the type of the save"
-                )
+                raise ValueError(f"{name} is {list(shape)} in the model and {list(part.shape)} in the saved state")
+        kinds = {part.values[PARAMETER].dtype for part in parts[name] if PARAMETER in part.values}
+        if dtype is not None and not kinds:
+            raise ValueError(f"{name}: no parameters were saved; save model and optimizer together")
+        if dtype is not None and kinds != {dtype}:
+            mine, its = (str(one).removeprefix("torch.") for one in (dtype, *kinds - {dtype}))
+            raise ValueError(
+                f"{name} is {mine} in the model and {its} in the saved state; build the model in the type of the save, "
+                "load, then convert it"
+            )

@@ -1,10 +1,40 @@
-"""What the tests of killed runs share: the ways to die, and what "the same bits" means."""
+"""What the tests of killed runs share: a run that saves, a kill, and what "the same bits" means."""
 
 import os
 import signal
 import threading
 
+import pytest
 import torch
+import torch.distributed as dist
+
+from distlab.checkpoint import files, load, save
+
+SAVE_EVERY = 3
+
+
+def go_on(directory, parts, one_step, end):
+    """Go on from the newest checkpoint, and save every third step."""
+    resumed = load(directory, parts=parts)
+    for step in range(resumed.data_position if resumed else 0, end):
+        one_step(step)
+        if (step + 1) % SAVE_EVERY == 0:
+            save(directory, step + 1, parts=parts, data_position=step + 1, keep=2)
+
+
+def lose_the_newest(directory):
+    """Run on each rank: the checkpoint before it is the newest again."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.rename(files.saved(directory)[0][2], directory.parent / f"later than {directory.name}")
+    dist.barrier()
+
+
+def twice(train, directory, **how):
+    """Run on each rank: train to the end, and again from the last checkpoint but one."""
+    final = train(directory, **how)
+    lose_the_newest(directory)
+    return final, train(directory, **how)
 
 
 def kill_after(seconds):
@@ -13,27 +43,29 @@ def kill_after(seconds):
     timer.start()
 
 
-def kill_at_flush():
-    """Die where the next file is flushed to the disk: inside a save, whatever the machine is doing."""
-
-    def die(_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.fsync = die
-
-
 def require_kill(error):
     if "SIGKILL" not in str(error):
         raise error
 
 
-def has_unfinished_save(directory):
-    return directory.is_dir() and any(name.startswith(".saving") for name in os.listdir(directory))
+def refused(call, *words):
+    """Call, which must raise ValueError with these words; return its text."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are looked at)
+        call()
+    assert all(one in str(caught.value) for one in words), str(caught.value)
+    return str(caught.value)
+
+
+class Evil:
+    """Makes a folder where a pickle of it is loaded."""
+
+    def __reduce__(self):
+        return os.mkdir, ("evil-was-here",)
 
 
 def same_bits(one, other):
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

@@ -2,26 +2,24 @@
 
 import os
 import random
+import sys
 import threading
 import time
 import warnings
 
+import checkpoint  # benchmarks/checkpoint.py
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 from killing import kill_after, require_kill, same_bits
-from test_files import Disk, Killed, model_of
+from test_files import cut_off_everywhere, model_of
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from distlab.checkpoint import AsyncSaves, CheckpointError, asynchronous, files, load, newest, save, snapshot
 from distlab.comm import RankError
-from distlab.models import GPT, GPTConfig
-from distlab.pipeline import StageState
-from distlab.plan import Plan, Sharding
+from distlab.models import GPT
 from distlab.rng import generator
-from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState
-
-CONFIG = GPTConfig(vocab_size=64, context=16, num_layers=2, num_heads=2, hidden_size=64)
 
 
 class Net(torch.nn.Module):
@@ -52,61 +50,22 @@ def plain(seed):
     return step, {"model": model, "optimizer": optimizer, "schedule": schedule}, lambda: None
 
 
-def sharded(seed):
-    model = FullyShard(GPT(CONFIG, generator(seed, 0, "weights")))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def of_benchmark(way):
+    """Train as benchmarks/checkpoint.py does."""
 
-    def step(number):
-        tokens = torch.randint(64, (2, 16), generator=generator(number, dist.get_rank(), "data"))
-        GPT.loss(model(tokens), tokens).backward()
-        model.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
+    def make(seed):
+        made = checkpoint.prepare(way, GPT(checkpoint.CONFIG, generator(seed, 0, "weights")))
+        return made.step, made.parts, made.close
 
-    return step, {"training": ShardedState(model, optimizer)}, model.close
+    return make
 
 
-def zero(seed):
-    model = GPT(CONFIG, generator(seed, 0, "weights"))
-    optimizer = ShardedOptimizer(model, lambda p: torch.optim.AdamW(p, lr=1e-2), stage=2)
-
-    def step(number):
-        tokens = torch.randint(64, (2, 16), generator=generator(number, dist.get_rank(), "data"))
-        GPT.loss(model(tokens), tokens).backward()
-        optimizer.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, {"model": model, "optimizer": optimizer}, optimizer.close
+WAYS = {"plain": plain, **{way: of_benchmark(way) for way in ("fsdp", "zero-2")}}
 
 
-def stages(seed):
-    torch.manual_seed(seed)
-    module = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-    def step(number):
-        optimizer.zero_grad()
-        module(torch.rand(4, 300, generator=generator(number, dist.get_rank(), "data"))).sum().backward()
-        optimizer.step()
-
-    return step, {"training": StageState({dist.get_rank(): module}, optimizer)}, lambda: None
-
-
-def mesh(seed):
-    from distlab.hybrid import Hybrid
-
-    plan = Plan(data=dist.get_world_size(), sharding=Sharding(stage=1))
-    hybrid = Hybrid(GPT(CONFIG, generator(seed, 0, "weights")), plan, lambda p: torch.optim.AdamW(p, lr=1e-2))
-
-    def step(number):
-        tokens = torch.randint(64, (12, 16), generator=generator(number, 0, "data"))
-        hybrid.train_step(tokens, tokens)
-
-    return step, {"training": hybrid}, hybrid.close
-
-
-WAYS = {"plain": plain, "FullyShard": sharded, "ZeRO-2": zero, "stages": stages, "mesh": mesh}
+@pytest.fixture(autouse=True)
+def _ranks_get_the_benchmark_by_value():
+    cloudpickle.register_pickle_by_value(sys.modules["checkpoint"])
 
 
 def slow_copies():
@@ -346,35 +305,18 @@ class Odd:
 
 @pytest.mark.parametrize("power_fails", [False, True])
 def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails, record_property):
-    stop_at, outcomes, finished = 0, set(), False
-    while not finished:
-        stop_at += 1
-        directory = tmp_path / str(stop_at)
-        for step in (1, 2):
-            save(directory, step, parts={"model": model_of(step)}, keep=2)
-        disk, saves = Disk(stop_at), AsyncSaves(directory, keep=2)
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "os", disk)
-            patch.setattr(files.shutil, "rmtree", disk.rmtree)
-            try:
-                saves.save(3, parts={"model": model_of(3)})
-                saves._writing._thread.join()
-                finished = saves._writing._error is None
-            except Killed:  # before the thread began
-                pass
-            if not finished and power_fails:
-                disk.lose_power()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing half-written may even be looked at
-            found = newest(directory)
-        assert found.step in ((3,) if finished else (2, 3))
-        outcomes.add(found.step)
-        module = model_of(0)
-        assert load(directory, parts={"model": module}).step == found.step
-        assert all(bool((parameter == found.step).all()) for parameter in module.parameters())
-    record_property("tried", stop_at)
-    assert stop_at > 15
-    assert outcomes == {2, 3}
+    def act(directory):
+        saves = AsyncSaves(directory, keep=2)
+        saves.save(3, parts={"model": model_of(3)})
+        return not saves._writing.published.exception()
+
+    outcomes = []
+    for _, found, finished in cut_off_everywhere(tmp_path, monkeypatch, (1, 2), act, power_fails=power_fails):
+        assert found in ((3,) if finished else (2, 3))
+        outcomes.append(found)
+    record_property("tried", len(outcomes))
+    assert len(outcomes) > 15
+    assert {*outcomes} == {2, 3}
 
 
 def save_for_ever(directory, victim, delay_s):

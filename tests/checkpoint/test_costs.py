@@ -8,8 +8,9 @@ from dcp_models import OURS, gpt
 from test_files import model_of
 
 from distlab.checkpoint import AsyncSaves, load_dcp, read_dcp, write_dcp
-from distlab.checkpoint.formats.torchs import Reader
+from distlab.checkpoint.formats.torchs import METADATA, RECORDS
 from distlab.comm import recorded
+from distlab.comm.unpickle import restricted_load
 
 
 def calls_of(function):
@@ -59,11 +60,12 @@ def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks,
     results = ranks(3).run(measure)
     held = 3 * 8 * sum(parameter.numel() for parameter in gpt().parameters())  # float64: weights and two moments
     for name in OURS:
-        num_boxes = len(Reader(tmp_path / name).read_metadata().storage_data)
+        with open(tmp_path / name / METADATA, "rb") as file:
+            num_boxes = len(restricted_load(file, RECORDS, "metadata").storage_data)
         for found in results:
             writing, reading = found[name]
             assert {op for op, _ in reading} == {"all_gather"}
-            assert max(num_bytes for _, num_bytes in writing) < 500 * num_boxes, "names and places, of all boxes"
+            assert max(num_bytes for _, num_bytes in writing) < 300 * num_boxes, "names and places, of all boxes"
             assert [op for op, _ in reading] == 2 * EXCHANGE
             assert max(num_bytes for _, num_bytes in reading) < 1_000
         tree = read_dcp(tmp_path / name)
@@ -71,7 +73,7 @@ def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks,
         tied = tree["model"]["output.weight"].nbytes
         assert sum(value.nbytes for value in [*tree["model"].values(), *moments]) - tied == held
         sizes = [os.path.getsize(tmp_path / name / f"__{rank}_0.distcp") for rank in range(3)]
-        assert held < sum(sizes) < held + 1_800 * num_boxes, "equal copies are written once"
+        assert held + tied < sum(sizes) < held + tied + 1_800 * num_boxes, "equal copies are written once"
         assert max(sizes) < 1.4 * sum(sizes) / 3
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as some
+from killing import Evil, same_bits
 
 from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
 from distlab.modules.named_parts import PARAMETER, SavedPart, Slab
@@ -39,48 +40,34 @@ def run_of(steps=2, width=4):
     torch.manual_seed(steps)
     model = Net(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     for _ in range(steps):
         model(torch.rand(6, 3)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
-    return {"model": model, "optimizer": optimizer, "schedule": schedule}
-
-
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
+    return {"model": model, "optimizer": optimizer}
 
 
 def test_plain_modules_of_any_tensors_go_both_ways(tmp_path):
-    run = run_of()
-    parts = {name: run[name] for name in ("model", "schedule")}
+    parts = {"model": run_of()["model"]}
     write_dcp(tmp_path / "ours", parts)
     theirs = {"model": run_of(3)["model"].state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there are no ranks
         dcp.load(theirs, checkpoint_id=tmp_path / "ours", no_dist=True)
         dcp.save(theirs, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    assert equal(theirs["model"], dict(parts["model"].state_dict()))
-    again = run_of(4)
-    load_dcp(tmp_path / "torchs", {"model": again["model"]})
-    load_dcp(tmp_path / "ours", {"schedule": again["schedule"]})
-    for name, part in parts.items():
-        assert equal(again[name].state_dict(), part.state_dict()), name
+    assert same_bits(theirs["model"], dict(parts["model"].state_dict()))
+    for name in ("torchs", "ours"):
+        again = run_of(4)["model"]
+        load_dcp(tmp_path / name, {"model": again})
+        assert same_bits(again.state_dict(), parts["model"].state_dict()), name
 
 
 def test_plain_optimizers_are_left_to_torch(tmp_path):
     parts = run_of()
-    with pytest.raises(ValueError, match="optimizer is a plain optimizer, whose state torch names itself: use torch's"):
+    with pytest.raises(ValueError, match="optimizer is a AdamW; pass models, .* torch's own dcp.save"):
         write_dcp(tmp_path / "run", parts)
     write_dcp(tmp_path / "run", {"model": parts["model"]})
-    with pytest.raises(ValueError, match="optimizer is a plain optimizer"):
+    with pytest.raises(ValueError, match="optimizer is a AdamW; pass models"):
         load_dcp(tmp_path / "run", parts)
     assert os.listdir(tmp_path) == ["run"]
 
@@ -95,7 +82,7 @@ def test_nothing_is_overwritten_and_other_models_are_refused(tmp_path):
         ValueError, match=r"rank 0: model.first.weight is torch.float32 \[5, 3\] here and torch.float32 \[4, 3\]"
     ):
         load_dcp(tmp_path / "run", after)
-    assert equal(after["model"].state_dict(), before["model"].state_dict())
+    assert same_bits(after["model"].state_dict(), before["model"].state_dict())
     with pytest.raises(ValueError, match="net is not in the checkpoint, which has"):
         load_dcp(tmp_path / "run", {"net": parts["model"]})
     assert os.listdir(tmp_path) == ["run"]
@@ -138,11 +125,6 @@ def test_something_else_in_place_of_a_file_is_named(tmp_path, name, kind):
         read_dcp(path)
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("evil-was-here",)
-
-
 def metadata_of(path):
     return pickle.loads((path / ".metadata").read_bytes())  # the test's own file
 
@@ -167,17 +149,6 @@ def test_a_pickle_bomb_is_inert(tmp_path, monkeypatch, where):
     assert not os.path.exists("evil-was-here")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["builtins.eval", "os.system", "torch.load", "torch.hub.load", "subprocess.Popen", "torch.float32.__class__"],
-)
-def test_names_outside_the_list_are_never_looked_up(tmp_path, name):
-    module, _, attribute = name.rpartition(".")
-    (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n(S'x'\ntR.".encode())
-    with pytest.raises(ValueError, match=f"asks for {module}.{attribute}"):
-        read_dcp(tmp_path)
-
-
 def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
@@ -192,15 +163,14 @@ def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatc
 FORGED = {
     "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is not a file of"),
     "an absolute file": (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "is not a file of"),
-    "a huge tensor": (lambda m: grow(m), "does not fit in the"),
-    "more bytes than the file has": (
-        lambda m: setattr(first_place(m), "length", 1 << 50),
-        "ends before model.first.weight",
+    "a huge tensor": (lambda m: grow(m), "elements of model.first.weight are in no file"),
+    "more bytes than the file has": (lambda m: setattr(first_place(m), "length", 1 << 50), "__0_0.distcp is too short"),
+    "a box outside": (lambda m: move(m), "run/.metadata is damaged, .* .KeyError"),
+    "a missing box": (
+        lambda m: m.storage_data.pop(next(iter(m.storage_data))),
+        "run/.metadata is damaged, .* .KeyError",
     ),
-    "a huge tensor of so many bytes": (lambda m: (grow(m), setattr(first_place(m), "length", 1 << 50)), "ends before"),
-    "a box outside": (lambda m: move(m), "run/.metadata is damaged .KeyError"),
-    "a missing box": (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "run/.metadata is damaged .KeyError"),
-    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "ends before model.first.weight"),
+    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "__0_0.distcp is too short"),
     "a value without a place": (lambda m: m.planner_data.update({"model.first.weight": ()}), "stands at"),
     "a place that is text": (lambda m: m.planner_data.update({"model.first.weight": "model"}), "stands at 'model'"),
     "an extension": (
@@ -243,17 +213,17 @@ def test_a_box_of_a_different_kind_of_numbers_is_refused_not_changed(tmp_path):
         read_dcp(tmp_path / "torch.float32")
 
 
-def test_a_box_that_no_file_has_is_named(tmp_path):
+def test_what_two_boxes_leave_out_is_named(tmp_path):
     path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
     metadata = metadata_of(path)
-    chunk = metadata.state_dict_metadata["model.first.weight"].chunks[0]
-    half = torch.Size([2, 3])
+    chunks, half = metadata.state_dict_metadata["model.first.weight"].chunks, torch.Size([2, 3])
     info = metadata.storage_data[dcp.metadata.MetadataIndex("model.first.weight", (0, 0))]
     stream = io.BytesIO()
     torch.save(torch.rand(2, 3), stream)
     (path / "__1_0.distcp").write_bytes(stream.getvalue())
-    info.relative_path, info.offset, info.length, chunk.sizes = "__1_0.distcp", 0, len(stream.getvalue()), half
+    info.relative_path, info.offset, info.length, chunks[0].sizes = "__1_0.distcp", 0, len(stream.getvalue()), half
+    chunks.append(chunks[0])
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="6 elements of model.first.weight are in no file"):
         read_dcp(path)
@@ -268,10 +238,15 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp
         def full(*_):
             raise OSError(28, "No space left on device")
 
+        writer = torchs.filesystem.FileSystemWriter
+        real = writer.write_data
         if dist.get_rank() == 1:
-            torchs.Writer.write_data = full
-        with pytest.raises(CheckpointError) as caught:
-            write_dcp(tmp_path / "run", {"model": torch.nn.Linear(4, 4)})
+            writer.write_data = full
+        try:
+            with pytest.raises(CheckpointError) as caught:
+                write_dcp(tmp_path / "run", {"model": torch.nn.Linear(4, 4)})
+        finally:
+            writer.write_data = real
         return str(caught.value)
 
     one, other = ranks(2).run(fail)

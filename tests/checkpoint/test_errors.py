@@ -1,4 +1,4 @@
-"""An error of any kind on one rank becomes the same CheckpointError on all ranks; a pipe never makes a reader wait."""
+"""An error of any kind on one rank becomes the same CheckpointError on all ranks."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.checkpoint import CheckpointError, files, load, manifest, newest, save
+from distlab.checkpoint import CheckpointError, files, load, manifest, save
 
 
 class Part:
@@ -59,17 +59,6 @@ def test_an_error_of_any_kind_on_one_rank_reaches_all(ranks, tmp_path):
         assert saving == f"cannot save step 2 in {str(tmp_path)!r}: rank 1: {says}"
         assert loading == f"cannot resume from {str(tmp_path)!r}: rank 1: {says}"
     assert os.listdir(tmp_path) == ["step-0000000001"]
-
-
-@pytest.mark.parametrize("name", [manifest.MANIFEST, manifest.SHARED, manifest.rank_file(0)])
-def test_a_pipe_in_place_of_a_file_is_named(tmp_path, name):
-    for step in (1, 2):
-        save(tmp_path, step, parts={"model": torch.nn.Linear(2, 2)})
-    place = tmp_path / "step-0000000002" / name
-    place.unlink()
-    os.mkfifo(place)
-    with pytest.warns(UserWarning, match=f"{name} cannot be read .is not a regular file, but a pipe or a device"):
-        assert newest(tmp_path).step == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"no file of torch.save"])

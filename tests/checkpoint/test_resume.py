@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on and ends with the very bits of the run that was never killed."""
+"""A run that is resumed repeats the bits of the run that was never stopped, and refuses what is not its own."""
 
 import os
 import random
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from killing import has_unfinished_save, kill_after, kill_at_flush, require_kill, same_bits
+from killing import go_on, lose_the_newest, require_kill, same_bits, twice
 
-from distlab.checkpoint import CheckpointError, PerRank, files, load, newest, resume, save
+from distlab.checkpoint import CheckpointError, PerRank, files, load, newest, save
 from distlab.comm import RankError
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
@@ -21,8 +21,6 @@ from distlab.plan.compression import METHODS, Compression
 from distlab.rng import generator, seed_rank
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
-USUAL = {"way": "bucketed", "optimizer": "adamw", "num_steps": 40}
-SAVE_EVERY = 3
 
 
 class Coarse:
@@ -60,81 +58,28 @@ OPTIMIZERS = {
 }
 
 
-def train(directory, victim=None, num_steps_before=None, num_saves_before=None, delay_s=0.0, **how):
-    """Train with everything that has a state; the victim is killed delay_s into a step or a save (None: in a write)."""
-    way, optimizer_name, end = (how.get(key, usual) for key, usual in USUAL.items())
+def train(directory, way="bucketed", optimizer="adamw", num_steps=8):
+    """Train with everything that has a state."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
     seed_rank(3, rank)
     model = GPT(CONFIG, generator(3, rank, "weights"))
     synchronize, hook = replicate(way, model)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8)
     noise = generator(3, rank, "noise")
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "noise": noise}
     parts |= {"hook": hook} if hook else {}
-    resumed = load(directory, parts=parts)
-    step = resumed.data_position if resumed else 0
-    num_steps = num_saves = 0
-    while step < end:
-        if rank == victim and num_steps == num_steps_before:
-            kill_after(delay_s)
-        inputs, targets = corpus.batch(step, 6, seed=3, rank=rank, world_size=world_size)
+
+    def one_step(step):
+        batch = corpus.batch(step, 6, seed=3, rank=rank, world_size=world_size)
         weight = 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand((), generator=noise).item()
-        batch = inputs, targets
         train_step(model, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=synchronize, weight=weight)
         schedule.step()
-        step += 1
-        num_steps += 1
-        if step % SAVE_EVERY == 0:
-            if rank == victim and num_saves == num_saves_before:
-                kill_at_flush() if delay_s is None else kill_after(delay_s)
-            save(directory, step, parts=parts, data_position=step, keep=2)
-            num_saves += 1
+
+    go_on(directory, parts, one_step, num_steps)
     draws = random.random(), np.random.rand(), torch.rand(()).item()
     return model.state_dict(), optimizer.state_dict()["state"], hook and hook.state_dict(), draws
-
-
-@pytest.mark.parametrize(
-    ("way", "kills"),
-    [("bucketed", 3), *(pytest.param(way, 10, marks=pytest.mark.soak) for way in ("bucketed", "manual"))],
-)
-def test_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, way, kills):
-    """The first in a save for certain: rank 0, which alone removes what was left of a save, dies while it writes."""
-    expected = ranks(2).run(partial(train, way=way), str(tmp_path / "uninterrupted"))
-    chance = random.Random(0)
-    num_kills = num_runs = num_while_saving = 0
-    while num_kills < kills:
-        num_runs += 1
-        directory = tmp_path / f"run {num_runs}"
-        final = None
-        while final is None:
-            steps, saves = (None, chance.randrange(3)) if chance.random() < 0.5 else (chance.randrange(12), None)
-            death = chance.randrange(2), steps, saves, chance.uniform(0, 0.012)
-            if num_kills == 0:
-                death = 0, None, 1, None
-            elif num_kills == kills:
-                death = ()
-            try:
-                final = ranks(2).run(partial(train, way=way), str(directory), *death)
-            except RankError as error:
-                require_kill(error)
-                num_kills += 1
-                num_while_saving += has_unfinished_save(directory)
-        assert same_bits(final, expected), f"run {num_runs}"
-    print(f"{num_kills} kills in {num_runs} runs, {num_while_saving} while saving")
-    assert num_while_saving > 0
-
-
-def half(directory, **how):
-    """Train to the end, then lose the newest checkpoint."""
-    final = train(directory, **how)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for _, _, path in files.saved(directory)[:1]:
-            os.rename(path, directory.parent / f"later than {directory.name}")
-    dist.barrier()
-    return final
 
 
 @pytest.mark.equality("checkpoint")
@@ -142,41 +87,49 @@ def half(directory, **how):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size):
     """A run that is resumed at its last checkpoint but one repeats its own end, the memory of a hook included."""
+    ways = [("manual", "adamw"), ("bucketed", "sgd"), ("bucketed", "adamw"), ("hook", "sgd")]
 
     def both(way, optimizer):
-        directory = tmp_path / f"{way} {optimizer}"
-        how = {"way": way, "optimizer": optimizer, "num_steps": 8}
-        return half(directory, **how), train(directory, **how)
+        return twice(train, tmp_path / f"{way} {optimizer}", way=way, optimizer=optimizer)
 
-    ways = [("manual", "adamw"), ("bucketed", "sgd"), ("bucketed", "adamw"), ("hook", "sgd")]
     results = ranks(world_size).run(lambda: [both(*way) for way in ways])
     for index, way in enumerate(ways):
         for rank, result in enumerate(results):
-            uninterrupted, resumed = result[index]
-            assert same_bits(uninterrupted, resumed), f"{way}, rank {rank}"
+            assert same_bits(*result[index]), f"{way}, rank {rank}"
     memories = [result[-1][1][2] for result in results]
     assert world_size == 1 or not same_bits(memories[0], memories[1])  # each rank has its own
 
 
 def test_every_compressors_memory_comes_back(ranks, tmp_path):
     def both(method):
-        directory = tmp_path / method
-        how = {"way": method, "optimizer": "sgd", "num_steps": 5}
-        return half(directory, **how), train(directory, **how)
+        return twice(train, tmp_path / method, way=method, optimizer="sgd", num_steps=5)
 
     for result in ranks(2).run(lambda: {method: both(method) for method in METHODS}):
-        for method, (uninterrupted, resumed) in result.items():
-            assert same_bits(uninterrupted, resumed), method
+        for method, ends in result.items():
+            assert same_bits(*ends), method
 
 
-def test_a_hook_that_forgets_is_noticed(ranks, tmp_path):
-    def forgetful(directory):
-        Coarse.load_state_dict = lambda self, state_dict: None
-        return train(directory, way="hook", num_steps=8)
+@pytest.mark.parametrize("forgets", ["a hook", "generators"])
+def test_what_is_forgotten_is_noticed(ranks, tmp_path, forgets):
+    """The same comparison notices a run that resumes without the rank's own file: the proofs above prove something."""
 
-    directory = tmp_path / "run"
-    expected = ranks(2).run(partial(half, way="hook", num_steps=8), directory)
-    assert not same_bits(ranks(2).run(forgetful, directory), expected)
+    def both():
+        import distlab.checkpoint.parts as parts
+
+        how = {"way": "hook"}
+        final = train(tmp_path / "run", **how)
+        lose_the_newest(tmp_path / "run")
+        kept = Coarse.load_state_dict, parts.restore_random_state
+        if forgets == "a hook":
+            Coarse.load_state_dict = lambda self, state_dict: None
+        else:
+            parts.restore_random_state = lambda state: None
+        try:
+            return final, train(tmp_path / "run", **how)
+        finally:
+            Coarse.load_state_dict, parts.restore_random_state = kept
+
+    assert not same_bits(*zip(*ranks(2).run(both), strict=True))
 
 
 def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
@@ -199,27 +152,6 @@ def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
     assert ranks(2).run(read, False) == [[[1.0] * 3], [[2.0] * 3]]
     assert ranks(3).run(read, True) == [[], [], []]
     ranks(2).run(read_without)
-
-
-def test_every_generator_and_moment_matters(ranks, tmp_path):
-    """Resuming without the rank's own file is noticed by the same comparison: the proof above proves something."""
-
-    def forgetful(directory):
-        import distlab.checkpoint.parts as parts
-
-        real = parts.restore_random_state
-        parts.restore_random_state = lambda state: None
-        try:
-            return train(directory)
-        finally:
-            parts.restore_random_state = real
-
-    directory = tmp_path / "run"
-    expected = ranks(2).run(train, str(tmp_path / "uninterrupted"))
-    ranks(2).run(half, directory)
-    assert newest(directory).step == 36
-    final = ranks(2).run(forgetful, directory)
-    assert not same_bits(final, expected)
 
 
 class DyingDisk:
@@ -304,15 +236,6 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_manifest(ranks, tmp_pa
         assert "cannot save step 2" in text
         assert "rank 1: [Errno 28] No space left on device" in text
     assert os.listdir(tmp_path) == ["step-0000000001"]
-
-
-def test_ranks_at_different_steps_are_told_so(ranks, tmp_path):
-    def drift():
-        with pytest.raises(ValueError, match="rank 0: 4 and 0, rank 1: 5 and 0"):
-            save(tmp_path, 4 + dist.get_rank(), parts={"model": torch.nn.Linear(2, 2)})
-
-    ranks(2).run(drift)
-    assert os.listdir(tmp_path) == []
 
 
 def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
@@ -401,15 +324,6 @@ def test_an_optimizer_of_another_kind_is_refused_and_nothing_changes(tmp_path, w
             with pytest.raises(ValueError, match=f"optimizer is {there} in the checkpoint and {here} here; build"):
                 load(directory, parts=made)
             assert torch.equal(model.weight, before)
-
-
-def test_a_checkpoint_that_does_not_say_the_optimizers_kind_is_taken(tmp_path, monkeypatch):
-    """As one of an earlier distlab does not."""
-    model = torch.nn.Linear(3, 2)
-    parts = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
-    monkeypatch.setattr(resume, "kinds_of", lambda parts: {})
-    save(tmp_path, 1, parts=parts)
-    assert load(tmp_path, parts=parts).step == 1
 
 
 class Meter:

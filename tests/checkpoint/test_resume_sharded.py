@@ -1,15 +1,13 @@
-"""Killed at any moment, a sharded run goes on too and ends with the very bits of the run that was never killed."""
+"""A sharded run that is resumed repeats the bits of the run that was never stopped, or is cut anew for other ranks."""
 
-import os
 import random
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from killing import has_unfinished_save, kill_after, require_kill, same_bits
+from killing import go_on, refused, same_bits, twice
 
-from distlab.checkpoint import files, load, newest, save
+from distlab.checkpoint import PerRank, load, newest, save
 from distlab.comm import RankError
 from distlab.data import ByteCorpus, python_documentation
 from distlab.models import GPT, GPTConfig
@@ -18,7 +16,6 @@ from distlab.rng import generator, seed_rank
 from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState, full_state_dict
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
-SAVE_EVERY = 3
 
 
 def adamw(parameters):
@@ -35,20 +32,15 @@ def shard(module, options):
     return model, optimizer, model, optimizer, {"training": ShardedState(model, optimizer)}
 
 
-def train(directory, victim=None, num_steps_before=None, num_saves_before=None, delay_s=0.0, end=40, **options):
-    """Train with everything that has a state; the victim is killed delay_s into a step or a save."""
+def train(directory, end=6, **options):
+    """Train with everything that has a state."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus = ByteCorpus(python_documentation(), CONFIG.context)
     seed_rank(3, rank)
     model, optimizer, gradients, scheduled, parts = shard(GPT(CONFIG, generator(3, rank, "weights")), options)
     schedule = torch.optim.lr_scheduler.StepLR(scheduled, 7, 0.8)
-    parts |= {"schedule": schedule}
-    resumed = load(directory, parts=parts)
-    step = resumed.data_position if resumed else 0
-    num_steps = num_saves = 0
-    while step < end:
-        if rank == victim and num_steps == num_steps_before:
-            kill_after(delay_s)
+
+    def one_step(step):
         inputs, targets = corpus.batch(step, 6, seed=3, rank=rank, world_size=world_size)
         weight = 1 + 0.1 * random.random()
         (weight * GPT.loss(model(inputs), targets)).backward()
@@ -57,42 +49,12 @@ def train(directory, victim=None, num_steps_before=None, num_saves_before=None, 
         optimizer.step()
         gradients.zero_grad()
         schedule.step()
-        step += 1
-        num_steps += 1
-        if step % SAVE_EVERY == 0:
-            if rank == victim and num_saves == num_saves_before:
-                kill_after(delay_s)
-            save(directory, step, parts=parts, data_position=step, keep=2)
-            num_saves += 1
+
+    go_on(directory, parts | {"schedule": schedule}, one_step, end)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     final = weights, scheduled.state_dict()["state"], random.random(), torch.rand(())
     gradients.close()
     return final
-
-
-@pytest.mark.parametrize(
-    ("stage", "kills"), [(3, 3), *(pytest.param(stage, 10, marks=pytest.mark.soak) for stage in (2, 3))]
-)
-def test_kills_at_random_moments_and_the_same_final_bits(ranks, tmp_path, stage, kills):
-    run = partial(train, end=24, **({} if stage == 3 else {"stage": stage}))
-    expected = ranks(2).run(run, tmp_path / "uninterrupted")
-    chance = random.Random(0)
-    num_kills = num_runs = num_while_saving = 0
-    while num_kills < kills:
-        num_runs += 1
-        directory = tmp_path / f"run {num_runs}"
-        final = None
-        while final is None:
-            steps, saves = (None, chance.randrange(3)) if chance.random() < 0.5 else (chance.randrange(12), None)
-            victim = None if num_kills == kills else chance.randrange(2)
-            try:
-                final = ranks(2).run(run, directory, victim, steps, saves, chance.uniform(0, 0.02))
-            except RankError as error:
-                require_kill(error)
-                num_kills += 1
-                num_while_saving += has_unfinished_save(directory)
-        assert same_bits(final, expected), f"run {num_runs}"
-    print(f"{num_kills} kills in {num_runs} runs, {num_while_saving} while saving")
 
 
 OPTIONS = {
@@ -112,24 +74,18 @@ MANY, FEW = list(OPTIONS), ["as it is", "ZeRO-2"]
 def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks, tmp_path, world_size, names):
     """A run that is resumed at its last checkpoint but one repeats its own end."""
 
-    def both(name):
-        directory = tmp_path / name
-        final = train(directory, end=6, **OPTIONS[name])
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.rename(files.saved(directory)[0][2], directory.parent / f"later than {name}")
-        dist.barrier()
-        return final, train(directory, end=6, **OPTIONS[name])
+    def both():
+        return [twice(train, tmp_path / name, **OPTIONS[name]) for name in names]
 
-    for rank, results in enumerate(ranks(world_size).run(lambda: [both(name) for name in names])):
-        for name, (uninterrupted, resumed) in zip(names, results, strict=True):
-            assert same_bits(uninterrupted, resumed), f"{name}, rank {rank}"
+    for rank, results in enumerate(ranks(world_size).run(both)):
+        for name, ends in zip(names, results, strict=True):
+            assert same_bits(*ends), f"{name}, rank {rank}"
 
 
 @pytest.mark.equality("checkpoint")
 def test_at_another_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
     def write():
-        train(tmp_path, end=6)
+        train(tmp_path)
         return peek(False)
 
     def peek(reshard):
@@ -152,15 +108,12 @@ def test_at_another_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
 def test_shards_as_plain_parts_are_refused_when_they_are_saved(ranks, tmp_path):
     def fail():
         model = FullyShard(torch.nn.Linear(3, 2))
-        texts = []
         for part in (model, torch.optim.SGD(model.parameters(), 0.1)):
-            with pytest.raises(ValueError, match="part holds shards") as caught:
-                save(tmp_path, 1, parts={"part": part})
-            texts.append(str(caught.value))
-        return texts
+            refused(
+                lambda part=part: save(tmp_path, 1, parts={"part": part}), "part holds shards", "ShardedState(model, "
+            )
 
-    for texts in ranks(2).run(fail):
-        assert all("ShardedState(model, optimizer)" in text for text in texts)
+    ranks(2).run(fail)
     assert newest(tmp_path) is None
 
 
@@ -172,21 +125,22 @@ def test_other_parts_than_were_saved_are_refused_and_nothing_changes(ranks, tmp_
         save(tmp_path / "whole", 1, parts={"model": torch.nn.Linear(3, 2)})
         other = FullyShard(torch.nn.Linear(4, 2))
         before = other.units[0].shard.detach().clone()
-        texts = []
-        for where, part in (
-            ("sharded", torch.nn.Linear(3, 2)),
-            ("whole", ShardedState(model)),
-            ("sharded", ShardedState(other)),
-            ("sharded", ShardedState(FullyShard(torch.nn.Linear(3, 2).double()))),
+        for where, part, words in (
+            ("sharded", torch.nn.Linear(3, 2), "model is whole here and sharded in the checkpoint"),
+            ("whole", ShardedState(model), "model is sharded here and whole in the checkpoint"),
+            (
+                "sharded",
+                PerRank({"model": torch.nn.Linear(3, 2)}),
+                "model is a PerRank here, but the checkpoint saved it as a ShardedState or ShardedOptimizer; pass a",
+            ),
+            ("sharded", ShardedState(other), "weight is [2, 4] in the model and [2, 3] in the saved state"),
+            (
+                "sharded",
+                ShardedState(FullyShard(torch.nn.Linear(3, 2).double())),
+                "weight is float64 in the model and float32 in the saved state",
+            ),
         ):
-            with pytest.raises(ValueError) as caught:  # noqa: PT011 (looked at below)
-                load(tmp_path / where, parts={"model": part})
-            texts.append(str(caught.value))
+            refused(lambda where=where, part=part: load(tmp_path / where, parts={"model": part}), words)
         assert torch.equal(other.units[0].shard, before)
-        return texts
 
-    for texts in ranks(2).run(refuse):
-        assert "model is whole here and sharded in the checkpoint" in texts[0]
-        assert "model is sharded here and whole in the checkpoint" in texts[1]
-        assert "weight is [2, 4] in the model and [2, 3] in the saved shards" in texts[2]
-        assert "weight is float64 in the model and float32 in the saved shards" in texts[3]
+    ranks(2).run(refuse)

@@ -144,7 +144,7 @@ def save_and_cut_anew(directory, num_ranks, split, stage, bucket_bytes):
         optimizer.check_shards(states)
         with pytest.raises(ValueError, match=r"the state's number of ranks is 3, expected"):
             optimizer.load_state_dict(states[0])
-        with pytest.raises(ValueError, match=r"shards \[1, 2\] of 3 are missing"):
+        with pytest.raises(ValueError, match="elements of .* were not given; pass the saved shards of all ranks"):
             optimizer.check_shards(states[:1])
         optimizer.load_shards(states)
     full = optimizer.full_state_dict()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as some
 
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_one_save, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors
 from distlab.plan import FlatLayout
-from distlab.sharding.state.assemble import BY_TENSOR, HeldRow, assemble, covering, of_row
+from distlab.sharding.state.assemble import BY_TENSOR, HeldRow, assemble, join, of_row, parts_by_name
 
 SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -50,6 +50,10 @@ def layouts(tensors, cuts, num_shards, multiple_of=1):
     ]
 
 
+def put(saved, row):
+    return assemble(parts_by_name(saved), row)
+
+
 def row_of(layout, shard):
     return HeldRow(torch.empty(layout.shard_size), layout.names, layout.shapes, layout.pieces(shard))
 
@@ -58,7 +62,7 @@ def put_together(saved, tensors, cuts, num_shards, multiple_of=1):
     """Assemble every shard of the new layouts, and the tensors from those; padding must be zero."""
     found = {PARAMETER: {}, "momentum": {}}
     for layout in layouts(tensors, cuts, num_shards, multiple_of):
-        shards = [assemble(saved, row_of(layout, shard)) for shard in range(num_shards)]
+        shards = [put(saved, row_of(layout, shard)) for shard in range(num_shards)]
         assert all(numbers == {"step": 3.0} for _, numbers in shards)
         for key, whole in found.items():
             flat = torch.cat([values[key] for values, _ in shards])
@@ -80,8 +84,8 @@ def test_any_shards_become_any_other_shards(shapes, sizes, cuts, multiple_of, ch
     tensors = numbered(shapes)
     saved = cut(tensors, cuts[0], sizes[0])
     chance.shuffle(saved)  # files come in any order
-    check_one_save(saved)
-    check_tensors(saved, {name: (tuple(t.shape), torch.float64) for name, t in tensors.items()})
+    check_saves(saved)
+    check_tensors(parts_by_name(saved), {name: (tuple(t.shape), torch.float64) for name, t in tensors.items()})
     found = put_together(saved, tensors, cuts[1], sizes[1], multiple_of)
     for name, tensor in tensors.items():
         assert torch.equal(found[PARAMETER][name], tensor)
@@ -89,19 +93,18 @@ def test_any_shards_become_any_other_shards(shapes, sizes, cuts, multiple_of, ch
 
 
 @settings(max_examples=100, deadline=None)
-@given(some.lists(some.tuples(some.integers(0, 20), some.integers(0, 20)), max_size=6), some.integers(0, 20))
-def test_copies_cover_each_element_once_or_name_what_is_missing(held, stop):
-    covered = {element for low, high in held for element in range(low, high)}
-    if covered >= set(range(stop)):
-        got = []
-        for source, low, high in covering(0, stop, held):
-            assert held[source][0] <= low < high <= held[source][1]
-            got += range(low, high)
-        assert got == list(range(stop))
+@given(
+    some.lists(some.tuples(some.integers(0, 20), some.integers(0, 20)), max_size=6, min_size=1), some.integers(0, 20)
+)
+def test_parts_that_lie_in_any_way_are_joined_or_what_is_missing_is_counted(held, stop):
+    row = torch.arange(20)
+    parts = [SavedPart((20,), low, max(low, high), {PARAMETER: row[low : max(low, high)]}, {}) for low, high in held]
+    missing = {*range(stop)} - {element for low, high in held for element in range(low, high)}
+    if not missing:
+        assert torch.equal(join("weight", parts, 0, stop).values[PARAMETER], row[:stop])
     else:
-        first = min(set(range(stop)) - covered)
-        with pytest.raises(ValueError, match=f"elements {first} to "):
-            list(covering(0, stop, held))
+        with pytest.raises(ValueError, match=f"^{len(missing)} elements of weight were not given"):
+            join("weight", parts, 0, stop)
 
 
 TENSORS = numbered([(5, 3), (7,), (2, 2)])
@@ -123,13 +126,13 @@ def test_a_saved_shard_loads_without_running_code_and_keeps_its_digest():
         file.seek(0)
         back = SavedShard.from_dict(torch.load(file, weights_only=True))
         assert back.digest() == one.digest()
-        check_one_save([back])
+        check_saves([back])
 
 
 def test_the_own_shard_alone_is_enough_where_nothing_moved():
     saved = cut(TENSORS, [1], 3)
     for layout in layouts(TENSORS, [1], 3):
-        assert all(assemble([saved[shard]], row_of(layout, shard)) for shard in range(3))
+        assert all(put(saved[shard : shard + 1], row_of(layout, shard)) for shard in range(3))
 
 
 def changed(saved, name, **how):
@@ -139,48 +142,44 @@ def changed(saved, name, **how):
 def test_missing_shards_are_named():
     saved = cut(TENSORS, [], 4)
     layout = layouts(TENSORS, [], 1)[0]
-    with pytest.raises(ValueError, match=r"layer 0: elements 14 to 15 were not given: shards \[2\] of 4 are missing"):
-        assemble([saved[0], saved[1], saved[3]], row_of(layout, 0))
-    with pytest.raises(ValueError, match=r"layer 0: elements 7 to 15 were not given: shards \[1, 2, 3\] of 4"):
-        assemble(saved[:1], row_of(layout, 0))
+    with pytest.raises(ValueError, match="1 elements of layer 0 were not given; pass the saved shards of all ranks"):
+        put([saved[0], saved[1], saved[3]], row_of(layout, 0))
+    with pytest.raises(ValueError, match="8 elements of layer 0 were not given"):
+        put(saved[:1], row_of(layout, 0))
 
 
 def test_shards_of_different_saves_are_refused():
     one, other = cut(TENSORS, [], 2), cut({name: 2 * t for name, t in TENSORS.items()}, [], 2)
-    with pytest.raises(ValueError, match="shards 0 and 1 are of different saves"):
-        check_one_save([one[0], other[1]])
-    with pytest.raises(ValueError, match="shard 0 is one of 2 and shard 1 one of 3"):
-        check_one_save([one[0], cut(TENSORS, [], 3)[1]])
+    with pytest.raises(ValueError, match="shard 0 of 2 and shard 1 of 2 are from different saves"):
+        check_saves([one[0], other[1]])
+    with pytest.raises(ValueError, match="shard 0 of 2 and shard 1 of 3 are from"):
+        check_saves([one[0], cut(TENSORS, [], 3)[1]])
     with pytest.raises(ValueError, match="no saved shard was given"):
-        check_one_save([])
+        check_saves([])
 
 
 def test_a_changed_value_is_noticed():
     saved = cut(TENSORS, [], 2)
     saved[1].parts["layer 1"].values["momentum"][0] += 1
     with pytest.raises(ValueError, match="shard 1 was changed after it was saved"):
-        check_one_save(saved)
+        check_saves(saved)
 
 
 @pytest.mark.parametrize(
     ("expected", "words"),
     [
-        ({**EXPECTED, "more": ((1,), torch.float64)}, "more is in the model and not in the saved shards"),
-        ({"layer 0": EXPECTED["layer 0"]}, "layer 1 is in the saved shards and not in the model"),
+        ({**EXPECTED, "more": ((1,), torch.float64)}, "more is in the model and not in the saved state"),
+        ({"layer 0": EXPECTED["layer 0"]}, "layer 1 is in the saved state and not in the model"),
         ({**EXPECTED, "layer 1": ((8,), torch.float64)}, r"layer 1 is \[8\] in the model and \[7\] in the saved"),
         (
             {**EXPECTED, "layer 2": ((2, 2), torch.bfloat16)},
-            "layer 2 is bfloat16 in the model and float64 in the saved shards; pass convert=True",
+            "layer 2 is bfloat16 in the model and float64 in the saved state; build the model in the type",
         ),
     ],
 )
 def test_another_model_or_precision_is_refused(expected, words):
     with pytest.raises(ValueError, match=words):
-        check_tensors(cut(TENSORS, [], 2), expected)
-
-
-def test_another_precision_is_taken_when_asked():
-    check_tensors(cut(TENSORS, [], 2), {n: (s, torch.bfloat16) for n, (s, _) in EXPECTED.items()}, convert=True)
+        check_tensors(parts_by_name(cut(TENSORS, [], 2)), expected)
 
 
 def test_what_is_no_saved_shard_is_refused():
@@ -200,19 +199,19 @@ def test_tensors_of_one_shard_keep_their_own_counts():
     saved = [
         changed(one, "layer 2", values={PARAMETER: one.parts["layer 2"].values[PARAMETER]}, numbers={}) for one in saved
     ]
-    values, numbers = assemble(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
+    values, numbers = put(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
     assert numbers == {
         "step": 9.0,
         BY_TENSOR: {"layer 0": {"step": 9.0}, "layer 1": {"step": 3.0}, "layer 2": None},  # never updated
     }
     assert torch.equal(values[PARAMETER][-4:].view(2, 2), TENSORS["layer 2"])
     assert not values["momentum"][-4:].any()
-    assert assemble(saved, row_of(layouts(TENSORS, [1, 2], 1)[0], 0))[1] == {"step": 9.0}
-    alone, none = assemble(saved, row_of(layouts(TENSORS, [1, 2], 1)[2], 0))
+    assert put(saved, row_of(layouts(TENSORS, [1, 2], 1)[0], 0))[1] == {"step": 9.0}
+    alone, none = put(saved, row_of(layouts(TENSORS, [1, 2], 1)[2], 0))
     assert (list(alone), none) == ([PARAMETER], {})
     saved = [changed(one, "layer 1", values={PARAMETER: one.parts["layer 1"].values[PARAMETER]}) for one in saved]
-    with pytest.raises(ValueError, match="layer 1 has .'parameter'. in shard 0 and other tensors have .'momentum'"):
-        assemble(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
+    with pytest.raises(ValueError, match="layer 1 has .'parameter'. and other tensors have .'momentum'"):
+        put(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
 
 
 def test_counts_that_print_alike_are_told_apart():

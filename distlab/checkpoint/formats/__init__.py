@@ -1,4 +1,4 @@
-"""Other programs' layouts: torch.distributed.checkpoint's, in both directions, and safetensors.
+"""Other programs' layouts, in both directions: torch.distributed.checkpoint's and safetensors.
 
 Read in this order:
 

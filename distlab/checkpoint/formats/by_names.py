@@ -3,20 +3,19 @@
 torch.distributed.checkpoint sees a run as nested dictionaries: `{"model": {name: tensor}, "optimizer": {"state": {name:
 {"exp_avg": tensor, "step": number}}, "param_groups": [{"lr": ..., "params": [names]}]}}`, which is what its
 `get_state_dict` returns. Our parts hold the same as named parts of tensors (`modules.named_parts`). This file goes from
-one to the other. Plain optimizers are torch's own matter: its `get_state_dict` names their state.
+one to the other. Plain optimizers and the rest are torch's own matter.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from distlab.checkpoint.parts import Parts, Sharded, is_hook
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
+from distlab.checkpoint.parts import Parts, Sharded
+from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, kept_once, whole_shard
 
 Place = tuple[str | int, ...]
 STATE: Place = ("optimizer", "state")
@@ -24,13 +23,7 @@ GROUPS: Place = ("optimizer", "param_groups")
 
 
 class Box(NamedTuple):
-    """A box of a tensor that this rank holds.
-
-    Attributes:
-        shape: of the whole tensor.
-        corner: where the box begins.
-        values: the box.
-    """
+    """A box of a tensor that this rank holds: the whole tensor's shape, where the box begins, and its values."""
 
     shape: tuple[int, ...]
     corner: tuple[int, ...]
@@ -38,53 +31,33 @@ class Box(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What this rank can write.
-
-    Attributes:
-        boxes: of tensors, by the tensor's place.
-        values: plain values by their places.
-        groups: of the optimizers; a rank may know the names of its own tensors alone.
-        aliases: further places of tensors, each with the place that boxes use.
-    """
+    """What this rank can write, by places; a tied tensor has several. Of groups it may know its own tensors' names."""
 
     boxes: dict[Place, list[Box]]
     values: dict[Place, Any]
     groups: list[Sequence[Mapping[str, Any]]]
-    aliases: dict[Place, Place]
 
 
 def held_by(parts: Parts) -> Held:
-    """Return the tensors and numbers of `parts` that this rank holds. Generators and hooks differ per rank: left out.
+    """Return the tensors and numbers of `parts` that this rank holds.
 
     Raises:
-        ValueError: a sharded part saves in a different format, or a part is a plain optimizer.
+        ValueError: a part is no module and saves no named parts of tensors.
     """
-    held = Held({}, {}, [], {})
+    held = Held({}, {}, [])
     for name, part in parts.items():
-        if isinstance(part, torch.Generator) or is_hook(part):
-            continue
         if isinstance(part, Sharded):
             for shard in shards_in(part.shard_state(), name):
                 _add_shard(held, shard)
-        elif isinstance(part, torch.optim.Optimizer):
-            raise ValueError(_plain_optimizer(name))
         elif isinstance(part, nn.Module):
-            first: dict[int, str] = {}
-            for key, value in part.state_dict(keep_vars=True).items():
-                if first.setdefault(id(value), key) == key:
-                    _add_value(held, (name, key), value)
-                else:
-                    held.aliases[name, key] = (name, first[id(value)])
+            for key, value in part.state_dict().items():
+                _add_value(held, (name, key), value)
         else:
-            held.values.update(_leaves((name,), part.state_dict()))
+            raise ValueError(
+                f"{name} is a {type(part).__name__}; pass models, ShardedState(model, optimizer), a ShardedOptimizer "
+                "or a Hybrid. Of a plain optimizer and the rest torch's own dcp.save and dcp.load are writer and reader"
+            )
     return held
-
-
-def _plain_optimizer(name: str) -> str:
-    return (
-        f"{name} is a plain optimizer, whose state torch names itself: use torch's dcp.save and dcp.load with "
-        "get_state_dict(model, optimizer), or pass ShardedState(model, optimizer) or a ShardedOptimizer"
-    )
 
 
 def shards_in(state: Mapping[str, Any], name: str) -> list[SavedShard]:
@@ -99,31 +72,25 @@ def shards_in(state: Mapping[str, Any], name: str) -> list[SavedShard]:
         raise ValueError(f"{name} does not save named parts of tensors, which other layouts need: {error}") from None
 
 
-def _leaves(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield what stands at the ends of nested dictionaries, with its place."""
-    if isinstance(value, Mapping) and value:
-        for key, one in value.items():
-            yield from _leaves((*place, str(key)), one)
-    else:
-        yield place, value
-
-
 def _add_shard(held: Held, shard: SavedShard) -> None:
+    others: dict[str, list[str]] = {}
+    for other, name in (shard.aliases or {}).items():
+        others.setdefault(name, []).append(other)
     for name, part in shard.parts.items():
-        places = {key: (*STATE, name, key) for key in [*part.values, *part.numbers]} | {PARAMETER: ("model", name)}
+        models: list[Place] = [("model", one) for one in (name, *others.get(name, ()))]
         for corner, box in part.boxes():
             for key, value in box.items():
-                held.boxes.setdefault(places[key], []).append(Box(part.shape, corner, value))
+                for place in models if key == PARAMETER else [(*STATE, name, key)]:
+                    held.boxes.setdefault(place, []).append(Box(part.shape, corner, value))
         for key, number in part.numbers.items():
-            _add_value(held, places[key], number)
-        if 0 in part.shape:
-            for key, value in part.values.items():
-                _add_value(held, places[key], value.view(part.shape))
+            _add_value(held, (*STATE, name, key), number)
+        for key, value in part.values.items() if 0 in part.shape else ():
+            for place in models if key == PARAMETER else [(*STATE, name, key)]:
+                _add_value(held, place, value.view(part.shape))
     for name, buffer in (shard.buffers or {}).items() if shard.shard == 0 else ():
         _add_value(held, ("model", name), buffer)
     if shard.groups is not None:
         held.groups.append(shard.groups)
-    held.aliases.update({("model", other): ("model", name) for other, name in (shard.aliases or {}).items()})
 
 
 def _add_value(held: Held, place: Place, value: Any) -> None:
@@ -143,83 +110,55 @@ def named_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> dict[Place,
     return found
 
 
-def unfold(tree: Mapping[Place, Any]) -> dict[str, Any]:
+def unfold(tree: Mapping[Place, Any]) -> Any:
     """Return nested dictionaries from places; a dictionary whose keys are numbers is a list.
 
     Raises:
         ValueError: one thing stands inside another that is not a dictionary.
     """
-    nested: dict[Any, Any] = {}
+    if () in tree:
+        if len(tree) > 1:
+            raise ValueError("one value stands inside of another; the layout is damaged")
+        return tree[()]
+    inside: dict[Any, dict[Place, Any]] = {}
     for place, value in tree.items():
-        at = nested
-        for step in place[:-1]:
-            at = at.setdefault(step, {})
-            if not isinstance(at, dict):
-                raise ValueError(f"{'.'.join(map(str, place))} stands inside of a value; the layout is damaged")
-        at[place[-1]] = value
-    return {str(key): _lists(value) for key, value in nested.items()}
-
-
-def _lists(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value and all(isinstance(key, int) for key in value):
-        return [_lists(value[key]) for key in sorted(value)]
-    return {key: _lists(one) for key, one in value.items()}
+        inside.setdefault(place[0], {})[place[1:]] = value
+    if inside and all(isinstance(key, int) for key in inside):
+        return [unfold(inside[key]) for key in sorted(inside)]
+    return {key: unfold(one) for key, one in inside.items()}
 
 
 def as_saved(part: Sharded, name: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what is saved as the shards of one rank that held everything, for a sharded part to cut anew.
+    """Return what is saved as the shard of one rank that held everything, for a sharded part to cut anew.
 
     Raises:
         ValueError: the part needs what is not there, or the checkpoint has more.
     """
     state = part.shard_state()
     own = shards_in(state, name)
-    model, optimizer = tree.get("model", {}), tree.get("optimizer", {})
-    saved = [_as_shard(one, model, optimizer).to_dict() for one in own]
-    if "shards" in state:  # a mesh, where each rank has some of the model's tensors
-        return [{"shards": saved}]
-    used = {n for one in own for n in [*one.parts, *(one.buffers or {}), *(one.aliases or {})]}
-    extra = [key for key in model if key not in used]
-    if extra and _has_model(own[0]):
-        raise ValueError(f"{extra[0]} is in the checkpoint and not here: it was saved from a different model")
-    return saved
-
-
-def _has_model(shard: SavedShard) -> bool:
-    return any(PARAMETER in part.values for part in shard.parts.values())
-
-
-def _as_shard(own: SavedShard, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> SavedShard:
-    """Return everything that is saved of the tensors of a shard."""
-    kept = optimizer.get("state", {}) if own.groups is not None else {}
-    model = model if _has_model(own) else {}
-    names = {name: name for name in own.parts} | {name: other for other, name in (own.aliases or {}).items()}
-    parts = {}
-    for name, part in own.parts.items():
-        both = (name, names[name])
-        values = next(({PARAMETER: model[one]} for one in both if one in model), {})
-        if not values and _has_model(own):
-            raise ValueError(f"{name} is here and not in the checkpoint: it was saved from a different model")
-        state: Mapping[str, Any] = next((kept[one] for one in both if one in kept), {})
-        values |= {key: value for key, value in state.items() if _is_per_element(key, value, part.shape)}
-        for key, value in values.items():
-            if tuple(value.shape) != part.shape:
-                there, here = list(value.shape), list(part.shape)
-                raise ValueError(f"{key} of {name} is {there} in the checkpoint, {here} here; build the same model")
-        flat = {key: value.reshape(-1) for key, value in values.items()}
-        numbers = {key: value for key, value in state.items() if key not in values}
-        parts[name] = SavedPart(part.shape, 0, math.prod(part.shape), flat, numbers)
-    buffers = {key: model[key] for key in own.buffers or {} if key in model}
-    groups = None if own.groups is None else [_as_group(one) for one in optimizer.get("param_groups", ())]
-    return SavedShard(0, 1, parts, groups or None, buffers, aliases=own.aliases)
+    parts = {key: one for shard in own for key, one in shard.parts.items()}
+    others = {name: other for shard in own for other, name in (shard.aliases or {}).items()}
+    buffers = {key for shard in own for key in shard.buffers or {}}
+    has_model = any(PARAMETER in one.values for shard in own for one in shard.parts.values())
+    model, optimizer = tree.get("model", {}) if has_model else {}, tree.get("optimizer", {})
+    whole: dict[str, dict[str, Any]] = {}
+    for key in parts:
+        names = (key, others.get(key, key))
+        if has_model and not model.keys() & {*names}:
+            raise ValueError(f"{key} is here and not in the checkpoint: {ELSEWHERE}")
+        states = optimizer.get("state", {})
+        whole[key] = dict(next((states[one] for one in names if one in states), {}))
+        whole[key] |= next(({PARAMETER: model[one]} for one in names if one in model), {})
+    extra = [key for key in model if key not in {*parts, *buffers, *others.values()}]
+    if extra and "shards" not in state:  # a mesh, where each rank has some of the model's tensors
+        raise ValueError(f"{extra[0]} is in the checkpoint and not here: {ELSEWHERE}")
+    has_optimizer = any(shard.groups is not None for shard in own)
+    groups = [_as_group(one) for one in optimizer.get("param_groups", ())] if has_optimizer else []
+    shapes = {key: one.shape for key, one in parts.items()}
+    saved = whole_shard(whole, groups or None, shapes, kept_once(whole, shapes) - {PARAMETER})
+    found = replace(saved, buffers={key: model[key] for key in buffers if key in model}).to_dict()
+    return [{"shards": [found]} if "shards" in state else found]
 
 
 def _as_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in group.items() if key != "params"}, "names": list(group["params"])}
-
-
-def _is_per_element(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an optimizer's value has one number per element of its parameter (else it is kept once)."""
-    return isinstance(value, Tensor) and tuple(value.shape) == shape and (bool(shape) or key != "step")

@@ -1,9 +1,9 @@
-"""Write and read torch.distributed.checkpoint's layout, by torch's own planners and storage (`torchs`).
+"""Write and read torch.distributed.checkpoint's layout (`torchs`: torch's own planner and writer, our reader).
 
 A directory has a file per rank, in which tensors lie one after the other as torch.save writes them, and `.metadata`: a
 pickle that says which box of which tensor lies where. Ranks write what they hold, and of equal copies only one is
-written, so nothing is gathered but names. A shard is a row of elements, and the layout knows boxes alone, so a row that
-begins in the middle of a matrix becomes a few boxes.
+written, so nothing is gathered but names; a tied tensor is written under each of its names, as torch does. A shard is a
+row of elements, and the layout knows boxes alone, so a row that begins in the middle of a matrix becomes a few boxes.
 
 The layout has no checksums, and torch loads a flipped bit without a word. `SHA256SUMS` stands next to the files: torch
 ignores it, `sha256sum -c` and our reader check it.
@@ -12,24 +12,24 @@ ignores it, `sha256sum -c` and our reader check it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.checkpoint import files
-from distlab.checkpoint.formats.by_names import Held, Place, as_saved, held_by, named_groups, unfold
+from distlab.checkpoint.formats.by_names import Held, as_saved, held_by, named_groups, unfold
 from distlab.checkpoint.manifest import CheckpointError
-from distlab.checkpoint.parts import Parts, Sharded, is_hook
+from distlab.checkpoint.parts import Parts, Sharded
 from distlab.comm.checks import open_file
 from distlab.comm.together import place_in, together
 
 METADATA = ".metadata"
 SUMS = "SHA256SUMS"
-Result = TypeVar("Result")
 
 
 def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None = None) -> Path:
@@ -40,9 +40,9 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
 
     Args:
         directory: a new one; it appears when it is complete.
-        parts: as of `save`: modules, sharded parts, schedules; of plain optimizers torch's `get_state_dict` is the
-            writer. The model and the optimizer of a sharded part go under `model` and `optimizer`, other parts under
-            their own names. Buffers may differ per rank; one rank's are saved.
+        parts: models, `ShardedState`, `ShardedOptimizer`, `Hybrid`, by name as of `save`. The model and the optimizer
+            of a sharded part go under `model` and `optimizer`, modules under their own names. Buffers may differ per
+            rank; one rank's are saved.
         group: the ranks.
 
     Cost: nothing is sent but names and places; each rank writes what it holds, equal copies once.
@@ -58,25 +58,21 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
     target = Path(directory)
     prepared = target.parent / f".saving-{target.name}"
     what, kept = f"write {str(target)!r}", list[Held]()
+    everywhere = partial(together, group=group, what=what, failure=CheckpointError)
 
-    def everywhere(action: Callable[[], Result]) -> list[Result]:
-        return together(action, group, what=what, failure=CheckpointError)
-
-    def look() -> tuple[Sequence[Any], dict[Place, Place]]:
+    def look() -> list[Any]:
         kept.append(held_by(parts))
-        return kept[0].groups, kept[0].aliases
+        if rank == 0:
+            _begin(target, prepared)
+        return kept[0].groups
 
-    told = everywhere(look)
-    everywhere(lambda: _begin(target, prepared) if rank == 0 else None)
     try:
-        aliases = {other: name for _, its in told for other, name in its.items()}
-        held = kept[0]._replace(values=kept[0].values | named_groups(one for groups, _ in told for one in groups))
-        if failed := torchs.save(prepared, held, aliases, group, is_alone=world_size == 1):
+        groups = named_groups(one for its in everywhere(look) for one in its)
+        held = kept[0]._replace(values=kept[0].values | groups)
+        if failed := torchs.write(prepared, held, group, is_alone=world_size == 1):
             raise CheckpointError(f"cannot {what}: {failed}")
         sums = everywhere(lambda: [_sum_of(path) for path in sorted(prepared.glob(f"__{rank}_*"))])
-        everywhere(
-            lambda: _publish(prepared, target, [line for lines in sums for line in lines]) if rank == 0 else None
-        )
+        everywhere(lambda: _publish(prepared, target, chain(*sums)) if rank == 0 else None)
     except BaseException:
         if rank == 0:
             files.remove(prepared)
@@ -97,7 +93,7 @@ def _sum_of(path: Path) -> str:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
 
 
-def _publish(prepared: Path, target: Path, sums: Sequence[str]) -> None:
+def _publish(prepared: Path, target: Path, sums: Iterable[str]) -> None:
     files.write_bytes(prepared, SUMS, "".join([*sums, _sum_of(prepared / METADATA)]).encode())
     files.flush_directory(prepared)
     prepared.rename(target)
@@ -120,7 +116,8 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
     directory = Path(directory)
     try:
         _check_sums(directory)
-        return unfold(torchs.load(directory))
+        tree: dict[str, Any] = unfold(torchs.read(directory))
+        return tree
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from None
 
@@ -146,7 +143,7 @@ def load_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None 
 
     Args:
         directory: of `write_dcp`, or of torch's `dcp.save` of what `get_state_dict` returns.
-        parts: as of `write_dcp`. Generators and hooks stay as they are.
+        parts: as of `write_dcp`.
         group: the ranks.
 
     Cost: only the outcomes of reading and of taking up are exchanged.
@@ -156,20 +153,16 @@ def load_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None 
         ValueError: on every rank, and nothing has changed: it is damaged, or was saved from a different model.
         CheckpointError: on every rank: a rank cannot read it.
     """
+    kept: list[Callable[[], object]] = []
 
-    def prepare() -> None:
+    def look() -> None:
         held_by(parts)
         tree = read_dcp(directory)
-        kept.extend(
-            _prepare(name, part, tree)
-            for name, part in parts.items()
-            if not isinstance(part, torch.Generator) and not is_hook(part)
-        )
+        kept.extend(_prepare(name, part, tree) for name, part in parts.items())
 
-    kept: list[Callable[[], object]] = []
-    what = f"load {str(directory)!r}"
-    together(prepare, group, what=what, failure=CheckpointError)
-    together(lambda: [take() for take in kept] and None, group, what=what, failure=CheckpointError)
+    everywhere = partial(together, group=group, what=f"load {str(directory)!r}", failure=CheckpointError)
+    everywhere(look)
+    everywhere(lambda: [take() for take in kept] and None)
 
 
 def _prepare(name: str, part: Any, tree: dict[str, Any]) -> Callable[[], object]:
@@ -180,12 +173,12 @@ def _prepare(name: str, part: Any, tree: dict[str, Any]) -> Callable[[], object]
         return lambda: part.load_shards(saved)
     if name not in tree:
         raise ValueError(f"{name} is not in the checkpoint, which has {sorted(tree)}; pass the parts that were saved")
-    state = tree[name]
-    for key in [*part.state_dict(), *state] if isinstance(part, nn.Module) else ():
-        here, there = _kind(part.state_dict().get(key)), _kind(state.get(key))
+    now, then = part.state_dict(), tree[name]
+    for key in [*now, *then]:
+        here, there = _kind(now.get(key)), _kind(then.get(key))
         if here != there:
             raise ValueError(f"{name}.{key} is {here} here and {there} in the checkpoint; build the same model")
-    return lambda: part.load_state_dict(state)
+    return lambda: part.load_state_dict(then)
 
 
 def _kind(value: Any) -> str:

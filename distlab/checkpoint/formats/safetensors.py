@@ -1,4 +1,4 @@
-"""Write and read safetensors: a whole model in files that Hugging Face's programs load.
+"""Write and read safetensors: a whole model in a file that Hugging Face's programs load.
 
 A file has a header of names, types, shapes and places, and the tensors' bytes; there is no code in it. The safetensors
 library writes and reads it (`pip install 'distlab[labs]'`). Tensors that a model has under two names are written once,
@@ -7,7 +7,6 @@ and the other name stands in the header's metadata, as Hugging Face's own `save_
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from distlab.checkpoint import files
 from distlab.comm.checks import open_file
 
 MODEL = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def write_safetensors(directory: str | Path, state: Mapping[str, Tensor]) -> Path:
@@ -37,21 +35,27 @@ def write_safetensors(directory: str | Path, state: Mapping[str, Tensor]) -> Pat
     Error: exact.
 
     Raises:
-        ValueError: there is a model already, or a tensor is of a type that the format has not.
+        ValueError: there is a model already, or a value that the format has not.
         OSError: the disk refused.
     """
     from safetensors import torch as library
 
     directory = Path(directory)
-    tensors, aliases = _once(state)
     directory.mkdir(parents=True, exist_ok=True)
     if found := sorted(path.name for path in directory.glob("model*.safetensors*")):
         raise ValueError(f"{str(directory)!r} has {found[0]} already; nothing is overwritten: choose a different one")
-    prepared = directory / f".saving-{MODEL}"
+    tensors, aliases, seen = {}, {}, dict[object, str]()
     try:
+        for name, value in state.items():
+            where = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
+            if seen.setdefault(where, name) == name:
+                tensors[name] = value.detach().cpu().contiguous()
+            else:
+                aliases[name] = seen[where]
         data = library.save(tensors, metadata={"format": "pt", **aliases})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"safetensors refuses the state ({type(error).__name__}: {error}); convert it") from None
+    prepared = directory / f".saving-{MODEL}"
     files.remove(prepared)
     try:
         files.write_bytes(directory, prepared.name, data)
@@ -63,24 +67,8 @@ def write_safetensors(directory: str | Path, state: Mapping[str, Tensor]) -> Pat
     return directory / MODEL
 
 
-def _once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tell tensors from further names of the same memory."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[object, str] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} is {type(value).__name__}; safetensors holds tensors")
-        where = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else name
-        if seen.setdefault(where, name) != name:
-            aliases[name] = seen[where]
-        else:
-            tensors[name] = value.detach().cpu().contiguous()
-    return tensors, aliases
-
-
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, an index, or a directory that has one of them, whoever wrote it.
+    """Return the tensors of a safetensors file, or of the one in a directory, whoever wrote it.
 
     Error: exact.
 
@@ -88,40 +76,17 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         ValueError: something is missing or damaged; the text names it. The format has no checksums, so a flipped bit in
             a number is not seen.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / (INDEX if (path / INDEX).exists() else MODEL)
-    try:
-        open_file(path).close()
-        return _read_file(path) if not path.name.endswith(".index.json") else _read_index(path)
-    except OSError as error:
-        raise ValueError(f"{error.filename or path} cannot be read ({error.strerror or error})") from None
-
-
-def _read_index(path: Path) -> dict[str, Tensor]:
-    try:
-        places: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-        names = sorted(set(places.values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError(f"it names files outside of its directory: {names}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not an index of safetensors files ({type(error).__name__}: {error})") from None
-    state: dict[str, Tensor] = {}
-    for name in names:
-        open_file(path.parent / name).close()
-        state |= _read_file(path.parent / name)
-    if missing := [key for key in places if key not in state]:
-        raise ValueError(f"{path} names {missing[0]}, which is not in {places[missing[0]]}")
-    return state
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
     import safetensors
 
+    path = Path(path)
+    path = path / MODEL if path.is_dir() else path
     try:
+        open_file(path).close()
         with safetensors.safe_open(path, "pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+            state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
             names = file.metadata() or {}
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is not an intact safetensors file ({type(error).__name__}: {error})") from None
     return state | {other: state[name] for other, name in names.items() if name in state and other not in state}

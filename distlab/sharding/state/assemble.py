@@ -1,10 +1,15 @@
-"""Cut what a rank holds into named parts, and put rows together again from parts that were cut in any other way."""
+"""Cut what a rank holds into named parts, and join parts that ranks of any other plan cut.
+
+Whatever is saved or loaded goes this way: the shards of FullyShard and ZeRO, a mesh, and torch's own layout.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,68 +57,148 @@ def cut(row: HeldRow, values: Mapping[str, Tensor], numbers: Mapping[str, Any]) 
         yield name, SavedPart(shape, start, stop, here, dict(own or {}))
 
 
-def covering(start: int, stop: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Cover elements [start, stop) of a tensor from pieces that hold [low, high) of it each, with the fewest copies.
+def join(
+    name: str, parts: Sequence[SavedPart], start: int, stop: int, into: Callable[..., Tensor] | None = None
+) -> SavedPart:
+    """Put elements [start, stop) of a tensor together, with all that belongs to them, from parts that lie in any way.
 
-    Yields:
-        (piece, first element, one past the last) of each copy.
+    `into` gives the memory for a key and a type; None: each gets its own.
+
+    Shapes: parts [their stop - start] -> values [stop - start] each
 
     Raises:
-        ValueError: some elements are in no piece; the text says which.
+        ValueError: some elements are in none of the parts.
     """
-    while start < stop:
-        reach = [(min(high, stop), -index) for index, (low, high) in enumerate(held) if low <= start < high]
-        if not reach:
-            until = min((low for low, high in held if start < low < high), default=stop)
-            raise ValueError(f"elements {start} to {min(until, stop)}")
-        end, index = max(reach)
-        yield -index, start, end
-        start = end
+    _require_all(name, parts, start, stop)
+    values = {}
+    for key in dict.fromkeys(key for part in parts for key in part.values):
+        held = [part for part in parts if key in part.values]
+        _require_all(name, held, start, stop)
+        dtype = held[0].values[key].dtype
+        values[key] = torch.empty(stop - start, dtype=dtype) if into is None else into(key, dtype)
+        for part in held:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                values[key][low - start : high - start] = part.values[key][low - part.start : high - part.start]
+    known = [
+        part for part in parts if part.stop > part.start or 0 in part.shape
+    ]  # others may know nothing of its state
+    numbers = {key: value for part in reversed(known) for key, value in part.numbers.items()}
+    return SavedPart(parts[0].shape, start, stop, values, numbers)
 
 
-def assemble(saved: Sequence[SavedShard], row: HeldRow) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Put the values of one row together from shards that were cut in any way.
+def _require_all(name: str, parts: Sequence[SavedPart], start: int, stop: int) -> None:
+    missing, at = 0, start
+    for low, high in sorted((part.start, part.stop) for part in parts):
+        missing, at = missing + max(0, min(low, stop) - at), max(at, min(high, stop))
+    if missing + stop - at:
+        raise ValueError(_missing(name, missing + stop - at))
 
-    Shapes: saved parts [stop - start] -> values [row elements] each; zero where it is padding, or was never updated
+
+def _missing(name: str, number: int) -> str:
+    return f"{number} elements of {name} were not given; pass the saved shards of all ranks"
+
+
+def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
+    """Put a whole tensor together from parts that were cut along any axes.
+
+    Shapes: parts [stop - start] -> values [all elements] each
+
+    Raises:
+        ValueError: some elements are in none of the parts.
+    """
+    shape = parts[0].shape
+    size = math.prod(shape)
+    rows = {slab: in_slab(name, parts, slab) for slab in dict.fromkeys(part.slab for part in parts)}
+    joined = {slab: join(name, row, 0, math.prod(row[0].shape)) for slab, row in rows.items()}
+    if None in joined:
+        return joined[None]
+    values, first = {}, next(iter(joined.values()))
+    for key, example in first.values.items():
+        whole, num_missing = torch.zeros(shape, dtype=example.dtype), size
+        for slab, one in joined.items():
+            assert slab is not None, "looked at above"
+            for here, there in slab.pairs(one.values[key].view(rows[slab][0].shape), whole):
+                there.copy_(here)
+                num_missing -= there.numel()
+        if num_missing:
+            raise ValueError(_missing(name, num_missing))
+        values[key] = whole.view(-1)
+    return SavedPart(shape, 0, size, values, first.numbers)
+
+
+def in_slab(name: str, parts: Sequence[SavedPart], slab: Slab | None) -> list[SavedPart]:
+    """Return what parts of a tensor hold of a slab of it, as parts of a tensor of its own; None: of all of it.
+
+    Parts that were cut into other slabs are joined first.
+
+    Shapes: parts [stop - start] -> the same, or one part of [elements of the slab]
+
+    Raises:
+        ValueError: some elements are in none of the parts.
+    """
+    alike = [replace(part, shape=part.row_shape, slab=None) for part in parts if part.slab == slab]
+    if alike:
+        return alike
+    whole = whole_tensor(name, parts)
+    if slab is None:
+        return [whole]
+    shape, values = slab.shape(whole.shape), {}
+    for key, value in whole.values.items():
+        own = torch.zeros(shape, dtype=value.dtype)
+        for here, there in slab.pairs(own, value.view(whole.shape)):
+            here.copy_(there)
+        values[key] = own.view(-1)
+    return [SavedPart(shape, 0, math.prod(shape), values, whole.numbers)]
+
+
+def parts_by_name(saved: Sequence[SavedShard]) -> dict[str, list[SavedPart]]:
+    """Return the parts that shards hold of each tensor."""
+    held: dict[str, list[SavedPart]] = {}
+    for one in saved:
+        for name, part in one.parts.items():
+            held.setdefault(name, []).append(part)
+    return held
+
+
+def assemble(parts: Mapping[str, Sequence[SavedPart]], row: HeldRow) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Put the values of one row together from parts of its tensors.
+
+    Shapes: parts [stop - start] -> values [row elements] each; zero where it is padding, or was never updated
 
     Returns:
         The values by key: the parameter and the optimizer's moments; and what the optimizer keeps once per row. Where
         tensors of the row differ in that, `BY_TENSOR` has it by name: None for one that was never updated.
 
     Raises:
-        ValueError: a part is in none of the saved shards, or the tensors of the row have different values.
+        ValueError: an element is in none of the parts, or the tensors of the row have different values.
     """
-    parts = {name: holders([(one.shard, one.parts[name]) for one in saved]) for name in row.names}
-    own = {row.names[piece.tensor] for piece in row.pieces} or {*row.names}  # all, where the row is padding alone
-    updated = [(name, *one) for name in row.names if name in own for one in parts[name] if _was_updated(one[1])]
-    example = updated[0][2] if updated else next((found[0][1] for found in parts.values() if found), None)
-    kinds = {} if example is None else {key: value.dtype for key, value in example.values.items()}
-    if not updated:  # other tensors of the row may have been
-        kinds = {key: dtype for key, dtype in kinds.items() if key == PARAMETER}
-    for name, shard, part in updated:
-        if part.values.keys() != kinds.keys():
+    pieces = row.pieces or tuple(Piece(index, 0, 0, 0) for index in range(len(row.names)))  # or padding alone
+    names = [row.names[piece.tensor] for piece in pieces]
+    values: dict[str, Tensor] = {}
+
+    def place(piece: Piece, key: str, dtype: torch.dtype) -> Tensor:
+        if key not in values:
+            values[key] = torch.zeros(row.parameter.numel(), dtype=dtype)
+        return values[key][piece.offset : piece.offset + piece.stop - piece.start]
+
+    joined = [
+        join(name, parts[name], one.start, one.stop, partial(place, one))
+        for name, one in zip(names, pieces, strict=True)
+    ]
+    updated = {
+        name: one for name, one in zip(names, joined, strict=True) if one.numbers or one.values.keys() - {PARAMETER}
+    }
+    keys = next(iter(updated.values()), joined[0]).values.keys()
+    for name, one in updated.items():
+        if one.values.keys() != keys:
             raise ValueError(
-                f"{name} has {sorted(part.values)} in shard {shard} and other tensors have {sorted(kinds)}: "
+                f"{name} has {sorted(one.values)} and other tensors have {sorted(keys)}: "
                 "tensors of one unit must have the same optimizer state"
             )
-    values = {key: torch.zeros(row.parameter.numel(), dtype=dtype) for key, dtype in kinds.items()}
-    for piece in row.pieces:
-        name = row.names[piece.tensor]
-        try:
-            copies = [*covering(piece.start, piece.stop, [(part.start, part.stop) for _, part in parts[name]])]
-        except ValueError as gap:
-            have = sorted({one.shard for one in saved})
-            missing = [index for index in range(saved[0].num_shards) if index not in have]
-            which = f"shards {missing} of {saved[0].num_shards} are missing" if missing else "no shard has them"
-            raise ValueError(f"{name}: {gap} were not given: {which}; pass the saved shards of all ranks") from None
-        for source, low, high in copies:
-            part, at = parts[name][source][1], piece.offset + low - piece.start
-            for key in part.values.keys() & values.keys():
-                values[key][at : at + high - low] = part.values[key][low - part.start : high - part.start]
-    numbers = {name: dict(part.numbers) for name, _, part in reversed(updated)}
     if not row.pieces:
-        return values, next(iter(numbers.values()), {})
-    return values, of_row({name: numbers.get(name) for name in row.names if name in own})
+        return values, next((dict(one.numbers) for one in updated.values()), {})
+    return values, of_row({name: dict(updated[name].numbers) if name in updated else None for name in names})
 
 
 def of_row(by_name: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
@@ -131,86 +216,3 @@ def of_row(by_name: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value  # a tensor prints few digits
-
-
-def holders(parts: Sequence[tuple[int, SavedPart]]) -> list[tuple[int, SavedPart]]:
-    """Return the parts that hold elements; all, where the tensor has none. Others may know nothing of its state."""
-    return [one for one in parts if one[1].stop > one[1].start or 0 in one[1].shape]
-
-
-def _was_updated(part: SavedPart) -> bool:
-    return bool(part.numbers) or bool(part.values.keys() - {PARAMETER})
-
-
-def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
-    """Put a whole tensor together, with all that belongs to it, from parts that were cut along any axes.
-
-    Shapes: saved parts [stop - start] -> values [all elements] each
-
-    Raises:
-        ValueError: some elements are in none of the parts.
-    """
-    shape = parts[0].shape
-    values = {}
-    for key in dict.fromkeys(key for part in parts for key in part.values):
-        seen = torch.zeros(shape, dtype=torch.bool)
-        of_slab: dict[Slab | None, list[SavedPart]] = {}
-        for part in parts:
-            if key in part.values:
-                of_slab.setdefault(part.slab, []).append(part)
-        whole = torch.zeros(shape, dtype=next(part.values[key].dtype for part in parts if key in part.values))
-        for slab, held in of_slab.items():
-            size = math.prod(held[0].row_shape)
-            row, has = torch.zeros(size, dtype=whole.dtype), torch.zeros(size, dtype=torch.bool)
-            for part in held:
-                row[part.start : part.stop], has[part.start : part.stop] = part.values[key], True
-            _put(row.view(held[0].row_shape), whole, slab)
-            _put(has.view(held[0].row_shape), seen, slab)
-        if not bool(seen.all()):
-            raise ValueError(
-                f"{key} of {name}: {int((~seen).sum())} elements were not given; pass the saved shards of all ranks"
-            )
-        values[key] = whole.reshape(-1)
-    known = [part for _, part in holders([*enumerate(parts)])]
-    numbers = {key: value for part in reversed(known) for key, value in part.numbers.items()}
-    return SavedPart(shape, 0, math.prod(shape), values, numbers)
-
-
-def parts_by_name(saved: Sequence[SavedShard]) -> dict[str, list[SavedPart]]:
-    """Return the parts that shards hold of each tensor."""
-    held: dict[str, list[SavedPart]] = {}
-    for one in saved:
-        for name, part in one.parts.items():
-            held.setdefault(name, []).append(part)
-    return held
-
-
-def cut_anew(name: str, parts: Sequence[SavedPart], slab: Slab | None) -> SavedPart:
-    """Put a whole tensor together from parts that were cut along any axes, and cut this rank's part out of it.
-
-    Shapes: saved parts [stop - start] -> values [elements of the slab] each; all elements where slab is None
-
-    Raises:
-        ValueError: some elements are in none of the parts.
-    """
-    whole = whole_tensor(name, parts)
-    return whole if slab is None else cut_slab(whole, slab)
-
-
-def _put(own: Tensor, whole: Tensor, slab: Slab | None) -> None:
-    for here, there in [(own, whole)] if slab is None else slab.pairs(own, whole):
-        there.copy_(here)
-
-
-def cut_slab(part: SavedPart, slab: Slab) -> SavedPart:
-    """Cut one tensor-parallel rank's part out of a whole tensor, as a tensor of its own.
-
-    Shapes: values [all elements] -> [elements of the slab]
-    """
-    shape, values = slab.shape(part.shape), {}
-    for key, value in part.values.items():
-        own = torch.zeros(shape, dtype=value.dtype)
-        for here, there in slab.pairs(own, value.view(part.shape)):
-            here.copy_(there)
-        values[key] = own.view(-1)
-    return SavedPart(shape, 0, math.prod(shape), values, part.numbers)

@@ -1,14 +1,15 @@
-"""What an optimizer keeps of a rank's rows, by tensor names: cut into parts, taken up from parts, or gathered whole.
+"""What a rank's rows and their optimizer keep, by tensor names: cut into parts, taken up from parts, or gathered whole.
 
 `FullyShard` has one row per unit, in which several tensors lie end to end. `ShardedOptimizer` has one row per tensor
-that it owns a part of. Everything here serves both.
+that it owns a part of. Everything here serves both, and a mesh.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,28 +18,34 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard
-from distlab.plan import FlatLayout
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_tensors
 from distlab.sharding.calls import gather_into
+from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.part import plain
-from distlab.sharding.state.assemble import HeldRow, assemble, cut, holders
+from distlab.sharding.state.assemble import HeldRow, assemble, cut, in_slab, parts_by_name, whole_tensor
 
 Optimizer = torch.optim.Optimizer
 Assembled = tuple[dict[str, Tensor], dict[str, Any]]  # the values of a row, and what the optimizer keeps of it once
+State = dict[str, dict[str, Any]]  # by tensor name, what an optimizer keeps of it
+Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names of tensors
 
 
-class SharedBuffer(NamedTuple):
-    """Named tensors end to end in one buffer, of which each rank of a group holds a part.
+class Rows(NamedTuple):
+    """What a rank holds of a model.
 
     Attributes:
-        layout: where each tensor lies.
-        edges: where each rank's part of the buffer begins, and the end of the last.
-        rows: what this rank holds, as its optimizer updates it.
+        held: its rows, as its optimizer updates them.
+        shapes: by name, all tensors of which ranks hold parts, as this tensor rank has them.
+        cut: what of the model tensor ranks hold parts of.
     """
 
-    layout: FlatLayout
-    edges: Sequence[int]
-    rows: Sequence[HeldRow]
+    held: Sequence[HeldRow]
+    shapes: Mapping[str, tuple[int, ...]]
+    cut: CutLayers
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole model's tensors."""
+        return {name: self.cut.whole_shape(name, shape) for name, shape in self.shapes.items()}
 
 
 class Kept(NamedTuple):
@@ -59,7 +66,7 @@ def kept_by(optimizer: Optimizer, rows: Iterable[HeldRow]) -> dict[int, Kept]:
     """Return what an optimizer keeps of each row that it updates, by the id of the row's parameter.
 
     Raises:
-        ValueError: the optimizer updates another tensor, or keeps what cannot be cut.
+        ValueError: the optimizer updates a different tensor, or keeps what cannot be cut.
     """
     known = {id(row.parameter): row for row in rows}
     state = optimizer.state_dict()
@@ -94,30 +101,25 @@ def _split(row: HeldRow, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
 
 
 def save_parts(
-    buffers: Sequence[SharedBuffer], optimizer: Optimizer | None, *, parameters: bool
+    rows: Rows, optimizer: Optimizer | None, *, parameters: bool
 ) -> tuple[dict[str, SavedPart], list[dict[str, Any]] | None]:
     """Return this rank's part of every tensor, as views, and the optimizer's groups; nothing is sent.
 
     Args:
-        buffers: what the ranks share.
-        optimizer: updates this rank's rows; None saves parameters alone.
+        rows: what this rank holds.
+        optimizer: updates these rows; None saves parameters alone.
         parameters: save the parameters' own values too.
 
     Raises:
-        ValueError: the optimizer updates another tensor, or keeps what cannot be cut.
+        ValueError: the optimizer updates a different tensor, or keeps what cannot be cut.
     """
-    rows = [row for buffer in buffers for row in buffer.rows]
-    kept = {} if optimizer is None else kept_by(optimizer, rows)
-    parts = {
-        name: SavedPart(shape, 0, 0, {}, {})
-        for buffer in buffers
-        for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True)
-    }
-    for row in rows:
+    kept = {} if optimizer is None else kept_by(optimizer, rows.held)
+    parts = {name: SavedPart(shape, 0, 0, {}, {}) for name, shape in rows.shapes.items()}
+    for row in rows.held:
         of_row = kept.get(id(row.parameter), Kept(-1, {}, {}))
         own = {PARAMETER: plain(row.parameter)} if parameters else {}
         parts |= cut(row, {**own, **of_row.values}, of_row.numbers)
-    return parts, None if optimizer is None else _groups(optimizer, rows, kept)
+    return rows.cut.for_all(parts), None if optimizer is None else _groups(optimizer, rows.held, kept)
 
 
 def _groups(optimizer: Optimizer, rows: Sequence[HeldRow], kept: Mapping[int, Kept]) -> list[dict[str, Any]]:
@@ -132,40 +134,52 @@ def _groups(optimizer: Optimizer, rows: Sequence[HeldRow], kept: Mapping[int, Ke
     ]
 
 
-def merge_groups(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Make the groups of several ranks one list: the options of the first, the names of all."""
-    return [
-        {**same[0], "names": list(dict.fromkeys(name for one in same for name in one["names"]))}
-        for same in zip(*everyone, strict=True)
-    ]
-
-
-def assemble_rows(buffers: Sequence[SharedBuffer], saved: Sequence[SavedShard]) -> dict[int, Assembled]:
-    """Build this rank's rows (one per unit, or per owned tensor) from saved shards: a dict by `id(row.parameter)`.
-
-    Raises:
-        ValueError: parts are missing, or cannot share a row.
-    """
-    return {id(row.parameter): assemble(saved, row) for buffer in buffers for row in buffer.rows}
-
-
-def prepare_optimizer(
-    optimizer: Optimizer,
-    buffers: Sequence[SharedBuffer],
-    saved: Sequence[SavedShard],
-    assembled: Mapping[int, Assembled],
+def prepare(
+    rows: Rows, optimizer: Optimizer | None, saved: Sequence[SavedShard], *, parameters: bool
 ) -> Callable[[], None]:
-    """Check the result of `assemble_rows` against an optimizer; return a function that loads it. Nothing changes yet.
+    """Assemble a rank's rows from saved shards; return a function that loads them. Nothing changes yet.
+
+    Args:
+        rows: what this rank holds.
+        optimizer: updates these rows; None loads parameters alone.
+        saved: by any number of ranks, with layers that any number of tensor ranks cut.
+        parameters: load the parameters' own values too.
 
     Raises:
-        ValueError: no optimizer was saved, or its groups were of other tensors.
+        ValueError: a different model or type, elements that no shard has, or an optimizer of other groups.
     """
-    if any(one.groups is None for one in saved):
+    parts, types = parts_by_name(saved), {name: row.parameter.dtype for row in rows.held for name in row.names}
+    shapes = rows.whole_shapes().items()
+    check_tensors(parts, {name: (shape, types[name] if parameters else None) for name, shape in shapes})
+
+    def wanted(part: SavedPart) -> SavedPart:
+        keys = [key for key in part.values if (parameters if key == PARAMETER else optimizer is not None)]
+        return replace(part, values={key: part.values[key] for key in keys})
+
+    names = [name for row in rows.held for name in row.names]
+    own = {name: in_slab(name, [*map(wanted, parts[name])], rows.cut.slab(name)) for name in names}
+    found = {id(row.parameter): assemble(own, row) for row in rows.held}
+    take = None if optimizer is None else _prepare_optimizer(optimizer, rows.held, saved, found)
+
+    @torch.no_grad()
+    def load() -> None:
+        for row in rows.held if parameters else ():
+            row.parameter.copy_(found[id(row.parameter)][0][PARAMETER].view(row.parameter.shape))
+        if take is not None:
+            take()
+
+    return load
+
+
+def _prepare_optimizer(
+    optimizer: Optimizer, rows: Sequence[HeldRow], saved: Sequence[SavedShard], assembled: Mapping[int, Assembled]
+) -> Callable[[], None]:
+    groups = [one.groups for one in saved if one.groups is not None]
+    if not groups:
         raise ValueError("no optimizer was saved with these; load the model alone, or save both together")
-    rows = [row for buffer in buffers for row in buffer.rows]
     held = {name for row in rows for name in row.names}
     now = [group["names"] for group in _groups(optimizer, rows, kept_by(optimizer, rows))]
-    then = [[n for n in one["names"] if n in held] for one in merge_groups([one.groups or () for one in saved])]
+    then = [{name for one in same for name in one["names"]} & held for same in zip(*groups, strict=True)]
     if [sorted(names) for names in now] != [sorted(names) for names in then]:
         raise ValueError(
             f"the optimizer's groups have {[len(names) for names in now]} tensors here and "
@@ -174,121 +188,115 @@ def prepare_optimizer(
         )
     state = optimizer.state_dict()
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
-    for group, here, options in zip(optimizer.param_groups, state["param_groups"], saved[0].groups or (), strict=True):
+    for group, here, options in zip(optimizer.param_groups, state["param_groups"], groups[0], strict=True):
         taken["param_groups"].append({**here, **{key: value for key, value in options.items() if key != "names"}})
         for parameter, number in zip(group["params"], here["params"], strict=True):
             values, numbers = assembled.get(id(parameter), ({}, {}))
             moments = {key: value.view(parameter.shape) for key, value in values.items() if key != PARAMETER}
             if moments or numbers:
-                taken["state"][number] = {**moments, **_copies(numbers)}
+                taken["state"][number] = {**moments, **copy.deepcopy(numbers)}  # an optimizer counts in place
     return lambda: optimizer.load_state_dict(taken)
 
 
-def gather_whole(
-    buffers: Sequence[SharedBuffer],
-    parts: Mapping[str, SavedPart],
-    groups: Sequence[Mapping[str, Any]] | None,
-    group: ProcessGroup | None,
-    *,
-    keeps: bool,
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Put the parts of all ranks together; every rank of the group calls this.
-
-    There is one all-gather per buffer and key, as long as the largest part, and one of names, types and numbers.
+def gather_parts(
+    parts: Mapping[str, SavedPart], names: Iterable[str], groups: Iterable[ProcessGroup | None], *, keeps: bool
+) -> dict[str, SavedPart]:
+    """Put the parts of all ranks together as whole tensors, in host memory; every rank of the groups calls this.
 
     Args:
-        buffers: what the ranks share.
         parts: this rank's, of `save_parts`.
-        groups: this rank's, of `save_parts`.
-        group: the ranks that hold a part each.
-        keeps: this rank wants the whole tensors.
+        names: of the tensors: the same on all ranks.
+        groups: first the ranks that share out what this rank holds a part of, then those that cut the whole of it.
+        keeps: this rank wants the whole tensors, and so do all ranks of its later groups; others get nothing.
 
-    Returns:
-        By tensor name its whole tensors and its numbers, by their keys; and the optimizer's groups with the names of
-        all their tensors.
-
-    Shapes: parts of [stop - start] -> tensors of their whole shapes, in host memory.
-    """
-    own = {
-        name: ({key: value.dtype for key, value in part.values.items()}, part.numbers)
-        for name, part in parts.items()
-        if holders([(0, part)]) and (part.values or part.numbers)
-    }
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (own, groups or ()), group=group)
-    known: dict[str, Any] = {name: one for its, _ in reversed(everyone) for name, one in its.items()}
-    names = [name for buffer in buffers for name in buffer.layout.names]
-    state: dict[str, dict[str, Any]] = {name: _copies(known[name][1]) if name in known else {} for name in names}
-    for buffer in buffers:
-        kinds = {kind for name in buffer.layout.names if name in known for kind in known[name][0].items()}
-        for key, dtype in sorted(kinds, key=str):
-            for name, whole in _gather_key(buffer, parts, key, dtype, group, keeps=keeps):
-                if name in known and key in known[name][0]:
-                    state[name][key] = whole
-    return state, merge_groups([its_groups for _, its_groups in everyone])
-
-
-def _copies(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers of one tensor's own: a plain optimizer counts its steps in place."""
-    return copy.deepcopy(dict(numbers))
-
-
-def _gather_key(
-    buffer: SharedBuffer,
-    parts: Mapping[str, SavedPart],
-    key: str,
-    dtype: torch.dtype,
-    group: ProcessGroup | None,
-    *,
-    keeps: bool,
-) -> Iterator[tuple[str, Tensor]]:
-    """Gather one value of all tensors of a buffer, and cut it into the tensors; nothing where `keeps` is False."""
-    layout, start = buffer.layout, buffer.edges[dist.get_rank(group)]
-    sizes = [stop - begin for begin, stop in zip(buffer.edges[:-1], buffer.edges[1:], strict=True)]
-    own = torch.zeros(max(sizes), dtype=dtype)
-    for name, offset in zip(layout.names, layout.offsets, strict=True):
-        if key in parts[name].values:
-            own[offset + parts[name].start - start : offset + parts[name].stop - start] = parts[name].values[key]
-    everyone = torch.empty((len(sizes), max(sizes)), dtype=dtype, device=group_device(group))
-    gather_into(everyone.view(-1), own.to(everyone.device), group)
-    if not keeps:
-        return
-    equal = min(sizes) == max(sizes)
-    whole = everyone.view(-1) if equal else torch.cat([one[:size] for one, size in zip(everyone, sizes, strict=True)])
-    for name, shape, offset, size in zip(layout.names, layout.shapes, layout.offsets, layout.sizes, strict=True):
-        yield name, whole[offset : offset + size].view(shape).to("cpu", copy=True)
-
-
-def as_one_shard(
-    state: Mapping[str, Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-    shapes: Mapping[str, tuple[int, ...]],
-    once: Iterable[str],
-) -> SavedShard:
-    """Read an optimizer's state of whole tensors as a save of one shard.
-
-    Args:
-        state: what belongs to each tensor, by name.
-        groups: options, and the names of tensors.
-        shapes: of the model's tensors.
-        once: keys of which there is one value per tensor.
+    Cost: per group one all-gather of as many bytes as the rank has that holds the most, and one of names and types.
 
     Raises:
-        ValueError: the state has a tensor that the model has not, or one of another shape.
+        ValueError: a part of a tensor is on none of the ranks.
     """
-    parts = {}
-    for name in [*state, *shapes]:
-        if name not in shapes:
-            raise ValueError(f"{name} is in the optimizer's saved state and not here: it is of a different model")
-        values, shape = state.get(name, {}), shapes[name]
-        moments = {key: value for key, value in values.items() if key not in once}
-        for key, value in moments.items():
-            if tuple(value.shape) != shape:
-                raise ValueError(
-                    f"{key} of {name} is {list(value.shape)} in the saved state and {list(shape)} here; load the "
-                    "state of this model"
-                )
-        numbers = {key: value for key, value in values.items() if key in once}
-        flat = {key: value.detach().reshape(-1) for key, value in moments.items()}
-        parts[name] = SavedPart(shape, 0, math.prod(shape), flat, numbers)
-    return SavedShard(0, 1, parts, groups)
+    held = [(name, parts[name]) for name in names if name in parts]
+    for group in groups:
+        held = _exchanged(held, group)
+        if not keeps:
+            return {}
+    by_name: dict[str, list[SavedPart]] = {}
+    for name, part in held:
+        by_name.setdefault(name, []).append(part)
+    return {name: whole_tensor(name, its) for name, its in by_name.items()}
+
+
+def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None) -> list[tuple[str, SavedPart]]:
+    """Return the parts of all ranks, with values that are views of one buffer."""
+    told: list[list[tuple[str, SavedPart, dict[str, torch.dtype]]]] = [[]] * dist.get_world_size(group)
+    own = [(n, replace(p, values={}), {key: value.dtype for key, value in p.values.items()}) for n, p in held]
+    dist.all_gather_object(told, own, group=group)
+
+    def places(its: Sequence[tuple[str, SavedPart, dict[str, torch.dtype]]]) -> list[tuple[int, int]]:
+        """Return where each value begins and ends, in bytes: 16 apart, which any type may begin at."""
+        sizes = [(part.stop - part.start) * dtype.itemsize for _, part, kinds in its for dtype in kinds.values()]
+        starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes)]
+        return [*zip(starts, map(sum, zip(starts, sizes, strict=False)), strict=False), (starts[-1], starts[-1])]
+
+    longest = max(places(its)[-1][1] for its in told)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    values = (value for _, part in held for value in part.values.values())
+    for (start, stop), value in zip(places(own), values, strict=False):
+        mine[start:stop] = value.detach().cpu().contiguous().view(torch.uint8)
+    everyone = torch.empty((len(told), longest), dtype=torch.uint8, device=group_device(group))
+    gather_into(everyone.view(-1), mine.to(everyone.device), group)
+    found = []
+    for its, row in zip(told, everyone.cpu(), strict=True):
+        ends = iter(places(its))
+        for name, part, kinds in its:
+            here = {key: row[slice(*next(ends))].view(dtype) for key, dtype in kinds.items()}
+            found.append((name, replace(part, values=here)))
+    return found
+
+
+def optimizer_state(whole: Mapping[str, SavedPart], groups: Groups, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it.
+
+    Args:
+        whole: of `gather_parts`.
+        groups: the optimizer's options.
+        names: of the tensors of each group, in the order of one process.
+    """
+    state = {name: {key: value.view(one.shape) for key, value in one.values.items()} for name, one in whole.items()}
+    return {
+        "state": {name: state[name] | copy.deepcopy(dict(whole[name].numbers)) for own in names for name in own},
+        "param_groups": [
+            {**{key: value for key, value in one.items() if key != "names"}, "params": list(own)}
+            for one, own in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def by_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> tuple[State, list[dict[str, Any]]]:
+    """Return an optimizer's state and its groups by the names of parameters.
+
+    Args:
+        state_dict: of a plain optimizer (parameters by numbers), or of a sharded one (by names already).
+        names: of the parameters in each group, in the order in which the plain optimizer was given them.
+
+    Raises:
+        ValueError: the state has other groups, groups of other sizes, or lacks a name.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is not an optimizer's state (no 'state' and 'param_groups'); pass its state_dict()")
+    groups = state_dict["param_groups"]
+    sizes, expected = [len(group["params"]) for group in groups], [len(group) for group in names]
+    if sizes != expected:
+        raise ValueError(
+            f"the saved optimizer has groups of {sizes} parameters, and this one of {expected}; build it as it was "
+            "when the state was saved"
+        )
+    places: dict[Any, str] = {}
+    named = []
+    for group, own in zip(groups, names, strict=True):
+        here = [one if isinstance(one, str) else name for one, name in zip(group["params"], own, strict=True)]
+        places |= dict(zip(group["params"], here, strict=True))
+        for given in group["params"]:
+            if isinstance(given, str) and given not in state_dict["state"]:
+                raise ValueError(f"the full state has nothing for {given}; load the state of this model")
+        named.append({**{key: group[key] for key in group if key not in ("params", "param_names")}, "names": here})
+    return {places.get(key, str(key)): dict(kept) for key, kept in state_dict["state"].items()}, named

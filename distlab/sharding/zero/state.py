@@ -13,19 +13,18 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
-from distlab.modules.named_parts import SavedShard, check_tensors
+from distlab.modules.named_parts import SavedPart, SavedShard, check_saves, kept_once, whole_shard
 from distlab.plan.sharding import Piece
-from distlab.sharding.cut_layers import CutLayers, check_saves
+from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.state.assemble import HeldRow
 from distlab.sharding.state.optimizer_parts import (
-    SharedBuffer,
-    as_one_shard,
-    assemble_rows,
-    gather_whole,
-    prepare_optimizer,
+    Rows,
+    by_names,
+    gather_parts,
+    optimizer_state,
+    prepare,
     save_parts,
 )
-from distlab.sharding.state.plain_state import by_names, kept_once
 from distlab.sharding.zero.scatter_in_backward import KeptAlike
 from distlab.sharding.zero.shard_bucket import ShardBucket
 
@@ -33,7 +32,7 @@ from distlab.sharding.zero.shard_bucket import ShardBucket
 class SavesShards:
     """The states of an optimizer that works on this rank's pieces of buckets.
 
-    As a part of a checkpoint each rank writes its own shard; another number of ranks takes the shards of all.
+    As a part of a checkpoint each rank writes its own shard; a different number of ranks takes the shards of all.
     """
 
     optimizer: torch.optim.Optimizer
@@ -64,13 +63,14 @@ class SavesShards:
                     f"rank {first.rank}: the state's {what} is {got}, expected {expected}; load the state of this "
                     "model, rank and number of ranks, or a full one with load_full_state_dict"
                 )
-        self._prepare([saved])()
+        check_saves([saved])
+        self.prepare_shards([saved])()
 
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
         first = self.buckets[0]
-        parts, groups = save_parts(self._shared(), self.optimizer, parameters=False)
-        return SavedShard(first.rank, first.num_ranks, self.cut.named_for_all(parts), groups).to_dict()
+        parts, groups = save_parts(self._rows(), self.optimizer, parameters=False)
+        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Refuse the shards of a different model; change nothing.
@@ -78,11 +78,13 @@ class SavesShards:
         Raises:
             ValueError: they do not fit, or shards are missing.
         """
-        self._prepare([SavedShard.from_dict(state) for state in states])
+        saved = [SavedShard.from_dict(state) for state in states]
+        check_saves(saved)
+        self.prepare_shards(saved)
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's parts out of all ranks' states, or its own state as it saved it."""
-        self._prepare([SavedShard.from_dict(state) for state in states])()
+        self.prepare_shards([SavedShard.from_dict(state) for state in states])()
 
     def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
         """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
@@ -94,15 +96,16 @@ class SavesShards:
             to_rank: the only rank of the group that wants it; others get None. None: every rank does.
 
         Shapes: pieces -> moments in the parameter's whole shape, in host memory.
-        Cost: one all-gather per bucket and moment, and names and plain values; and each moment of a cut layer.
+        Cost: one all-gather per bucket of all moments; where layers are cut, one more over the tensor ranks.
         """
         agree("full_state_dict", self.group, what="the call that is made")
         keeps = to_rank in (None, dist.get_rank(self.group))
-        shared = self._shared()
-        state, groups = gather_whole(
-            shared, *save_parts(shared, self.optimizer, parameters=False), self.group, keeps=keeps
-        )
-        return self.cut.whole_state(state, groups, self.group_names) if keeps else None
+        parts, groups = save_parts(self._rows(), self.optimizer, parameters=False)
+        ranks = [self.group, *([] if self.cut.group is None else [self.cut.group])]
+        whole: dict[str, SavedPart] = {}
+        for bucket in self.buckets:
+            whole |= gather_parts(parts, bucket.names, ranks, keeps=keeps)
+        return optimizer_state(whole, groups or (), self.group_names) if keeps else None
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.
@@ -114,38 +117,29 @@ class SavesShards:
             ValueError: the state is of other parameters or shapes; nothing was loaded then. The same on every rank.
         """
         state, groups = by_names(state_dict, self.group_names)
-        state = {name: {key: self.cut.own(name, value) for key, value in one.items()} for name, one in state.items()}
-        shapes = self._shapes()
-        self._prepare([as_one_shard(state, groups, shapes, kept_once(state, shapes))])()
+        shapes = self._rows().whole_shapes()
+        self.prepare_shards([whole_shard(state, groups, shapes, kept_once(state, shapes))])()
 
-    def _shared(self) -> list[SharedBuffer]:
-        shapes = self._shapes()
-        return [
-            SharedBuffer(
-                bucket.layout,
-                bucket.edges,
-                [
-                    HeldRow(one.parameter, (one.name,), (shapes[one.name],), (Piece(0, one.start, one.stop, 0),))
-                    for one in bucket.pieces
-                ],
-            )
-            for bucket in self.buckets
-        ]
+    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        layouts = [bucket.layout for bucket in self.buckets]
-        return {name: shape for one in layouts for name, shape in zip(one.names, one.shapes, strict=True)}
-
-    def _prepare(self, given: Sequence[SavedShard]) -> Callable[[], None]:
-        check_saves(given)
-        shapes = self._shapes()
-        saved = self.cut.of_this_rank(given, shapes)
-        check_tensors(saved, {name: (shape, None) for name, shape in shapes.items()})
-        shared = self._shared()
-        take = prepare_optimizer(self.optimizer, shared, saved, assemble_rows(shared, saved))
+        Raises:
+            ValueError: they do not fit, or shards are missing.
+        """
+        take = prepare(self._rows(), self.optimizer, saved, parameters=False)
 
         def taking() -> None:
             take()
             self._kept.note()  # whoever loads a state loads the parameters too, on all ranks
 
         return taking
+
+    def _rows(self) -> Rows:
+        layouts = [bucket.layout for bucket in self.buckets]
+        shapes = {name: shape for one in layouts for name, shape in zip(one.names, one.shapes, strict=True)}
+        held = [
+            HeldRow(one.parameter, (one.name,), (shapes[one.name],), (Piece(0, one.start, one.stop, 0),))
+            for bucket in self.buckets
+            for one in bucket.pieces
+        ]
+        return Rows(held, shapes, self.cut)
