@@ -13,7 +13,7 @@ import torch
 from distlab.nodes.place import Place
 from distlab.nodes.sockets import Passage, Sockets
 from distlab.shared_memory.meeting import Meeting
-from distlab.shared_memory.messages.letters import Message
+from distlab.shared_memory.messages.lanes import Message
 from distlab.shared_memory.messages.messages import Messages
 from distlab.shared_memory.work import GroupThread, SharedWork
 

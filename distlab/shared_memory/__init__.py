@@ -15,7 +15,7 @@ lie with the receiver meanwhile. Nothing has a name in /dev/shm or anywhere else
 of `DataParallel`, and shards and gradients of `FullyShard`, lie where all ranks of the group reach them
 (`collectives.buffers`): their collectives copy about half as much.
 
-Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
+Limits: ranks of one host, one container and one user; CPU tensors; x86-64. A
 process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named, all
 take gloo (`choice`).
 

@@ -21,7 +21,6 @@ from distlab.shared_memory.collectives.dense import (
     bytes_of,
     check,
     check_list,
-    check_written,
     fits,
     flat_of,
     listed,
@@ -57,7 +56,7 @@ class SharedGroup(GroupBase):
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         kind = getattr(kind, "op", kind)
         for tensor in tensors:
-            check(tensor, who, sparse=op == "all_reduce" and kind == dist.ReduceOp.SUM)
+            check(tensor, who, sparse=op == "all_reduce" and kind == dist.ReduceOp.SUM, written=True)
         reductions = [reduction_of(kind, tensor.dtype, who) for tensor in tensors]
 
         def do() -> None:
@@ -86,7 +85,7 @@ class SharedGroup(GroupBase):
                 landings.settle()
 
         for tensor in tensors:
-            check(tensor, self._who("broadcast"))
+            check(tensor, self._who("broadcast"), written=True)
         key = ("broadcast", root, *[(t.shape, t.dtype) for t in tensors])
         return self._start(key, lambda: self._text("broadcast", tensors, root), do, tensors, opts)
 
@@ -112,7 +111,7 @@ class SharedGroup(GroupBase):
     def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         who, size = self._who("all_gather"), self._meeting.size
         for output, source in zip(outputs, inputs, strict=True):
-            check_written(output, who)
+            check(output, who, written=True)
             check(source, who)
             fits(output, source, size, who, "output")
 
@@ -165,7 +164,7 @@ class SharedGroup(GroupBase):
         size, who = self._meeting.size, self._who("reduce_scatter")
         for output, source in zip(outputs, inputs, strict=True):
             check(source, who)
-            check_written(output, who)
+            check(output, who, written=True)
             fits(source, output, size, who, "input")
         return self._scatter_sums(outputs, lambda: [list(flat_of(t).view(size, -1)) for t in inputs], opts)
 
@@ -206,7 +205,7 @@ class SharedGroup(GroupBase):
         """Copy the root's r-th tensor to rank r."""
         output, root = listed(outputs)[0], self._root(opts)
         inputs = input_lists[0] if root == self._meeting.rank else []
-        check_written(output, self._who("scatter"))
+        check(output, self._who("scatter"), written=True)
         if root == self._meeting.rank:
             check_list(inputs, output, self._meeting.size, self._who("scatter"), "input")
 
@@ -226,7 +225,7 @@ class SharedGroup(GroupBase):
         for tensor in inputs:
             check(tensor, who)
         for tensor in outputs:
-            check_written(tensor, who)
+            check(tensor, who, written=True)
         if not len(outputs) == len(inputs) == self._meeting.size:
             raise ValueError(
                 f"{who}: got {len(inputs)} inputs and {len(outputs)} outputs; pass {self._meeting.size} of each, one "
@@ -246,7 +245,7 @@ class SharedGroup(GroupBase):
     ) -> Any:
         """Cut a tensor in parts along its first dimension, one for each rank, and get one from each."""
         who, size = self._who("all_to_all"), self._meeting.size
-        check_written(output, who)
+        check(output, who, written=True)
         check(source, who)
         takes = split_bytes(output, output_sizes, size, who, "output")
         gives = split_bytes(source, input_sizes, size, who, "input")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives.collectives import Collectives
-from distlab.shared_memory.collectives.dense import Landings, check, check_written, flat_of, unseen
+from distlab.shared_memory.collectives.dense import Landings, check, flat_of, unseen
 from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
-from distlab.shared_memory.messages.letters import Message
+from distlab.shared_memory.messages.lanes import Message
 from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
 
@@ -156,7 +156,7 @@ class GroupBase(dist.ProcessGroup):
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
-        check_written(tensors[0], self._who("recv"))
+        check(tensors[0], self._who("recv"), written=True)
         landings = Landings()
         with unseen():
             memory = landings.of(tensors[0])
@@ -194,8 +194,6 @@ class GroupBase(dist.ProcessGroup):
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
-    if meeting.arena.owner == os.getpid() and not meeting.failure:
-        messages.settle()
     meeting.leave(LEFT)
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):

@@ -89,13 +89,7 @@ def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Ar
             store.set("arena", json.dumps(text))
             raise CannotShare(text)
         store.set("arena", json.dumps({"pid": os.getpid(), "file": file, "pids": pids}))
-        try:
-            _await_all(arena, store, members, timeout_s, range(1, size))
-        except CannotShare:
-            raise
-        except RuntimeError as error:
-            store.set("failed", str(error))  # the others wait for this rank
-            raise
+        _await_all(arena, store, members, timeout_s, range(1, size))
     finally:
         if file >= 0:
             os.close(file)
@@ -165,7 +159,6 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
     for rank in ranks:
         while True:
             seen = bell.value
-            futex.fence()
             if arena.state(rank):
                 break
             futex.wait(arena.header(arena.rank) + BELL, seen, futex.timeout_at(LOOK_S))
@@ -173,8 +166,6 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
                 break
             if store.check(["refused"]):
                 raise CannotShare(store.get("refused").decode())
-            if store.check(["failed"]):
-                raise RuntimeError(store.get("failed").decode())
             if arena.has_ended(rank):
                 raise RuntimeError(f"rank {me}: connection closed by peer: rank {members[rank]} has ended")
             if time.monotonic() > deadline:

@@ -190,7 +190,6 @@ class Meeting:
         for rank in () if self.is_many else self.others:  # as `read`, which takes twice as long for one of several
             if (words[rank].value - step) & 0x80000000:
                 self._await(rank, step)
-            futex.fence()
             if marks[rank] != mark:
                 self._refuse()
         self._all_came = True
@@ -223,7 +222,6 @@ class Meeting:
                 reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {whom} to make its call of {call}"
             if reason and self._is_behind(rank, step):
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
-        futex.fence()
 
     def _refuse(self) -> None:
         """Name what every rank calls in this step.

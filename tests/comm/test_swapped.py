@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks
-from distlab.comm.record.alike.swapped import place_of
+from distlab.comm.record.swapped import place_of
 
 
 def in_branches(rank):

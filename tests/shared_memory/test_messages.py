@@ -10,8 +10,7 @@ from collective_programs import backwards
 
 from distlab.comm import Ranks, run
 from distlab.shared_memory import arena, futex
-from distlab.shared_memory.messages.lanes import InLane, OutLane
-from distlab.shared_memory.messages.letters import NUM_RECEIPTS, Message
+from distlab.shared_memory.messages.lanes import InLane, Message, OutLane
 from distlab.shared_memory.work import SharedWork
 
 
@@ -159,27 +158,6 @@ def test_small_pieces_are_moved_together_before_the_other_side_is_rung(monkeypat
     assert turns == 3
     assert rung() == [0, 0]
     assert torch.equal(source, target)
-
-
-def test_receipts_for_which_there_is_no_room_come_later():
-    (out, lane, _, _memory), count = both_ends(), NUM_RECEIPTS + 88
-    sends = [Message(1, tag, torch.full((1,), tag), 0, "", SharedWork([]), 0.0) for tag in range(count)]
-    out.waiting.extend(sends)
-    other = [Message(0, count, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0)]
-    while out.advance() or lane.advance(other):
-        pass
-    receives = [Message(0, tag, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0) for tag in range(count)]
-    lane.advance(list(receives))
-    assert all(receive.work.is_over for receive in receives)
-    assert [int(receive.memory) for receive in receives] == list(range(count))
-    assert lane.is_silent
-    assert out.advance(), "the receiver waits for room"
-    assert sum(send.work.is_over for send in sends) == NUM_RECEIPTS
-    assert lane.advance([])
-    out.advance()
-    assert all(send.work.is_over for send in sends)
-    assert not lane.is_silent
-    assert not out.messages
 
 
 def send_to_a_late_receiver():

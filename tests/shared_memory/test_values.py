@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_programs import bits, moved_wrongly, reduced_differently, scattered_in_memory
-from odd_tensors import expanded, refused_before, results_of_functional_collectives, seen_by_modes
+from odd_tensors import refused_before, results_of_functional_collectives, seen_by_modes
 
-from distlab.comm import Ranks, run
+from distlab.comm import Ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 BEYOND_A_SLOT = 1_100_001  # of int64, in three pieces: a slot holds 524,288
@@ -57,23 +57,6 @@ def test_an_uneven_exchange(shared_ranks):
 
 def test_tensors_that_lie_scattered_in_memory(shared_ranks):
     assert shared_ranks(3).run(scattered_in_memory) == [[]] * 3
-
-
-def test_tensors_of_which_elements_lie_at_one_place(shared_ranks):
-    for n in (2, 3):
-        assert shared_ranks(n).run(expanded) == [[]] * n
-
-
-def one_is_expanded():
-    if dist.get_rank() == 0:
-        dist.broadcast(torch.arange(1.0, 5.0), 0)
-    else:
-        with pytest.raises(ValueError, match="different values for elements of an expanded tensor"):
-            dist.broadcast(torch.ones(1).expand(4), 0)
-
-
-def test_what_an_expanded_tensor_cannot_hold_is_refused():
-    run(one_is_expanded, 2, backend="shared", record=False)
 
 
 def test_what_cannot_be_sent_or_written_is_refused_before_the_call():

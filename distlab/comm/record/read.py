@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, OPS, RECV, SEND, WAITING, add_to_totals
+from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, OPS, RECV, SEND, WAITING, Header, add_to_totals
 from distlab.comm.record.file_reader import RecordReader
-from distlab.comm.record.header import Header
 from distlab.trace import Span, Trace
 
 _STATES = {ISSUED: "issued", WAITING: "waiting", ASIDE: "waiting", DONE: "done", FAILED: "failed"}

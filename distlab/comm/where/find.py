@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.comm.where.answer import signal_number
+from distlab.comm.where.answer import SIGNAL
 
 PROC = Path("/proc")
 _ANSWER = re.compile(r"^/memfd:distlab-rank(\d+)\.stack")
@@ -157,7 +157,7 @@ def _files(path: Path) -> tuple[Path | None, Path | None, int, dict[int, tuple[P
         if _ANSWER.match(target):
             stack = link
         elif (found := _OF_RUN.match(target)) is not None:
-            folder, rank = Path(found[1]), int(found[2])
+            stack, folder, rank = link, Path(found[1]), int(found[2])
         elif (found := _RECORD.match(target)) is not None and rank < 0:
             folder = Path(found[1])
         elif (found := _WATCHED.match(target)) is not None:
@@ -221,4 +221,4 @@ def answers(process: RankProcess) -> bool:
         same = status(process.pid)[2] == process.started
     except (OSError, StopIteration):
         return False
-    return same and bool(caught >> (signal_number() - 1) & 1)
+    return same and bool(caught >> (SIGNAL - 1) & 1)

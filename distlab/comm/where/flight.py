@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS
-from distlab.comm.record.header import Header
+from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS, Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
 from distlab.comm.unpickle import restricted_load

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.where.answer import signal_number
+from distlab.comm.where.answer import SIGNAL, is_whole
 from distlab.comm.where.find import RankProcess, answers
 from distlab.comm.where.frames import Frame, threads_in
 
@@ -95,7 +95,7 @@ def _asked(process: RankProcess) -> Stack:
             start = file.seek(0, os.SEEK_END)
             _send(process)
             deadline, text = time.monotonic() + WAIT_S, ""
-            while time.monotonic() < deadline and not text.endswith((" in <module>\n", "in _bootstrap\n")):
+            while time.monotonic() < deadline and not is_whole(text):
                 time.sleep(0.01)
                 file.seek(start)
                 text = file.read().decode(errors="replace")
@@ -110,6 +110,6 @@ def _send(process: RankProcess) -> None:
     handle = os.pidfd_open(process.pid)
     try:
         if answers(process):
-            signal.pidfd_send_signal(handle, signal_number())
+            signal.pidfd_send_signal(handle, SIGNAL)
     finally:
         os.close(handle)
