@@ -1,8 +1,8 @@
 """Say where the ranks of running jobs stand, who waits for whom, and what is wrong; nothing is stopped or disturbed.
 
 For jobs of `run`, of labs, of notebooks and of torchrun, also those that distlab did not start. Stacks come from py-spy
-(pip install 'distlab[labs]'); ranks of distlab also answer without it. Calls come from distlab's recorder, or from
-torch's flight recorder where it is on (TORCH_FR_BUFFER_SIZE) and its dumps can be had.
+(pip install 'distlab[labs]'); ranks of distlab also answer without it. Calls come from distlab's recorder, or, with
+--dumps, from files that torch's flight recorder has left (TORCH_FR_BUFFER_SIZE, TORCH_FR_DUMP_TEMP_FILE).
 """
 
 from __future__ import annotations

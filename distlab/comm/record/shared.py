@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distlab.comm.record.call_site import blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING
@@ -14,9 +14,6 @@ from distlab.comm.record.operations import OPERATIONS, Operation, Terms, name_of
 from distlab.shared_memory.group import SharedGroup
 from distlab.shared_memory.untraced import untraced
 from distlab.shared_memory.work import SharedWork
-
-if TYPE_CHECKING:
-    from distlab.comm.record.intercept import FrontEnd
 
 # Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
@@ -38,8 +35,8 @@ METHODS = tuple(
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def tap(front: FrontEnd) -> Callable[[], None]:
-    """Report every call of a shared-memory group to `front`; return a function that undoes this."""
+def tap(front: Any) -> Callable[[], None]:
+    """Report every call of a shared-memory group to the process's one tap, `front`; return what undoes this."""
     methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
     real_wait = SharedWork.wait
     for operation in METHODS:
@@ -54,7 +51,7 @@ def tap(front: FrontEnd) -> Callable[[], None]:
     return restore
 
 
-def _method(front: FrontEnd, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
+def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
     """Make the method of one operation: it records the call and passes it on."""
     is_pair = operation.op in ("send", "recv")
     main = threading.main_thread().ident

@@ -25,7 +25,7 @@ _WATCHED = re.compile(r"^(/.*/distlab-watch-\w+)/rank(\d+)\.(rec|names) \(delete
 _ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 
 
-class RankProcess(NamedTuple):
+class JobRank(NamedTuple):
     """A process that is a rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Job(NamedTuple):
     name: tuple[str, ...]
     launcher: str
     world_size: int
-    ranks: tuple[RankProcess, ...]
+    ranks: tuple[JobRank, ...]
     parents: frozenset[int]
 
 
@@ -91,7 +91,7 @@ def find_jobs(pid: int | None = None) -> list[Job]:
 
 def _jobs() -> Iterator[Job]:
     me = {os.getpid(), *ancestors(os.getpid())}
-    found: dict[tuple[str, ...], dict[int, list[tuple[RankProcess, int]]]] = {}
+    found: dict[tuple[str, ...], dict[int, list[tuple[JobRank, int]]]] = {}
     for path in PROC.iterdir():
         if path.name.isdigit() and int(path.name) not in me:
             try:
@@ -116,7 +116,7 @@ def _jobs() -> Iterator[Job]:
         yield Job(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
+def _read(path: Path) -> tuple[tuple[str, ...], int, JobRank] | None:
     """Return a process's job, its number of ranks and its place in it; None where it is not a rank."""
     if path.stat().st_uid != os.geteuid():
         return None
@@ -129,7 +129,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
     if state == "Z":
         return None
     if rank >= 0 and folder is not None:  # of run, Ranks or a notebook
-        process = RankProcess(rank, int(path.name), started, state, stack, folder, None, environment)
+        process = JobRank(rank, int(path.name), started, state, stack, folder, None, environment)
         return (str(folder),), len(list(folder.glob("rank*.stack"))), process
     try:
         known = stack and _ANSWER.match(_target(stack))
@@ -137,7 +137,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
     except (KeyError, ValueError):
         return None
     name = tuple(environment.get(part, "") for part in _ELASTIC)
-    return name, size, RankProcess(rank, int(path.name), started, state, stack, folder, watched.get(rank), environment)
+    return name, size, JobRank(rank, int(path.name), started, state, stack, folder, watched.get(rank), environment)
 
 
 def _environment(path: Path) -> dict[str, str]:
@@ -211,7 +211,7 @@ def _launcher(line: list[int], own: list[int]) -> str:
     return ""
 
 
-def answers(process: RankProcess) -> bool:
+def answers(process: JobRank) -> bool:
     """Tell whether the signal makes the process write its stacks: it catches it; else the signal would end it."""
     if process.stack is None:
         return False

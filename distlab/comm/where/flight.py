@@ -1,42 +1,35 @@
 """Read dumps of torch's flight recorder, whoever wrote them, as records of calls; no code of a dump runs.
 
-A dump is a pickle of plain values, or JSON. torch writes one per rank when a call of nccl times out, or when it is
-asked (`ask`). The flight recorder tells neither roots nor reductions, and on gloo neither messages nor the members of
+A dump is a pickle of plain values, or JSON. torch writes one per rank when a call of nccl times out, or when its pipe
+is written to. The flight recorder tells neither roots nor reductions, and on gloo neither messages nor the members of
 groups: then those count that have called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distlab.comm.plain import restricted_load
 from distlab.comm.record.file import DONE, ISSUED, OPS, ROW, TOTALS, Header
 from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.read import RankRecord, Records
-from distlab.comm.unpickle import restricted_load
-from distlab.comm.where.find import RankProcess
 from distlab.comm.where.frames import is_machinery, owner_of
 
 MAX_BYTES = 1 << 28
-ASK_S = 3.0
-_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _ALIASES = {
     "alltoall": "all_to_all",
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "all_reduce_barrier": "barrier",
 }
-_PLACES = {"pg_config": dict, "entries": list}
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PAIR = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 
@@ -53,7 +46,7 @@ def read_dump(data: bytes, what: str) -> dict[str, Any]:
         read = json.loads(data) if is_json else restricted_load(io.BytesIO(data), {}, name)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged ({type(error).__name__}: {error})") from None
-    if not isinstance(read, dict) or not all(isinstance(read.get(k), of) for k, of in _PLACES.items()):
+    if not isinstance(read, dict) or not {"pg_config", "entries"} <= read.keys():
         raise ValueError(f"{name} lacks pg_config or entries")
     return read
 
@@ -69,7 +62,7 @@ def read_dumps(prefix: str | Path) -> Records:
         int(path.name[len(start.name) :]): path for path in start.parent.glob(f"{start.name}*") if _is_of(path, start)
     }
     if not paths:
-        raise ValueError(f"there are no files {prefix}0, {prefix}1, ...; pass the value of {_PREFIXES[0]}")
+        raise ValueError(f"there are no files {prefix}0, {prefix}1, ...; pass the value of TORCH_FR_DUMP_TEMP_FILE")
     return records_of({rank: read_dump(_bytes(path), str(path)) for rank, path in sorted(paths.items())})
 
 
@@ -84,49 +77,20 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def ask(processes: Sequence[RankProcess]) -> Records:
-    """Return the records of these ranks' flight recorders; a rank whose recorder is off or silent is left out.
-
-    A rank is asked over the pipe that its environment names; else a dump that it wrote since its start is read.
-    """
-    dumps = {}
-    for process in processes:
-        with contextlib.suppress(OSError, ValueError):
-            data = _from_file(process)
-            if data:
-                dumps[process.rank] = read_dump(data, f"the dump of rank {process.rank}")
-    return records_of(dumps)
-
-
-def _from_file(process: RankProcess) -> bytes:
-    prefix = next((process.environment[name] for name in _PREFIXES if name in process.environment), None)
-    if prefix is None:
-        return b""
-    path, asked = Path(f"{prefix}{process.rank}"), time.time()
-    if _PIPE in process.environment:
-        pipe = os.open(f"{process.environment[_PIPE]}{process.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-        with open(pipe, "wb", buffering=0) as file:
-            file.write(b"1\n")
-        size, until = -1, time.monotonic() + ASK_S
-        while time.monotonic() < until and not (_size_since(path, asked) == size >= 0):  # whole: it grows no more
-            size = _size_since(path, asked)
-            time.sleep(0.1)
-    began = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + process.started / os.sysconf("SC_CLK_TCK")
-    return _bytes(path) if path.stat().st_mtime >= began - 1 else b""
-
-
-def _size_since(path: Path, asked: float) -> int:
-    """Return the bytes of a file that was written after a moment, or -1."""
-    with contextlib.suppress(OSError):
-        now = path.stat()
-        return now.st_size if now.st_mtime >= asked - 0.1 else -1
-    return -1
-
-
 def records_of(dumps: Mapping[int, Mapping[str, Any]]) -> Records:
-    """Turn dumps into records, as our own recorder writes them."""
-    members = _members(dumps)
-    return Records({rank: _record(rank, dump, members) for rank, dump in sorted(dumps.items())})
+    """Turn dumps into records, as our own recorder writes them.
+
+    Raises:
+        ValueError: a part of a dump is not what torch writes.
+    """
+    found, rank = {}, min(dumps)
+    try:
+        members = _members(dumps)
+        for rank, dump in sorted(dumps.items()):  # noqa: B007 (named in the error)
+            found[rank] = _record(rank, dump, members)
+    except _DAMAGE as error:
+        raise ValueError(f"the dump of rank {rank} is damaged ({type(error).__name__}: {error})") from error
+    return Records(found)
 
 
 def _members(dumps: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -134,43 +98,25 @@ def _members(dumps: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
     called: dict[str, list[int]] = {}
     told: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):
-        groups = {str(e["process_group"][0]) for e in dump.get("entries", []) if _is_entry(e)}
-        for group in groups:
+        for group in {str(entry["process_group"][0]) for entry in dump["entries"]}:
             called.setdefault(group, []).append(rank)
         for group, config in dump["pg_config"].items():
-            with contextlib.suppress(*_DAMAGE):
-                told[str(group)] = [int(member) for member in json.loads(config["ranks"])] or called.get(str(group), [])
+            told[str(group)] = json.loads(config["ranks"])
     called["0"] = sorted(dumps)  # torch's name for the group of all
     return called | {group: members for group, members in told.items() if members}
 
 
-def _is_entry(entry: Any) -> bool:
-    group = entry.get("process_group") if isinstance(entry, dict) else None
-    return isinstance(group, list | tuple) and len(group) > 0
-
-
 def _record(rank: int, dump: Mapping[str, Any], members: Mapping[str, list[int]]) -> RankRecord:
-    names: list[str] = [""]
-    rows = [row for entry in dump.get("entries", []) if (row := _row(rank, entry, members, names)) is not None]
-    table = np.concatenate([np.zeros(0, ROW), *rows])
-    table["n"] = np.arange(1, len(rows) + 1)
-    ids = [entry["record_id"] for entry in dump["entries"][:1] if isinstance(entry, dict) and "record_id" in entry]
-    first = ids[0] if ids and type(ids[0]) is int and 0 <= ids[0] < 1 << 62 else 0
-    # Numbers before the first row: what the ring of the flight recorder has overwritten.
-    header = Header(len(rows) or 1, 1, 1 - first, len(rows), 0, 0, 1, 0, 0)
-    return RankRecord(header, table, np.zeros(len(OPS), TOTALS), names)
-
-
-def _row(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> Any:
-    """Return a call's row; None where the entry is damaged, or none that we know."""
-    row, known = np.zeros(1, ROW), len(names)
-    try:
-        for field, value in _fields(rank, entry, groups, names).items():
+    entries, names = dump["entries"], [""]
+    calls = [fields for entry in entries if (fields := _fields(rank, entry, members, names))]
+    table = np.zeros(len(calls), ROW)
+    for row, fields in zip(table, calls, strict=True):
+        for field, value in fields.items():
             row[field] = value
-    except _DAMAGE:
-        del names[known:]
-        return None
-    return row
+    table["n"] = np.arange(1, len(calls) + 1)
+    first = entries[0]["record_id"] if entries else 0  # what the ring of the flight recorder has overwritten
+    header = Header(len(calls) or 1, 1, 1 - first, len(calls), 0, 0, 1, 0, 0)
+    return RankRecord(header, table, np.zeros(len(OPS), TOTALS), names)
 
 
 def _is_passed_on(file: str) -> bool:
@@ -178,12 +124,13 @@ def _is_passed_on(file: str) -> bool:
 
 
 def _fields(rank: int, entry: Any, groups: Mapping[str, list[int]], names: list[str]) -> dict[str, int]:
+    """Return a call's row by field; an empty one for an operation that we do not know."""
     name = str(entry["profiling_name"]).partition(":")[2]
     pair = _PAIR.match(name)
     plain = re.sub(r"_(base|coalesced|single|into_tensor|tensor)$", "", name.strip("_").lower())
     op = pair[1] if pair else _ALIASES.get(plain, plain)
     if op not in OPS[1:]:
-        raise ValueError(op)
+        return {}
     group = str(entry["process_group"][0])
     members = groups[group]
     shapes = [

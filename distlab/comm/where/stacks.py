@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.comm.where.answer import SIGNAL, is_whole
-from distlab.comm.where.find import RankProcess, answers
+from distlab.comm.where.find import JobRank, answers
 from distlab.comm.where.frames import Frame, threads_in
 
 WAIT_S = 1.0
@@ -41,14 +41,14 @@ class Stack(NamedTuple):
     why: str = ""
 
 
-def stacks_of(processes: Sequence[RankProcess]) -> dict[int, Stack]:
+def stacks_of(processes: Sequence[JobRank]) -> dict[int, Stack]:
     """Return where each process stands, by rank; takes a second or so, whatever the ranks do."""
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(_stack_of, processes)
     return {process.rank: stack for process, stack in zip(processes, found, strict=True)}
 
 
-def _stack_of(process: RankProcess) -> Stack:
+def _stack_of(process: JobRank) -> Stack:
     if process.state in "Tt":
         return Stack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
     spy = find_py_spy()
@@ -62,7 +62,7 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _spied(spy: str, process: RankProcess) -> Stack:
+def _spied(spy: str, process: JobRank) -> Stack:
     command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json", "--locals"]
     why = ""
     for _ in range(_TRIES):
@@ -87,7 +87,7 @@ def _call(read: Mapping[str, Any]) -> Call:
     return Call(Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2]), values)
 
 
-def _asked(process: RankProcess) -> Stack:
+def _asked(process: JobRank) -> Stack:
     """Ask a rank to write its stacks, and read what it writes."""
     assert process.stack is not None, "answers() has seen it"
     try:
@@ -105,7 +105,7 @@ def _asked(process: RankProcess) -> Stack:
     return Stack(calls, "" if calls else "it does not answer: it starts, ends, or gets no time to run")
 
 
-def _send(process: RankProcess) -> None:
+def _send(process: JobRank) -> None:
     """Send the signal, to this process and to no other that got its number since."""
     handle = os.pidfd_open(process.pid)
     try:
