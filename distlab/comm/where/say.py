@@ -50,7 +50,9 @@ def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
     records = records_of(job)
-    blocked = {rank: wait for rank, wait in _waits(records).items() if wait.is_blocked}
+    blocked = {
+        rank: wait for rank, wait in waits_of(standings_of(records), ledger_of(records)).items() if wait.is_blocked
+    }
     waits = {**by_stacks(places), **blocked}
     size, source = len(job.ranks), "from distlab's recorder" if len(records) else "are not recorded"
     yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {source}"
@@ -62,17 +64,6 @@ def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
     yield f"=> {sentence(job, records, places, waits)}"
     if with_stacks:
         yield from _stack_lines(stacks)
-
-
-def report_dumps(records: Records) -> Iterator[str]:
-    """Yield lines about dumps of the flight recorder alone."""
-    size = max(records.ranks, default=-1) + 1
-    yield from describe(records, size)
-    found = mismatch(records)
-    lost = [rank for rank in range(size) if rank not in records.by_rank]
-    yield f"=> {found or _chain(_waits(records), {}) or 'no calls that differ, and none that waits for a rank'}"
-    if lost:
-        yield f"there is no dump of {ranks_in_words(lost)}"
 
 
 def records_of(job: Job) -> Records:
@@ -111,10 +102,6 @@ def place_of(stack: Stack) -> WhereItStands:
 
 def _is_call(name: str) -> bool:
     return name in _PAIRS or name in _WITH_ALL or (name.startswith(OPS[1:-2]) and not name.startswith("_"))
-
-
-def _waits(records: Records) -> dict[int, Wait]:
-    return waits_of(standings_of(records), ledger_of(records))
 
 
 def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
