@@ -34,12 +34,12 @@ from distlab.comm import device as gpus
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.record.read import read_records
-from distlab.comm.rendezvous import Address, explained, make_store, network_interface, read_environment, variables
+from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
-from distlab.shared_memory.choice import meet_if_possible
+from distlab.shared_memory.group import meet_if_possible
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")
@@ -123,10 +123,7 @@ def init_group(
     if chosen == shared_memory.NAME:
         shared_memory.register()
     timeout = timedelta(seconds=timeout_s)
-    with explained(rank):
-        dist.init_process_group(
-            chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options
-        )
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
     return chosen
 
 

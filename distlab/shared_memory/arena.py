@@ -44,7 +44,7 @@ LANE_HEAD_BYTES = 5 * PAGE  # counters and letters
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArenaLayout:
     """Where things stand in the arena of a group."""
 
     size: int
@@ -102,7 +102,7 @@ class Arena:
 
     def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
         self.rank, self.size, self.pids = rank, size, pids
-        self.layout = Layout(size)
+        self.layout = ArenaLayout(size)
         self.memory = map_file(file, self.layout.num_bytes)
         self.base = ctypes.addressof(self.memory)
         self.owner = os.getpid()

@@ -30,7 +30,8 @@ from distlab.shared_memory.collectives.dense import (
 )
 from distlab.shared_memory.collectives.reductions import reduction_of
 from distlab.shared_memory.group_base import GroupBase
-from distlab.shared_memory.meeting import Meeting
+from distlab.shared_memory.join import CannotShare
+from distlab.shared_memory.meeting import Meeting, meet
 from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.untraced import keep_untraced
 from distlab.shared_memory.work import SharedWork, Tensors
@@ -279,3 +280,32 @@ keep_untraced(GroupBase, SharedGroup, SharedWork, MessageWork)
 def shared_group(meeting: Meeting) -> SharedGroup:
     """Return a group that does all through the memory of a meeting."""
     return SharedGroup(Collectives(meeting), Messages(meeting, f"shared-messages-{meeting.members}"))
+
+
+def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
+    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
+
+    Args:
+        store: through which the ranks find each other.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long a call may wait for another rank.
+        reason: why this rank does not want to; one that has a reason is enough.
+    """
+    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
+    try:
+        return meet(part, rank, list(range(world_size)), timeout_s, insists=False, reason=reason)
+    except CannotShare:
+        return None
+
+
+def make(options: Any, met: Meeting | None) -> SharedGroup:
+    """Make a group; torch calls this. `met` is given where the ranks have met already.
+
+    Raises:
+        CannotShare: on every rank.
+    """
+    if met is None:
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        met = meet(options.store, options.group_rank, members, options.timeout.total_seconds())
+    return shared_group(met)

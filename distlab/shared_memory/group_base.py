@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives.collectives import Collectives
 from distlab.shared_memory.collectives.dense import Landings, check, flat_of, unseen
-from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
+from distlab.shared_memory.meeting import Meeting, Record, RecordTable, shapes_of
 from distlab.shared_memory.messages.lanes import Message
 from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
@@ -36,7 +36,7 @@ class GroupBase(dist.ProcessGroup):
         self._members = members = meeting.members
         self._collectives, self._messages = collectives, messages
         self._queue = CallQueue(f"shared-calls-{members}")
-        self._records = Records()
+        self._records = RecordTable()
         self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, self._meeting, self._queue, self._messages)
@@ -87,7 +87,7 @@ class GroupBase(dist.ProcessGroup):
     def buffer(self, num_bytes: int) -> torch.Tensor | None:
         """Return this rank's buffer of bytes, of zeros, whose collectives copy least; every rank calls this alike.
 
-        None on all ranks where the group has one rank or crosses nodes, or one of them has no room.
+        None on all ranks where the group has one rank or crosses nodes.
         """
         if not is_shared(self) or self._meeting.size == 1:
             return None

@@ -59,8 +59,8 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
     )
 
 
-class Records:
-    """Records of calls made before, so that the second call of a kind need not be described."""
+class RecordTable:
+    """RecordTable of calls made before, so that the second call of a kind need not be described."""
 
     def __init__(self) -> None:
         self._known: dict[object, Record] = {}
@@ -87,7 +87,6 @@ class Meeting:
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
-        self.is_choice = False  # whether the caller named no backend, so that gloo may take its place
         self.tied: Meeting | None = None  # of some of these ranks, which fails and is left with this one
         self.record = Record("")
         self._posted = self.record  # the record shown with the last step

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from distlab.anomalies import AnomalyError, AnomalyWatch
 from distlab.comm import RankError, run
 from distlab.comm.launch import torchrun
-from distlab.comm.launch.failures import by_cause
 
 STOPPED = """
 import os, sys, time
@@ -56,15 +54,6 @@ def test_a_launcher_that_was_stopped_beyond_its_limit_takes_what_came_meanwhile(
         said, _ = process.communicate(timeout=30)
     assert said == "[7, 7]\n"
     assert process.returncode == 0
-
-
-def test_an_agent_that_ended_while_its_launcher_was_stopped_has_ended_in_time():
-    command = [sys.executable, "-c", "print('[rank0]:done')"]
-    with torchrun._started(command, {}) as process:
-        time.sleep(2)  # the limit below is over as soon as it is set
-        lines = []
-        assert torchrun._pass_on(process, lambda rank, line: lines.append((rank, line)), 1e-3) == []
-    assert lines == [(0, "done")]
 
 
 def lose_the_folder_and_disagree():
@@ -126,17 +115,6 @@ def test_ranks_that_watch_each_other_say_it_without_a_working_directory(tmp_path
     assert time.monotonic() - begin < 60
 
 
-def test_the_first_failure_comes_first_though_the_clock_was_set_back(tmp_path, monkeypatch):
-    for rank in (1, 0):
-        folder = tmp_path / "run" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-        assert torchrun.record_failure(ValueError(f"of rank {rank}"), "stack")
-        hours = 0 if rank else -3600 * 5
-        os.utime(folder / "error.json", (time.time() + hours, time.time() + hours))
-    assert [failure.rank for failure in by_cause(torchrun._reported(tmp_path))] == [1, 0]
-
-
 def no_threads():
     """Send to a rank that comes late, when no thread can be started any more."""
     mine = torch.ones(1)
@@ -194,40 +172,3 @@ def test_nan_of_one_rank_in_evaluation_is_named_on_every_rank(ranks):
     told = ranks(3).run(evaluate)
     assert told == [told[0]] * 3
     assert "step 7: rank 1: NaN in the loss" in told[0]
-
-
-FULL = """
-import os, subprocess, sys
-import torch
-import torch.distributed as dist
-from distlab.comm import run
-
-def train():
-    dist.all_reduce(torch.ones(10))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with open("/dev/shm/full", "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError as error:
-                assert error.errno == 28, error
-    dist.barrier()
-    total = torch.ones(1_000_000)
-    dist.all_reduce(total)
-    group = dist.new_group([0, 1])
-    dist.all_reduce(total, group=group)
-    return float(total[0]), os.statvfs("/dev/shm").f_bavail
-
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "none", "/dev/shm"], check=True)
-print(run(train, 2, backend="shared"))
-"""
-
-
-def test_a_full_dev_shm_stops_no_training(tmp_path):
-    apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
-    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
-        pytest.skip("this system lets no program mount a disk that others do not see")
-    (tmp_path / "script.py").write_text(FULL)
-    done = subprocess.run([*apart, sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
-    assert done.stdout == "[(4.0, 0), (4.0, 0)]\n", done.stderr

@@ -115,7 +115,7 @@ def test_a_rank_that_leaves_at_once_has_told_which_messages_it_took():
 def both_ends():
     """Return both ends of a lane, how often each rank was rung, and the memory, for as long as they are used."""
     file = os.memfd_create("lane")
-    os.ftruncate(file, arena.Layout(2).num_bytes)
+    os.ftruncate(file, arena.ArenaLayout(2).num_bytes)
     ends = [arena.Arena(file, rank, 2, [(os.getpid(), "")] * 2) for rank in range(2)]
     os.close(file)
     bells = [futex.word_at(ends[0].header(rank) + arena.BELL) for rank in range(2)]
@@ -125,7 +125,7 @@ def both_ends():
 def test_each_side_is_rung_at_every_piece_that_it_can_move():
     """So that one piece is read while the next is written."""
     out, lane, rung, _memory = both_ends()
-    piece_bytes = arena.Layout(2).piece_bytes
+    piece_bytes = arena.ArenaLayout(2).piece_bytes
     source = torch.arange(3 * arena.NUM_PIECES * piece_bytes // 8)  # three times what the lane holds
     target = torch.zeros_like(source)
     send, receive = (Message(1 - k, 0, one, 0, "", SharedWork([]), 0.0) for k, one in enumerate((source, target)))
