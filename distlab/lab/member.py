@@ -20,7 +20,7 @@ import torch.distributed as dist
 from distlab.comm import Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
-from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
+from distlab.comm.launch.torchrun import REFUSED, SAID, launcher_folder, record_failure
 from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
 from distlab.grading import NotYet
@@ -146,7 +146,6 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
 
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
-    follow_launcher()
     prog = f"lab {number}"
     quiet = contextlib.redirect_stderr(io.StringIO()) if _is_another_than_rank_0() else contextlib.nullcontext()
     with quiet:

@@ -137,8 +137,8 @@ def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeo
 def _too_little(rank: int, size: int, error: OSError) -> str:
     num_bytes = ArenaLayout(size).num_bytes
     return (
-        f"backend 'shared': rank {rank} cannot map {num_bytes >> 20} MiB of addresses, of which a group of {size} ranks "
-        f"uses what its calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or {PASS_GLOO}"
+        f"backend 'shared': rank {rank} cannot map {num_bytes >> 20} MiB of addresses, of which {size} ranks use "
+        f"what their calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or {PASS_GLOO}"
     )
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.anomalies import AnomalyError, AnomalyWatch
 from distlab.comm import RankError, run
 from distlab.comm.launch import torchrun
 
@@ -115,19 +113,6 @@ def test_ranks_that_watch_each_other_say_it_without_a_working_directory(tmp_path
     assert time.monotonic() - begin < 60
 
 
-def no_threads():
-    """Send to a rank that comes late, when no thread can be started any more."""
-    mine = torch.ones(1)
-    if dist.get_rank() == 0:
-        threading.Thread.start = _refuse
-        dist.isend(mine, 1)
-    dist.recv(mine, 0) if dist.get_rank() else None
-
-
-def _refuse(*_):
-    raise RuntimeError("can't start new thread")
-
-
 def no_memory():
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     dist.barrier()
@@ -144,31 +129,3 @@ def test_a_rank_without_memory_is_the_cause(backend):
         run(no_memory, 3, timeout_s=60, backend=backend)
     assert caught.value.rank == 1
     assert time.monotonic() - begin < 30
-
-
-def test_a_rank_that_can_start_no_thread_is_the_cause():
-    with pytest.raises(RankError, match=r"rank 0 of 2 raised RuntimeError: can't start new thread") as caught:
-        run(no_threads, 2, timeout_s=60, backend="shared")
-    assert caught.value.rank == 0
-
-
-def evaluate():
-    """Rank 1's part of the evaluation holds a NaN; the mean over ranks is NaN everywhere."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    watch = AnomalyWatch(model, every=1)
-    model.eval()
-    inputs = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0)
-    with torch.no_grad():
-        loss = model(inputs).square().mean()
-    try:
-        watch.look(7, loss)
-    except AnomalyError as error:
-        return str(error)
-    return ""
-
-
-def test_nan_of_one_rank_in_evaluation_is_named_on_every_rank(ranks):
-    told = ranks(3).run(evaluate)
-    assert told == [told[0]] * 3
-    assert "step 7: rank 1: NaN in the loss" in told[0]

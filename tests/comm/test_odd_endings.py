@@ -3,10 +3,8 @@
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -15,36 +13,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, run
 from distlab.comm.launch import fork_client, torchrun
-from distlab.comm.launch import ranks as rounds
 from distlab.comm.launch.fork_client import ForkServer, fork_server
-
-
-def until_all_have_replied(pool):
-    limit = time.monotonic() + 60
-    while not all(pool._has_replied(process.rank) for process in pool.ranks):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
-def disagree():
-    dist.all_reduce(torch.ones(3 + dist.get_rank()))
-
-
-def test_a_rank_that_has_raised_is_not_shown_where_it_waits_for_its_next_job(monkeypatch):
-    """The watchdog finds the mismatch while the ranks' own errors lie in their sockets."""
-    check = rounds._Round._check
-
-    def late(self):
-        until_all_have_replied(self.pool)
-        check(self)
-
-    monkeypatch.setattr(rounds, "POLL_S", 0.0)
-    monkeypatch.setattr(rounds._Round, "_take", lambda self, timeout_s: None)
-    monkeypatch.setattr(rounds._Round, "_check", late)
-    with pytest.raises(RankError, match=r"(?s)rank 0: all_reduce .*rank 1: all_reduce ") as caught:
-        run(disagree, 2, backend="shared")
-    assert "recv_bytes" not in str(caught.value)
-    assert "stands here" not in str(caught.value)
 
 
 class Bomb:
@@ -106,17 +75,6 @@ def test_a_rank_that_cannot_open_its_files_names_them_and_what_to_do(monkeypatch
     with pytest.raises(RankError, match=says) as caught:
         run(dist.barrier, 2)
     assert "rank1.stack" in str(caught.value)
-
-
-def test_ranks_whose_folder_was_removed_are_refused_once_and_made_anew():
-    """As programs that clean up /tmp do; results, records and stacks go through the folder."""
-    with Ranks(2) as pool:
-        pool.run(int)
-        folder = pool._pool.folder
-        shutil.rmtree(folder)
-        with pytest.raises(RuntimeError, match=f"the folder of these ranks, {folder}, was removed meanwhile"):
-            pool.run(int)
-        assert pool.run(dist.get_rank) == [0, 1]
 
 
 def test_a_limit_of_open_files_is_named():

@@ -65,7 +65,7 @@ def test_a_rank_with_too_little_room_is_named_on_all(tmp_path, limited, kind):
         said, _ = program.communicate(timeout=120)
         assert len(said.splitlines()) == 1, said
         assert re.match(
-            rf"backend 'shared': rank {limited} cannot map \d+ MiB of addresses, of which a group of 2 ranks", said
+            rf"backend 'shared': rank {limited} cannot map \d+ MiB of addresses, of which 2 ranks use", said
         )
         assert "pass backend='gloo'" in said
 

@@ -188,13 +188,8 @@ class Pool:
         """Hand a job to some ranks; one that has died is noticed by `poll`.
 
         Raises:
-            RuntimeError: the ranks' folder is gone; or the job is large, and its file cannot be written.
+            RuntimeError: the job is large, and its file cannot be written.
         """
-        if not self.folder.is_dir():  # results, records and stacks go through it
-            raise RuntimeError(
-                f"the folder of these ranks, {self.folder}, was removed meanwhile (by a program that cleans up?); they "
-                "have ended: run again, which starts others"
-            )
         try:
             message = pickle.dumps(Job(kind, Body.of(data, self.folder / "job")))
         except OSError as error:

@@ -7,7 +7,7 @@ output on line by line and raises the same `RankError` as `distlab.comm.run`.
     python -m distlab.comm.launch.torchrun PARENT_PID FOLDER torchrun's arguments ...
 
 is the agent. When its parent goes it kills its ranks and goes too; should the agent itself be killed, the kernel kills
-the ranks (Linux; elsewhere each rank looks every half second).
+the ranks that are in a `process_group` (Linux).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distlab.comm.checks import check_timeout, check_world_size
 from distlab.comm.command import runnable
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
-from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
+from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
 from distlab.comm.rendezvous import STORE_FILE
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
@@ -238,11 +238,6 @@ def _exits(folder: Path) -> dict[int, int]:
     with contextlib.suppress(OSError, ValueError):
         return {int(rank): int(code) for rank, code in json.loads((folder / _ENDED).read_text()).items()}
     return {}
-
-
-def follow_launcher() -> None:
-    """Make the kernel kill this process when the one that started it ends (Linux; elsewhere nothing)."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def launcher_folder() -> Path | None:
