@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import re
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.comm.agree import ranks_in_words
-from distlab.comm.where.frames import is_machinery, owner_of, threads_in
+from distlab.comm.where.frames import is_machinery, owner_of, threads_in, traceback_lines
 
 # What a rank sees when another one has gone. It is a consequence, never the cause.
 PEER_NOISE = re.compile(
@@ -221,10 +220,7 @@ def format_stack(text: str) -> str:
         if number < len(threads) and all(owner_of(frame.file) not in ("user", "package") for frame in frames):
             continue
         lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
-        for file, line, name in reversed(frames):
-            if not is_machinery(file):
-                source = linecache.getline(file, line).strip()
-                lines += [f'  File "{file}", line {line}, in {name}', *([f"    {source}"] if source else [])]
+        lines += traceback_lines([frame for frame in frames if not is_machinery(frame.file)])
         if lines:
             shown.append("\n".join(lines))
     return "\n\n".join(shown)

@@ -32,6 +32,7 @@ ONE_NODE = Nodes(1)
 SERVE_RANK = "distlab.comm.launch.worker:serve_rank"  # what runs inside a rank
 MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
 ANSWER_S = 0.5  # for ranks to say where they stand
+CRASH = "Fatal Python error"  # begins a stack that faulthandler writes by itself
 NEXT_JOB = "recv_bytes"  # where a rank stands between two jobs
 MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
 MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
@@ -281,9 +282,10 @@ class Pool:
         Those that have replied meanwhile are left out: they wait for their next job.
         """
         asked = [rank for rank in ranks if not self.ranks[rank].is_gone and not self._has_replied(rank)]
-        with contextlib.suppress(RuntimeError, OSError):
-            for rank in asked:
+        for rank in asked:
+            with contextlib.suppress(OSError):  # it is starting
                 os.truncate(stack_path(self.folder, rank), 0)  # `distlab where` may have asked before
+        with contextlib.suppress(RuntimeError):
             self.signal(SIGNAL, asked)
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
@@ -310,9 +312,10 @@ class Pool:
 
     def _stack_text(self, rank: int) -> str:
         try:
-            return format_stack(stack_path(self.folder, rank).read_text(errors="replace"))
+            text = stack_path(self.folder, rank).read_text(errors="replace")
         except OSError:
             return ""
+        return format_stack(text[max(0, text.rfind(CRASH)) :])  # what it was asked before its crash matters no more
 
     def close(self, grace_s: float = 2.0) -> None:
         """Let the ranks leave their group and exit; kill those that take longer than the grace."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, Records, read_record, read_records, short
 from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
 from distlab.comm.where.find import Job
-from distlab.comm.where.frames import Frame, owner_of
+from distlab.comm.where.frames import Frame, owner_of, traceback_lines
 from distlab.comm.where.stacks import Stack, stacks_of
 
 _PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
@@ -186,8 +185,4 @@ def _stack_lines(stacks: Mapping[int, Stack]) -> Iterator[str]:
             same.setdefault(shown, []).append(rank)
     for frames, ranks in same.items():
         yield f"\n--- {ranks_in_words(ranks)} stand{'s' if len(ranks) == 1 else ''} here (innermost call last) ---"
-        for file, line, function in reversed(frames):
-            yield f'  File "{file}", line {line}, in {function}'
-            source = linecache.getline(file, line).strip()
-            if source:
-                yield f"    {source}"
+        yield from traceback_lines(frames)
