@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, run
-from distlab.comm.launch import torchrun
 
 STOPPED = """
 import os, sys, time
@@ -81,36 +80,6 @@ def test_a_rank_that_lost_its_working_directory_still_tells_what_is_wrong(fn, sa
     with pytest.raises(RankError, match=says) as caught:
         run(fn, 2, timeout_s=60, backend=backend)
     assert f"{Path(__file__).name}:" in str(caught.value)
-
-
-WATCHED = """
-import os, sys, tempfile
-import torch
-import torch.distributed as dist
-from distlab.comm import entry, process_group
-
-@entry
-def main():
-    with process_group():
-        folder = tempfile.mkdtemp()
-        os.chdir(folder)
-        os.rmdir(folder)
-        if dist.get_rank():
-            dist.barrier()
-        else:
-            dist.all_reduce(torch.ones(2))
-
-main()
-"""
-
-
-def test_ranks_that_watch_each_other_say_it_without_a_working_directory(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WATCHED)
-    begin = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)rank 0: all_reduce .*rank 1: barrier"):
-        torchrun.run_script(script, 2, echo=lambda *_: None, limit_s=90)
-    assert time.monotonic() - begin < 60
 
 
 def no_memory():

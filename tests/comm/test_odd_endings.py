@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, run
-from distlab.comm.launch import fork_client, torchrun
+from distlab.comm.launch import fork_client
 from distlab.comm.launch.fork_client import ForkServer, fork_server
 
 
@@ -134,8 +134,9 @@ os.fork = few
 """
 
 
-@pytest.mark.parametrize("text", ["x" * 3_000_000, "line\n" * 600_000], ids=["one line", "many lines"])
-def test_of_a_huge_error_a_page_is_told(text):
+def test_of_a_huge_error_a_page_is_told():
+    text = "line\n" * 300_000 + "x" * 1_500_000
+
     def fail():
         raise ValueError(text)
 
@@ -146,14 +147,3 @@ def test_of_a_huge_error_a_page_is_told(text):
     assert "raise ValueError(text)" in said
     assert len(said) < 30_000
     assert max(map(len, said.splitlines())) < 600
-
-
-def test_a_huge_error_under_torchrun_is_a_page_too(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from distlab.comm import entry\n@entry\ndef main():\n    raise ValueError('x' * 3_000_000)\nmain()\n"
-    )
-    with pytest.raises(RankError, match=r"rank 0 of 1 raised ValueError: x+") as caught:
-        torchrun.run_script(script, 1, echo=lambda *_: None, limit_s=90)
-    assert "raise ValueError('x' * 3_000_000)" in str(caught.value)
-    assert len(str(caught.value)) < 30_000

@@ -81,7 +81,6 @@ test ! -e /dev/shm"""
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.soak_where(command=[FULL])  # tests/comm/test_machine_faults.py fills it, and makes a group there
 @pytest.mark.parametrize("command", [FULL, MISSING], ids=["full", "missing"])
 def test_a_dev_shm_that_is_full_or_missing_is_no_matter(tmp_path, command):
     """As in a container, where /dev/shm has 64 MB: the memory lies in no folder."""
