@@ -97,21 +97,6 @@ def backend_outside(default: str) -> str:
     return os.environ.get(BACKEND_VARIABLE) or default
 
 
-def working_directory() -> str:
-    """Return this process's working directory.
-
-    Raises:
-        RuntimeError: it was deleted or moved away.
-    """
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise RuntimeError(
-            f"the working directory of this program is gone ({error.strerror}); change to a folder that exists "
-            "(cd, or os.chdir in a notebook) and run again"
-        ) from None
-
-
 def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading; a pipe in its place would let its reader wait without end.
 

@@ -57,20 +57,17 @@ class SharedGroup(GroupBase):
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         kind = getattr(kind, "op", kind)
         for tensor in tensors:
-            check(tensor, who, sparse=op == "all_reduce" and kind == dist.ReduceOp.SUM, written=True)
+            check(tensor, who, written=True)
         reductions = [reduction_of(kind, tensor.dtype, who) for tensor in tensors]
 
         def do() -> None:
             landings = Landings()
             for tensor, reduction in zip(tensors, reductions, strict=True):
-                if tensor.is_sparse:
-                    self._collectives.all_reduce_sparse(tensor)
-                    continue
                 all_reduce(landings.of(tensor), reduction, root)
             if root in (-1, self._meeting.rank):
                 landings.settle()
 
-        key = (op, root, kind, *[(t.shape, t.dtype, t.layout) for t in tensors])
+        key = (op, root, kind, *[(t.shape, t.dtype) for t in tensors])
         return self._start(key, lambda: self._text(op, tensors, root, reductions[0].name), do, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:

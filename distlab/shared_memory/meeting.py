@@ -53,10 +53,7 @@ def record_at(address: int) -> str:
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
     """Return dtype and shape of each tensor, such as "float32[2, 3]"."""
-    return ", ".join(
-        f"{'' if t.layout is torch.strided else 'sparse '}{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-        for t in tensors
-    )
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
 class RecordTable:

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -51,35 +50,6 @@ def test_a_launcher_that_was_stopped_beyond_its_limit_takes_what_came_meanwhile(
         said, _ = process.communicate(timeout=30)
     assert said == "[7, 7]\n"
     assert process.returncode == 0
-
-
-def lose_the_folder_and_disagree():
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-    dist.all_reduce(torch.ones(4 if dist.get_rank() else 5))
-
-
-def lose_the_folder_and_hang():
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-    if dist.get_rank():
-        dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [
-        (lose_the_folder_and_disagree, r"(?s)rank 0: all_reduce .*float32\[5\].*rank 1: all_reduce .*float32\[4\]"),
-        (lose_the_folder_and_hang, r"(?s)rank 1 waits in barrier #1 .*rank 0 has returned without it"),
-    ],
-)
-@pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_a_rank_that_lost_its_working_directory_still_tells_what_is_wrong(fn, says, backend):
-    with pytest.raises(RankError, match=says) as caught:
-        run(fn, 2, timeout_s=60, backend=backend)
-    assert f"{Path(__file__).name}:" in str(caught.value)
 
 
 def no_memory():

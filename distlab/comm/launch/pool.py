@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.comm.checks import FDS_PER_RANK, working_directory
+from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
@@ -162,7 +162,7 @@ class Pool:
             folder=str(self.folder),
             environment=dict(os.environ),
             import_path=tuple(sys.path),
-            directory=working_directory(),
+            directory=os.getcwd(),
             plain=self.plain,
             nodes=self.nodes,
         )

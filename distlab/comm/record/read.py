@@ -69,10 +69,7 @@ class Call(NamedTuple):
 
 def short(site: str) -> str:
     """Return a call site, relative to the working directory where the file lies below it."""
-    try:
-        here = os.getcwd() + os.sep
-    except OSError:  # it is gone; what is to be told matters more
-        return site
+    here = os.getcwd() + os.sep
     return site.removeprefix(here) if here != os.sep * 2 else site
 
 

@@ -26,20 +26,17 @@ def unseen() -> contextlib.AbstractContextManager[None]:
     return _unseen() if seen else _SEEN
 
 
-def check(tensor: torch.Tensor, who: str, *, sparse: bool = False, written: bool = False) -> None:
+def check(tensor: torch.Tensor, who: str, *, written: bool = False) -> None:
     """Refuse a tensor that is not dense memory of this process on the CPU.
 
     Args:
         tensor: what a call is to send, or to write.
         who: begins the message: rank and call.
-        sparse: whether indices with values will do, too.
         written: whether the call writes it, so that each element needs a place of its own.
 
     Raises:
         ValueError: it lies on a different device, is sparse, quantized, nested or expanded, or has no values here.
     """
-    if sparse and tensor.layout is torch.sparse_coo and tensor.is_cpu:
-        return
     kind = f"{type(tensor).__name__} of layout {str(tensor.layout).removeprefix('torch.')} on {tensor.device}"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not _has_memory(tensor):
         raise ValueError(
