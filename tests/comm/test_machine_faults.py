@@ -1,4 +1,4 @@
-"""What a machine does to a job: programs that are stopped, folders and threads that are gone, clocks that are set."""
+"""What a machine does to a job: programs that are stopped, memory that is not there."""
 
 import os
 import resource
