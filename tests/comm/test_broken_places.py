@@ -86,9 +86,7 @@ def test_an_interrupt_between_jobs_is_an_interrupt():
 
 def test_a_folder_for_ranks_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(
-        RuntimeError, match=r"cannot make a folder for the ranks in /.* \(No such file.*; create"
-    ):
+    with pytest.raises(RuntimeError, match=r"cannot make a folder for the ranks in /.* \(No such file.*; create"):
         run(int, 1)
 
 
