@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives.collectives import Collectives
 from distlab.shared_memory.collectives.dense import Landings, check, flat_of, unseen
-from distlab.shared_memory.meeting import Meeting, Record, RecordTable, shapes_of
+from distlab.shared_memory.meeting import CallRecord, Meeting, RecordTable, shapes_of
 from distlab.shared_memory.messages.lanes import Message
 from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
@@ -200,7 +200,7 @@ def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
             end_threads(ending.close, ending.threads)
 
 
-def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
+def _do(meeting: Meeting, record: CallRecord, do: Callable[[], None]) -> None:
     """Do a call; where it fails the group is of no use any more, and the others learn why."""
     meeting.begin(record)
     try:

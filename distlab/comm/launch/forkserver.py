@@ -82,7 +82,7 @@ class Child:
 
 
 @dataclass
-class Server:
+class RankServer:
     """The running fork server.
 
     Attributes:
@@ -287,6 +287,6 @@ def serve(fd: int, owner: int, preload: Sequence[str], folder: str = "") -> None
     signal.set_wakeup_fd(waker.fileno())
     end = socket.socket(fileno=fd)
     if folder:
-        Server(owner, wake, waker, listener=end, folders={folder}).loop()
+        RankServer(owner, wake, waker, listener=end, folders={folder}).loop()
     else:
-        Server(owner, wake, waker, askers=[end]).loop()
+        RankServer(owner, wake, waker, askers=[end]).loop()

@@ -49,7 +49,7 @@ class JobRank(NamedTuple):
     environment: Mapping[str, str]
 
 
-class Job(NamedTuple):
+class RunningJob(NamedTuple):
     """The ranks of one job on this machine.
 
     Attributes:
@@ -67,7 +67,7 @@ class Job(NamedTuple):
     parents: frozenset[int]
 
 
-def find_jobs(pid: int | None = None) -> list[Job]:
+def find_jobs(pid: int | None = None) -> list[RunningJob]:
     """Return the jobs of this user on this machine, or the one that a process belongs to or has started.
 
     Raises:
@@ -89,7 +89,7 @@ def find_jobs(pid: int | None = None) -> list[Job]:
     return found
 
 
-def _jobs() -> Iterator[Job]:
+def _jobs() -> Iterator[RunningJob]:
     me = {os.getpid(), *ancestors(os.getpid())}
     found: dict[tuple[str, ...], dict[int, list[tuple[JobRank, int]]]] = {}
     for path in PROC.iterdir():
@@ -113,7 +113,7 @@ def _jobs() -> Iterator[Job]:
         lines = [ancestors(pid) for pid in everyone]
         ranks = tuple(process for process, _ in firsts)
         launcher = next(filter(None, (_launcher(line, everyone) for line in lines)), "a process that has ended")
-        yield Job(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
+        yield RunningJob(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], int, JobRank] | None:

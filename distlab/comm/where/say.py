@@ -12,9 +12,9 @@ from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, Records, read_record, read_records, short
 from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
-from distlab.comm.where.find import Job
+from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, owner_of, traceback_lines
-from distlab.comm.where.stacks import Stack, stacks_of
+from distlab.comm.where.stacks import RankStack, stacks_of
 
 _PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
@@ -44,7 +44,7 @@ class WhereItStands(NamedTuple):
         return f"it is at {short(self.site)} in {self.function}" + (f", in {self.call}" if self.call else "")
 
 
-def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
+def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
     """Yield lines about a job: each rank, the stacks, one sentence. Nothing is disturbed; it takes a second or two."""
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
@@ -65,7 +65,7 @@ def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
         yield from _stack_lines(stacks)
 
 
-def records_of(job: Job) -> Records:
+def records_of(job: RunningJob) -> Records:
     """Return the calls of a job's ranks, as far as our recorder has written them."""
     found: dict[int, RankRecord] = {}
     for folder in {process.folder for process in job.ranks if process.folder is not None}:
@@ -78,7 +78,7 @@ def records_of(job: Job) -> Records:
     return Records({rank: found[rank] for rank in sorted(found)})
 
 
-def place_of(stack: Stack) -> WhereItStands:
+def place_of(stack: RankStack) -> WhereItStands:
     """Find in a stack the program's own line and the call that it is in."""
     call, peer = "", -1
     for (file, line, name), values in stack.calls:
@@ -131,7 +131,7 @@ def mismatch(records: Records) -> str:
     return ledger.misfit(is_over=True) if found is None else explain(ledger, *found)
 
 
-def sentence(job: Job, records: Records, places: Mapping[int, WhereItStands], waits: Mapping[int, Wait]) -> str:
+def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands], waits: Mapping[int, Wait]) -> str:
     """Say in one sentence what is wrong."""
     here = {process.rank: process for process in job.ranks}
     all_here = here[min(here)].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size)
@@ -175,7 +175,7 @@ def _chain(waits: Mapping[int, Wait], places: Mapping[int, WhereItStands]) -> st
     return ""
 
 
-def _stack_lines(stacks: Mapping[int, Stack]) -> Iterator[str]:
+def _stack_lines(stacks: Mapping[int, RankStack]) -> Iterator[str]:
     """Yield each different stack once, innermost call last, with its ranks."""
     same: dict[tuple[Frame, ...], list[int]] = {}
     for rank, stack in stacks.items():
