@@ -10,48 +10,6 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def expanded():
-    """Each call on tensors of which several elements lie at one place; return which compute something else."""
-    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
-
-    def one(*shape):
-        return torch.full((1,), me + 1.0).expand(*shape)
-
-    def check(what, found, expected):
-        if not torch.equal(found, torch.as_tensor(expected).expand(found.shape)):
-            wrong.append(what)
-
-    total, first, last = n * (n + 1) / 2, torch.tensor([[1.0, 2.0, 3.0]]), n - 1
-    for what, shape in (("small", (6,)), ("large", (20_000,)), ("matrix", (2, 3))):
-        x = one(*shape)
-        dist.all_reduce(x)
-        check(f"all_reduce, {what}", x, total)
-    rows = first.mul(me + 1).expand(2, 3)
-    dist.all_reduce(rows)
-    check("all_reduce, rows", rows, first * total)
-    x = one(4)
-    dist.broadcast(x, last)
-    check("broadcast", x, float(n))
-    x = one(4)
-    dist.reduce(x, last)
-    check("reduce", x, total if me == last else me + 1.0)
-    whole, part = torch.empty(4 * n), torch.empty(4)
-    dist.all_gather_into_tensor(whole, one(4))
-    check("all_gather", whole.view(n, 4), torch.arange(1.0, n + 1).view(n, 1))
-    dist.reduce_scatter_tensor(part, one(4 * n))
-    check("reduce_scatter", part, total)
-    dist.all_to_all_single(whole, one(4 * n))
-    check("all_to_all", whole.view(n, 4), torch.arange(1.0, n + 1).view(n, 1))
-    parts = [torch.zeros(4) for _ in range(n)]  # empty memory may hold NaN, which equals nothing
-    dist.gather(one(4), parts if me == 0 else None)
-    check("gather", torch.stack(parts), torch.arange(1.0, n + 1).view(n, 1) if me == 0 else torch.stack(parts))
-    dist.scatter(part, [one(4)] * n if me == last else None, last)
-    check("scatter", part, float(n))
-    dist.send(one(4), last) if me == 0 else dist.recv(part, 0) if me == last else None
-    check("message", part, 1.0 if me == last else float(n))
-    return wrong
-
-
 def without_plain_memory(n):
     """Return tensors that are quantized, nested, freed, a DTensor of n ranks, and fake."""
     with warnings.catch_warnings():
@@ -73,9 +31,10 @@ def refused_before():
     whole, wide = torch.ones(4 * n), torch.zeros(1).expand(4 * n)
     small, nested, freed, cut, fake = without_plain_memory(n)
     group = dist.group.WORLD  # its own methods: torch refuses some of these by itself, for some backends
-    options = dist.BroadcastOptions()
     calls = {
         "got an expanded tensor": {
+            "all_reduce": lambda: dist.all_reduce(shared),
+            "broadcast": lambda: dist.broadcast(shared, 0),
             "all_gather": lambda: dist.all_gather([shared] * n, blocks[0]),
             "into_tensor": lambda: dist.all_gather_into_tensor(wide, blocks[0]),
             "reduce_scatter": lambda: dist.reduce_scatter(shared, blocks),
@@ -86,14 +45,11 @@ def refused_before():
             "scatter": lambda: dist.scatter(shared, blocks if me == 0 else None),
             "recv": lambda: dist.recv(shared, (me + 1) % n),
         },
-        "got a quantized tensor": {
-            "all_reduce": lambda: group.allreduce([small]),
-            "broadcast": lambda: group.broadcast([small], options),
-            "all_gather": lambda: group.allgather([[small] * n], [small]),
-            "send": lambda: group.send([small], (me + 1) % n, 0),
-        },
-        "got a nested tensor": {"nested": lambda: dist.all_reduce(nested)},
-        "that has no memory of its own": {
+        "moves dense CPU tensors with memory of their own": {
+            "quantized": lambda: group.allreduce([small]),
+            "quantized, gathered": lambda: group.allgather([[small] * n], [small]),
+            "quantized, sent": lambda: group.send([small], (me + 1) % n, 0),
+            "nested": lambda: dist.all_reduce(nested),
             "DTensor": lambda: dist.all_reduce(cut),
             "send": lambda: dist.send(cut, (me + 1) % n),
             "freed": lambda: dist.broadcast(freed, 0),
@@ -155,10 +111,9 @@ class Seen(TorchDispatchMode):
 def seen_by_modes():
     """Return what a mode sees of calls that compute and copy, and what they brought where the default is no CPU."""
     me, n = dist.get_rank(), dist.get_world_size()
-    x, scattered, sparse = torch.ones(20_000), torch.ones(4, 3).t(), torch.eye(3).to_sparse()
+    x, scattered = torch.ones(20_000), torch.ones(4, 3).t()
     with Seen() as seen, torch.device("meta"):
         dist.all_reduce(x)
         dist.all_reduce(scattered, dist.ReduceOp.AVG)
-        dist.all_reduce(sparse)
         dist.send(scattered, (me + 1) % n) if me == 0 else dist.recv(scattered, 0) if me == 1 else None
-    return seen.ops, [x.sum().item(), scattered.sum().item(), sparse.to_dense().sum().item()]
+    return seen.ops, [x.sum().item(), scattered.sum().item()]

@@ -20,7 +20,7 @@ from distlab.data import ByteCorpus, python_documentation
 from distlab.elastic import Fault, Faults
 from distlab.hybrid import Hybrid
 from distlab.models import GPT
-from distlab.nodes.place import Place
+from distlab.nodes.place import NodePlacement
 
 LEARNING_RATE = 0.05
 LOG = "updates.txt"
@@ -97,5 +97,5 @@ def bytes_to_other_nodes(call: Call) -> int:
     each = NUM_RANKS // NODES.count
     if call.op in ("send", "recv"):
         return call.num_bytes if call.op == "send" and call.rank // each != call.peer // each else 0
-    place = Place.of(call.group, call.group.index(call.rank), each)
+    place = NodePlacement.of(call.group, call.group.index(call.rank), each)
     return place.bytes_out(call.op, call.num_bytes)

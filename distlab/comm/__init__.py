@@ -4,7 +4,7 @@ Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (p
 value on every rank; `together` raises one error on all ranks). `device` is the one place that talks to CUDA. `record`
 writes down every call, and `watch` finds ranks that cannot go on. `rendezvous` and `clocks` join ranks of several
 machines. `checks` refuses wrong arguments. `standby` lets torchrun's ranks start at once. `plain` reads what an
-untrusted process sends, and `unpickle` a file that may come from anyone. `command` writes a command so that it runs
+untrusted process sends, or a file that may come from anyone. `command` writes a command so that it runs
 where its reader stands.
 Names load on first use, so that importing the package does not load torch.
 """

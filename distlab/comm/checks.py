@@ -7,7 +7,6 @@ import math
 import operator
 import os
 import resource
-import socket
 import stat
 from io import BufferedReader
 from pathlib import Path
@@ -91,37 +90,6 @@ def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str |
                 f"backend nccl needs a GPU for each of {world_size} ranks, and there are {count}; pass 'gloo'"
             )
     return backend
-
-
-def working_directory() -> str:
-    """Return this process's working directory.
-
-    Raises:
-        RuntimeError: it was deleted or moved away.
-    """
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise RuntimeError(
-            f"the working directory of this program is gone ({error.strerror}); change to a folder that exists "
-            "(cd, or os.chdir in a notebook) and run again"
-        ) from None
-
-
-def require_loopback() -> None:
-    """Refuse to start what meets at 127.0.0.1 where this machine has no such address.
-
-    Raises:
-        RuntimeError: saying so.
-    """
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 10):
-            pass  # an address may be bound and yet not be reached
-    except OSError as error:
-        raise RuntimeError(
-            f"no process can be reached at 127.0.0.1 here ({error.strerror}); bring the loopback interface up: "
-            "ip link set lo up"
-        ) from error
 
 
 def open_file(path: str | Path) -> BufferedReader:

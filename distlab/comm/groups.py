@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,13 +30,14 @@ from distlab import nodes as crossing_nodes, shared_memory
 from distlab.comm import device as gpus
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
+from distlab.comm.launch.processes import PR_SET_PDEATHSIG, prctl
 from distlab.comm.record.read import read_records
-from distlab.comm.rendezvous import Address, explained, make_store, network_interface, read_environment, variables
+from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
 from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
-from distlab.shared_memory.choice import meet_if_possible
+from distlab.shared_memory.group import meet_if_possible
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")
@@ -122,10 +121,7 @@ def init_group(
     if chosen == shared_memory.NAME:
         shared_memory.register()
     timeout = timedelta(seconds=timeout_s)
-    with explained(rank):
-        dist.init_process_group(
-            chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options
-        )
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)
     return chosen
 
 
@@ -165,8 +161,8 @@ def process_group(
     place = _device(device, chosen, address)
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already; leave that one first (do not nest them)")
-    if address.has_parent:
-        _follow_parent()
+    if address.has_parent:  # without torchrun it would wait for its peers forever
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
     several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
     rank, world_size = address.rank, address.world_size
@@ -245,18 +241,6 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[Path | No
     finally:
         calls = read_records(folder, member.rank).rank(member.rank).to_trace()
         save_trace(Trace.concatenate([member.spans.trace(), calls]), rank_file(folder, member.rank))
-
-
-def _follow_parent() -> None:
-    """Kill this process when the one that started it (torchrun) is gone: it would wait for its peers forever."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def node_groups() -> dict[str, dist.ProcessGroup]:

@@ -2,8 +2,14 @@
 
 A pickle may name any function of the reader's process and call it. So a learner's object could end the program that
 checks it, or answer `==` with True. Here `pack` writes numbers, text, tensors, arrays, containers of them and this
-package's own records, and of any other object only the name of its class. `unpack` knows a short list of names
-(`unpickle`). A tensor goes as its bytes: `torch.save` and `torch.load` take fifty times as long for a small one.
+package's own records, and of any other object only the name of its class. `unpack` knows a short list of names. A
+tensor goes as its bytes: `torch.save` and `torch.load` take fifty times as long for a small one.
+
+`restricted_load` reads any pickle so, also a file: `restricted_load(file, {("torch", "Size"): torch.Size}, "it")`. A
+name stands for the object of the list, which need not be the one that has the name elsewhere. Everything else is
+refused before it is imported. Rebuilding calls what the list has, with arguments of the pickle's choice. So list
+classes that only keep what they get, or functions of your own that check it; never one that opens, imports or calls. A
+pickle may also set attributes of what the list has.
 """
 
 from __future__ import annotations
@@ -14,10 +20,8 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
-
-from distlab.comm.unpickle import restricted_load
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
 
 RECORDS = ("distlab", "simulator")  # packages whose own records come back as what they are
 ITERABLES = ("dict_keys", "dict_values", "dict_items", "map", "filter", "zip", "generator", "list_reverseiterator")
@@ -49,6 +53,44 @@ class Foreign:
         if self.kind in ITERABLES:
             return f"<{self.kind}: write list(...) around it>"
         return f"an object of class {self.kind}, which is not a plain value or tensor"
+
+
+class _Restricted(pickle.Unpickler):
+    """An unpickler that knows the names of a list, and nothing else."""
+
+    def __init__(self, file: BinaryIO, allowed: Mapping[tuple[str, str], object]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the list has under a name.
+
+        Raises:
+            pickle.UnpicklingError: the name is not in the list; nothing was imported.
+        """
+        try:
+            return self._allowed[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed in it") from None
+
+
+def restricted_load(file: BinaryIO, allowed: Mapping[tuple[str, str], object], what: str) -> Any:
+    """Return what a pickle holds; it may use the names of `allowed` alone, and no code of it runs.
+
+    Args:
+        file: open for reading; one pickle is read, and bytes after it are left.
+        allowed: what a name stands for, by its module and its name, as the pickle writes them.
+        what: the file's name for messages.
+
+    Raises:
+        ValueError: the pickle asks for a name that is not in `allowed`, or is damaged; the text names `what`.
+    """
+    try:
+        return _Restricted(file, allowed).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{what} was not loaded: {' '.join(str(error).split())}") from None
+    except Exception as error:  # an unpickler raises almost anything on damaged data
+        raise ValueError(f"{what} is damaged ({type(error).__name__}: {error}); use a different file") from None
 
 
 def pack(value: object) -> bytes:

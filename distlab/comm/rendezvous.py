@@ -14,7 +14,6 @@ import contextlib
 import errno
 import ipaddress
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,6 @@ from itertools import count
 import torch.distributed as dist
 
 STORE_FILE = "DISTLAB_STORE_FILE"
-_NO_ADDRESS = re.compile(r"Unable to find address for: (\S+)")
 _stores = count()  # a job may open several, one after the other: each has a file of its own
 
 
@@ -206,29 +204,6 @@ def network_interface(address: Address) -> Iterator[None]:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()
     with variables(dict.fromkeys(names, loopback_interface())):
         yield
-
-
-@contextlib.contextmanager
-def explained(rank: int) -> Iterator[None]:
-    """Say what to do where gloo, made in the block, finds no address on the network interface that it is to use.
-
-    Raises:
-        RuntimeError: saying so.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        found = _NO_ADDRESS.search(str(error))
-        if found is None:
-            raise
-        name, known = found[1], [known for _, known in socket.if_nameindex()]
-        what = f"bring it up (ip link set {name} up)"
-        if name not in known:
-            what = f"this machine has {', '.join(known) or 'none'}: set GLOO_SOCKET_IFNAME to one of them"
-        raise RuntimeError(
-            f"rank {rank}: gloo finds no address on the network interface {name}; {what}, or, for ranks of one "
-            "machine, pass backend='shared', which needs no network"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -6,25 +6,23 @@ import contextlib
 import functools
 import io
 import json
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from distlab.comm import Recorder, Records, agree, process_group, read_records
+from distlab.comm import Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
-from distlab.comm.launch.torchrun import REFUSED, SAID, follow_launcher, launcher_folder, record_failure
+from distlab.comm.launch.torchrun import REFUSED, SAID, launcher_folder, record_failure
 from distlab.comm.rendezvous import read_environment
-from distlab.comm.watch.watch import Watch
-from distlab.comm.watch.watchdog import Watchdog
+from distlab.comm.watch.watch import watching
 from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
@@ -61,9 +59,7 @@ class Lab(Generic[SettingsT]):
     member: Member
     functions: Mapping[str, Function]
     report: Report
-    guard: Guard
     window: StepWindow | None = None
-    _recorder: Recorder | None = field(default=None, repr=False)
 
     def function(self, exercise: str) -> Function:
         """Return the learner's function for an exercise, or the reference where there is none, and note which."""
@@ -98,39 +94,17 @@ class Lab(Generic[SettingsT]):
 
         All ranks enter it together. Recording costs some 30 us per call: nothing is timed in here.
         """
-        recorder = self._begin_watch()
-        seen = Watched()
-        with self.guard.watching():
-            with recorder:
-                yield seen
-            recorder.finish()
-            dist.barrier()
-        rank = self.member.rank  # where each of n ranks read all, n * n files would be read
-        seen.records = read_records(recorder.folder, None if rank == 0 else rank)
-
-    def _begin_watch(self) -> Recorder:
-        """Start an empty record on every rank; each watches where it can see all of them."""
-        alone = read_environment().is_on_one_machine
-        if self._recorder is None:
-            folder = (
-                tempfile.mkdtemp(prefix="calls-", dir=launcher_folder()) if self.member.rank == 0 or not alone else ""
-            )
-            if alone:
-                names = [folder]
+        address, seen = read_environment(), Watched()
+        with tempfile.TemporaryDirectory(prefix="calls-", dir=launcher_folder()) as own:
+            names = [own]
+            if address.is_on_one_machine:
                 dist.broadcast_object_list(names, src=0)
-                folder = names[0]
-            self._recorder = Recorder(folder, self.member.rank)
-        since_ns = time.monotonic_ns()
-        dist.barrier()
-        self._recorder.reset()
-        if alone:
-            records, rank = self._recorder.folder, self.member.rank
-            watchdog = Watchdog(records, self.member.world_size, since_ns=since_ns)
-            if self.guard.watch is None:
-                self.guard.watch = Watch(rank, watchdog, records / "board", f"lab {self.number} cannot go on: ")
-            self.guard.watch.watchdog = watchdog
-        dist.barrier()
-        return self._recorder
+            folder, rank = Path(names[0]), self.member.rank
+            with watching(address, watch=address.is_on_one_machine, folder=folder, what=f"lab {self.number}"):
+                yield seen
+            dist.barrier()
+            seen.records = read_records(folder, None if rank == 0 else rank)  # not n * n files on n ranks
+            dist.barrier()  # the folder is read
 
     def now(self) -> float:
         """Return the time in seconds once this rank's device has done all that it was asked."""
@@ -166,19 +140,12 @@ class Lab(Generic[SettingsT]):
         dist.all_gather(all_ns, mine)
         self.window = StepWindow([(int(start), int(end)) for start, end in all_ns], predicted, title)
 
-    def close(self) -> None:
-        """Remove what the watch has left on disk."""
-        if self._recorder is not None:
-            self._recorder.close()
-            shutil.rmtree(self._recorder.folder, ignore_errors=True)
-
 
 def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]], None]) -> None:
     """Run a lab as a script: `python lab.py`, torchrun, or `distlab lab`.
 
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
-    follow_launcher()
     prog = f"lab {number}"
     quiet = contextlib.redirect_stderr(io.StringIO()) if _is_another_than_rank_0() else contextlib.nullcontext()
     with quiet:
@@ -202,7 +169,7 @@ def _is_another_than_rank_0() -> bool:
 
 def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None]) -> int:
     beside = Path(run.__code__.co_filename).resolve().parent
-    with Guard(f"lab {number}", settings.limit_s) as guard, contextlib.ExitStack() as group:
+    with Guard(f"lab {number}", settings.limit_s), contextlib.ExitStack() as group:
         try:
             functions = load_functions(settings.impl, number)
             member = group.enter_context(_group(settings))
@@ -210,7 +177,7 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
             settings.check_ranks(member.world_size)
         except ValueError as error:
             return _refuse(number, error)
-        lab = Lab(number, settings, member, functions, _report(number, settings, member, beside), guard)
+        lab = Lab(number, settings, member, functions, _report(number, settings, member, beside))
         try:
             others = OtherProcesses() if read_environment().is_on_one_machine else None
             run(lab)
@@ -220,8 +187,6 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
         except SystemExit as error:  # the others would wait for this rank
             left = RuntimeError(f"rank {member.rank} left by exit({error.code}); a function returns instead")
             raise left.with_traceback(error.__traceback__) from None
-        finally:
-            lab.close()
     if settings.trace is not None and member.rank == 0:
         for line in write_pictures(settings.trace, member.world_size, lab.window):
             print(line, file=sys.stderr if settings.json else sys.stdout, flush=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from distlab.nodes.place import Place
+from distlab.nodes.place import NodePlacement
 from distlab.nodes.sockets import Block, Sockets
 from distlab.shared_memory.collectives.collectives import Collectives, copy
 from distlab.shared_memory.collectives.dense import bytes_of, parts
@@ -32,7 +32,7 @@ class CrossingCollectives(Collectives):
         sockets: to the group's ranks.
     """
 
-    def __init__(self, meeting: Meeting, inside: Collectives | None, place: Place, sockets: Sockets) -> None:
+    def __init__(self, meeting: Meeting, inside: Collectives | None, place: NodePlacement, sockets: Sockets) -> None:
         super().__init__(meeting)
         self.place, self.sockets = place, sockets
         self._node = inside

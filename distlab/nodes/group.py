@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from distlab.nodes.crossing import CrossingCollectives
 from distlab.nodes.messages import CrossingMessages
-from distlab.nodes.place import Nodes, Place
+from distlab.nodes.place import NodePlacement, Nodes
 from distlab.nodes.sockets import Sockets
 from distlab.nodes.wire import Pace
 from distlab.shared_memory.collectives.collectives import Collectives
@@ -50,7 +50,7 @@ def make(options: Any, nodes: Nodes | None) -> SharedGroup:
             )
         each, pace = world.each, world.pace
     meeting = meet(store, rank, members, timeout_s)
-    place = Place.of(members, rank, each)
+    place = NodePlacement.of(members, rank, each)
     if len(place.nodes) == 1 and nodes is None:
         return shared_group(meeting)
     inside = None

@@ -10,10 +10,10 @@ import functools
 
 import torch
 
-from distlab.nodes.place import Place
+from distlab.nodes.place import NodePlacement
 from distlab.nodes.sockets import Passage, Sockets
 from distlab.shared_memory.meeting import Meeting
-from distlab.shared_memory.messages.letters import Message
+from distlab.shared_memory.messages.lanes import Message
 from distlab.shared_memory.messages.messages import Messages
 from distlab.shared_memory.work import GroupThread, SharedWork
 
@@ -59,7 +59,7 @@ class Crossing:
 class CrossingMessages(Messages):
     """One rank's messages."""
 
-    def __init__(self, meeting: Meeting, name: str, place: Place, sockets: Sockets) -> None:
+    def __init__(self, meeting: Meeting, name: str, place: NodePlacement, sockets: Sockets) -> None:
         super().__init__(meeting, name)
         self._mates, self._sockets = set(place.mates), sockets
 

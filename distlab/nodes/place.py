@@ -54,7 +54,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlacement:
     """Where a rank of a group sits.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
     column: tuple[int, ...]
 
     @classmethod
-    def of(cls, members: Sequence[int], rank: int, each: int) -> Place:
+    def of(cls, members: Sequence[int], rank: int, each: int) -> NodePlacement:
         """Lay out a group whose members have these numbers among all ranks, in nodes of `each` ranks."""
         by_node: dict[int, list[int]] = {}
         for number, member in enumerate(members):

@@ -15,15 +15,13 @@ lie with the receiver meanwhile. Nothing has a name in /dev/shm or anywhere else
 of `DataParallel`, and shards and gradients of `FullyShard`, lie where all ranks of the group reach them
 (`collectives.buffers`): their collectives copy about half as much.
 
-Limits: ranks of one host, one container and one user; CPU tensors; x86-64, and arm64, where it has not been run yet. A
-process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named, all
-take gloo (`choice`).
+Limits: ranks of one host, one container and one user; CPU tensors; x86-64. A process forked from a rank may not call.
+Where one rank of a job cannot share memory and no backend was named, all take gloo (`group.meet_if_possible`).
 
 Read `arena` (the memory), `join` (how ranks come to map it) and `meeting` (steps). Then `collectives`, `messages`
 (sends and receives), `work` (what runs where), `group_base` (what all calls share) and `group` (what torch sees).
-`mismatch` says which
-calls do not agree, `choice` decides between this and gloo, `room` knows how much memory there is, `futex` talks to the
-kernel, `untraced` keeps torch.compile out.
+`mismatch` says which calls do not agree, `room` knows how much memory there is, `futex` talks to the kernel, `untraced`
+keeps torch.compile out.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ def register() -> None:
     """Let torch.distributed know the backend by its name; once more changes nothing."""
     import torch.distributed as dist
 
-    from distlab.shared_memory.choice import make
+    from distlab.shared_memory.group import make
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

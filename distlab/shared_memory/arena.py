@@ -40,11 +40,11 @@ MAX_LANE_BYTES = 2 << 20
 MAX_LANES_BYTES = 64 << 20
 MIN_PIECE_BYTES = 16 << 10
 TOO_LITTLE = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG)
-LANE_HEAD_BYTES = 5 * PAGE  # counters, letters and receipts
+LANE_HEAD_BYTES = 5 * PAGE  # counters and letters
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArenaLayout:
     """Where things stand in the arena of a group."""
 
     size: int
@@ -102,7 +102,7 @@ class Arena:
 
     def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
         self.rank, self.size, self.pids = rank, size, pids
-        self.layout = Layout(size)
+        self.layout = ArenaLayout(size)
         self.memory = map_file(file, self.layout.num_bytes)
         self.base = ctypes.addressof(self.memory)
         self.owner = os.getpid()
@@ -136,7 +136,6 @@ class Arena:
         mine = self.header(self.rank)
         text = reason.encode()[: REASON_BYTES - 8]
         ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
-        futex.fence()
         self._states[self.rank].value = state
         if state > PRESENT:
             futex.count(ctypes.addressof(self._num_gone))

@@ -1,7 +1,7 @@
 """Words of shared memory on which processes sleep and wake each other: Linux's futex, through the C library.
 
-`add` raises a word by one in the kernel. That is atomic, so several processes may do it, and it orders memory: whoever
-sees the new value sees all that was written before. `fence` orders what a process reads after it has seen a word.
+`add` raises a word by one in the kernel. That is atomic, so several processes may do it. On x86-64, whoever sees a new
+value also sees all that was written before it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import platform
 import sys
 from collections.abc import Callable
 
-_SYSCALLS = {"x86_64": 202, "aarch64": 98}
+_NUMBER = 202  # of the system call on x86-64
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
 _ALL = (1 << 31) - 1
 _ADD_ONE = (1 << 28) | (1 << 12)  # operation "add", operand 1; the comparison that follows wakes nobody more
-_SEMAPHORE_BYTES = 64
 
 
 class _Timespec(ctypes.Structure):
@@ -27,8 +26,8 @@ def why_not_here() -> str:
     """Return why ranks of this machine cannot meet in shared memory, or "" where they can."""
     if sys.platform != "linux":
         return f"it needs Linux (futex, memfd) and this is {sys.platform}"
-    if platform.machine() not in _SYSCALLS:
-        return f"it knows the processors {' and '.join(_SYSCALLS)}, and this is {platform.machine()}"
+    if platform.machine() != "x86_64":  # others reorder reads and writes, of which nothing here takes care
+        return f"it needs the processor x86_64, and this is {platform.machine()}"
     if not hasattr(os, "memfd_create"):
         return "it needs memfd_create, which this Python was built without"
     word = ctypes.c_int32()
@@ -46,7 +45,6 @@ def _system_call() -> Callable[..., int]:
 
 _unused = ctypes.c_int32()
 _nobody = ctypes.addressof(_unused)  # a word on which nobody sleeps
-_NUMBER = _SYSCALLS.get(platform.machine(), 0)
 _call = _system_call()
 
 
@@ -82,23 +80,3 @@ def timeout_at(seconds: float) -> int:
 def word_at(address: int) -> ctypes.c_int32:
     """Return the word at an address; its `value` reads and writes memory."""
     return ctypes.c_int32.from_address(address)
-
-
-def _nothing() -> None:
-    """x86 keeps loads in the order of loads, and stores in the order of stores."""
-
-
-def _make_fence() -> Callable[[], None]:
-    """Make a fence of a semaphore: a post that releases and a wait that acquires; nothing passes both."""
-    libc = ctypes.CDLL(None)
-    semaphore = (ctypes.c_char * _SEMAPHORE_BYTES)()
-    libc.sem_init(semaphore, 0, 0)
-
-    def through() -> None:
-        libc.sem_post(semaphore)
-        libc.sem_trywait(semaphore)
-
-    return through
-
-
-fence: Callable[[], None] = _nothing if platform.machine() == "x86_64" else _make_fence()

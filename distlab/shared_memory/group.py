@@ -21,7 +21,6 @@ from distlab.shared_memory.collectives.dense import (
     bytes_of,
     check,
     check_list,
-    check_written,
     fits,
     flat_of,
     listed,
@@ -31,7 +30,8 @@ from distlab.shared_memory.collectives.dense import (
 )
 from distlab.shared_memory.collectives.reductions import reduction_of
 from distlab.shared_memory.group_base import GroupBase
-from distlab.shared_memory.meeting import Meeting
+from distlab.shared_memory.join import CannotShare
+from distlab.shared_memory.meeting import Meeting, meet
 from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.untraced import keep_untraced
 from distlab.shared_memory.work import SharedWork, Tensors
@@ -57,20 +57,17 @@ class SharedGroup(GroupBase):
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         kind = getattr(kind, "op", kind)
         for tensor in tensors:
-            check(tensor, who, sparse=op == "all_reduce" and kind == dist.ReduceOp.SUM)
+            check(tensor, who, written=True)
         reductions = [reduction_of(kind, tensor.dtype, who) for tensor in tensors]
 
         def do() -> None:
             landings = Landings()
             for tensor, reduction in zip(tensors, reductions, strict=True):
-                if tensor.is_sparse:
-                    self._collectives.all_reduce_sparse(tensor)
-                    continue
                 all_reduce(landings.of(tensor), reduction, root)
             if root in (-1, self._meeting.rank):
                 landings.settle()
 
-        key = (op, root, kind, *[(t.shape, t.dtype, t.layout) for t in tensors])
+        key = (op, root, kind, *[(t.shape, t.dtype) for t in tensors])
         return self._start(key, lambda: self._text(op, tensors, root, reductions[0].name), do, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
@@ -86,7 +83,7 @@ class SharedGroup(GroupBase):
                 landings.settle()
 
         for tensor in tensors:
-            check(tensor, self._who("broadcast"))
+            check(tensor, self._who("broadcast"), written=True)
         key = ("broadcast", root, *[(t.shape, t.dtype) for t in tensors])
         return self._start(key, lambda: self._text("broadcast", tensors, root), do, tensors, opts)
 
@@ -112,7 +109,7 @@ class SharedGroup(GroupBase):
     def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         who, size = self._who("all_gather"), self._meeting.size
         for output, source in zip(outputs, inputs, strict=True):
-            check_written(output, who)
+            check(output, who, written=True)
             check(source, who)
             fits(output, source, size, who, "output")
 
@@ -165,7 +162,7 @@ class SharedGroup(GroupBase):
         size, who = self._meeting.size, self._who("reduce_scatter")
         for output, source in zip(outputs, inputs, strict=True):
             check(source, who)
-            check_written(output, who)
+            check(output, who, written=True)
             fits(source, output, size, who, "input")
         return self._scatter_sums(outputs, lambda: [list(flat_of(t).view(size, -1)) for t in inputs], opts)
 
@@ -206,7 +203,7 @@ class SharedGroup(GroupBase):
         """Copy the root's r-th tensor to rank r."""
         output, root = listed(outputs)[0], self._root(opts)
         inputs = input_lists[0] if root == self._meeting.rank else []
-        check_written(output, self._who("scatter"))
+        check(output, self._who("scatter"), written=True)
         if root == self._meeting.rank:
             check_list(inputs, output, self._meeting.size, self._who("scatter"), "input")
 
@@ -226,7 +223,7 @@ class SharedGroup(GroupBase):
         for tensor in inputs:
             check(tensor, who)
         for tensor in outputs:
-            check_written(tensor, who)
+            check(tensor, who, written=True)
         if not len(outputs) == len(inputs) == self._meeting.size:
             raise ValueError(
                 f"{who}: got {len(inputs)} inputs and {len(outputs)} outputs; pass {self._meeting.size} of each, one "
@@ -246,7 +243,7 @@ class SharedGroup(GroupBase):
     ) -> Any:
         """Cut a tensor in parts along its first dimension, one for each rank, and get one from each."""
         who, size = self._who("all_to_all"), self._meeting.size
-        check_written(output, who)
+        check(output, who, written=True)
         check(source, who)
         takes = split_bytes(output, output_sizes, size, who, "output")
         gives = split_bytes(source, input_sizes, size, who, "input")
@@ -280,3 +277,32 @@ keep_untraced(GroupBase, SharedGroup, SharedWork, MessageWork)
 def shared_group(meeting: Meeting) -> SharedGroup:
     """Return a group that does all through the memory of a meeting."""
     return SharedGroup(Collectives(meeting), Messages(meeting, f"shared-messages-{meeting.members}"))
+
+
+def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
+    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
+
+    Args:
+        store: through which the ranks find each other.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long a call may wait for another rank.
+        reason: why this rank does not want to; one that has a reason is enough.
+    """
+    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
+    try:
+        return meet(part, rank, list(range(world_size)), timeout_s, insists=False, reason=reason)
+    except CannotShare:
+        return None
+
+
+def make(options: Any, met: Meeting | None) -> SharedGroup:
+    """Make a group; torch calls this. `met` is given where the ranks have met already.
+
+    Raises:
+        CannotShare: on every rank.
+    """
+    if met is None:
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        met = meet(options.store, options.group_rank, members, options.timeout.total_seconds())
+    return shared_group(met)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives.collectives import Collectives
-from distlab.shared_memory.collectives.dense import Landings, check, check_written, flat_of, unseen
-from distlab.shared_memory.meeting import Meeting, Record, Records, shapes_of
-from distlab.shared_memory.messages.letters import Message
+from distlab.shared_memory.collectives.dense import Landings, check, flat_of, unseen
+from distlab.shared_memory.meeting import CallRecord, Meeting, RecordTable, shapes_of
+from distlab.shared_memory.messages.lanes import Message
 from distlab.shared_memory.messages.messages import Messages, MessageWork
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads
 
@@ -36,7 +36,7 @@ class GroupBase(dist.ProcessGroup):
         self._members = members = meeting.members
         self._collectives, self._messages = collectives, messages
         self._queue = CallQueue(f"shared-calls-{members}")
-        self._records = Records()
+        self._records = RecordTable()
         self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, self._meeting, self._queue, self._messages)
@@ -87,7 +87,7 @@ class GroupBase(dist.ProcessGroup):
     def buffer(self, num_bytes: int) -> torch.Tensor | None:
         """Return this rank's buffer of bytes, of zeros, whose collectives copy least; every rank calls this alike.
 
-        None on all ranks where the group has one rank or crosses nodes, or one of them has no room.
+        None on all ranks where the group has one rank or crosses nodes.
         """
         if not is_shared(self) or self._meeting.size == 1:
             return None
@@ -156,7 +156,7 @@ class GroupBase(dist.ProcessGroup):
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
-        check_written(tensors[0], self._who("recv"))
+        check(tensors[0], self._who("recv"), written=True)
         landings = Landings()
         with unseen():
             memory = landings.of(tensors[0])
@@ -194,15 +194,13 @@ class GroupBase(dist.ProcessGroup):
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
-    if meeting.arena.owner == os.getpid() and not meeting.failure:
-        messages.settle()
     meeting.leave(LEFT)
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):
             end_threads(ending.close, ending.threads)
 
 
-def _do(meeting: Meeting, record: Record, do: Callable[[], None]) -> None:
+def _do(meeting: Meeting, record: CallRecord, do: Callable[[], None]) -> None:
     """Do a call; where it fails the group is of no use any more, and the others learn why."""
     meeting.begin(record)
     try:

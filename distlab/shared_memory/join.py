@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, TOO_LITTLE, Arena, Layout, start_of
+from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, TOO_LITTLE, Arena, ArenaLayout, start_of
 from distlab.shared_memory.room import memory_bytes
 
 PASS_GLOO = "pass backend='gloo'"
@@ -81,7 +81,7 @@ def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Ar
         if not text:
             try:
                 file = os.memfd_create("distlab", os.MFD_CLOEXEC)
-                os.ftruncate(file, Layout(size).num_bytes)
+                os.ftruncate(file, ArenaLayout(size).num_bytes)
                 arena = Arena(file, 0, size, pids)
             except OSError as error:
                 text = _too_little(members[0], size, error)
@@ -89,13 +89,7 @@ def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Ar
             store.set("arena", json.dumps(text))
             raise CannotShare(text)
         store.set("arena", json.dumps({"pid": os.getpid(), "file": file, "pids": pids}))
-        try:
-            _await_all(arena, store, members, timeout_s, range(1, size))
-        except CannotShare:
-            raise
-        except RuntimeError as error:
-            store.set("failed", str(error))  # the others wait for this rank
-            raise
+        _await_all(arena, store, members, timeout_s, range(1, size))
     finally:
         if file >= 0:
             os.close(file)
@@ -105,7 +99,7 @@ def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Ar
 
 def _why_not(places: Sequence[dict[str, Any]], members: list[int], spare: int) -> str:
     """Return why ranks at these places cannot share memory, or ""; `spare` times the arena must fit the memory."""
-    first, num_bytes = places[0], Layout(len(places)).num_bytes
+    first, num_bytes = places[0], ArenaLayout(len(places)).num_bytes
     for place, member in zip(places, members, strict=True):
         host, reason = place["host"], place["reason"]
         if reason:
@@ -141,10 +135,10 @@ def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeo
 
 
 def _too_little(rank: int, size: int, error: OSError) -> str:
+    num_bytes = ArenaLayout(size).num_bytes
     return (
-        f"backend 'shared': rank {rank} cannot map {Layout(size).num_bytes >> 20} MiB of addresses, of which a group "
-        f"of {size} ranks uses what its calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or "
-        f"{PASS_GLOO}"
+        f"backend 'shared': rank {rank} cannot map {num_bytes >> 20} MiB of addresses, of which {size} ranks use "
+        f"what their calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or {PASS_GLOO}"
     )
 
 
@@ -165,7 +159,6 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
     for rank in ranks:
         while True:
             seen = bell.value
-            futex.fence()
             if arena.state(rank):
                 break
             futex.wait(arena.header(arena.rank) + BELL, seen, futex.timeout_at(LOOK_S))
@@ -173,8 +166,6 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
                 break
             if store.check(["refused"]):
                 raise CannotShare(store.get("refused").decode())
-            if store.check(["failed"]):
-                raise RuntimeError(store.get("failed").decode())
             if arena.has_ended(rank):
                 raise RuntimeError(f"rank {me}: connection closed by peer: rank {members[rank]} has ended")
             if time.monotonic() > deadline:

@@ -32,7 +32,7 @@ _ALL = -1  # in place of a rank
 MANY = 8  # ranks; of more one may wait for all and speak for them, and who waits for all sleeps until the last has come
 
 
-class Record:
+class CallRecord:
     """What a call says of itself: a text, its bytes as they stand in a slot, and a number that stands for it."""
 
     __slots__ = ("data", "mark", "text")
@@ -53,25 +53,22 @@ def record_at(address: int) -> str:
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
     """Return dtype and shape of each tensor, such as "float32[2, 3]"."""
-    return ", ".join(
-        f"{'' if t.layout is torch.strided else 'sparse '}{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-        for t in tensors
-    )
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
-class Records:
-    """Records of calls made before, so that the second call of a kind need not be described."""
+class RecordTable:
+    """RecordTable of calls made before, so that the second call of a kind need not be described."""
 
     def __init__(self) -> None:
-        self._known: dict[object, Record] = {}
+        self._known: dict[object, CallRecord] = {}
 
-    def of(self, key: object, text: Callable[[], str]) -> Record:
+    def of(self, key: object, text: Callable[[], str]) -> CallRecord:
         """Return the record of a call; `text` describes it where the key is new."""
         record = self._known.get(key)
         if record is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            record = self._known[key] = Record(text())
+            record = self._known[key] = CallRecord(text())
         return record
 
 
@@ -87,9 +84,8 @@ class Meeting:
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
-        self.is_choice = False  # whether the caller named no backend, so that gloo may take its place
         self.tied: Meeting | None = None  # of some of these ranks, which fails and is left with this one
-        self.record = Record("")
+        self.record = CallRecord("")
         self._posted = self.record  # the record shown with the last step
         self._all_came = True
         layout, base, both = arena.layout, arena.base, (0, 1)
@@ -102,7 +98,7 @@ class Meeting:
         self._marks = [(ctypes.c_uint64 * self.size).from_address(base + layout.marks(parity)) for parity in both]
         self._look = futex.timeout_at(look_s(self.size))
 
-    def begin(self, record: Record) -> None:
+    def begin(self, record: CallRecord) -> None:
         """Begin a call.
 
         Raises:
@@ -190,7 +186,6 @@ class Meeting:
         for rank in () if self.is_many else self.others:  # as `read`, which takes twice as long for one of several
             if (words[rank].value - step) & 0x80000000:
                 self._await(rank, step)
-            futex.fence()
             if marks[rank] != mark:
                 self._refuse()
         self._all_came = True
@@ -223,7 +218,6 @@ class Meeting:
                 reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {whom} to make its call of {call}"
             if reason and self._is_behind(rank, step):
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
-        futex.fence()
 
     def _refuse(self) -> None:
         """Name what every rank calls in this step.

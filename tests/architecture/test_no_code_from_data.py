@@ -18,7 +18,7 @@ ALLOWED = {  # the calls of a file, and why
     "distlab/grading/sealed.py": ({"exec"}, "a file of this package"),
 }
 UNPICKLERS = {  # classes that let no name through but those they list
-    "distlab/comm/unpickle.py",
+    "distlab/comm/plain.py",
 }
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "joblib"}
 LOADERS = {"load", "loads", "Unpickler"}

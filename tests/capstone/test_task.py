@@ -8,7 +8,7 @@ import pytest
 
 from distlab.capstone import FIRST_PLAN, Verdict, add_row, read_board, read_entry, table
 from distlab.cli import main
-from distlab.nodes.place import Place
+from distlab.nodes.place import NodePlacement
 
 PIPELINE = """
 pipeline = 2
@@ -73,7 +73,7 @@ def test_an_entry_says_its_order_and_must_save(tmp_path):
     ],
 )
 def test_bytes_that_leave_the_node(op, members, num_bytes, out):
-    assert Place.of(tuple(members), 0, 4).bytes_out(op, num_bytes) == out
+    assert NodePlacement.of(tuple(members), 0, 4).bytes_out(op, num_bytes) == out
 
 
 def test_the_board_keeps_the_best_try_of_each_and_no_formula(tmp_path, capsys):

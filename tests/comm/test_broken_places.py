@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, run
-from distlab.comm.launch.fork_client import fork_server
 
 
 def leave_the_group():
@@ -47,10 +46,6 @@ def raise_half_a_letter():
     raise ValueError("half \ud800")
 
 
-def close_every_file():
-    os.closerange(3, 200)
-
-
 def write_too_much():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     return bytes(1_000_000)
@@ -66,7 +61,6 @@ CASES = [
     (raise_without_text, r"raised NoText: \(no text: its __str__ raised KeyError\)"),
     (exit_with_an_object, r"exited with status \(no text: its __str__ raised KeyError\)"),
     (raise_half_a_letter, r"raised ValueError: half \\ud800"),
-    (close_every_file, r"closed a file descriptor that it did not open"),
     (
         write_too_much,
         r"could not write its result \(1000\d\d\d bytes\); make room there, .*File too large",
@@ -90,27 +84,10 @@ def test_an_interrupt_between_jobs_is_an_interrupt():
             ranks.run(time.sleep, 1)
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("TMPDIR", "cannot make a folder for the ranks in /.* (No such file or directory); create that directory"),
-        ("working directory", "the working directory of this program is gone (No such file or directory); change to"),
-    ],
-)
-def test_a_folder_that_is_gone_is_named(what, says, tmp_path, monkeypatch):
-    fork_server()
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    if what == "TMPDIR":
-        monkeypatch.setattr(tempfile, "tempdir", str(gone))
-    else:
-        monkeypatch.chdir(gone)
-    gone.rmdir()
-    first, _, last = says.partition("/.*")
-    with pytest.raises(RuntimeError) as caught:
+def test_a_folder_for_ranks_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(RuntimeError, match=r"cannot make a folder for the ranks in /.* \(No such file.*; create"):
         run(int, 1)
-    assert first in str(caught.value)
-    assert last in str(caught.value)
 
 
 KILLED = """

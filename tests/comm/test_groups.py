@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -233,62 +232,6 @@ def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_
     names = [(span.rank, span.lane) for span in trace]
     assert all(names.count((rank, "compute")) == 1 for rank in range(2))
     assert all(names.count((rank, "communication")) >= 2 for rank in range(2))
-
-
-FAILING = """
-    import sys
-    from distlab.comm import entry, process_group
-
-    @entry
-    def main():
-        with process_group() as member:
-            if member.rank == 1:
-                raise ValueError("rank 1 says why")
-
-    main()
-"""
-
-
-@pytest.mark.soak  # test_odd_endings.py and tests/labs/test_failures.py have ranks of torchrun whose error is told
-def test_torchrun_shows_why_a_rank_failed(tmp_path):
-    done = torchrun(tmp_path, FAILING)
-    assert done.returncode != 0
-    summary = done.stderr[done.stderr.rindex("Root Cause") :]
-    assert "ValueError: rank 1 says why" in summary
-
-
-ENDLESS = """
-    import os, sys, time
-    from distlab.comm import process_group
-
-    with process_group() as member:
-        open(f"{sys.argv[1]}/pid{member.rank}.part", "w").write(str(os.getpid()))
-        os.rename(f"{sys.argv[1]}/pid{member.rank}.part", f"{sys.argv[1]}/pid{member.rank}")
-        while True:
-            time.sleep(0.1)
-"""
-
-
-@pytest.mark.soak  # test_standby.py and tests/labs/test_failures.py kill torchrun too, and nothing stays
-def test_ranks_go_when_torchrun_is_killed(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(ENDLESS))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen([*command, str(script), str(tmp_path)], stderr=subprocess.DEVNULL)
-    files = [tmp_path / f"pid{rank}" for rank in range(2)]
-    try:
-        deadline = time.monotonic() + 60
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    pids = [int(file.read_text()) for file in files]
-    deadline = time.monotonic() + 60
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids))
 
 
 def reach(axes: dict[str, int]) -> dict[str, list[int]]:

@@ -1,13 +1,10 @@
-"""What a machine does to a job: programs that are stopped, folders and threads that are gone, clocks that are set."""
+"""What a machine does to a job: programs that are stopped, memory that is not there."""
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -16,10 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.anomalies import AnomalyError, AnomalyWatch
 from distlab.comm import RankError, run
-from distlab.comm.launch import torchrun
-from distlab.comm.launch.failures import by_cause
 
 STOPPED = """
 import os, sys, time
@@ -58,98 +52,6 @@ def test_a_launcher_that_was_stopped_beyond_its_limit_takes_what_came_meanwhile(
     assert process.returncode == 0
 
 
-def test_an_agent_that_ended_while_its_launcher_was_stopped_has_ended_in_time():
-    command = [sys.executable, "-c", "print('[rank0]:done')"]
-    with torchrun._started(command, {}) as process:
-        time.sleep(2)  # the limit below is over as soon as it is set
-        lines = []
-        assert torchrun._pass_on(process, lambda rank, line: lines.append((rank, line)), 1e-3) == []
-    assert lines == [(0, "done")]
-
-
-def lose_the_folder_and_disagree():
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-    dist.all_reduce(torch.ones(4 if dist.get_rank() else 5))
-
-
-def lose_the_folder_and_hang():
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-    if dist.get_rank():
-        dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [
-        (lose_the_folder_and_disagree, r"(?s)rank 0: all_reduce .*float32\[5\].*rank 1: all_reduce .*float32\[4\]"),
-        (lose_the_folder_and_hang, r"(?s)rank 1 waits in barrier #1 .*rank 0 has returned without it"),
-    ],
-)
-@pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_a_rank_that_lost_its_working_directory_still_tells_what_is_wrong(fn, says, backend):
-    with pytest.raises(RankError, match=says) as caught:
-        run(fn, 2, timeout_s=60, backend=backend)
-    assert f"{Path(__file__).name}:" in str(caught.value)
-
-
-WATCHED = """
-import os, sys, tempfile
-import torch
-import torch.distributed as dist
-from distlab.comm import entry, process_group
-
-@entry
-def main():
-    with process_group():
-        folder = tempfile.mkdtemp()
-        os.chdir(folder)
-        os.rmdir(folder)
-        if dist.get_rank():
-            dist.barrier()
-        else:
-            dist.all_reduce(torch.ones(2))
-
-main()
-"""
-
-
-def test_ranks_that_watch_each_other_say_it_without_a_working_directory(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WATCHED)
-    begin = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)rank 0: all_reduce .*rank 1: barrier"):
-        torchrun.run_script(script, 2, echo=lambda *_: None, limit_s=90)
-    assert time.monotonic() - begin < 60
-
-
-def test_the_first_failure_comes_first_though_the_clock_was_set_back(tmp_path, monkeypatch):
-    for rank in (1, 0):
-        folder = tmp_path / "run" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-        assert torchrun.record_failure(ValueError(f"of rank {rank}"), "stack")
-        hours = 0 if rank else -3600 * 5
-        os.utime(folder / "error.json", (time.time() + hours, time.time() + hours))
-    assert [failure.rank for failure in by_cause(torchrun._reported(tmp_path))] == [1, 0]
-
-
-def no_threads():
-    """Send to a rank that comes late, when no thread can be started any more."""
-    mine = torch.ones(1)
-    if dist.get_rank() == 0:
-        threading.Thread.start = _refuse
-        dist.isend(mine, 1)
-    dist.recv(mine, 0) if dist.get_rank() else None
-
-
-def _refuse(*_):
-    raise RuntimeError("can't start new thread")
-
-
 def no_memory():
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     dist.barrier()
@@ -166,68 +68,3 @@ def test_a_rank_without_memory_is_the_cause(backend):
         run(no_memory, 3, timeout_s=60, backend=backend)
     assert caught.value.rank == 1
     assert time.monotonic() - begin < 30
-
-
-def test_a_rank_that_can_start_no_thread_is_the_cause():
-    with pytest.raises(RankError, match=r"rank 0 of 2 raised RuntimeError: can't start new thread") as caught:
-        run(no_threads, 2, timeout_s=60, backend="shared")
-    assert caught.value.rank == 0
-
-
-def evaluate():
-    """Rank 1's part of the evaluation holds a NaN; the mean over ranks is NaN everywhere."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    watch = AnomalyWatch(model, every=1)
-    model.eval()
-    inputs = torch.full((2, 3), float("nan") if dist.get_rank() == 1 else 1.0)
-    with torch.no_grad():
-        loss = model(inputs).square().mean()
-    try:
-        watch.look(7, loss)
-    except AnomalyError as error:
-        return str(error)
-    return ""
-
-
-def test_nan_of_one_rank_in_evaluation_is_named_on_every_rank(ranks):
-    told = ranks(3).run(evaluate)
-    assert told == [told[0]] * 3
-    assert "step 7: rank 1: NaN in the loss" in told[0]
-
-
-FULL = """
-import os, subprocess, sys
-import torch
-import torch.distributed as dist
-from distlab.comm import run
-
-def train():
-    dist.all_reduce(torch.ones(10))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with open("/dev/shm/full", "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError as error:
-                assert error.errno == 28, error
-    dist.barrier()
-    total = torch.ones(1_000_000)
-    dist.all_reduce(total)
-    group = dist.new_group([0, 1])
-    dist.all_reduce(total, group=group)
-    return float(total[0]), os.statvfs("/dev/shm").f_bavail
-
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "none", "/dev/shm"], check=True)
-print(run(train, 2, backend="shared"))
-"""
-
-
-def test_a_full_dev_shm_stops_no_training(tmp_path):
-    apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
-    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
-        pytest.skip("this system lets no program mount a disk that others do not see")
-    (tmp_path / "script.py").write_text(FULL)
-    done = subprocess.run([*apart, sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
-    assert done.stdout == "[(4.0, 0), (4.0, 0)]\n", done.stderr

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from distlab.comm import RankError, Recorder, device, read_records, recorded, run
+from distlab.comm import Recorder, device, read_records, recorded, run
 from distlab.comm.record.intercept import FrontEnd
 
 GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -372,21 +372,17 @@ def with_torch_ddp():
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    table = torch.nn.Embedding(7, 4, sparse=True)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), torch.nn.Flatten())
-    wrapped, sparse = DistributedDataParallel(model), DistributedDataParallel(table)
+    wrapped = DistributedDataParallel(model)
     with recorded() as seen:
         wrapped(torch.ones(2, 3, 4, 4)).sum().backward()
-    with recorded() as of_sparse:
-        sparse(torch.tensor([1, 2])).sum().backward()
-    return names_of(seen), seen.records.num_calls("all_reduce"), len(of_sparse.records)
+    return names_of(seen), seen.records.num_calls("all_reduce")
 
 
-def test_ddp_reduces_in_cpp_and_is_seen_sparse_gradients_too(ranks):
-    for ops, num_all_reduces, num_sparse in ranks(2).run(with_torch_ddp):
+def test_ddp_reduces_in_cpp_and_is_seen(ranks):
+    for ops, num_all_reduces in ranks(2).run(with_torch_ddp):
         assert num_all_reduces >= 1
         assert set(ops) <= {"all_reduce", "broadcast"}
-        assert num_sparse >= 1
 
 
 def with_fsdp_and_dtensor():
@@ -408,23 +404,6 @@ def test_fsdp_and_dtensor_run_and_are_seen(ranks):
     for ops, whole in ranks(2).run(with_fsdp_and_dtensor):
         assert {"all_gather", "reduce_scatter"} <= ops
         assert whole == 66
-
-
-def swapped():
-    calls = [lambda x: dist.all_reduce(x), lambda x: dist.broadcast(x, 0)]
-    for call in calls[:: 1 - 2 * dist.get_rank()]:
-        call(torch.ones(8))
-    import time
-
-    time.sleep(5)
-
-
-def test_the_launcher_ends_a_job_whose_collectives_are_swapped(ranks):
-    with pytest.raises(RankError) as error:
-        ranks(2).run(swapped)
-    assert "rank 0: all_reduce #1 (float32[8], group [0, 1]) at" in str(error.value)
-    assert "rank 1: broadcast #1 (float32[8], group [0, 1], root 0) at" in str(error.value)
-    assert "test_recorder.py:" in str(error.value)
 
 
 def test_a_second_python_thread_cannot_tear_rows(tmp_path):

@@ -4,8 +4,6 @@ A torchrun that the user starts has two sockets of its own, on every interface; 
 """
 
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +15,7 @@ import psutil
 import pytest
 from lab_on_ranks import QUICK
 
-from distlab.comm.rendezvous import explained, is_loopback
+from distlab.comm.rendezvous import is_loopback
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "DISTLAB_TEST_SOCKETS"
@@ -100,30 +98,3 @@ def test_whatever_listens_listens_on_loopback(way, tmp_path, record_property):
     record_property("figure", f"{way}: {len(found)} ports")
     assert bool(found) == (way not in IN_SHARED_MEMORY), found
     assert all(is_loopback(address) for address, _ in found), found
-
-
-WITHOUT_LO = """
-import sys
-from distlab.comm import run
-sys.stderr.write(repr(run(lambda: 7, 2, backend="shared")))
-run(int, 2, backend="gloo")
-"""
-
-
-def test_gloo_without_a_loopback_interface_says_what_to_do(tmp_path):
-    """In a network of its own, whose loopback interface nobody has brought up."""
-    apart = ["unshare", "--net", *(["--map-root-user"] if os.geteuid() else [])]
-    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
-        pytest.skip("no network of its own can be made here (unshare --net)")
-    (tmp_path / "script.py").write_text(WITHOUT_LO)
-    done = subprocess.run([*apart, sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=100)
-    assert done.stderr.startswith("[7, 7]")
-    assert "gloo finds no address on the network interface lo; bring it up (ip link set lo up), or" in done.stderr
-    assert "pass backend='shared', which needs no network" in done.stderr
-
-
-def test_a_network_interface_that_is_not_there_is_told_with_those_that_are(monkeypatch):
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    with pytest.raises(RuntimeError, match=r"rank 3: gloo finds .* eth7; this machine has lo, eth0: set GLOO_SOCKET_"):
-        with explained(3):
-            raise RuntimeError("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth7")

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -192,39 +191,13 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, words):
 
 
 def test_a_folder_of_another_user_is_not_trusted(tmp_path, monkeypatch):
-    from distlab.comm.standby.__main__ import _connect
+    from distlab.comm.standby import _connect
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"distlab-standby-{os.getuid()}-1").mkdir(mode=0o777)
     os.chmod(tmp_path / f"distlab-standby-{os.getuid()}-1", 0o777)
     with pytest.raises(PermissionError, match="is not a folder of this user alone; remove it"):
         _connect(1)
-
-
-def test_signals_are_passed_on_behind_the_request_and_the_end_of_the_other_side_is_no_error(tmp_path, monkeypatch):
-    from distlab.comm.standby import __main__ as asking
-
-    script, seen = tmp_path / "script.py", []
-    script.touch()
-    here, there = socket.socketpair()
-
-    def send_request(*_):
-        seen.append(signal.getsignal(signal.SIGTERM))
-        there.send(asking.ENDED.pack(0))
-        there.close()
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    monkeypatch.setattr(asking, "_connect", lambda agent: here)
-    monkeypatch.setattr(asking, "send_request", send_request)
-    before = {number: signal.getsignal(number) for number in asking.PASSED_ON}
-    try:
-        assert asking.main([str(script)]) == 0
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        here.close()
-    assert seen == [before[signal.SIGTERM]]
 
 
 def test_where_finds_the_ranks_that_were_forked(tmp_path):

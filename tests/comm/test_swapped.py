@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks
-from distlab.comm.record.alike.swapped import place_of
+from distlab.comm.record.swapped import place_of
 
 
 def in_branches(rank):
@@ -27,14 +27,6 @@ def take_turns(rank):
             dist.all_reduce(torch.ones(4))
         else:
             dist.all_reduce(torch.zeros(4))
-
-
-def take_turns_by_continue(rank):
-    for turn in range(2 * dist.get_world_size()):
-        if turn % 2 == rank % 2:
-            dist.all_reduce(torch.ones(4))
-            continue
-        dist.all_reduce(torch.zeros(4))
 
 
 def wait_in_turn(rank):
@@ -94,18 +86,6 @@ def in_hooks_or_after(rank):
         buckets.ready() if step % 2 == rank % 2 else buckets.rest()
 
 
-def in_closures_or_after(rank):
-    def ready():
-        dist.all_reduce(torch.ones(4))
-
-    def rest():
-        dist.all_reduce(torch.ones(4))
-
-    for step in range(4):
-        ready()
-        (ready if step % 2 == rank % 2 else rest)()
-
-
 SEND = """
 def send(counts, *gradient):
     for _ in range(counts[0]):
@@ -125,8 +105,8 @@ def in_backward_or_after(rank):
         package["send"]([2 - counts[0]])
 
 
-NO_EXCHANGE = [in_branches, take_turns, take_turns_by_continue, wait_in_turn, own_lines, other_roots]
-NO_EXCHANGE += [in_hooks_or_after, in_closures_or_after, in_backward_or_after]
+NO_EXCHANGE = [in_branches, take_turns, wait_in_turn, own_lines, other_roots]
+NO_EXCHANGE += [in_hooks_or_after, in_backward_or_after]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

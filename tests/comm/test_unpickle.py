@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distlab.comm.unpickle import restricted_load
+from distlab.comm.plain import restricted_load
 
 
 class _Runs:

@@ -10,7 +10,6 @@ from collective_programs import (
     reduced_differently,
     scattered_in_memory,
 )
-from odd_tensors import expanded
 from random_programs import hold
 
 LAYOUTS = [(2, 2), (4, 2), (3, 3), (4, 4)]
@@ -38,10 +37,6 @@ def test_data_goes_where_it_should(node_ranks, world_size, nodes, numel):
 @pytest.mark.parametrize(("world_size", "nodes"), LAYOUTS[1:3])
 def test_tensors_that_lie_scattered_in_memory(node_ranks, world_size, nodes):
     assert node_ranks(world_size, nodes).run(scattered_in_memory) == [[]] * world_size
-
-
-def test_tensors_of_which_elements_lie_at_one_place(node_ranks):
-    assert node_ranks(4).run(expanded) == [[]] * 4
 
 
 def test_bits_repeat_and_are_equal_on_all_ranks(node_ranks):

@@ -8,7 +8,7 @@ import pytest
 
 from distlab.nodes import Nodes
 from distlab.nodes.messages import CrossingMessages
-from distlab.nodes.place import Place
+from distlab.nodes.place import NodePlacement
 from distlab.nodes.wire import Pace, Wire
 from distlab.shared_memory.work import SharedWork
 
@@ -47,14 +47,16 @@ def test_ranks_fill_nodes_in_their_order():
         "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2",
     }
-    assert Place.of(range(8), 5, 4) == Place(((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7), (1, 5))
-    assert Place.of([1, 3, 4, 6], 2, 4) == Place(((0, 1), (2, 3)), (2, 3), (0, 2)), "numbers within the group"
-    across = Place.of([1, 5], 0, 4)
+    assert NodePlacement.of(range(8), 5, 4) == NodePlacement(((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7), (1, 5))
+    assert NodePlacement.of([1, 3, 4, 6], 2, 4) == NodePlacement(((0, 1), (2, 3)), (2, 3), (0, 2)), (
+        "numbers within the group"
+    )
+    across = NodePlacement.of([1, 5], 0, 4)
     assert (across.row, across.column, across.mates) == ((0,), (0, 1), (0,))
 
 
 def test_uneven_nodes_make_one_ring():
-    place = Place.of([0, 1, 4], 1, 4)
+    place = NodePlacement.of([0, 1, 4], 1, 4)
     assert (place.row, place.column, place.mates) == ((1,), (0, 1, 2), (0, 1))
 
 

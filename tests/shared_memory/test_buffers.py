@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -133,28 +132,6 @@ def kept_and_left():
 
 def test_a_buffer_is_gone_with_the_last_view_of_it():
     assert run(kept_and_left, 2, backend="shared") == [(1, 1, 0, False, 2.0)] * 2
-
-
-def without_room(limited):
-    """Rank 0 may not make the memory, or rank 1 not map it: all take memory of their own."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == limited == 1:
-        buffers.map_file = refuse
-    if dist.get_rank() == limited == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    buffer = zeros(50_000, dtype=torch.float32, device=torch.device("cpu"), group=None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    dist.all_reduce(buffer.fill_(1.0))
-    return mapped(), buffer.unique().tolist()
-
-
-def refuse(*_):
-    raise OSError("no room")
-
-
-@pytest.mark.parametrize("limited", [0, 1])
-def test_where_one_rank_has_no_room_all_take_memory_of_their_own(limited):
-    assert run(without_room, 2, args=(limited,), backend="shared", record=False) == [(1, [2.0])] * 2
 
 
 def trained():

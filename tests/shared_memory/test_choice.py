@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.shared_memory import futex, join, room
-from distlab.shared_memory.choice import meet_if_possible
+from distlab.shared_memory.group import meet_if_possible
 
 
 @pytest.fixture(autouse=True)
@@ -75,25 +75,6 @@ def met(folder):
 def test_whatever_hinders_one_rank_lets_all_take_gloo(tmp_path):
     for found in run(met, 2, args=(str(tmp_path),), record=False):
         assert found == [False] * len(HINDRANCES) + [True]
-
-
-def a_group_without_room(limited):
-    """Return the sums over a group for which one rank has no addresses, and over all ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == limited:
-            patch.setattr(join, "Arena", raises)
-        group = dist.new_group([0, 1])
-    inside, all_ranks = torch.ones(3), torch.ones(3)
-    dist.all_reduce(inside, group=group)
-    dist.all_reduce(all_ranks)
-    is_shared = type(group).__name__ == "SharedGroup"
-    return inside.tolist(), all_ranks.tolist(), is_shared, dist.get_backend()
-
-
-@pytest.mark.parametrize("limited", [0, 1])
-def test_a_group_without_room_is_one_of_gloo_where_nobody_named_a_backend(limited):
-    found = run(a_group_without_room, 2, args=(limited,), backend="cpu")
-    assert found == [([2.0] * 3, [2.0] * 3, False, "shared")] * 2
 
 
 SCRIPT = """

@@ -175,15 +175,6 @@ def test_what_was_said_first_of_a_calls_end_counts():
     assert end.stand(1.0)
 
 
-def test_a_rank_0_that_gives_up_tells_the_others():
-    store = dist.HashStore()
-    store.set("place1", json.dumps(join._own_place("")))
-    with pytest.raises(RuntimeError, match="timed out waiting 200 ms for rank 1 to join the group") as caught:
-        join.join(store, 0, [0, 1], 0.2)
-    assert store.get("failed").decode() == str(caught.value)
-    assert not store.check(["refused"]), "the others do not take gloo, where rank 0 would not come"
-
-
 def refusals():
     x, n = torch.ones(4), dist.get_world_size()
     return {
@@ -199,8 +190,8 @@ def refusals():
 
 def test_what_cannot_be_is_refused_on_each_rank_without_a_message():
     for rank, found in enumerate(run(refusals, 2, backend="shared")):
-        assert f"rank {rank}: all_reduce: got a tensor on meta; backend 'shared' moves CPU tensors" in found["meta"]
-        assert "sparse tensor" in found["sparse"]
+        assert f"rank {rank}: all_reduce: got a Tensor of layout strided on meta; backend 'shared'" in found["meta"]
+        assert f"rank {rank}: broadcast: got a Tensor of layout sparse_coo on cpu" in found["sparse"]
         assert "is for whole numbers and bool, got torch.float32" in found["bits"]
         assert "must have 8 elements" in found["room"]
         assert "must be of the size" in found["list"]

@@ -10,8 +10,7 @@ from collective_programs import backwards
 
 from distlab.comm import Ranks, run
 from distlab.shared_memory import arena, futex
-from distlab.shared_memory.messages.lanes import InLane, OutLane
-from distlab.shared_memory.messages.letters import NUM_RECEIPTS, Message
+from distlab.shared_memory.messages.lanes import InLane, Message, OutLane
 from distlab.shared_memory.work import SharedWork
 
 
@@ -116,7 +115,7 @@ def test_a_rank_that_leaves_at_once_has_told_which_messages_it_took():
 def both_ends():
     """Return both ends of a lane, how often each rank was rung, and the memory, for as long as they are used."""
     file = os.memfd_create("lane")
-    os.ftruncate(file, arena.Layout(2).num_bytes)
+    os.ftruncate(file, arena.ArenaLayout(2).num_bytes)
     ends = [arena.Arena(file, rank, 2, [(os.getpid(), "")] * 2) for rank in range(2)]
     os.close(file)
     bells = [futex.word_at(ends[0].header(rank) + arena.BELL) for rank in range(2)]
@@ -126,7 +125,7 @@ def both_ends():
 def test_each_side_is_rung_at_every_piece_that_it_can_move():
     """So that one piece is read while the next is written."""
     out, lane, rung, _memory = both_ends()
-    piece_bytes = arena.Layout(2).piece_bytes
+    piece_bytes = arena.ArenaLayout(2).piece_bytes
     source = torch.arange(3 * arena.NUM_PIECES * piece_bytes // 8)  # three times what the lane holds
     target = torch.zeros_like(source)
     send, receive = (Message(1 - k, 0, one, 0, "", SharedWork([]), 0.0) for k, one in enumerate((source, target)))
@@ -159,27 +158,6 @@ def test_small_pieces_are_moved_together_before_the_other_side_is_rung(monkeypat
     assert turns == 3
     assert rung() == [0, 0]
     assert torch.equal(source, target)
-
-
-def test_receipts_for_which_there_is_no_room_come_later():
-    (out, lane, _, _memory), count = both_ends(), NUM_RECEIPTS + 88
-    sends = [Message(1, tag, torch.full((1,), tag), 0, "", SharedWork([]), 0.0) for tag in range(count)]
-    out.waiting.extend(sends)
-    other = [Message(0, count, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0)]
-    while out.advance() or lane.advance(other):
-        pass
-    receives = [Message(0, tag, torch.zeros(1, dtype=torch.int64), 0, "", SharedWork([]), 0.0) for tag in range(count)]
-    lane.advance(list(receives))
-    assert all(receive.work.is_over for receive in receives)
-    assert [int(receive.memory) for receive in receives] == list(range(count))
-    assert lane.is_silent
-    assert out.advance(), "the receiver waits for room"
-    assert sum(send.work.is_over for send in sends) == NUM_RECEIPTS
-    assert lane.advance([])
-    out.advance()
-    assert all(send.work.is_over for send in sends)
-    assert not lane.is_silent
-    assert not out.messages
 
 
 def send_to_a_late_receiver():

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 
 from distlab.checkpoint.formats.by_names import Held, Place
 from distlab.comm.checks import open_file
-from distlab.comm.unpickle import restricted_load
+from distlab.comm.plain import restricted_load
 
 METADATA = ".metadata"
 _KINDS = (

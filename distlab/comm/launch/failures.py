@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import re
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.comm.agree import ranks_in_words
-from distlab.comm.where.frames import is_machinery, owner_of, threads_in
+from distlab.comm.where.frames import is_machinery, owner_of, threads_in, traceback_lines
 
 # What a rank sees when another one has gone. It is a consequence, never the cause.
 PEER_NOISE = re.compile(
@@ -22,7 +21,6 @@ PEER_NOISE = re.compile(
 _FRAME = 'File "'
 MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
 LONGEST_LINE = 500  # of what an error repeats of a line
-LOST_CONNECTION = 97  # exit status of a rank that cannot reach its launcher any more
 
 LEFT = (
     "left the process group (dist.destroy_process_group), which the other ranks still used: destroy it on every rank "
@@ -105,16 +103,8 @@ def by_cause(failures: Sequence[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))
 
 
-def describe_exit(exit_code: int, last_output: Sequence[str] = ()) -> str:
-    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess.
-
-    Where a rank closes every file, gloo's own thread may notice first and abort: the last output says so.
-    """
-    gloo_lost_its_files = exit_code == -signal.SIGABRT and any("nfds != -1" in line for line in last_output)
-    if exit_code == LOST_CONNECTION or gloo_lost_its_files:
-        return (
-            "closed a file descriptor that it did not open (os.close, os.closerange), so its result could not be sent"
-        )
+def describe_exit(exit_code: int) -> str:
+    """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
     if exit_code >= 0:
         return f"exited with status {exit_code} before it returned (os._exit, or an exit in C code)"
     try:
@@ -230,10 +220,7 @@ def format_stack(text: str) -> str:
         if number < len(threads) and all(owner_of(frame.file) not in ("user", "package") for frame in frames):
             continue
         lines = [line for line in block.splitlines()[:1] if line.startswith("Fatal")]
-        for file, line, name in reversed(frames):
-            if not is_machinery(file):
-                source = linecache.getline(file, line).strip()
-                lines += [f'  File "{file}", line {line}, in {name}', *([f"    {source}"] if source else [])]
+        lines += traceback_lines([frame for frame in frames if not is_machinery(frame.file)])
         if lines:
             shown.append("\n".join(lines))
     return "\n\n".join(shown)

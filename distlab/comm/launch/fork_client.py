@@ -19,10 +19,31 @@ from pathlib import Path
 
 from distlab.comm.launch.forkserver import send_request
 
-SERVE_RANK = ("distlab.comm.launch.worker", "serve_rank")  # what runs inside a rank
 OPTIMIZERS = "torch._dynamo"  # torch.optim loads it, which takes as long as torch itself: once here, not once per rank
 PRELOAD = (OPTIMIZERS, "cloudpickle", "distlab.comm.launch.worker")
 PREPARE = ("distlab.comm.launch.worker:before_forks",)
+
+
+def start_server(end: socket.socket, owner: int, modules: Sequence[str], folder: str = "") -> subprocess.Popen[bytes]:
+    """Start a process that loads modules and then serves requests; the arguments are those of `forkserver.serve`.
+
+    Raises:
+        OSError: the system makes no process.
+    """
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
+        f"serve({end.fileno()}, {owner}, {tuple(modules)!r}, {folder!r})"
+    )
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return subprocess.Popen(
+        [sys.executable, *flags, "-c", program],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | one_thread,
+        start_new_session=True,  # torchrun and Ctrl-C signal a whole session
+    )
 
 
 class ForkServer:
@@ -36,21 +57,8 @@ class ForkServer:
         if None in (sys.__stdin__, sys.__stdout__, sys.__stderr__):  # sockets may have got their numbers
             raise RuntimeError("standard input, output or errors are closed; start this program with them on /dev/null")
         self._control, theirs = socket.socketpair()
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
-            f"serve({theirs.fileno()}, {os.getpid()}, {(*modules, *PREPARE)!r}, {SERVE_RANK!r})"
-        )
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", program],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=os.environ | one_thread,
-                start_new_session=True,
-            )
+            self._process = start_server(theirs, os.getpid(), (*modules, *PREPARE))
         except OSError as error:
             self._control.close()
             raise RuntimeError(

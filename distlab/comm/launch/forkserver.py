@@ -1,16 +1,15 @@
 """The fork server: a process that has torch loaded and forks each rank from itself in a few milliseconds.
 
 A forked rank inherits the loaded modules, so ranks start at once and share memory. The program that asks for ranks is
-never forked: it may be a notebook that has used torch, whose threads and locks a fork would break.
+never forked: it may be a notebook that has used torch, whose threads and locks a fork would break. `run` and notebooks
+have a server each (`fork_client`); the ranks of one torchrun share one (`distlab.comm.standby`).
 
 The server also guards its ranks. It is their parent, so it alone may signal them without the risk that the system gave
-a process number to another process. When the launcher ends, in whatever way, the server reads end of file. It then
-kills every rank with SIGKILL (also a stopped rank, or one that ignores SIGTERM), removes their folders and exits. If
-the server itself is killed, the kernel kills the ranks (Linux), and a thread in each rank sees the end of file of the
-server's pipe. multiprocessing's fork server does not do this: each child holds its pipe open.
+a process number to another process. Where one who asked for ranks ends, in whatever way, the server reads end of file.
+It then kills those ranks with SIGKILL (also a stopped rank, or one that ignores SIGTERM). Where its owner ends, it also
+removes their folders and exits. If the server itself is killed, the kernel kills the ranks (Linux).
 
-This file holds the server's side and loads nothing but the standard library; `fork_client` holds the launcher's side,
-and names the function that runs inside a rank (`worker.serve_rank`).
+This file loads nothing but the standard library. What a rank does stands in the request, as "module:function".
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from distlab.comm.launch.processes import (
     PR_SET_CHILD_SUBREAPER,
@@ -39,19 +39,20 @@ from distlab.comm.launch.processes import (
     kill_group,
     prctl,
 )
+from distlab.comm.where.answer import SIGNAL
 
 LENGTH = struct.Struct("I")
 STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds
 NOT_STARTED = 0  # in place of a process number; then the status is the error's number
 
 
-def send_request(control: socket.socket, request: dict[str, object], fds: Sequence[int] = ()) -> None:
+def send_request(control: socket.socket, request: Mapping[str, object], fds: Sequence[int] = ()) -> None:
     """Send one request, with the file descriptors that go with it."""
     body = json.dumps(request).encode()
     socket.send_fds(control, [LENGTH.pack(len(body)) + body], list(fds))
 
 
-def receive_request(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
+def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Receive one request and its file descriptors; None at end of file."""
     head, fds, _, _ = socket.recv_fds(control, LENGTH.size, 8)
     if not head:
@@ -67,73 +68,93 @@ def receive_request(control: socket.socket) -> tuple[dict[str, object], list[int
 
 @dataclass
 class Child:
-    """A rank as its server sees it: which set of ranks it belongs to, and the pipe that reports on it."""
+    """A rank as its server sees it: who asked for it, its set of ranks, and the pipe that reports on it."""
 
+    asker: socket.socket
     pool: str
     rank: int
     status_fd: int
 
     def report(self, pid: int, status: int) -> None:
-        """Tell the launcher that the process started (status -1) or how it ended."""
+        """Tell who asked that the process started (status -1) or how it ended."""
         with contextlib.suppress(OSError):
             os.write(self.status_fd, STATUS.pack(pid, status, time.monotonic_ns()))
 
 
 @dataclass
-class Server:
-    """The running fork server: its children by process number, and the folders to remove at the end."""
+class RankServer:
+    """The running fork server.
 
-    control: socket.socket
-    launcher_pid: int
-    alive_r: int
-    alive_w: int
+    Attributes:
+        owner: process number of the one with which it ends.
+        wake: readable when a child ends; `waker` is its other end.
+        askers: who may ask for ranks: the launcher, or those that came to the listener.
+        listener: where more of them come; None: the launcher is the only one.
+        ranks: its children by process number.
+        folders: to be removed at the end.
+    """
+
+    owner: int
     wake: socket.socket
     waker: socket.socket
-    serve_rank: Callable[[int, int], int]
+    askers: list[socket.socket] = field(default_factory=list)
+    listener: socket.socket | None = None
     ranks: dict[int, Child] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
 
     def loop(self) -> None:
-        """Serve until the launcher is gone, then take everything down."""
+        """Serve until the owner is gone, then take everything down."""
+        heard: list[Any] = [self.wake, *([self.listener] if self.listener else [])]
         try:
-            while os.getppid() == self.launcher_pid:
-                ready, _, _ = select.select([self.control, self.wake], [], [], 0.5)
+            gone = [os.pidfd_open(self.owner)] if hasattr(os, "pidfd_open") else []
+            while self.askers or self.listener:
+                ready, _, _ = select.select([*heard, *self.askers, *gone], [], [], 0.5)
+                if not set(gone).isdisjoint(ready):
+                    break
+                os.kill(self.owner, 0)  # is it there?
                 if self.wake in ready:
                     self.wake.recv(65536)
                     self.reap()
-                if self.control in ready:
-                    received = receive_request(self.control)
-                    if received is None:
-                        break
-                    self.answer(*received)
+                for asker in [asker for asker in self.askers if asker in ready]:
+                    received = receive_request(asker)
+                    self.answer(asker, *received) if received is not None else self.part_from(asker)
+                if self.listener in ready and self.listener is not None:
+                    self.askers.append(self.listener.accept()[0])
+        except ProcessLookupError:  # the owner
+            pass
         finally:
             self.end()
 
-    def answer(self, request: dict[str, object], fds: list[int]) -> None:
+    def answer(self, asker: socket.socket, request: Mapping[str, Any], fds: list[int]) -> None:
         """Do what one request asks."""
-        kind, pool = request["kind"], str(request.get("pool"))
+        kind = request["kind"]
         if kind == "fork":
-            self.fork(pool, int(str(request["rank"])), fds)
+            self.fork(asker, request, fds)
         elif kind == "signal":
-            chosen, number = request["ranks"], int(str(request["signal"]))
+            chosen, number = request["ranks"], request["signal"]
             for pid, child in self.ranks.items():
-                if child.pool == pool and (chosen is None or child.rank in chosen):  # type: ignore[operator]
-                    if number == signal.SIGKILL:
-                        kill_group(pid)
-                    else:
-                        os.kill(pid, number)
+                if child.pool == request["pool"] and (chosen is None or child.rank in chosen):
+                    kill_group(pid) if number == signal.SIGKILL else os.kill(pid, number)
         elif kind == "load":
-            load(request["modules"])  # type: ignore[arg-type]
+            load(request["modules"])
         elif kind == "folder":
-            self.folders.add(str(request["path"]))
+            self.folders.add(request["path"])
         elif kind == "forget":
-            self.folders.discard(str(request["path"]))
+            self.folders.discard(request["path"])
 
-    def fork(self, pool: str, rank: int, fds: list[int]) -> None:
-        """Fork one rank; fds are its socket to the launcher, its output pipe and its status pipe."""
-        job_fd, output_fd, status_fd = fds
+    def part_from(self, asker: socket.socket) -> None:
+        """Kill the ranks of one who is gone."""
+        self.askers.remove(asker)
+        asker.close()
+        for pid, child in self.ranks.items():
+            if child.asker is asker:
+                kill_group(pid)
+
+    def fork(self, asker: socket.socket, request: Mapping[str, Any], fds: list[int]) -> None:
+        """Fork one rank; fds are its status pipe and the files that its function takes."""
+        status_fd, *files = fds
         server_pid = os.getpid()
-        child = Child(pool, rank, status_fd)
+        child = Child(asker, request["pool"], request["rank"], status_fd)
         try:
             pid = os.fork()
         except OSError as error:  # a limit of processes
@@ -143,10 +164,10 @@ class Server:
         if pid == 0:
             code = 1
             try:
-                self.become_rank(output_fd, status_fd)
-                if os.getppid() != server_pid:
-                    os._exit(code)  # the server died before the kernel knew to kill this process with it
-                code = self.serve_rank(job_fd, self.alive_r)
+                self.become_child(status_fd)
+                if os.getppid() == server_pid:  # else the server died before the kernel knew to kill this one with it
+                    module, _, function = request["run"].partition(":")
+                    code = getattr(importlib.import_module(module), function)(request, files)
             except KeyboardInterrupt:  # outside of a job; end as the signal ends a program that does not catch it
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)
@@ -156,22 +177,36 @@ class Server:
                 with contextlib.suppress(Exception):
                     sys.stderr.flush()
                 os._exit(code)
-        close_all((job_fd, output_fd))
+        close_all(files)
         self.ranks[pid] = child
         child.report(pid, -1)
 
-    def become_rank(self, output_fd: int, status_fd: int) -> None:
-        """In the child: drop what is the server's, take a session of its own, and write to the launcher's pipe."""
-        close_all((self.alive_w, status_fd, *(child.status_fd for child in self.ranks.values())))
-        become_child((self.control, self.wake, self.waker), {1: output_fd, 2: output_fd})
+    def become_child(self, status_fd: int) -> None:
+        """In a new child: drop what is the server's, and take a session of its own."""
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        close_all((status_fd, *(child.status_fd for child in self.ranks.values())))
+        for end in (self.wake, self.waker, *self.askers, *([self.listener] if self.listener else [])):
+            end.close()
 
     def reap(self) -> None:
         """Report every rank that ended, and kill what it left in its process group."""
-        for pid, status in ended_children(self.ranks):
-            child = self.ranks.pop(pid, None)
-            if child is not None:
-                child.report(pid, status)
-                os.close(child.status_fd)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                if hasattr(os, "waitid"):  # look first: the group's number stays reserved until the rank is reaped
+                    info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if info is not None and info.si_pid in self.ranks:
+                        kill_group(info.si_pid)
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                child = self.ranks.pop(pid, None)
+                if child is not None:
+                    child.report(pid, status)
+                    os.close(child.status_fd)
         self.kill_strays()
 
     def kill_strays(self) -> None:
@@ -181,19 +216,15 @@ class Server:
             if pid not in self.ranks and (not alive or job_of(pid) not in {*alive, None}):
                 kill_group(pid)
 
-    def take_folders(self) -> None:
-        """Read the folders that a launcher named before it died, perhaps while this process still loaded torch."""
-        self.control.setblocking(False)
-        with contextlib.suppress(OSError):
-            while (received := receive_request(self.control)) is not None:
-                request, fds = received
-                if request["kind"] in ("folder", "forget"):
-                    self.answer(request, fds)
-
     def end(self) -> None:
         """Kill every rank and every descendant, remove their folders."""
         deadline = time.monotonic() + 5
-        self.take_folders()
+        for asker in self.askers:  # folders that a launcher named before it died, perhaps while torch was loaded here
+            asker.setblocking(False)
+            with contextlib.suppress(OSError):
+                while (received := receive_request(asker)) is not None:
+                    if received[0]["kind"] in ("folder", "forget"):
+                        self.answer(asker, *received)
         for pid in self.ranks:
             kill_group(pid)
         while time.monotonic() < deadline:
@@ -206,7 +237,7 @@ class Server:
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
         signal.set_wakeup_fd(-1)
-        for end in (self.control, self.wake, self.waker):  # who asks Python for all warnings reads of open sockets
+        for end in (*self.askers, self.wake, self.waker):  # who asks Python for all warnings reads of open sockets
             end.close()
 
 
@@ -225,45 +256,8 @@ def load(modules: Sequence[str]) -> None:
         gc.freeze()  # the collector then leaves the loaded modules' pages shared
 
 
-def become_parent(preload: Sequence[str]) -> tuple[socket.socket, socket.socket]:
-    """Load modules for ranks to come, adopt what they leave, and return a socket that is readable when a child ends.
-
-    The second socket is its other end, which must stay open.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    load(preload)
-    wake, waker = socket.socketpair()
-    wake.setblocking(False)
-    waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
-    return wake, waker
-
-
-def ended_children(ranks: Container[int]) -> Iterator[tuple[int, int]]:
-    """Yield number and wait status of each child that has ended, and kill what a rank left in its process group."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            if hasattr(os, "waitid"):  # look first: the group's number stays reserved until the rank is reaped
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if info is not None and info.si_pid in ranks:
-                    kill_group(info.si_pid)
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            yield pid, status
-
-
-def become_child(ends: Iterable[socket.socket], files: Mapping[int, int]) -> None:
-    """In a new child: drop what is the server's, take a session of its own, and take over files by number."""
-    os.setsid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for end in ends:
-        end.close()
+def take_files(files: Mapping[int, int]) -> None:
+    """In a new child: take over its standard files, by number."""
     for number, fd in files.items():
         os.dup2(fd, number)
     close_all([*set(files.values())])
@@ -273,17 +267,26 @@ def become_child(ends: Iterable[socket.socket], files: Mapping[int, int]) -> Non
     )
 
 
-def serve(control_fd: int, launcher_pid: int, preload: Sequence[str], serve_rank: tuple[str, str]) -> None:
-    """Run the fork server: load the modules, then serve requests until the launcher is gone.
+def serve(fd: int, owner: int, preload: Sequence[str], folder: str = "") -> None:
+    """Run the fork server: load the modules, then serve requests until the owner is gone.
 
     Args:
-        control_fd: the socket to the launcher.
-        launcher_pid: the launcher's process number.
+        fd: the socket to the owner; with a folder, where those who ask for ranks connect.
+        owner: its process number.
         preload: modules to load once, here, for all ranks.
-        serve_rank: module and name of the function that runs inside each rank.
+        folder: is removed at the end.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    wake, waker = become_parent(preload)
-    module, name = serve_rank
-    run_rank = getattr(importlib.import_module(module), name)
-    Server(socket.socket(fileno=control_fd), launcher_pid, *os.pipe(), wake, waker, run_rank).loop()
+    for number in (SIGNAL, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    load(preload)
+    wake, waker = socket.socketpair()
+    wake.setblocking(False)
+    waker.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno())
+    end = socket.socket(fileno=fd)
+    if folder:
+        RankServer(owner, wake, waker, listener=end, folders={folder}).loop()
+    else:
+        RankServer(owner, wake, waker, askers=[end]).loop()

@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.comm.checks import FDS_PER_RANK, working_directory
+from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.output import Output, Screen
 from distlab.comm.launch.worker import stack_path
+from distlab.comm.where.answer import SIGNAL, is_whole
 from distlab.nodes import Nodes
 
 ONE_NODE = Nodes(1)
+SERVE_RANK = "distlab.comm.launch.worker:serve_rank"  # what runs inside a rank
 MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
 ANSWER_S = 0.5  # for ranks to say where they stand
+CRASH = "Fatal Python error"  # begins a stack that faulthandler writes by itself
 NEXT_JOB = "recv_bytes"  # where a rank stands between two jobs
+MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
+MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
+_LINE_END = re.compile(r"\r\n|\n|\r")
 
 
-class Event(NamedTuple):
-    """Something that happened on a rank: a reply to a job, or the end of its process."""
+class Ended(NamedTuple):
+    """What ended on a rank: a job, with its reply, or the process."""
 
     rank: int
     reply: Reply | None
+
+
+class Output:
+    """A rank's standard output and error, split into whole lines, which are shown as they come."""
+
+    def __init__(self, rank: int, fd: int, *, echo: bool) -> None:
+        self.rank, self.fd, self.echo = rank, fd, echo
+        self.last = deque[str](maxlen=20)
+        self.num_bytes = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._partial = ""
+        os.set_blocking(fd, False)
+
+    def read(self) -> bool:
+        """Pass on what has arrived, at most about MAX_READ bytes, and return whether more may come."""
+        limit = self.num_bytes + MAX_READ
+        while self.num_bytes < limit:
+            try:
+                data = os.read(self.fd, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                self.flush()
+                return False
+            self.num_bytes += len(data)
+            *lines, self._partial = _LINE_END.split(self._partial + self._decode(data))
+            for line in lines:
+                self._pass_on(line)
+            if len(self._partial) > MAX_LINE:
+                self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Pass on a last line that has no line end."""
+        if self._partial:
+            self._pass_on(self._partial)
+            self._partial = ""
+
+    def _pass_on(self, line: str) -> None:
+        self.last.append(line)
+        if self.echo:
+            sys.stdout.write(f"[rank {self.rank}] {line}\n")
 
 
 @dataclass
@@ -84,7 +134,6 @@ class Pool:
     def __post_init__(self) -> None:
         self._server = fork_server()
         self._selector = selectors.DefaultSelector()
-        self._screen = Screen(is_on=self.echo)
         self._is_down = False
         self.folder = self._server.make_folder()
         self._name = self.folder.name
@@ -113,7 +162,7 @@ class Pool:
             folder=str(self.folder),
             environment=dict(os.environ),
             import_path=tuple(sys.path),
-            directory=working_directory(),
+            directory=os.getcwd(),
             plain=self.plain,
             nodes=self.nodes,
         )
@@ -123,13 +172,14 @@ class Pool:
         ours, theirs = socket.socketpair()
         output_r, output_w = os.pipe()
         status_r, status_w = os.pipe()
-        process = RankProcess(rank, Connection(ours.detach()), Output(rank, output_r, self._screen), status_r)
+        output = Output(rank, output_r, echo=self.echo)
+        process = RankProcess(rank, Connection(ours.detach()), output, status_r)
         self.ranks.append(process)
         for fileobj, name in ((process.connection, "reply"), (output_r, "output"), (status_r, "status")):
             self._selector.register(fileobj, selectors.EVENT_READ, (rank, name))
         try:
-            request: dict[str, object] = {"kind": "fork", "pool": self._name, "rank": rank}
-            self._server.request(request, (theirs.fileno(), output_w, status_w))
+            request: dict[str, object] = {"kind": "fork", "pool": self._name, "rank": rank, "run": SERVE_RANK}
+            self._server.request(request, (status_w, output_w, theirs.fileno()))
         finally:
             theirs.close()
             os.close(output_w)
@@ -139,13 +189,8 @@ class Pool:
         """Hand a job to some ranks; one that has died is noticed by `poll`.
 
         Raises:
-            RuntimeError: the ranks' folder is gone; or the job is large, and its file cannot be written.
+            RuntimeError: the job is large, and its file cannot be written.
         """
-        if not self.folder.is_dir():  # results, records and stacks go through it
-            raise RuntimeError(
-                f"the folder of these ranks, {self.folder}, was removed meanwhile (by a program that cleans up?); they "
-                "have ended: run again, which starts others"
-            )
         try:
             message = pickle.dumps(Job(kind, Body.of(data, self.folder / "job")))
         except OSError as error:
@@ -157,7 +202,7 @@ class Pool:
             with contextlib.suppress(OSError):
                 self.ranks[rank].connection.send_bytes(message)
 
-    def poll(self, timeout_s: float) -> list[Event]:
+    def poll(self, timeout_s: float) -> list[Ended]:
         """Wait for something to happen; pass on output, and return replies and deaths."""
         names: dict[str, list[int]] = {"output": [], "reply": [], "status": []}
         for key, _ in self._selector.select(timeout_s):
@@ -165,25 +210,25 @@ class Pool:
             names[name].append(rank)
         for rank in names["output"]:
             self._read_output(rank)
-        events = [event for rank in names["reply"] if (event := self._read_reply(rank)) is not None]
+        ended = [one for rank in names["reply"] if (one := self._read_reply(rank)) is not None]
         for rank in names["status"]:
             process = self.ranks[rank]
             process.read_status()
             if process.is_gone:
                 self._forget(process.status_fd)
-                event = self._read_reply(rank)  # its last word, which may have arrived after the select
+                last_word = self._read_reply(rank)  # which may have arrived after the select
                 self._read_output(rank)
-                events.append(event or Event(rank, None))
-        if names["output"]:
-            self._screen.flush()
-        return events
+                ended.append(last_word or Ended(rank, None))
+        if names["output"] and self.echo:
+            sys.stdout.flush()
+        return ended
 
     def _read_output(self, rank: int) -> None:
         output = self.ranks[rank].output
         if self._is_listening(output.fd) and not output.read():
             self._forget(output.fd)
 
-    def _read_reply(self, rank: int) -> Event | None:
+    def _read_reply(self, rank: int) -> Ended | None:
         connection = self.ranks[rank].connection
         try:
             if not self._is_listening(connection) or not connection.poll(0):
@@ -195,7 +240,7 @@ class Pool:
             self._forget(connection)
             return None
         self._read_output(rank)  # what it printed before it replied
-        return Event(rank, reply)
+        return Ended(rank, reply)
 
     def _has_replied(self, rank: int) -> bool:
         """Return whether a rank has said what `poll` has not read yet, or has gone."""
@@ -215,7 +260,7 @@ class Pool:
         process = self.ranks[rank]
         summary = "ended with its fork server, which was killed"
         if process.wait_status is not None:
-            summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status), process.output.last)
+            summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status))
         if process.why_not:
             summary = (
                 f"could not be started ({process.why_not}): this user or container may have no more processes, or the "
@@ -237,18 +282,20 @@ class Pool:
         Those that have replied meanwhile are left out: they wait for their next job.
         """
         asked = [rank for rank in ranks if not self.ranks[rank].is_gone and not self._has_replied(rank)]
+        for rank in asked:
+            with contextlib.suppress(OSError):  # it is starting
+                os.truncate(stack_path(self.folder, rank), 0)  # `distlab where` may have asked before
         with contextlib.suppress(RuntimeError):
-            self.signal(signal.SIGUSR1, asked)
+            self.signal(SIGNAL, asked)
         deadline = time.monotonic() + ANSWER_S
-        while time.monotonic() < deadline and not all(self._is_complete(rank) for rank in asked):
+        while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
             time.sleep(0.01)
         texts = {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
         return {rank: text for rank, text in texts.items() if NEXT_JOB not in text or not self._has_replied(rank)}
 
-    def _is_complete(self, rank: int) -> bool:
-        """Return whether the rank's stack is written to its end: the main thread comes last, its outermost call too."""
+    def _has_answered(self, rank: int) -> bool:
         with contextlib.suppress(OSError):
-            if stack_path(self.folder, rank).read_bytes().endswith(b" in <module>\n"):
+            if is_whole(stack_path(self.folder, rank).read_text(errors="replace")):
                 return True
         return self._is_stopped(rank)
 
@@ -261,13 +308,14 @@ class Pool:
     def _silence(self, rank: int) -> str:
         if self._is_stopped(rank):
             return "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
-        return "it does not answer: it is starting, something holds Python's interpreter lock, or it ignores SIGUSR1"
+        return "it does not answer: it is starting, or it gets no time to run"
 
     def _stack_text(self, rank: int) -> str:
         try:
-            return format_stack(stack_path(self.folder, rank).read_text(errors="replace"))
+            text = stack_path(self.folder, rank).read_text(errors="replace")
         except OSError:
             return ""
+        return format_stack(text[max(0, text.rfind(CRASH)) :])  # what it was asked before its crash matters no more
 
     def close(self, grace_s: float = 2.0) -> None:
         """Let the ranks leave their group and exit; kill those that take longer than the grace."""

@@ -7,7 +7,7 @@ output on line by line and raises the same `RankError` as `distlab.comm.run`.
     python -m distlab.comm.launch.torchrun PARENT_PID FOLDER torchrun's arguments ...
 
 is the agent. When its parent goes it kills its ranks and goes too; should the agent itself be killed, the kernel kills
-the ranks (Linux; elsewhere each rank looks every half second).
+the ranks that are in a `process_group` (Linux).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distlab.comm.checks import check_timeout, check_world_size, require_loopback
+from distlab.comm.checks import check_timeout, check_world_size
 from distlab.comm.command import runnable
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, RankTimeout, by_cause, describe_exit, error_of, standing
-from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, children, kill_group, prctl
+from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
 from distlab.comm.rendezvous import STORE_FILE
 
 SAID = 3  # exit status of a rank that has said all there is to say: a wrong result, told in its own words
@@ -72,7 +72,6 @@ def run_script(
     num_ranks, limit_s = check_world_size(num_ranks), check_timeout(limit_s)
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script}; pass the path of a Python file")
-    require_loopback()
     with tempfile.TemporaryDirectory(prefix="distlab-torchrun-") as folder, _terminable():
         flags = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--rdzv-backend", "c10d"]
         flags += ["--rdzv-endpoint", f"{folder}/rendezvous", "--rdzv-conf", "store_type=file"]
@@ -206,7 +205,7 @@ def _conclude(folder: Path, num_ranks: int, status: int, own_words: list[str]) -
         raise ValueError(reported[0].summary.partition(": ")[2])
     known = {failure.rank for failure in reported}
     failures = reported + [
-        Failure(rank, describe_exit(code), "", code == _STOPPED, time.monotonic_ns())
+        Failure(rank, describe_exit(code), "", code == _STOPPED, time.time_ns())
         for rank, code in exits.items()
         if rank not in known and code != SAID
     ]
@@ -230,8 +229,7 @@ def _reported(folder: Path) -> list[Failure]:
             text, more = message["message"], message["extraInfo"]
             noise = PEER_NOISE.search(text.partition("\n")[0]) is not None
             stack = more.get("stack", more["py_callstack"])
-            when = int(more.get("monotonic_ns", 0)) or path.stat().st_mtime_ns - time.time_ns() + time.monotonic_ns()
-            failures.append(Failure(int(path.parent.name), f"raised {text}", stack, noise, when))
+            failures.append(Failure(int(path.parent.name), f"raised {text}", stack, noise, path.stat().st_mtime_ns))
     return failures
 
 
@@ -240,11 +238,6 @@ def _exits(folder: Path) -> dict[int, int]:
     with contextlib.suppress(OSError, ValueError):
         return {int(rank): int(code) for rank, code in json.loads((folder / _ENDED).read_text()).items()}
     return {}
-
-
-def follow_launcher() -> None:
-    """Make the kernel kill this process when the one that started it ends (Linux; elsewhere nothing)."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def launcher_folder() -> Path | None:
@@ -262,7 +255,6 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
     stack = failures.shortened(stack)
     whole = stack if text in stack else f"{text}\n{stack}"
     more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}
-    more["monotonic_ns"] = str(time.monotonic_ns())  # which rank was first, also where the clock is set meanwhile
     fresh = folder / f"{_ERROR}.new"  # torchrun itself ends where it meets half a file of a rank that was killed
     fresh.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
     fresh.replace(folder / _ERROR)

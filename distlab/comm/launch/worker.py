@@ -9,12 +9,10 @@ import faulthandler
 import linecache
 import os
 import pickle
-import select
-import signal
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,10 @@ import torch.distributed as dist
 from distlab.comm import device
 from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
-from distlab.comm.launch.failures import LOST_CONNECTION, PEER_NOISE, Failure, text_of, well_formed
+from distlab.comm.launch.failures import PEER_NOISE, Failure, text_of, well_formed
+from distlab.comm.launch.forkserver import take_files
 from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.processes import JOB_VARIABLE, kill_group
+from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
@@ -51,13 +50,14 @@ def before_forks() -> None:
     FrontEnd.install()
 
 
-def serve_rank(job_fd: int, alive_fd: int) -> int:
+def serve_rank(request: object, files: Sequence[int]) -> int:
     """Run one rank: set up, join the group, do jobs; return the process's exit status.
 
-    job_fd is the socket to the launcher; alive_fd is a pipe that ends with the fork server.
+    The files are its output and the socket to the launcher.
     """
-    watch_lifelines(job_fd, alive_fd)
-    connection: Connection = Connection(job_fd)
+    output, job = files
+    take_files({1: output, 2: output})
+    connection: Connection = Connection(job)
     settings: Settings = pickle.loads(connection.recv_bytes())
     rank, own = _Rank(settings), os.getpid()
     try:
@@ -78,29 +78,10 @@ def serve_rank(job_fd: int, alive_fd: int) -> int:
         flush_output()
         if os.getpid() != own:  # a copy that the job made (os.fork) must not answer in the rank's place
             return int(reply.failure is not None)
-        try:
-            connection.send_bytes(reply.to_bytes())
-        except OSError:  # had the launcher gone, the lifeline would have ended this process
-            return LOST_CONNECTION
+        connection.send_bytes(reply.to_bytes())
     rank.leave()
     flush_output()
     return 0
-
-
-def watch_lifelines(*fds: int) -> None:
-    """Kill this process and its group as soon as the other end of any of these closes.
-
-    A thread waits in poll(), so this works while the main thread computes or waits in C.
-    """
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, 0)  # only POLLHUP and POLLERR, which need not be asked for
-
-    def wait() -> None:
-        poll.poll()
-        kill_group(os.getpid())
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 def prepare_process(settings: Settings) -> None:
@@ -116,10 +97,8 @@ def prepare_process(settings: Settings) -> None:
     with contextlib.suppress(OSError):
         os.chdir(settings.directory)
     keep_freed_memory()
-    stack_file = stack_path(settings.folder, settings.rank).open("w")
+    stack_file = answer(settings.rank, stack_path(settings.folder, settings.rank))
     faulthandler.enable(stack_file, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-    answer(settings.rank)
 
 
 def own_job() -> str:

@@ -9,12 +9,10 @@ When more calls are made than there are slots, old rows are overwritten; the tot
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -24,8 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.header import FINISHED, HEADER, MAGIC, STOPPED
-
 _COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 OPS: tuple[str, ...] = ("", *_COLLECTIVES, "barrier", "send", "recv")
 SEND, RECV = OPS.index("send"), OPS.index("recv")
@@ -33,7 +29,9 @@ SEND, RECV = OPS.index("send"), OPS.index("recv")
 # Life of a call. WAITING: the rank is blocked in it; ASIDE: a thread that need not block the rank is.
 ISSUED, WAITING, DONE, FAILED, ASIDE = 1, 2, 3, 4, 5
 MAX_TEXTS = 1 << 16  # a job may run for weeks, and its shapes change at each call
-CHUNK_BYTES = 1 << 16  # made ready at a time: to write where a full disk has no room would end the process
+FINISHED = 4  # a bit of the same number as the header's `aside`
+HEADER = struct.Struct("<8sQQQQqQQQQQ")  # a magic text, then what Header holds
+MAGIC = b"distrec4"
 
 ROW = np.dtype(
     [
@@ -73,6 +71,43 @@ TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
 ROWS_AT = 1024
 
 
+class Header(NamedTuple):
+    """Header of a rank's file, as read.
+
+    Attributes:
+        slots: rows that the ring holds.
+        job: how many times the record was begun; rows of different jobs never meet.
+        first: number of the job's first row.
+        newest: number of the newest row; first - 1 where there is none.
+        start_ns: start of the job.
+        aside: 1 where a thread that need not block the rank made a call; FINISHED where it makes no more calls.
+        counted: number of the first row that is not in the totals.
+        groups_begun, groups_made: how many groups the job has begun to make (dist.new_group), and has made.
+        left_text: members and line of the last group that it destroyed; 0: none.
+    """
+
+    slots: int
+    job: int
+    first: int
+    newest: int
+    start_ns: int
+    aside: int
+    counted: int
+    groups_begun: int
+    groups_made: int
+    left_text: int = 0
+
+    @property
+    def making(self) -> int:
+        """Number of the group that the rank is making, from 1; 0: none."""
+        return self.groups_begun if self.groups_begun > self.groups_made else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the rank makes no more calls, by its own doing."""
+        return bool(self.aside & FINISHED)
+
+
 class Known(NamedTuple):
     """What every call from one line with one shape has in common: worked out once, written many times.
 
@@ -94,7 +129,9 @@ def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
 class RecordWriter:
     """Write a rank's rows; called only by that rank, on any of its threads.
 
-    On a full disk it says so once, records no more, and lets the rank go on.
+    Raises:
+        ValueError: there is no slot.
+        OSError: the disk has no room for the file.
     """
 
     def __init__(self, folder: str | Path, rank: int, slots: int) -> None:
@@ -104,72 +141,45 @@ class RecordWriter:
         size = ROWS_AT + slots * ROW.itemsize
         self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 (open until the rank ends)
         self._file.truncate(size)
+        if hasattr(os, "posix_fallocate"):  # to write later where a full disk has no room would end the process
+            os.posix_fallocate(self._file.fileno(), 0, size)
         self._map = mmap.mmap(self._file.fileno(), size)
         self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open until the rank ends)
         self._ids: dict[str, int] = {}
         self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
         self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
         self._groups = [0, 0, 0]  # begun, made; text of the last one destroyed
-        self._ready, self._is_stopped = 0, False  # bytes of the file that the disk has room for
-        if self._make_ready(ROWS_AT):
-            self.reset()
-
-    def _make_ready(self, end: int) -> bool:
-        """Have the disk hold the file's first bytes; return whether it can."""
-        try:
-            while self._ready < end:
-                os.posix_fallocate(self._file.fileno(), self._ready, min(CHUNK_BYTES, len(self._map) - self._ready))
-                self._ready += CHUNK_BYTES
-        except (OSError, AttributeError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._stop(error)
-            else:  # a system, a file system or a limit that does not let us ask
-                self._ready = len(self._map)
-        return not self._is_stopped
-
-    def _stop(self, error: OSError) -> None:
-        """Record no more, say so once, and let readers know that calls are missing."""
-        self._first, self._is_stopped = 1 << 62, True
-        if self._ready:
-            self._map[_ASIDE_AT] |= STOPPED
-        why = f"{error.strerror} in {Path(self._file.name).parent}; make room there, or set TMPDIR"
-        with contextlib.suppress(Exception):
-            print(f"rank {self.rank} goes on, but its calls are recorded no more ({why})", file=sys.stderr, flush=True)
+        self.reset()
 
     def reset(self) -> None:
         """Begin a new job: no rows, no totals, numbers from 1."""
         with self._lock:
-            if not self._ready:
-                return
             self._first = self._counted = self._newest + 1
             self._job += 1
             self._numbers: defaultdict[int, int] = defaultdict(int)
             self._map[TOTALS_AT:ROWS_AT] = bytes(ROWS_AT - TOTALS_AT)
             now = time.monotonic_ns()
-            aside = STOPPED if self._is_stopped else 0
-            numbers = (self.slots, self._job, self._first, self._newest, now, aside, self._counted, 0, 0, 0)
+            numbers = (self.slots, self._job, self._first, self._newest, now, 0, self._counted, 0, 0, 0)
             self._groups = [0, 0, 0]
             HEADER.pack_into(self._map, 0, MAGIC, *numbers)
-            if self._is_stopped:
-                self._first = 1 << 62
 
     def text(self, text: str) -> int:
-        """Return the number of a text; the text reaches the file before any row that names it."""
+        """Return the number of a text; the text reaches the file before any row that names it.
+
+        Raises:
+            OSError: the disk is full.
+        """
         with self._lock:
             number = self._ids.get(text)
-            if self._names.closed or self._is_stopped:
+            if self._names.closed:
                 return 0
             if number is None:
                 number = len(self._ids) + 1
                 if number > MAX_TEXTS:
                     return 0
                 line = " ".join(text.splitlines()).encode("utf-8", "replace") + b"\n"
-                try:
-                    if self._names.write(line) != len(line):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                except OSError as error:
-                    self._stop(error)
-                    return 0
+                if self._names.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._names.name)
                 self._ids[text] = number
         return number
 
@@ -181,8 +191,6 @@ class RecordWriter:
             if n < self._first:  # closed while the call was on its way
                 return n
             at = ROWS_AT + n % self.slots * ROW_BYTES
-            if at + ROW_BYTES > self._ready and not self._make_ready(at + ROW_BYTES):
-                return n
             self._numbers[key] = sequence = self._numbers[key] + 1
             if n - self._counted >= self.slots:
                 self._drop()
@@ -225,8 +233,7 @@ class RecordWriter:
         self._groups[1] += event == "made"
         number = self.text(what if event == "left" else f"{GROUP} {self._job}.{self._groups[0]}: {what}") if what else 0
         self._groups[2] = number if event == "left" else self._groups[2]
-        if self._ready:
-            _GROUPS.pack_into(self._map, _GROUPS_AT, *self._groups)
+        _GROUPS.pack_into(self._map, _GROUPS_AT, *self._groups)
 
     def wait(self, n: int, state: int) -> None:
         """Note that the rank waits for call n from now on."""
@@ -256,8 +263,7 @@ class RecordWriter:
 
     def finish(self) -> None:
         """Note that the rank makes no more calls in this job."""
-        if self._ready:
-            self._map[_ASIDE_AT] |= FINISHED
+        self._map[_ASIDE_AT] |= FINISHED
 
     def close(self) -> None:
         """Close the files; what they hold stays readable. Calls that are still under way end unrecorded."""

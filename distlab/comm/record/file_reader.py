@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import OPS, ROW, ROWS_AT, TOTALS, TOTALS_AT
-from distlab.comm.record.header import HEADER, MAGIC, Header
+from distlab.comm.record.file import HEADER, MAGIC, OPS, ROW, ROWS_AT, TOTALS, TOTALS_AT, Header
 
 
 class RecordReader:

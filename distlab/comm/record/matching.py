@@ -7,8 +7,10 @@ elements and dtype (send and receive); gloo checks none of this and hangs or giv
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -17,13 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.alike.splits import unfit_splits
-from distlab.comm.record.alike.swapped import Exchanges
-from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Known
-from distlab.comm.record.header import Header
+from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+from distlab.comm.record.swapped import Exchanges
 from distlab.shared_memory.mismatch import not_the_same
 
+_SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as `operations.splits_text` writes them
 _ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 
@@ -92,7 +93,6 @@ class Ledger:
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
-        self._stopped: set[int] = set(self.unseen)
         self._rows: NDArray[Any] = np.empty(0, ROW)
         self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
         self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
@@ -101,9 +101,7 @@ class Ledger:
         self._unfit = ""
         self._open_ends: set[tuple[str, int]] = set()
 
-    def add(
-        self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False, stopped: bool = False
-    ) -> None:
+    def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
         """Enter a rank's next rows, oldest first.
 
         Args:
@@ -111,11 +109,8 @@ class Ledger:
             rows: as they stand in the file.
             names: the texts that they name.
             dropped: rows before them were overwritten unread.
-            stopped: the rank makes calls that it does not record.
         """
         self.names[rank] = names
-        if stopped:
-            self._stopped.add(rank)
         if dropped:
             self._incomplete.add(rank)
         if not len(rows):
@@ -145,7 +140,7 @@ class Ledger:
 
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
-        if rank in self._stopped:
+        if rank in self.unseen:
             return True
         number = self._numbers[rank].get((int(row["channel"]), receive))
         if number is None:
@@ -204,6 +199,41 @@ class Ledger:
         return bool(is_pair(row)) and (self.names[rank][row["group"]], receiver) in self._open_ends
 
 
+@functools.lru_cache(maxsize=1024)
+def splits_in(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Read the amounts back from the text of a call; None where it has none."""
+    found = _SPLITS.search(text)
+    if found is None:
+        return None
+    gives, takes = (tuple(int(count) for count in part.split(",") if count.strip()) for part in found.groups())
+    return gives, takes
+
+
+def unfit_splits(rows: NDArray[Any], ranks: Sequence[int], names: Mapping[int, list[str]]) -> str:
+    """Say where ranks whose all_to_all calls meet give other amounts than are taken; "" where all fit."""
+    members = group_ranks(names[ranks[0]][rows[0]["group"]])
+    splits = {rank: splits_in(names[rank][row["what"]]) for rank, row in zip(ranks, rows, strict=True)}
+    wrong = []
+    for source in ranks:
+        for destination in ranks:
+            given, taken = splits[source], splits[destination]
+            if given is None or taken is None or not len(given[0]) == len(taken[1]) == len(members):
+                continue
+            sent, expected = given[0][members.index(destination)], taken[1][members.index(source)]
+            if sent != expected:
+                wrong.append(
+                    f"  rank {source} gives rank {destination} {sent} elements, and rank {destination} takes "
+                    f"{expected} from it"
+                )
+    if not wrong:
+        return ""
+    head = f"the ranks of group {list(members)} give other amounts than are taken, at their call #{rows[0]['seq']}:"
+    lines = [f"  rank {rank}: {call_of(rank, row, names[rank])}" for rank, row in zip(ranks, rows, strict=True)]
+    lines += [f"  rank {rank} has not called it yet" for rank in members if rank not in ranks]
+    rule = "let what rank i gives rank j be what rank j takes from rank i: send the counts first where they vary"
+    return "\n".join([head, *wrong, *lines, rule])
+
+
 def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
     """Say which calls meet and do not agree, with every rank's operation, shape and line."""
     calls: dict[int, object] = {
@@ -224,7 +254,7 @@ def ledger_of(records: Records) -> Ledger:
     job = max((record.header.job for record in records.by_rank.values()), default=0)
     for rank, record in records.by_rank.items():
         rows = record.rows if record.header.job == job else record.rows[:0]
-        ledger.add(rank, rows, record.names, dropped=records.dropped(rank) > 0, stopped=record.header.is_stopped)
+        ledger.add(rank, rows, record.names, dropped=records.dropped(rank) > 0)
     return ledger
 
 

@@ -112,6 +112,11 @@ def splits_of(inputs: Sequence[torch.Tensor], given: Sequence[Any], size: int) -
     return _parts(inputs[0].shape, gives, size), _parts(shape, takes, size)
 
 
+def splits_text(gives: Sequence[int], takes: Sequence[int]) -> str:
+    """Return what the text of an all_to_all says: elements for each rank of the group, and from each."""
+    return f", gives {list(gives)}, takes {list(takes)}"
+
+
 def _parts(shape: Sequence[int], sizes: Sequence[int], size: int) -> tuple[int, ...]:
     each = math.prod(shape[1:])
     return tuple([count * each for count in sizes or [(shape[0] if shape else 0) // size] * size])

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, OPS, RECV, SEND, WAITING, add_to_totals
+from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, OPS, RECV, SEND, WAITING, Header, add_to_totals
 from distlab.comm.record.file_reader import RecordReader
-from distlab.comm.record.header import Header
 from distlab.trace import Span, Trace
 
 _STATES = {ISSUED: "issued", WAITING: "waiting", ASIDE: "waiting", DONE: "done", FAILED: "failed"}
@@ -70,10 +69,7 @@ class Call(NamedTuple):
 
 def short(site: str) -> str:
     """Return a call site, relative to the working directory where the file lies below it."""
-    try:
-        here = os.getcwd() + os.sep
-    except OSError:  # it is gone; what is to be told matters more
-        return site
+    here = os.getcwd() + os.sep
     return site.removeprefix(here) if here != os.sep * 2 else site
 
 

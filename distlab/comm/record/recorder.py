@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.record.alike.splits import splits_text
 from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
@@ -30,6 +29,7 @@ from distlab.comm.record.operations import (
     num_bytes_of,
     ring_bytes,
     splits_of,
+    splits_text,
     tensors_in,
 )
 from distlab.comm.record.read import Records, read_records

@@ -6,67 +6,37 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from distlab.comm.record.call_site import SiteFinder, blocks_rank
-from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
-from distlab.comm.record.operations import Operation, Terms, name_of_reduction, refuse_peer
+from distlab.comm.record.call_site import blocks_rank
+from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING
+from distlab.comm.record.operations import OPERATIONS, Operation, Terms, name_of_reduction, refuse_peer
 from distlab.shared_memory.group import SharedGroup
 from distlab.shared_memory.untraced import untraced
 from distlab.shared_memory.work import SharedWork
 
-# Methods of the group; what a rank contributes stands where it stands in the operator's arguments. No argument is
-# "raw": this backend reads and writes tensors that lie scattered in memory.
-METHODS = (
-    Operation("allreduce", "all_reduce", 0, ()),
-    Operation("allreduce_coalesced", "all_reduce", 0, ()),
-    Operation("reduce", "reduce", 0, ()),
-    Operation("broadcast", "broadcast", 0, ()),
-    Operation("allgather", "all_gather", 1, ()),
-    Operation("allgather_coalesced", "all_gather", 1, ()),
-    Operation("all_gather_single", "all_gather", 1, ()),
-    Operation("all_gather_single_coalesced", "all_gather", 1, ()),
-    Operation("_allgather_base", "all_gather", 1, ()),
-    Operation("allgather_into_tensor_coalesced", "all_gather", 1, ()),
-    Operation("reduce_scatter", "reduce_scatter", 1, ()),
-    Operation("reduce_scatter_single", "reduce_scatter", 1, ()),
-    Operation("reduce_scatter_single_coalesced", "reduce_scatter", 1, ()),
-    Operation("_reduce_scatter_base", "reduce_scatter", 1, ()),
-    Operation("reduce_scatter_tensor_coalesced", "reduce_scatter", 1, ()),
-    Operation("alltoall", "all_to_all", 1, ()),
-    Operation("all_to_all_single", "all_to_all", 1, ()),
-    Operation("alltoall_base", "all_to_all", 1, ()),
-    Operation("gather", "gather", 1, ()),
-    Operation("scatter", "scatter", 0, ()),
-    Operation("barrier", "barrier", -1, ()),
-    Operation("send", "send", 0, ()),
-    Operation("recv", "recv", 0, ()),
-    Operation("recv_anysource", "recv", 0, ()),
+# Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
+# operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
+NEWER = {
+    "all_gather_single": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    "all_to_all_single": "alltoall_base_",
+    "recv_anysource": "recv_any_source_",
+}
+_BY_OPERATOR = {operation.operator: operation for operation in OPERATIONS}
+_NAMES = {operator.removesuffix("_"): operator for operator in _BY_OPERATOR} | NEWER
+METHODS = tuple(
+    _BY_OPERATOR[operator]._replace(operator=name, raw=())
+    for name, operator in _NAMES.items()
+    if any(name in vars(kind) for kind in SharedGroup.__mro__[:2])
 )
-Token = tuple[RecordWriter, int]
-
-
-class Front(Protocol):
-    """What calls are handed to: the process's one tap (`intercept.FrontEnd`)."""
-
-    finder: SiteFinder
-
-    def begin(self, operation: Operation, group: Any, args: Any, terms: Terms, frame: FrameType | None) -> list[Token]:
-        """Write down a call that is about to be made."""
-
-    def follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
-        """Remember the work of a call until it is over."""
-
-    def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a work's wait."""
-
-
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def tap(front: Front) -> Callable[[], None]:
-    """Report every call of a shared-memory group to `front`; return a function that undoes this."""
+def tap(front: Any) -> Callable[[], None]:
+    """Report every call of a shared-memory group to the process's one tap, `front`; return what undoes this."""
     methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
     real_wait = SharedWork.wait
     for operation in METHODS:
@@ -81,7 +51,7 @@ def tap(front: Front) -> Callable[[], None]:
     return restore
 
 
-def _method(front: Front, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
+def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
     """Make the method of one operation: it records the call and passes it on."""
     is_pair = operation.op in ("send", "recv")
     main = threading.main_thread().ident

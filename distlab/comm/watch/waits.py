@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import OPS, RECV, SEND, WAITING
-from distlab.comm.record.header import Header
+from distlab.comm.record.file import OPS, RECV, SEND, WAITING, Header
 from distlab.comm.record.matching import Ledger, absences, groups_of, ledger_of
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 

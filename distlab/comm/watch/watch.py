@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distlab.comm.launch.failures import PEER_NOISE, RankError, who_left
+from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, who_left
 from distlab.comm.launch.torchrun import record_failure
 from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
@@ -46,11 +46,10 @@ class Watch:
         rank: this one.
         watchdog: reads their records.
         board: a file that all of them have; it is opened here.
-        prefix: put before each message.
     """
 
-    def __init__(self, rank: int, watchdog: Watchdog, board: Path, prefix: str = "") -> None:
-        self.rank, self.watchdog, self.prefix = rank, watchdog, prefix
+    def __init__(self, rank: int, watchdog: Watchdog, board: Path) -> None:
+        self.rank, self.watchdog = rank, watchdog
         self._board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     @property
@@ -66,7 +65,7 @@ class Watch:
         if not all(map(finished, [rank for rank in self.watchdog.ranks if rank < self.rank])) or finished(self.rank):
             return ""
         words = self.watchdog.check()
-        return "" if words is None else self.tell(self.prefix + words)
+        return "" if words is None else self.tell(words)
 
     def said(self) -> str:
         """Return what a rank has told, or ""."""
@@ -98,13 +97,14 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching(address: Address, *, watch: bool, folder: Path | None = None) -> Iterator[None]:
+def watching(address: Address, *, watch: bool, folder: Path | None = None, what: str = "") -> Iterator[None]:
     """Record this rank's calls in the block, and watch over the ranks of its machine; all ranks of the job enter.
 
     Args:
         address: this rank's place.
         watch: whether to watch; else calls are recorded where there is a folder, no more.
         folder: where the records shall stay; None: nowhere.
+        what: whose block it is, such as "lab 01", for a launcher that tells all ranks' words as one; else each says it.
 
     Raises:
         RankError: the calls of the block do not fit together, though they have returned.
@@ -119,7 +119,7 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None) -> It
             if recorder is not None:
                 stack.enter_context(recorder)
             if eye is not None and recorder is not None:
-                stack.enter_context(_looking(eye, recorder))
+                stack.enter_context(_looking(eye, recorder, what))
             yield
     finally:
         if eye is not None:
@@ -129,9 +129,9 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None) -> It
 
 
 @contextlib.contextmanager
-def _looking(eye: Watch, recorder: Recorder) -> Iterator[None]:
+def _looking(eye: Watch, recorder: Recorder, what: str) -> Iterator[None]:
     done, main = threading.Event(), threading.get_ident()
-    thread = threading.Thread(target=_look, args=(eye, done, main), name="watch", daemon=True)
+    thread = threading.Thread(target=_look, args=(eye, done, main, what), name="watch", daemon=True)
     thread.start()
 
     def stop() -> None:
@@ -157,7 +157,7 @@ def _looking(eye: Watch, recorder: Recorder) -> Iterator[None]:
             raise RankError(f"rank {eye.rank}: {words}")
 
 
-def _look(eye: Watch, done: threading.Event, main: int) -> None:
+def _look(eye: Watch, done: threading.Event, main: int, what: str) -> None:
     while not done.wait(eye.look_s):
         try:
             words = eye.look()
@@ -165,7 +165,9 @@ def _look(eye: Watch, done: threading.Event, main: int) -> None:
             say(f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})")
             return
         if words and not done.is_set():
-            end(RankError(f"rank {eye.rank} of {eye.watchdog.world_size} cannot go on: {words}"), stack_of(main))
+            who = what or f"rank {eye.rank} of {eye.watchdog.world_size}"
+            kind = RankTimeout if what else RankError
+            end(kind(f"{who} cannot go on: {words}"), stack_of(main), aloud=not what)
 
 
 def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import FAILED, WAITING
+from distlab.comm.record.file import FAILED, WAITING, Header
 from distlab.comm.record.file_reader import RecordReader
-from distlab.comm.record.header import Header
 from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
 from distlab.comm.record.read import call_of
 from distlab.comm.watch.waits import Standing, find_deadlock, waits_for
@@ -112,9 +111,9 @@ class Watchdog:
             if header.job != follower.header.job:  # it began another job while we looked; next time
                 continue
             rows, lost = follower.new_rows(header)
-            if len(rows) or lost or header.is_stopped:
+            if len(rows) or lost:
                 names = follower.reader.read_names()
-                self._ledger.add(rank, rows, names, dropped=lost, stopped=header.is_stopped)
+                self._ledger.add(rank, rows, names, dropped=lost)
         found = self._ledger.disagreement()
         if found is None:
             if misfit := self._ledger.misfit(is_over=not patient):
@@ -132,7 +131,7 @@ class Watchdog:
         self._follow()
         headers = {rank: follower.reader.header() for rank, follower in sorted(self._followers.items())}
         begun = {rank: groups_of(header, self._readers[rank].read_names()) for rank, header in headers.items()}
-        return groups_differ(begun, is_over=is_over and not any(header.is_stopped for header in headers.values()))
+        return groups_differ(begun, is_over=is_over)
 
     def left(self) -> dict[int, str]:
         """Return which ranks destroyed a group that others still had: members and line, by rank."""

@@ -1,4 +1,4 @@
-"""Let a rank write its stacks when another process of the same user asks: with faulthandler, into memory alone.
+"""Let a rank write its stacks when it is asked by a signal, to its launcher or to `distlab where`.
 
 faulthandler's handler is C: it answers also while the rank waits in C or holds the interpreter lock. The signal is one
 that programs do not use for themselves.
@@ -11,20 +11,28 @@ import faulthandler
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+
+SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR1)  # macOS has no SIGRTMIN
 
 
-def signal_number() -> int:
-    """Return the signal that asks for stacks (Linux; elsewhere 0: nobody can ask)."""
-    return int(signal.SIGRTMIN) + 9 if hasattr(os, "memfd_create") else 0
+def answer(rank: int, path: Path | None = None) -> int:
+    """Answer from now on, in a file, or in memory alone; return the file's number.
 
+    -1: nobody can ask, as the program uses the signal itself, or this system has no such memory.
 
-def answer(rank: int) -> int:
-    """Answer from now on; return the file in memory that takes the stacks, or -1 where this system has none."""
-    number = signal_number()
-    if not number or signal.getsignal(number) != signal.SIG_DFL:
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
         return -1
-    file = os.memfd_create(f"distlab-rank{rank}.stack")
-    faulthandler.register(number, file, all_threads=True)
+    if path is not None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    elif hasattr(os, "memfd_create"):
+        file = os.memfd_create(f"distlab-rank{rank}.stack")
+    else:
+        return -1
+    faulthandler.register(SIGNAL, file, all_threads=True)
     return file
 
 
@@ -36,5 +44,10 @@ def answering(rank: int) -> Iterator[None]:
         yield
     finally:
         if file >= 0:
-            faulthandler.unregister(signal_number())
+            faulthandler.unregister(SIGNAL)
             os.close(file)
+
+
+def is_whole(dump: str) -> bool:
+    """Tell whether the stacks are written to their end: the main thread comes last, its outermost call too."""
+    return dump.endswith((" in <module>\n", "in _bootstrap\n"))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.comm.where.answer import signal_number
+from distlab.comm.where.answer import SIGNAL
 
 PROC = Path("/proc")
 _ANSWER = re.compile(r"^/memfd:distlab-rank(\d+)\.stack")
@@ -25,7 +25,7 @@ _WATCHED = re.compile(r"^(/.*/distlab-watch-\w+)/rank(\d+)\.(rec|names) \(delete
 _ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 
 
-class RankProcess(NamedTuple):
+class JobRank(NamedTuple):
     """A process that is a rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class RankProcess(NamedTuple):
     environment: Mapping[str, str]
 
 
-class Job(NamedTuple):
+class RunningJob(NamedTuple):
     """The ranks of one job on this machine.
 
     Attributes:
@@ -63,11 +63,11 @@ class Job(NamedTuple):
     name: tuple[str, ...]
     launcher: str
     world_size: int
-    ranks: tuple[RankProcess, ...]
+    ranks: tuple[JobRank, ...]
     parents: frozenset[int]
 
 
-def find_jobs(pid: int | None = None) -> list[Job]:
+def find_jobs(pid: int | None = None) -> list[RunningJob]:
     """Return the jobs of this user on this machine, or the one that a process belongs to or has started.
 
     Raises:
@@ -89,9 +89,9 @@ def find_jobs(pid: int | None = None) -> list[Job]:
     return found
 
 
-def _jobs() -> Iterator[Job]:
+def _jobs() -> Iterator[RunningJob]:
     me = {os.getpid(), *ancestors(os.getpid())}
-    found: dict[tuple[str, ...], dict[int, list[tuple[RankProcess, int]]]] = {}
+    found: dict[tuple[str, ...], dict[int, list[tuple[JobRank, int]]]] = {}
     for path in PROC.iterdir():
         if path.name.isdigit() and int(path.name) not in me:
             try:
@@ -113,10 +113,10 @@ def _jobs() -> Iterator[Job]:
         lines = [ancestors(pid) for pid in everyone]
         ranks = tuple(process for process, _ in firsts)
         launcher = next(filter(None, (_launcher(line, everyone) for line in lines)), "a process that has ended")
-        yield Job(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
+        yield RunningJob(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
+def _read(path: Path) -> tuple[tuple[str, ...], int, JobRank] | None:
     """Return a process's job, its number of ranks and its place in it; None where it is not a rank."""
     if path.stat().st_uid != os.geteuid():
         return None
@@ -129,7 +129,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
     if state == "Z":
         return None
     if rank >= 0 and folder is not None:  # of run, Ranks or a notebook
-        process = RankProcess(rank, int(path.name), started, state, stack, folder, None, environment)
+        process = JobRank(rank, int(path.name), started, state, stack, folder, None, environment)
         return (str(folder),), len(list(folder.glob("rank*.stack"))), process
     try:
         known = stack and _ANSWER.match(_target(stack))
@@ -137,7 +137,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, RankProcess] | None:
     except (KeyError, ValueError):
         return None
     name = tuple(environment.get(part, "") for part in _ELASTIC)
-    return name, size, RankProcess(rank, int(path.name), started, state, stack, folder, watched.get(rank), environment)
+    return name, size, JobRank(rank, int(path.name), started, state, stack, folder, watched.get(rank), environment)
 
 
 def _environment(path: Path) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _files(path: Path) -> tuple[Path | None, Path | None, int, dict[int, tuple[P
         if _ANSWER.match(target):
             stack = link
         elif (found := _OF_RUN.match(target)) is not None:
-            folder, rank = Path(found[1]), int(found[2])
+            stack, folder, rank = link, Path(found[1]), int(found[2])
         elif (found := _RECORD.match(target)) is not None and rank < 0:
             folder = Path(found[1])
         elif (found := _WATCHED.match(target)) is not None:
@@ -211,7 +211,7 @@ def _launcher(line: list[int], own: list[int]) -> str:
     return ""
 
 
-def answers(process: RankProcess) -> bool:
+def answers(process: JobRank) -> bool:
     """Tell whether the signal makes the process write its stacks: it catches it; else the signal would end it."""
     if process.stack is None:
         return False
@@ -221,4 +221,4 @@ def answers(process: RankProcess) -> bool:
         same = status(process.pid)[2] == process.started
     except (OSError, StopIteration):
         return False
-    return same and bool(caught >> (signal_number() - 1) & 1)
+    return same and bool(caught >> (SIGNAL - 1) & 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import linecache
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,7 +19,7 @@ _PYTHON = re.compile(r"/lib/python3[^/]*/|^<frozen|^<string>$")
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
 _TORCH = re.compile(r"/(?:site|dist)-packages/torch/")
 _MACHINERY = re.compile(
-    r"distlab/(?:comm/(?:launch|record|watch|standby)|shared_memory|nodes|lab)/|^<frozen|^<string>$"
+    r"distlab/(?:comm/(?:launch/|record/|watch/|standby\.py)|(?:shared_memory|nodes|lab)/)|^<frozen|^<string>$"
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
@@ -58,3 +60,12 @@ def threads_in(dump: str) -> list[tuple[str, list[Frame]]]:
     """Return the threads of faulthandler's dump: each one's text and its frames, innermost first. Main comes last."""
     blocks = re.split(r"\n\n(?=(?:Current thread|Thread) 0x)", dump.strip())
     return [(block, [Frame(f, int(line), name) for f, line, name in _FRAME.findall(block)]) for block in blocks]
+
+
+def traceback_lines(frames: Sequence[Frame]) -> list[str]:
+    """Write frames, of which the first is the innermost, as a traceback does: innermost last, with source lines."""
+    lines = []
+    for file, line, name in reversed(frames):
+        source = linecache.getline(file, line).strip()
+        lines += [f'  File "{file}", line {line}, in {name}', *([f"    {source}"] if source else [])]
+    return lines

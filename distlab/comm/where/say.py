@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -13,17 +12,16 @@ from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, Records, read_record, read_records, short
 from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
-from distlab.comm.where.find import Job
-from distlab.comm.where.flight import ask
-from distlab.comm.where.frames import Frame, owner_of
-from distlab.comm.where.stacks import Stack, stacks_of
+from distlab.comm.where.find import RunningJob
+from distlab.comm.where.frames import Frame, owner_of, traceback_lines
+from distlab.comm.where.stacks import RankStack, stacks_of
 
 _PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
 _IDLE, _BACKWARD = ("serve_rank",), "_engine_run_backward"
 
 
-class Place(NamedTuple):
+class WhereItStands(NamedTuple):
     """Where a rank stands, from its stack: its own line, and the call of torch.distributed that it is in.
 
     Attributes:
@@ -46,14 +44,17 @@ class Place(NamedTuple):
         return f"it is at {short(self.site)} in {self.function}" + (f", in {self.call}" if self.call else "")
 
 
-def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
+def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
     """Yield lines about a job: each rank, the stacks, one sentence. Nothing is disturbed; it takes a second or two."""
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
-    records, is_exact = records_of(job)
-    waits = {**by_stacks(places), **by_records(records, places, is_exact=is_exact)}
-    size = len(job.ranks)
-    yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {_source(records, is_exact=is_exact)}"
+    records = records_of(job)
+    blocked = {
+        rank: wait for rank, wait in waits_of(standings_of(records), ledger_of(records)).items() if wait.is_blocked
+    }
+    waits = {**by_stacks(places), **blocked}
+    size, source = len(job.ranks), "from distlab's recorder" if len(records) else "are not recorded"
+    yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {source}"
     words = describe(records, job.world_size) if len(records) else []
     for process in job.ranks:
         rank, place = process.rank, places[process.rank]
@@ -64,48 +65,26 @@ def report(job: Job, *, with_stacks: bool = True) -> Iterator[str]:
         yield from _stack_lines(stacks)
 
 
-def report_dumps(records: Records) -> Iterator[str]:
-    """Yield lines about dumps of the flight recorder alone."""
-    size = max(records.ranks, default=-1) + 1
-    yield from describe(records, size)
-    found = mismatch(records)
-    lost = [rank for rank in range(size) if rank not in records.by_rank]
-    waits = by_records(records, {}, is_exact=False)
-    yield f"=> {found or _chain(waits, {}) or 'no calls that differ, and none that waits for a rank'}"
-    if lost:
-        yield f"there is no dump of {ranks_in_words(lost)}"
-
-
-def records_of(job: Job) -> tuple[Records, bool]:
-    """Return the calls of a job's ranks, and whether our recorder wrote them (else torch's flight recorder)."""
+def records_of(job: RunningJob) -> Records:
+    """Return the calls of a job's ranks, as far as our recorder has written them."""
     found: dict[int, RankRecord] = {}
     for folder in {process.folder for process in job.ranks if process.folder is not None}:
-        try:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # just being made, or just removed
             found.update(read_records(folder).by_rank)
-        except (OSError, RuntimeError, ValueError):  # just being made, or just removed
-            continue
     for process in job.ranks:
         if process.record is not None and process.rank not in found:
             with contextlib.suppress(OSError, RuntimeError, ValueError):
                 found[process.rank] = read_record(RecordReader(*process.record, process.rank))
-    if found:
-        return Records({rank: found[rank] for rank in sorted(found)}), True
-    return ask(job.ranks), False
+    return Records({rank: found[rank] for rank in sorted(found)})
 
 
-def _source(records: Records, *, is_exact: bool) -> str:
-    if not len(records):
-        return "are not recorded"
-    return "from distlab's recorder" if is_exact else "from torch's flight recorder"
-
-
-def place_of(stack: Stack) -> Place:
+def place_of(stack: RankStack) -> WhereItStands:
     """Find in a stack the program's own line and the call that it is in."""
     call, peer = "", -1
     for (file, line, name), values in stack.calls:
         owner = owner_of(file)
         if owner in ("user", "package"):
-            return Place(f"{file}:{line}", name, call, peer)
+            return WhereItStands(f"{file}:{line}", name, call, peer)
         if "/torch/distributed/" in file and _is_call(name):
             value = values.get(_PAIRS.get(name, ""), "")
             call, peer = name, int(value) if value.isdigit() else -1
@@ -116,23 +95,15 @@ def place_of(stack: Stack) -> Place:
     frames = [frame for frame, _ in stack.calls]
     if frames and not any(frame.function in _IDLE for frame in frames):
         last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
-        return Place(f"{last.file}:{last.line}", last.function, call, peer)
-    return Place("", "", "", -1, stack.why)
+        return WhereItStands(f"{last.file}:{last.line}", last.function, call, peer)
+    return WhereItStands("", "", "", -1, stack.why)
 
 
 def _is_call(name: str) -> bool:
     return name in _PAIRS or name in _WITH_ALL or (name.startswith(OPS[1:-2]) and not name.startswith("_"))
 
 
-def by_records(records: Records, places: Mapping[int, Place], *, is_exact: bool) -> dict[int, Wait]:
-    """Return which ranks wait, by their calls; the flight recorder does not tell which calls block, a stack does."""
-    found = waits_of(standings_of(records), ledger_of(records))
-    if is_exact:
-        return {rank: wait for rank, wait in found.items() if wait.is_blocked}
-    return {rank: wait for rank, wait in found.items() if rank not in places or places[rank].call}
-
-
-def by_stacks(places: Mapping[int, Place]) -> dict[int, Wait]:
+def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
     """Return which ranks wait, by their stacks, where calls are not recorded."""
     return {
         rank: Wait(f"{place.call} at {short(place.site)}", _absent(rank, place, places), 0.0, "it", True, place.call)
@@ -141,7 +112,7 @@ def by_stacks(places: Mapping[int, Place]) -> dict[int, Wait]:
     }
 
 
-def _absent(rank: int, place: Place, places: Mapping[int, Place]) -> list[int]:
+def _absent(rank: int, place: WhereItStands, places: Mapping[int, WhereItStands]) -> list[int]:
     """Return for whom a rank waits, as far as stacks tell: for a message's other end, else for who is elsewhere."""
     if place.call in _PAIRS:
         if place.peer not in places:
@@ -160,7 +131,7 @@ def mismatch(records: Records) -> str:
     return ledger.misfit(is_over=True) if found is None else explain(ledger, *found)
 
 
-def sentence(job: Job, records: Records, places: Mapping[int, Place], waits: Mapping[int, Wait]) -> str:
+def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands], waits: Mapping[int, Wait]) -> str:
     """Say in one sentence what is wrong."""
     here = {process.rank: process for process in job.ranks}
     all_here = here[min(here)].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size)
@@ -185,7 +156,7 @@ def _who_waits(waits: Mapping[int, Wait]) -> str:
     return f"{ranks_in_words(sorted(waits))} wait{'s' if len(waits) == 1 else ''}, rank {rank} in {waits[rank].call}"
 
 
-def _chain(waits: Mapping[int, Wait], places: Mapping[int, Place]) -> str:
+def _chain(waits: Mapping[int, Wait], places: Mapping[int, WhereItStands]) -> str:
     """Follow who waits for whom to its end: a rank that does not wait, or a circle."""
     for start in sorted(waits):
         line = [start]
@@ -204,7 +175,7 @@ def _chain(waits: Mapping[int, Wait], places: Mapping[int, Place]) -> str:
     return ""
 
 
-def _stack_lines(stacks: Mapping[int, Stack]) -> Iterator[str]:
+def _stack_lines(stacks: Mapping[int, RankStack]) -> Iterator[str]:
     """Yield each different stack once, innermost call last, with its ranks."""
     same: dict[tuple[Frame, ...], list[int]] = {}
     for rank, stack in stacks.items():
@@ -214,8 +185,4 @@ def _stack_lines(stacks: Mapping[int, Stack]) -> Iterator[str]:
             same.setdefault(shown, []).append(rank)
     for frames, ranks in same.items():
         yield f"\n--- {ranks_in_words(ranks)} stand{'s' if len(ranks) == 1 else ''} here (innermost call last) ---"
-        for file, line, function in reversed(frames):
-            yield f'  File "{file}", line {line}, in {function}'
-            source = linecache.getline(file, line).strip()
-            if source:
-                yield f"    {source}"
+        yield from traceback_lines(frames)

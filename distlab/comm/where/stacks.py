@@ -19,40 +19,42 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.where.answer import signal_number
-from distlab.comm.where.find import RankProcess, answers
+from distlab.comm.where.answer import SIGNAL, is_whole
+from distlab.comm.where.find import JobRank, answers
 from distlab.comm.where.frames import Frame, threads_in
 
 WAIT_S = 1.0
 _TRIES = 5  # a process that runs changes its frames while they are read
 
 
-class Call(NamedTuple):
+class StackCall(NamedTuple):
     """A function under way: its frame, and the plain values that it was called with, where py-spy has read them."""
 
     frame: Frame
     values: Mapping[str, str]
 
 
-class Stack(NamedTuple):
+class RankStack(NamedTuple):
     """Where a process stands: the calls of its main thread, innermost first; or, in words, why they are not known."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[StackCall, ...]
     why: str = ""
 
 
-def stacks_of(processes: Sequence[RankProcess]) -> dict[int, Stack]:
+def stacks_of(processes: Sequence[JobRank]) -> dict[int, RankStack]:
     """Return where each process stands, by rank; takes a second or so, whatever the ranks do."""
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(_stack_of, processes)
     return {process.rank: stack for process, stack in zip(processes, found, strict=True)}
 
 
-def _stack_of(process: RankProcess) -> Stack:
+def _stack_of(process: JobRank) -> RankStack:
     if process.state in "Tt":
-        return Stack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
+        return RankStack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
     spy = find_py_spy()
-    stack = Stack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
+    stack = (
+        RankStack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
+    )
     return stack if stack.calls or not answers(process) else _asked(process)
 
 
@@ -62,32 +64,32 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _spied(spy: str, process: RankProcess) -> Stack:
+def _spied(spy: str, process: JobRank) -> RankStack:
     command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json", "--locals"]
     why = ""
     for _ in range(_TRIES):
         try:
             done = subprocess.run(command, capture_output=True, timeout=10 * WAIT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return Stack((), f"py-spy: {error}")
+            return RankStack((), f"py-spy: {error}")
         if done.returncode == 0:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
                 chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
                 if chosen["frames"]:
-                    return Stack(tuple(map(_call, chosen["frames"])))
+                    return RankStack(tuple(map(_call, chosen["frames"])))
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = " ".join(line.strip() for line in lines[:2])
         time.sleep(0.02)
-    return Stack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
+    return RankStack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
 
 
-def _call(read: Mapping[str, Any]) -> Call:
+def _call(read: Mapping[str, Any]) -> StackCall:
     values = {one["name"]: str(one["repr"]) for one in read.get("locals") or () if one.get("arg")}
-    return Call(Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2]), values)
+    return StackCall(Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2]), values)
 
 
-def _asked(process: RankProcess) -> Stack:
+def _asked(process: JobRank) -> RankStack:
     """Ask a rank to write its stacks, and read what it writes."""
     assert process.stack is not None, "answers() has seen it"
     try:
@@ -95,21 +97,21 @@ def _asked(process: RankProcess) -> Stack:
             start = file.seek(0, os.SEEK_END)
             _send(process)
             deadline, text = time.monotonic() + WAIT_S, ""
-            while time.monotonic() < deadline and not text.endswith((" in <module>\n", "in _bootstrap\n")):
+            while time.monotonic() < deadline and not is_whole(text):
                 time.sleep(0.01)
                 file.seek(start)
                 text = file.read().decode(errors="replace")
     except OSError:
-        return Stack((), "it has just ended")
-    calls = tuple(Call(frame, {}) for frame in threads_in(text)[-1][1])
-    return Stack(calls, "" if calls else "it does not answer: it starts, ends, or gets no time to run")
+        return RankStack((), "it has just ended")
+    calls = tuple(StackCall(frame, {}) for frame in threads_in(text)[-1][1])
+    return RankStack(calls, "" if calls else "it does not answer: it starts, ends, or gets no time to run")
 
 
-def _send(process: RankProcess) -> None:
+def _send(process: JobRank) -> None:
     """Send the signal, to this process and to no other that got its number since."""
     handle = os.pidfd_open(process.pid)
     try:
         if answers(process):
-            signal.pidfd_send_signal(handle, signal_number())
+            signal.pidfd_send_signal(handle, SIGNAL)
     finally:
         os.close(handle)

@@ -7,7 +7,6 @@ in place of two.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import weakref
@@ -41,25 +40,26 @@ class Buffers:
         self.meeting, self.count = meeting, 0
         self._known: dict[int, _Known] = {}  # by address; the tensors themselves hold the memory
 
-    def make(self, num_bytes: int) -> torch.Tensor | None:
-        """Return this rank's buffer, of zeros; None on all ranks where one of them may not map it."""
-        meeting, size = self.meeting, self.meeting.size
+    def make(self, num_bytes: int) -> torch.Tensor:
+        """Return this rank's buffer, of zeros.
+
+        Raises:
+            OSError: the system has no room for it.
+        """
+        meeting, stride = self.meeting, _stride(num_bytes)
         self.count += 1
-        with contextlib.ExitStack() as until_all_have_it:
-            file = _OTHER
-            if meeting.rank == 0:
-                with contextlib.suppress(OSError):
-                    made = os.memfd_create("distlab", os.MFD_CLOEXEC)
-                    until_all_have_it.callback(os.close, made)
-                    os.ftruncate(made, size * _stride(num_bytes))
-                    file = made
-            _show(meeting, file)
-            memory = _map(meeting.arena.pids[0][0], _word_at(meeting.read(0)), size * _stride(num_bytes))
-            _show(meeting, int(memory is not None))
-            have_it = all(_word_at(address) for address in meeting.read_all())
-        if memory is None or not have_it:
-            return None
-        mine = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=meeting.rank * _stride(num_bytes))
+        file = _OTHER
+        if meeting.rank == 0:
+            file = os.memfd_create("distlab", os.MFD_CLOEXEC)
+            os.ftruncate(file, meeting.size * stride)
+        _show(meeting, file)
+        path = f"/proc/{meeting.arena.pids[0][0]}/fd/{_word_at(meeting.read(0))}"
+        opened = file if meeting.rank == 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        memory = map_file(opened, meeting.size * stride)
+        _show(meeting, _OTHER)
+        meeting.read_all()  # all have it
+        os.close(opened)
+        mine = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=meeting.rank * stride)
         self._known = {address: known for address, known in self._known.items() if known.memory() is not None}
         self._known[mine.data_ptr()] = _Known(self.count, weakref.ref(memory), num_bytes)
         return mine
@@ -109,18 +109,3 @@ def _show(meeting: Meeting, number: int) -> None:
 
 def _word_at(address: int) -> int:
     return ctypes.c_int64.from_address(address).value
-
-
-def _map(pid: int, file: int, num_bytes: int) -> Any:
-    if file == _OTHER:
-        return None
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return map_file(opened, num_bytes)
-    except OSError:
-        return None
-    finally:
-        os.close(opened)

@@ -144,33 +144,6 @@ class Collectives:
         if is_led:
             meeting.post()
 
-    def all_reduce_sparse(self, tensor: torch.Tensor) -> None:
-        """Sum sparse tensors, such as DDP makes of an embedding's gradients; ranks may have different counts of values.
-
-        Every rank gets all indices and values of all.
-        """
-        with torch.no_grad():
-            mine = tensor.detach().coalesce()
-            size, me = self.size, self.rank
-            count, counts = torch.tensor([mine._nnz()]), torch.zeros(size, dtype=torch.int64)
-            places = [counts.data_ptr() + 8 * rank for rank in range(size)]
-            self.all_gather(places, count.data_ptr(), 8)
-            indices, values = [], []
-            for rank, number in enumerate(counts.tolist()):
-                if rank == me:
-                    where, what = mine.indices().contiguous(), mine.values().contiguous()
-                else:
-                    where = torch.empty((mine.sparse_dim(), number), dtype=torch.int64)
-                    what = torch.empty((number, *mine.shape[mine.sparse_dim() :]), dtype=mine.dtype)
-                self.broadcast(where.data_ptr(), bytes_of(where), rank)
-                self.broadcast(what.data_ptr(), bytes_of(what), rank)
-                indices.append(where)
-                values.append(what)
-            total = torch.sparse_coo_tensor(
-                torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False
-            )
-            tensor.copy_(total.coalesce())
-
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Combine the ranks' input of this rank's number into `output`; all are flat and of one length."""
         meeting, itemsize = self.meeting, output.element_size()

@@ -26,41 +26,34 @@ def unseen() -> contextlib.AbstractContextManager[None]:
     return _unseen() if seen else _SEEN
 
 
-def check(tensor: torch.Tensor, who: str, *, sparse: bool = False) -> None:
-    """Refuse a tensor that is not dense memory of this process; `sparse`: indices with values will do, too.
+def check(tensor: torch.Tensor, who: str, *, written: bool = False) -> None:
+    """Refuse a tensor that is not dense memory of this process on the CPU.
+
+    Args:
+        tensor: what a call is to send, or to write.
+        who: begins the message: rank and call.
+        written: whether the call writes it, so that each element needs a place of its own.
 
     Raises:
-        ValueError: it lies on another device, is sparse, quantized or nested, or stands for values that lie elsewhere.
+        ValueError: it lies on a different device, is sparse, quantized, nested or expanded, or has no values here.
     """
-    if tensor.is_nested:
-        raise ValueError(f"{who}: got a nested tensor; send its values and its offsets")
-    if tensor.is_quantized:
+    kind = f"{type(tensor).__name__} of layout {str(tensor.layout).removeprefix('torch.')} on {tensor.device}"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not _has_memory(tensor):
         raise ValueError(
-            f"{who}: got a quantized tensor ({tensor.dtype}) of shape {list(tensor.shape)}, whose scale would not "
-            "travel; send .int_repr(), or .dequantize()"
+            f"{who}: got a {kind}; backend 'shared' moves dense CPU tensors with memory of their own: call .cpu(), "
+            ".to_dense(), .dequantize() or, of a DTensor, .to_local(); or use gloo or nccl"
         )
-    if tensor.is_cpu and (tensor.layout is torch.strided or (sparse and tensor.layout is torch.sparse_coo)):
-        if tensor.layout is torch.strided and not _has_memory(memory_of(tensor)):
-            kind = type(tensor).__name__
-            raise ValueError(
-                f"{who}: got a {kind} of shape {list(tensor.shape)} that has no memory of its own (its storage was "
-                "freed, or it stands for values elsewhere); pass the tensor with the values (of a DTensor .to_local())"
-            )
-        return
-    if tensor.layout is not torch.strided:
-        kind = str(tensor.layout).removeprefix("torch.")
+    if written and 0 in tensor.stride() and is_expanded(tensor):
         raise ValueError(
-            f"{who}: got a sparse tensor ({kind}) of shape {list(tensor.shape)}; call .to_dense(), or send indices "
-            "and values"
+            f"{who}: got an expanded tensor (shape {list(tensor.shape)}, strides {list(tensor.stride())}) to write "
+            "into, of whose elements several lie at one place; pass .clone() or .contiguous()"
         )
-    raise ValueError(
-        f"{who}: got a tensor on {tensor.device}; backend 'shared' moves CPU tensors: call .cpu(), or use gloo or nccl"
-    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
-        return not tensor.numel() or bool(tensor.data_ptr())
+        plain = memory_of(tensor)
+        return plain.is_cpu and (not plain.numel() or bool(plain.data_ptr()))
     except RuntimeError:  # inside of torch.func's transforms
         return False
 
@@ -70,25 +63,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def check_written(tensor: torch.Tensor, who: str) -> None:
-    """Refuse what `check` refuses, and a tensor that has not room for all values that will be written into it.
-
-    Raises:
-        ValueError: several of its elements lie at one place.
-    """
-    check(tensor, who)
-    if is_expanded(tensor):
-        raise ValueError(
-            f"{who}: got an expanded tensor (shape {list(tensor.shape)}, strides {list(tensor.stride())}) to write "
-            "into, of whose elements several lie at one place; pass .clone() or .contiguous()"
-        )
-
-
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether several elements lie at one place."""
-    return 0 in tensor.stride() and any(
-        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,52 +91,17 @@ class Landings:
         return flat
 
     def settle(self) -> None:
-        """Write back what does not lie in one block.
-
-        Raises:
-            ValueError: different values would lie at one place.
-        """
+        """Write back what does not lie in one block."""
         if not self._scattered:
             return
         with torch.no_grad(), unseen():
             for tensor, flat in self._scattered:
-                target, values = tensor.detach(), flat.view(tensor.shape)
-                if is_expanded(tensor):
-                    target, values = _once(target, values)
-                target.copy_(values)
-
-
-def _once(target: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each place of an expanded tensor once, with the value for it."""
-    shape, flat = target.shape, values.view(-1)
-    for dim, step in enumerate(target.stride()):
-        if not step:
-            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    if not torch.equal(values.expand(shape).contiguous().view(-1).view(torch.uint8), flat.view(torch.uint8)):
-        raise ValueError(
-            f"the result has different values for elements of an expanded tensor (shape {list(shape)}) that lie at one "
-            "place; pass .clone() or .contiguous() on every rank"
-        )
-    return target, values
+                tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the length of a dense tensor's memory."""
     return tensor.numel() * tensor.element_size()
-
-
-def same_length(tensors: Sequence[torch.Tensor], like: torch.Tensor, who: str, what: str) -> None:
-    """Refuse tensors of another length or dtype than the one that each belongs to.
-
-    Raises:
-        ValueError: naming the first that differs.
-    """
-    for number, tensor in enumerate(tensors):
-        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
-            raise ValueError(
-                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)} and must be of the size and dtype of "
-                f"{like.dtype}{list(like.shape)}"
-            )
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
@@ -197,13 +139,16 @@ def check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, w
     Raises:
         ValueError: naming what is wrong.
     """
-    for tensor in (like, *tensors):
-        check(tensor, who)
-    for tensor in tensors if what == "output" else (like,):
-        check_written(tensor, who)
+    check(like, who, written=what == "input")
     if len(tensors) != size:
         raise ValueError(f"{who}: pass {size} {what} tensors, one for each rank; got {len(tensors)}")
-    same_length(tensors, like, who, what)
+    for number, tensor in enumerate(tensors):
+        check(tensor, who, written=what == "output")
+        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+            raise ValueError(
+                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)} and must be of the size and dtype of "
+                f"{like.dtype}{list(like.shape)}"
+            )
 
 
 def split_bytes(tensor: torch.Tensor, sizes: Sequence[int], size: int, who: str, what: str) -> list[int]:

@@ -2,8 +2,8 @@
 
 Each message is announced by a letter (tag, length, dtype) and travels as pieces. The receiver takes the message at the
 head when a receive with its tag is there. Where only receives with other tags wait, it puts the message aside, in
-memory of its own. Either way the letter's place is free again, so that any number of messages may be open. A send is
-over once a receive has taken it: the receiver then leaves the message's number in a receipt.
+memory of its own. Either way the letter's place is free again, so that any number of messages may be open, and the send
+is over.
 """
 
 from __future__ import annotations
@@ -11,27 +11,67 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import BELL, LANE_HEAD_BYTES, NUM_PIECES, Arena
-from distlab.shared_memory.messages.letters import (
-    LETTERS,
-    NUM_LETTERS,
-    NUM_RECEIPTS,
-    RECEIPTS,
-    TEXT_BYTES,
-    Letter,
-    Message,
-)
 from distlab.shared_memory.work import SharedWork
 
-POSTED, WRITTEN, HEARD = 0, 64, 68  # places of a lane's counters: the sender's (letters, pieces, receipts)
-READ, NOTED, TOLD = 128, 132, 192  # and the receiver's (pieces, letters, receipts)
+POSTED, WRITTEN = 0, 64  # places of a lane's counters: the sender's (letters, pieces)
+READ, NOTED = 128, 132  # and the receiver's (pieces, letters)
+NUM_LETTERS, LETTER_BYTES = 64, 256
+LETTERS = 256  # where a lane's letters begin
+TEXT_BYTES = LETTER_BYTES - 24
 _WRAP = 1 << 30
 WORTH_A_RING = 64 << 10  # bytes of a piece from which on both ends copy at once; to copy fewer is faster than to wake
 copy = ctypes.memmove
+
+
+class Letter(ctypes.Structure):
+    """What announces a message."""
+
+    _fields_ = (
+        ("num_bytes", ctypes.c_int64),
+        ("mark", ctypes.c_uint64),
+        ("tag", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+        ("text", ctypes.c_char * (TEXT_BYTES)),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One side of a message: a send, or a receive.
+
+    Attributes:
+        peer: the other rank of the group; -1: any.
+        tag: must be equal on both sides.
+        memory: the bytes; kept alive until the message is over.
+        mark: stands for dtype and number of elements, which must be equal.
+        text: dtype and shape, for people.
+        work: what the caller waits for.
+        deadline_s: when to give up, on the monotonic clock.
+        landed: what to do with a receive's bytes once they are there.
+    """
+
+    peer: int
+    tag: int
+    memory: torch.Tensor
+    mark: int
+    text: str
+    work: SharedWork
+    deadline_s: float
+    landed: Callable[[], None] | None = None
+    moved: int = 0
+    address: int = field(init=False)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = self.memory.data_ptr()
+        self.num_bytes = self.memory.numel() * self.memory.element_size()
 
 
 class _Lane:
@@ -50,12 +90,9 @@ class _Lane:
         self.copies_at_once = self.piece_bytes >= WORTH_A_RING
         self.posted = futex.word_at(base + POSTED)
         self.written = futex.word_at(base + WRITTEN)
-        self.heard = futex.word_at(base + HEARD)
         self.read = futex.word_at(base + READ)
         self.noted = futex.word_at(base + NOTED)
-        self.told = futex.word_at(base + TOLD)
         self.letters = (Letter * NUM_LETTERS).from_address(base + LETTERS)
-        self.receipts = (ctypes.c_int32 * NUM_RECEIPTS).from_address(base + RECEIPTS)
         self.data = base + LANE_HEAD_BYTES
 
     def piece(self, number: int) -> int:
@@ -70,25 +107,25 @@ class OutLane(_Lane):
         super().__init__(arena, source, destination)
         self.waiting: deque[Message] = deque()  # without a letter yet
         self.moving: deque[Message] = deque()  # with a letter, not all written
-        self.open: dict[int, Message] = {}  # with a letter, not taken, by number
-        self._number = 0
+        self.open: deque[Message] = deque()  # with a letter, not taken
+        self._number = self._num_over = 0
 
     @property
     def messages(self) -> list[Message]:
         """All that are not over."""
-        return [*self.open.values(), *self.waiting]
+        return [*self.open, *self.waiting]
 
     def forget(self, message: Message) -> None:
         """Let go of a message that will never be over."""
-        self.open.pop(message.number, None)
         for line in (self.waiting, self.moving):
             if message in line:
                 line.remove(message)
 
     def advance(self) -> bool:
         """Do what can be done now; return whether the receiver should look."""
-        changed = self._hear()
-        while self.waiting and (self._number - self.noted.value) % _WRAP < NUM_LETTERS:
+        changed = False
+        self._end_taken()
+        while self.waiting and (self._number - self._num_over) % _WRAP < NUM_LETTERS:
             self._announce(self.waiting.popleft())
             changed = True
         while self.moving:
@@ -99,30 +136,21 @@ class OutLane(_Lane):
             self.moving.popleft()
         return changed
 
-    def _hear(self) -> bool:
-        """End the sends that receives have taken; return whether the receiver may wait for room for receipts."""
-        first, last = self.heard.value, self.told.value
-        if first == last:
-            return False
-        futex.fence()
-        for k in range((last - first) % _WRAP):
-            message = self.open.pop(self.receipts[(first + k) % NUM_RECEIPTS], None)
-            if message is not None:
-                message.work.finish()
-        futex.fence()
-        self.heard.value = last
-        return first * 2 // NUM_RECEIPTS != last * 2 // NUM_RECEIPTS  # twice while the receiver fills them all
+    def _end_taken(self) -> None:
+        """End the sends whose messages the receiver has."""
+        noted = self.noted.value
+        while self._num_over != noted:
+            self._num_over = (self._num_over + 1) % _WRAP
+            self.open.popleft().work.finish()
 
     def _announce(self, message: Message) -> None:
-        message.number = self._number
+        letter, text = self.letters[self._number % NUM_LETTERS], message.text.encode()[:TEXT_BYTES]
         self._number = (self._number + 1) % _WRAP
-        letter, text = self.letters[message.number % NUM_LETTERS], message.text.encode()[:TEXT_BYTES]
         letter.tag, letter.num_bytes, letter.mark = message.tag, message.num_bytes, message.mark
         letter.length, letter.text = len(text), text
-        futex.fence()
         self.posted.value = self._number
         self.moving.append(message)
-        self.open[message.number] = message
+        self.open.append(message)
 
     def _write(self, message: Message) -> bool:
         written = first = self.written.value
@@ -131,7 +159,6 @@ class OutLane(_Lane):
             copy(self.piece(written), message.address + message.moved, length)
             message.moved += length
             written = (written + 1) % _WRAP
-            futex.fence()
             self.written.value = written
             if self.copies_at_once and message.moved < message.num_bytes:
                 self.ring()
@@ -147,19 +174,13 @@ class InLane(_Lane):
         self._number = 0  # of the message at the head
         self._current: Message | None = None  # takes the message at the head
         self._moved = 0
-        self._aside: list[tuple[Letter, int, torch.Tensor]] = []
+        self._aside: list[tuple[Letter, torch.Tensor]] = []
         self._is_aside = False
-        self._taken: deque[int] = deque()  # messages for whose receipts there was no room
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the sender has yet to be told of messages that were taken."""
-        return bool(self._taken)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message is half taken, or the sender has yet to be told of some."""
-        return self._current is not None or bool(self._taken)
+        """Whether a message is half taken."""
+        return self._current is not None
 
     @property
     def current(self) -> Message | None:
@@ -172,8 +193,7 @@ class InLane(_Lane):
         Raises:
             ValueError: a receive does not fit the message that it takes.
         """
-        changed = self._tell()
-        changed |= self._take_aside(receives) if self._aside else False
+        changed = self._take_aside(receives) if self._aside else False
         while True:
             if self._current is None and not self._begin(receives):
                 return changed
@@ -206,7 +226,6 @@ class InLane(_Lane):
         left = (self.posted.value - self._number) % _WRAP
         if not left:
             return False
-        futex.fence()
         letter = self.letters[self._number % NUM_LETTERS]
         found = self._wanted(receives, letter)
         if found is None:
@@ -222,11 +241,9 @@ class InLane(_Lane):
         message, read = self._current, self.read.value
         assert message is not None, "a message has begun"
         while self._moved < message.num_bytes and self.written.value != read:
-            futex.fence()
             length = min(self.piece_bytes, message.num_bytes - self._moved)
             copy(message.address + self._moved, self.piece(read), length)
             read = (read + 1) % _WRAP
-            futex.fence()
             self.read.value = read
             if self.copies_at_once and self._moved + NUM_PIECES * self.piece_bytes < message.num_bytes:
                 self.ring()  # the sender has waited for this place
@@ -237,44 +254,28 @@ class InLane(_Lane):
         self._current, self._is_aside = None, False
         if is_aside:
             kept = Letter.from_buffer_copy(self.letters[number % NUM_LETTERS])
-            self._aside.append((kept, number, message.memory))
+            self._aside.append((kept, message.memory))
         self._number = (number + 1) % _WRAP
-        futex.fence()
         self.noted.value = self._number
         if not is_aside:
-            self._take(number, message)
-
-    def _take(self, number: int, message: Message) -> None:
-        """Say to both sides that a receive has taken the message."""
-        if message.landed is not None:
-            message.landed()
-        self._taken.append(number)
-        self._tell()
-        message.work.finish()
-
-    def _tell(self) -> bool:
-        """Leave receipts as far as there is room; return whether any was left."""
-        told = first = self.told.value
-        while self._taken and (told - self.heard.value) % _WRAP < NUM_RECEIPTS:
-            self.receipts[told % NUM_RECEIPTS] = self._taken.popleft()
-            told = (told + 1) % _WRAP
-            futex.fence()
-            self.told.value = told
-        return told != first
-
-    def fall_silent(self) -> None:
-        """Give up receipts: the sender is gone."""
-        self._taken.clear()
+            _take(message)
 
     def _take_aside(self, receives: list[Message]) -> bool:
         kept = []
-        for letter, number, memory in self._aside:
+        for letter, memory in self._aside:
             found = self._wanted(receives, letter)
             if found is None:
-                kept.append((letter, number, memory))
+                kept.append((letter, memory))
             else:
                 copy(found.address, memory.data_ptr(), found.num_bytes)
-                self._take(number, found)
+                _take(found)
         changed = len(kept) != len(self._aside)
         self._aside = kept
         return changed
+
+
+def _take(message: Message) -> None:
+    """End a receive, which has all its bytes."""
+    if message.landed is not None:
+        message.landed()
+    message.work.finish()

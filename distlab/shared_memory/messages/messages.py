@@ -15,9 +15,8 @@ from torch.futures import Future
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import BELL, look_s
 from distlab.shared_memory.meeting import Meeting, why_gone
-from distlab.shared_memory.messages.lanes import InLane, OutLane
-from distlab.shared_memory.messages.letters import Message
-from distlab.shared_memory.work import END_S, GroupThread, SharedWork, Tensors
+from distlab.shared_memory.messages.lanes import InLane, Message, OutLane
+from distlab.shared_memory.work import GroupThread, SharedWork, Tensors
 
 SETTLE_S = 0.0005  # how long a caller may take from its call to its wait, before the thread takes over
 
@@ -47,7 +46,7 @@ class Messages:
         self._out: dict[int, OutLane] = {}
         self._in: dict[int, InLane] = {}
         self._sending: set[int] = set()  # ranks to which a message is not over
-        self._taking: set[int] = set()  # ranks whose messages are half taken, or which are to be told of some
+        self._taking: set[int] = set()  # ranks whose messages are half taken
         self._receives: list[Message] = []  # that no message has come for
         self._lock = threading.Lock()
         self._bell = self.arena.header(self.rank) + BELL
@@ -78,14 +77,6 @@ class Messages:
             self._advance()
         self._leave_to_thread(message)
 
-    def settle(self) -> None:
-        """Before this rank leaves: say to senders which of their messages it has taken."""
-        limit = time.monotonic() + END_S
-        while self._is_silent() and not self.arena.is_anyone_gone and time.monotonic() < limit:
-            with self._lock:
-                self._advance()
-            time.sleep(SETTLE_S)
-
     def close(self) -> None:
         """Let the thread end."""
         self._is_closed = True
@@ -99,7 +90,6 @@ class Messages:
         try:
             while not work.is_over:
                 seen = self._word.value
-                futex.fence()
                 with self._lock:
                     self._advance()
                 if not work.is_over:
@@ -123,12 +113,8 @@ class Messages:
         if self._word.value == seen or self.arena.is_anyone_gone:
             self._give_up()
 
-    def _is_silent(self) -> bool:
-        """Whether a sender has yet to be told of messages that were taken."""
-        return any(self._in[source].is_silent for source in list(self._taking))  # a set that threads change
-
     def _is_idle(self) -> bool:
-        return next(self._open(), None) is None and not self._is_silent()
+        return next(self._open(), None) is None
 
     def _open(self) -> Iterator[Message]:
         """All messages that are not over."""
@@ -181,9 +167,6 @@ class Messages:
             asked = {message.peer for message in self._open()} | self._taking
             gone = {rank: why_gone(self.arena, rank, members) for rank in (others if -1 in asked else asked)}
             self._advance()  # what they had written before they went
-            for source in self._taking:
-                if gone.get(source):
-                    self._in[source].fall_silent()
             for message in list(self._open()):
                 peers = others if message.peer < 0 else [message.peer]
                 reason = gone.get(peers[0], "") if all(gone.get(peer) for peer in peers) else ""
@@ -196,7 +179,7 @@ class Messages:
                     self.meeting.fail(error)
 
     def _leave_to_thread(self, message: Message) -> None:
-        if message.work.is_over and not self._is_silent():
+        if message.work.is_over:
             return
         if not self.threads:
             self.threads.append(GroupThread(self._serve, self.name))
@@ -213,7 +196,6 @@ class Messages:
                 if self._drivers:  # who leaves to this thread what is open when they go
                     break
                 seen = self._word.value
-                futex.fence()
                 with self._lock:
                     self._advance()
                     is_idle = self._is_idle()

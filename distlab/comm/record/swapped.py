@@ -29,7 +29,7 @@ _KEPT = 64  # forked calls of a group that are remembered
 Calls = Mapping[int, Any]  # the rows of calls that met, by rank
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """What a line of source is.
 
     Attributes:
@@ -110,7 +110,7 @@ def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool
 
 
 @functools.lru_cache(maxsize=4096)
-def place_of(site: str) -> Place | None:
+def place_of(site: str) -> SourceLine | None:
     """Return what stands at a call site, "file:line"; None where its source cannot be read."""
     file, _, number = site.rpartition(":")
     tree, line = _tree(file), int(number) if number.isdigit() else 0
@@ -129,7 +129,7 @@ def place_of(site: str) -> Place | None:
             named = ((name, getattr(node, name, [])) for name in ("body", "orelse"))
             branches |= {(b[0].lineno, name) for name, b in named if any(_holds(inner, line) for inner in b)}
     inside = frozenset(branch for branch in branches if branch[0] > function[1])
-    return Place(function, "; ".join(text), inside, is_inner) if text else None
+    return SourceLine(function, "; ".join(text), inside, is_inner) if text else None
 
 
 def _holds(node: Any, line: int) -> bool:
