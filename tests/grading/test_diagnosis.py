@@ -14,7 +14,6 @@ from distlab.comm.p2p import Receive, Send, exchange
 from distlab.grading import Report, load_lesson
 from distlab.grading.check import examine
 from distlab.grading.diagnosis.blame import in_plain_names, messages_that_do_not_fit
-from distlab.grading.diagnosis.values import numbers_differ
 
 
 def checked(name: str, fn: Callable[..., Any], **options: Any) -> Report:
@@ -140,11 +139,3 @@ def test_calls_that_do_not_agree_are_one_fault_on_each_backend(backend: str, mon
 )
 def test_a_cell_is_your_cell_whatever_the_kernel(file: str) -> None:
     assert in_plain_names(f"at {file}:8", len) == "at your cell, line 8"
-
-
-def test_numbers_that_differ_are_never_shown_equal():
-    assert numbers_differ(0.3, 0.2) == "expected 0.2, got 0.3"
-    assert numbers_differ(1.0000001, 1.0) == (
-        "expected 1, got 1.0000001: it is about 1e-07 off, relative to the largest: float32 somewhere in a float64 "
-        "run, or another small constant?"
-    )

@@ -6,13 +6,10 @@ fault first, and needs no `return` behind a `yield`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from distlab.grading.exercise import Evidence, Fault
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def found(*looked: Fault | None) -> Iterator[Fault]:
@@ -35,20 +32,3 @@ def each_rank(
             yield answer
         elif answer is not None:
             yield from answer
-
-
-def known_mistake(got: Any, want: Tensor, known: Iterable[tuple[str, Tensor, str]], what: str) -> Fault | None:
-    """Return the first known mistake that gives this very result, or None.
-
-    Args:
-        got: what the learner's function returned.
-        want: what was expected.
-        known: for each mistake the code of its fault, what a function with this mistake returns, and what to say.
-        what: a name for the result.
-    """
-    from distlab.grading.diagnosis.values import same
-
-    for code, result, words in known:
-        if same(got, result) and not same(want, result):
-            return Fault(code, f"{what} {words}")
-    return None

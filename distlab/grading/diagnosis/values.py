@@ -205,13 +205,6 @@ def close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * abs(other)
 
 
-def same(got: Any, want: Tensor) -> bool:
-    """Whether `got` is a tensor of the same shape with equal values, in whatever floating dtype it has."""
-    if not isinstance(got, Tensor) or got.shape != want.shape or got.is_floating_point() != want.is_floating_point():
-        return False
-    return equal(got.detach(), want.to(got.dtype))
-
-
 def constant_ratio(got: Tensor, want: Tensor) -> float | None:
     """Return the factor, other than 1, between two tensors of one shape; None where it is not the same everywhere."""
     if got.numel() == 0 or not bool(want.any()) or not bool(got.any()) or got.dtype == torch.bool:
@@ -286,13 +279,6 @@ def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:
         return str(one), str(other)
     texts = [(f"{one:.{count}g}", f"{other:.{count}g}") for count in range(digits, 18)]
     return next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
-
-
-def numbers_differ(got: float, want: float) -> str:
-    """Say "expected 0.2, got 0.3" with as many digits as it takes, and where the difference is one of precision."""
-    wanted, found = apart(float(want), float(got))
-    one, other = (torch.tensor(float(number), dtype=torch.float64) for number in (got, want))
-    return f"expected {wanted}, got {found}{_lost_precision(one, other, abs(float(got) - float(want)))}"
 
 
 def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
