@@ -52,7 +52,7 @@ def native_collectives(evidence: Evidence) -> tuple[str, ...]:
 
 
 def never_waited(evidence: Evidence, file: str) -> Call | None:
-    """Return a call of a file of the learner's that its rank never waited for: a receive first; or None."""
+    """Return a call of the learner's file that its rank never waited for, a receive before others; or None."""
     made = (call for rank in evidence.records.ranks for call in calls(evidence, rank))
     unwaited = [call for call in made if not call.wait_ns and _is_made_in(file, call)]
     return min(unwaited, key=lambda call: call.op != "recv", default=None)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
@@ -32,28 +31,13 @@ def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _use(fn: Callable[..., Any], loss: Tensor, threshold: float) -> dict[str, Any]:
+def use_repair(fn: Callable[..., Any], loss: Tensor, threshold: float) -> dict[str, Any]:
+    """Ask once."""
     answer = fn(loss, threshold)
     return {"whether it stops": bool(answer) if isinstance(answer, Tensor | np.bool_) else answer}
 
 
-def _draw(draw: Draw) -> tuple[Any, ...]:
-    shape, dtype = draw.one_of((), (1,)), draw.dtype("float64", "float32")
-    kind = draw.one_of("near", "just as large", "a little larger")
-    if kind != "near":  # 12 can be divided by any number of ranks; 12.04 and 12.01 are one when rounded
-        above = kind == "a little larger"
-        return torch.full(shape, 12.04 if above else 12, dtype=dtype), 12.01 if above else 12.0
-    return draw.tensor(*shape, dtype=dtype), draw.number(-0.6, 0.6)
-
-
-drive_repair = Cases(_cases, _use, most_bytes=0)
-vary_repair = Vary(
-    _draw,
-    use=_use,
-    least_bytes=0.5,
-    left_out={"bytes": "one rank may decide, and send a flag of one byte", "sub-group": "takes no group"}
-    | dict.fromkeys(("sizes", "dims", "empty", "layout", "unequal ranks"), "a loss is one number"),
-)
+drive_repair = Cases(_cases, use_repair, most_bytes=0)
 
 
 def failure_repair(error: RankError, world_size: int) -> Fault | None:

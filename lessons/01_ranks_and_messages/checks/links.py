@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from distlab_lesson_01.checks.messages import CONTIGUOUS, deadlock, from_scratch
+from distlab_lesson_01.checks.messages import deadlock, from_scratch
 from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
@@ -17,7 +17,6 @@ from distlab.grading.cases import Cases, Given
 from distlab.grading.diagnosis.traffic import calls
 from distlab.grading.diagnosis.values import describe
 from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
@@ -108,37 +107,6 @@ def budget_ping_pong(evidence: Evidence) -> list[str]:
     return [f"{ROUNDS} rounds, {ROUNDS} messages each way; {milliseconds:.2f} ms for {megabytes:.2f} MB"]
 
 
-def _draw_ping_pong(draw: Draw) -> tuple[Any, ...] | None:
-    ranks = list(range(draw.world_size))
-    circle = draw.one_of(ranks, [*ranks[1:], ranks[0]])
-    pairs = [circle[start : start + 2] for start in range(0, draw.world_size - 1, 2)]
-    tensor = draw.tensor(*draw.shape(), dtype=draw.dtype())
-    rounds = draw.integer(1, 5)
-    for one, other in pairs:
-        if draw.rank in (one, other):
-            return tensor, one + other - draw.rank, rounds
-    return None
-
-
-def _use_ping_pong(fn: Callable[[Tensor, int, int], Any], tensor: Tensor, partner: int, rounds: int) -> bool:
-    """The seconds differ from run to run: look at whether they are positive, and no more than the call took."""
-    start = time.perf_counter()
-    seconds = float(fn(tensor, partner, rounds))
-    took_s = time.perf_counter() - start
-    if seconds * 2 * rounds > 1.02 * took_s + 2e-6:  # another clock may tick otherwise
-        text = f"it returns {seconds * 1e6:.0f} us; {rounds} rounds took {took_s * 1e6:.0f} us together, so a message"
-        each = f"took {took_s / (2 * rounds) * 1e6:.0f} us at most"
-        raise Refused("too long", f"{text} {each}: divide by 2 * rounds, the number of messages")
-    return seconds > 0
-
-
-def _draw_fit(draw: Draw) -> tuple[Any, ...]:
-    alpha_s, beta = 10 ** draw.number(-6, -4), 10 ** draw.number(8, 11)
-    noise = draw.one_of(0.0, 0.08)
-    sizes = [float(draw.integer(1, 9) * 10**power) for power in range(3, 3 + draw.integer(3, 5))]
-    return sizes, [(alpha_s + size / beta) * (1 + draw.number(-noise, noise)) for size in sizes]
-
-
 def _fit_cases() -> Given:
     """Return two exact links, and the first one again as if measured."""
     exact = [[alpha + size / beta for size in SIZES] for alpha, beta in LINKS]
@@ -147,7 +115,7 @@ def _fit_cases() -> Given:
     return {name: (list(SIZES), times) for name, times in zip([*words, NOISY], [*exact, noisy], strict=True)}
 
 
-def _use_fit(fn: Callable[..., Any], sizes_bytes: list[float], times_s: list[float]) -> dict[str, Any]:
+def use_fit(fn: Callable[..., Any], sizes_bytes: list[float], times_s: list[float]) -> dict[str, Any]:
     """Compare to five digits: there are several ways to solve for the line."""
     pair, kinds = fn(sizes_bytes, times_s), int | float | Tensor | np.number
     is_pair = isinstance(pair, tuple | list | Tensor | np.ndarray) and len(pair) == 2
@@ -160,9 +128,7 @@ def _use_fit(fn: Callable[..., Any], sizes_bytes: list[float], times_s: list[flo
 
 
 NOISY = "times with 6 % noise"
-drive_fit = Cases(_fit_cases(), _use_fit)
-vary_fit = Vary(_draw_fit, use=_use_fit, scale=0.0, left_out={"empty": "a line needs two messages"})
-vary_ping_pong = Vary(_draw_ping_pong, use=_use_ping_pong, same_messages=True, left_out=CONTIGUOUS)
+drive_fit = Cases(_fit_cases(), use_fit)
 
 
 def budget_fit(evidence: Evidence) -> list[str]:

@@ -15,15 +15,12 @@ from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.cases import Cases, Given
 from distlab.grading.diagnosis.traffic import calls, native_collectives
 from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 if TYPE_CHECKING:
     from distlab.comm import RankError
 
 TO_ITSELF = re.compile(r"same as the rank of the current process|this rank itself")  # torch's words, the recorder's
 WAITS = re.compile(r"rank (\d+) waits in (send to \d+|recv from \d+|\w+) #")
-CONTIGUOUS = {"layout": "torch.distributed sends contiguous tensors only", "sub-group": "takes no group"}
-ALIKE = CONTIGUOUS | {"unequal ranks": "all ranks give tensors of one shape"}
 
 
 def on_ranks(world_size: int) -> str:
@@ -86,18 +83,13 @@ def _use_gather(fn: Callable[..., Any], tensor: Tensor, root: int) -> dict[str, 
     return {"whose tensors it returns": got}
 
 
-def _draw_gather(draw: Draw) -> tuple[Any, ...]:
-    return draw.tensor(*draw.shape(), dtype=draw.dtype()), draw.one_of(*range(draw.world_size))
-
-
 drive_shift = Cases(_shifted, needs="one message per call")
 drive_gather = Cases(
     lambda rank, n: {f"root {root}": (_gathered(rank), root) for root in (0, n - 1)},
     _use_gather,
     needs="one message to each root that a rank is not",
 )
-vary_shift = Vary(lambda draw: (draw.tensor(*draw.shape(), dtype=draw.dtype()),), left_out=ALIKE)
-vary_gather, judge_gather = Vary(_draw_gather, left_out=ALIKE), from_scratch
+judge_gather = from_scratch
 
 
 def judge_shift(evidence: Evidence) -> Iterator[Fault]:
@@ -229,10 +221,6 @@ WRONG_SHIFT = (
     Mutant("float64 written down", "mismatch", "the receive that takes it do not fit", 2, "one dtype", races=True).edit(
         "torch.empty_like(tensor)", "torch.empty(tensor.shape, dtype=torch.float64)"
     ),
-    Mutant("through float32", "values", "float32 somewhere", 2, "one dtype")
-    .edit("torch.empty_like(tensor)", "torch.empty_like(tensor.float())")
-    .edit("dist.isend(tensor,", "dist.isend(tensor.float(),")
-    .edit("return received", "return received.to(tensor.dtype)"),
 )
 _WAIT_FOR_ALL = "for message in arriving:\n    message.wait()"
 WRONG_GATHER = (

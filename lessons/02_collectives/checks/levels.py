@@ -11,7 +11,6 @@ from distlab_lesson_02.checks import shared
 from distlab.comm import RankError
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.cases import Cases, Given
-from distlab.grading.variation.draw import Draw, Vary
 
 TOTAL = 8 * shared.LENGTHS[0]  # bytes of the tensor whose messages are looked at
 
@@ -32,18 +31,7 @@ def _use(fn: Callable[..., Any], m: int, g: int) -> dict[str, Any]:
     return {f"{length} elements": shared.use_sum(lambda x: fn(x, local, cross), length, ()) for length in (12, 7)}
 
 
-def _draw(draw: Draw) -> tuple[Any, ...]:
-    ranks = list(range(draw.world_size))
-    half = max(draw.world_size // 2, 1)
-    rows = [ranks[start : start + half] for start in range(0, draw.world_size, half)]
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    local, cross = draw.one_of((rows, columns), (columns, rows), ([ranks], [[rank] for rank in ranks]))
-    tensor, _ = shared.draw_row(draw)
-    return tensor, draw.split_group(local), draw.split_group(cross)
-
-
 drive_hierarchical = Cases(_cases, _use, most_bytes=0)
-vary_hierarchical = Vary(_draw, left_out=shared.ROW)
 
 
 def _bytes_away(evidence: Evidence, rank: int, number: int, g: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.cases import Cases, Given
-from distlab.grading.variation.draw import Vary
 
 JUNK = -1000.0  # times rank + 1: what stands in memory that an all-gather must fill
 
@@ -48,9 +47,6 @@ def _use_all_gather(fn: Callable[..., Any], length: int, members: tuple[int, ...
 drive_ring_reduce_scatter = Cases(shared.sums, _use_reduce_scatter, 1.1, "a ring (every chunk but the one you keep)")
 drive_ring_all_gather = Cases(_gathered, _use_all_gather, 1.1, "a ring (every chunk but the next rank's own)")
 drive_repair = Cases(shared.sums, shared.use_sum, needs="the relay ((n - 1) S)")
-vary_ring_reduce_scatter = Vary(shared.draw_row, scratch=frozenset({"tensor"}), left_out=shared.ROW)
-vary_ring_all_gather = Vary(shared.draw_row, left_out=shared.ROW)
-vary_repair = Vary(shared.draw_any, left_out=shared.ALIKE)
 failure_ring_reduce_scatter = failure_ring_all_gather = failure_repair = shared.failure
 budget_ring_reduce_scatter = budget_ring_all_gather = partial(shared.budget, formula="(n-1)/n S")
 budget_repair = partial(shared.budget, formula="(n-1) S")
@@ -221,7 +217,4 @@ WRONG_REPAIR = (
     Mutant(
         "works on a copy", "not in place", "the sum stands in a new tensor; add to the one that was passed in", 2
     ).edit("outgoing, incoming = tensor.clone(),", "tensor = tensor.clone()\noutgoing, incoming = tensor.clone(),"),
-    Mutant("through float32", "values", "float32 somewhere", 3, "one dtype").edit(
-        "tensor += incoming", "tensor += incoming.float().to(tensor.dtype)"
-    ),
 )

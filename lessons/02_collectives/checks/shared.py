@@ -18,14 +18,10 @@ from distlab.comm.record.read import Call
 from distlab.grading import Evidence, Fault
 from distlab.grading.cases import Given
 from distlab.grading.diagnosis.traffic import MESSAGES, calls, order
-from distlab.grading.variation.draw import Draw
 
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
 MEMBERS = {3: (1, 2), 4: (1, 2, 3)}  # a smaller group without rank 0, by world size
 OUTSIDE = "outside the group"
-CONTIGUOUS = {"layout": "torch.distributed sends contiguous tensors only"}
-ALIKE = CONTIGUOUS | {"unequal ranks": "all ranks give tensors of one shape"}
-ROW = ALIKE | {"dims": "the text asks for one row, [L]"}
 
 
 def coded(rank: int, length: int) -> Tensor:
@@ -69,19 +65,6 @@ def use_sum(fn: Callable[..., Any], length: int, members: tuple[int, ...]) -> An
     tensor = coded(place_in(members)[0], length)
     returned = called(fn, members, tensor)
     return returned if isinstance(returned, str) else {"what is returned": returned, "the tensor afterwards": tensor}
-
-
-def draw_row(draw: Draw) -> tuple[Any, ...]:
-    """Draw a row, and a group."""
-    length, dtype = draw.one_of(0, draw.integer(1, 3), draw.integer(4, 9), draw.integer(10, 40)), draw.dtype()
-    if length == 0 and dtype == torch.float64:  # only there lost precision shows
-        length = 6
-    return draw.tensor(length, dtype=dtype), draw.group()
-
-
-def draw_any(draw: Draw) -> tuple[Any, ...]:
-    """Draw a tensor of any shape, and a group."""
-    return draw.tensor(*draw.shape(), dtype=draw.dtype()), draw.group()
 
 
 def parted(evidence: Evidence, rank: int) -> list[list[Call]]:

@@ -11,7 +11,6 @@ from distlab_lesson_02.checks import shared
 
 from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.cases import Cases, Given
-from distlab.grading.variation.draw import Draw, Vary
 
 
 def _levels(n: int) -> int:
@@ -29,21 +28,11 @@ def _use_broadcast(fn: Callable[..., Any], root: int, members: tuple[int, ...]) 
     return shared.use_sum(lambda tensor, *group: fn(tensor, root, *group), 5, members)
 
 
-def _draw_broadcast(draw: Draw) -> tuple[Any, ...]:
-    tensor, group = shared.draw_any(draw)
-    return tensor, draw.integer(0, 11) % draw.size_of(group), group
-
-
 def _halving(rank: int, n: int) -> Given:
     return shared.cases(n, "100 to 400 times 10^rank", (2, 3) if n == 4 else ())
 
 
-def _draw_times(draw: Draw) -> tuple[Any, ...]:
-    n = draw.one_of(2 ** draw.integer(0, 12), draw.integer(5, 5000), 5)
-    return 10 ** draw.number(3, 10), n, 10 ** draw.number(-6, -3), 10 ** draw.number(9, 12)
-
-
-def _use_times(fn: Callable[..., Any], num_bytes: float, n: int, latency_s: float, bytes_per_s: float) -> Any:
+def use_times(fn: Callable[..., Any], num_bytes: float, n: int, latency_s: float, bytes_per_s: float) -> Any:
     """Leave out halving_doubling where n is no power of two: the text says nothing of it."""
     times = fn(num_bytes, n, latency_s, bytes_per_s)
     if n & (n - 1) and isinstance(times, dict):
@@ -63,10 +52,7 @@ CONDITIONS = (  # bytes, ranks, latency, bandwidth; the first tells the latencie
 _ASKED = "{:g} bytes on {} ranks, latency {:g} s, {:g} bytes/s"
 drive_tree_broadcast = Cases(_broadcast, _use_broadcast, most_bytes=0)
 drive_halving_doubling = Cases(_halving, shared.use_sum, 1.1, "halving and doubling")
-drive_times = Cases({_ASKED.format(*condition): condition for condition in CONDITIONS}, _use_times)
-vary_tree_broadcast = Vary(_draw_broadcast, left_out=shared.CONTIGUOUS)
-vary_halving_doubling = Vary(shared.draw_row, left_out=shared.ROW)
-vary_times = Vary(_draw_times, use=_use_times)
+drive_times = Cases({_ASKED.format(*condition): condition for condition in CONDITIONS}, use_times)
 failure_tree_broadcast = failure_halving_doubling = shared.failure
 judge_halving_doubling = partial(shared.in_steps, what="halving and doubling", needs=lambda n: 2 * _levels(n))
 budget_halving_doubling = partial(shared.budget, formula="2 (n-1)/n S")

@@ -12,7 +12,6 @@ from distlab.grading import Evidence, Mutant
 from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.traffic import sent_line
 from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary, lopsided_loss
 
 SIZES = (3, 3, 1)
 FEATURES, OUTPUTS = 4, 3
@@ -28,7 +27,7 @@ def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     return {"": (model, batches, nn.functional.mse_loss)}
 
 
-def _use(
+def use_accumulate(
     fn: Callable[..., Any], model: nn.Module, microbatches: list[tuple[Tensor, Tensor]], loss_fn: Callable[..., Any]
 ) -> dict[str, Any]:
     """Return the gradients, what became of the weights, and whether a loss is one of more than a micro-batch."""
@@ -47,30 +46,7 @@ def _use(
     }
 
 
-def _draw(draw: Draw) -> tuple[Any, ...]:
-    dtype, num_features, num_outputs = draw.dtype("float64", "float32"), draw.integer(1, 4), draw.integer(1, 3)
-    layer = nn.Linear(num_features, num_outputs, bias=False, dtype=dtype)
-    with torch.no_grad():
-        layer.weight.copy_(draw.tensor(num_outputs, num_features, dtype=dtype, same=True))
-    left, pairs = draw.integer(1, 9), []
-    while left:
-        size = min(left, draw.own(1, 4))
-        inputs = draw.tensor(size, num_features, dtype=dtype, strided=True)
-        pairs.append((inputs, draw.tensor(size, num_outputs, dtype=dtype)))
-        left -= size
-    return layer, pairs, draw.one_of(lopsided_loss, nn.functional.smooth_l1_loss)
-
-
-drive_accumulate = Cases(_cases, _use, needs="one exchange of all gradients, as a ring,")
-vary_accumulate = Vary(
-    _draw,
-    use=_use,
-    left_out={
-        "sub-group": "takes no group",
-        "dims": "the text leaves the model open",
-        "empty": "the mean loss of no sample is not a number",
-    },
-)
+drive_accumulate = Cases(_cases, use_accumulate, needs="one exchange of all gradients, as a ring,")
 
 
 def budget_accumulate(evidence: Evidence) -> list[str]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from distlab.grading import Mutant
 from distlab.grading.cases import Cases
 from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Keywords, Vary
 
 SHAPES = {"a bias": (4,)}
 LARS = {"lr": 0.5, "momentum": 0.9, "decay": 0.1, "coefficient": 0.02}
@@ -60,36 +59,6 @@ drive_lamb = Cases(
     _use_lamb,
 )
 
-
-def _drawn(draw: Draw, num: int) -> list[Tensor]:
-    dtype, shape = draw.dtype("float64", "float32"), draw.one_of((5,), (3, 4), (2, 3, 1, 2), (1, 1), (7, 2))
-    return [draw.tensor(*shape, dtype=dtype, strided=True) for _ in range(num)]
-
-
-def _draw_lars(draw: Draw) -> tuple[Any, ...]:
-    weight, gradient, buffer = _drawn(draw, 3)
-    zero = draw.one_of("none", "none", "weight", "gradient", "both")
-    weight = torch.zeros_like(weight) if zero in ("weight", "both") else weight
-    gradient = torch.zeros_like(gradient) if zero in ("gradient", "both") else gradient
-    size = draw.one_of(1.0, 0.01)  # norms below and above 1
-    weight, gradient = size * weight, size * gradient
-    terms = {"lr": draw.number(0.01, 2.0), "momentum": draw.one_of(0.0, draw.number(0.1, 0.99))}
-    terms |= {"decay": draw.one_of(0.0, draw.number(0.001, 0.3)), "coefficient": draw.number(0.001, 0.5)}
-    return weight, gradient, buffer, Keywords(terms)
-
-
-def _draw_lamb(draw: Draw) -> tuple[Any, ...]:
-    weight, gradient, mean, square = _drawn(draw, 4)
-    zero = draw.one_of("none", "none", "weight", "all but the weight")
-    weight = torch.zeros_like(weight) if zero == "weight" else weight
-    if zero == "all but the weight":
-        gradient, mean, square = torch.zeros_like(gradient), torch.zeros_like(mean), torch.zeros_like(square)
-    terms = {"step": draw.one_of(1, draw.integer(2, 500)), "lr": draw.number(0.01, 2.0)}
-    terms |= {"decay": draw.one_of(0.0, draw.number(0.001, 0.3))}
-    return weight, gradient, mean, square.abs(), Keywords(terms)
-
-
-vary_lars, vary_lamb = (Vary(one, left_out={"empty": "a weight holds elements"}) for one in (_draw_lars, _draw_lamb))
 
 _STUCK = "a weight of zeros has ratio 0 and can never leave; the ratio is 1 where a norm is zero"
 _NO_NUMBER = "an update of zeros gives 0 / 0; the ratio is 1 where a norm is zero"

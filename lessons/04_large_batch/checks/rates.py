@@ -10,7 +10,6 @@ from torch import nn
 
 from distlab.grading import Fault, Mutant
 from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Keywords, Vary
 
 # (step, base rate, batch, base batch, updates of warmup)
 RATES = (
@@ -30,7 +29,7 @@ def _use_rate(fn: Callable[..., Any], step: int, base_lr: float, named: dict[str
     return fn(step, base_lr, **named)
 
 
-def _use_warm_up(
+def use_warm_up(
     fn: Callable[..., Callable[[], Any]],
     left: list[float],
     peak_lr: float,
@@ -52,19 +51,6 @@ def _use_warm_up(
     return rates
 
 
-def _draw_rate(draw: Draw) -> tuple[Any, ...]:
-    num_warmup = draw.one_of(0, 1, draw.integer(2, 20))
-    step = draw.one_of(0, draw.integer(0, 20), draw.integer(0, 1000))
-    batches = {"batch": draw.integer(1, 4096), "base_batch": draw.integer(1, 4096)}
-    return step, draw.number(0.001, 3.0), Keywords(**batches, num_warmup=num_warmup)
-
-
-def _draw_warm_up(draw: Draw) -> tuple[Any, ...]:
-    left = [7.0 + index for index in range(draw.integer(1, 4))]
-    num_warmup = draw.one_of(1, draw.integer(2, 6), draw.integer(7, 12))
-    return left, draw.number(0.01, 2.0), num_warmup, draw.one_of(0, draw.integer(1, 15)), draw.integer(1, 9)
-
-
 drive_rate = Cases(
     {
         f"batch {batch}, base_batch {base}, base_lr {lr}, step {step}, num_warmup {num}": (
@@ -82,9 +68,8 @@ drive_repair = Cases(
         "resumed at update 2 from a checkpoint with rates of 0.32": ([0.32, 0.32], 0.8, 5, 2, 7),
         "resumed at update 7 from a checkpoint with rates of 0.5": ([0.5, 0.5], 0.8, 5, 7, 2),
     },
-    _use_warm_up,
+    use_warm_up,
 )
-vary_rate, vary_repair = Vary(_draw_rate), Vary(_draw_warm_up, use=_use_warm_up)
 
 
 def failure_rate(error: Exception, world_size: int) -> Fault | None:
