@@ -111,34 +111,6 @@ def test_clip_and_scaler_on_the_models_parameters_are_refused_and_the_own_clip_i
         assert [count for *_, count in results] == [1, 1, 0]
 
 
-def accumulated():
-    """Two passes with a synchronize() after each add up, though the parameters' gradients stand for nothing between."""
-    found = []
-    for stage in (1, 2):
-        model = net()
-        optimizer = ShardedOptimizer(model, lambda p: torch.optim.SGD(p, lr=0.3), stage=stage)
-        for step in range(3):
-            model(rows(step, [dist.get_rank()])).square().mean().backward()
-            optimizer.synchronize()
-            if step == 1:
-                with optimizer.no_sync():
-                    model(rows(step, [dist.get_rank()])).square().mean().backward()
-        optimizer.step()
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    return found
-
-
-def test_passes_still_add_up(ranks):
-    model = net()
-    for step in (0, 1, 1, 2):
-        model(rows(step, range(3))).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.3).step()
-    for result in ranks(3).run(accumulated):
-        for parameters in result:
-            for one, other in zip(parameters, model.parameters(), strict=True):
-                assert torch.allclose(one, other, atol=1e-12, rtol=0)
-
-
 def whole_tensor_optimizers():
     """Optimizers that take norms of their gradients, where each rank owns whole tensors."""
     found = []

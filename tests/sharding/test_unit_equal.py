@@ -3,19 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import BATCH_SIZE, CONFIG, CORPUS, awkward_model, difference, finals as finals_of
 from torch import nn
 
 from distlab.clip import clip_gradients_
-from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import loss_weight
-from distlab.models import GPT, GPTConfig
+from distlab.models import GPT
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 from distlab.sharding import FullyShard
 from distlab.sharding.plain import cut_shard, plain_step
 
-BATCH_SIZE = 7  # no world size above 1 divides it
-CONFIG = GPTConfig(vocab_size=257, context=12, num_layers=3, num_heads=2, hidden_size=24, tied=True)
 MAX_NORM = 0.5
 WAYS = {
     "default": {},
@@ -36,27 +34,14 @@ OPTIMIZERS = {
 }
 
 
-def awkward_model(rank, dtype):
-    """Odd vocabulary, tied weight, a frozen parameter, biases not zero, other weights on every rank."""
-    model = GPT(CONFIG, generator(0, rank, "weights")).to(dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1, generator=generator(0, rank, name))
-    model.blocks[0].feed_forward.widen.bias.requires_grad_(False)
-    model.blocks[1].feed_forward.widen.weight.requires_grad_(False)  # what its inputs' gradient needs
-    return model
-
-
 def whole(model):
     with model.summon() as module:
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        return finals_of(module)
 
 
 def train(ways, dtype, optimizer_name, *, accumulate="", clip=False, replicas=1):
     alone = ways == ["alone"]
     rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    corpus = ByteCorpus(python_documentation(), CONFIG.context)
     group, across = hybrid_groups(replicas) if replicas > 1 else (None, None)
     finals = {}
     for way in ways:
@@ -67,9 +52,9 @@ def train(ways, dtype, optimizer_name, *, accumulate="", clip=False, replicas=1)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         for step in range(10):
             optimizer.zero_grad()
-            batches = [corpus.batch(step, BATCH_SIZE, seed=1, rank=rank, world_size=world_size)]
+            batches = [CORPUS.batch(step, BATCH_SIZE, seed=1, rank=rank, world_size=world_size)]
             if accumulate:
-                batches.append(corpus.batch(step, BATCH_SIZE, seed=2, rank=rank, world_size=world_size))
+                batches.append(CORPUS.batch(step, BATCH_SIZE, seed=2, rank=rank, world_size=world_size))
             for index, (inputs, targets) in enumerate(batches):
                 weight = loss_weight(len(inputs), BATCH_SIZE, world_size) / len(batches)
                 loss = GPT.loss(model(inputs), targets) * weight
@@ -100,11 +85,6 @@ def hybrid_groups(replicas):
         groups = [dist.new_group(members) for members in sets]
         mine += [group for group, members in zip(groups, sets, strict=True) if dist.get_rank() in members]
     return mine
-
-
-def difference(one, other):
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def alone(dtype, optimizer_name, **options):

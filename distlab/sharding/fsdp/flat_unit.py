@@ -135,7 +135,7 @@ class Unit:
 
     @torch.no_grad()
     def fill_from_first(self, parameters: Sequence[Tensor]) -> None:
-        """Take this rank's part of what the first rank holds: broadcast it in the group, and shards to replicas."""
+        """Take this rank's part of what the first rank of all holds, sent to the group; shards go to replicas."""
         if parameters[0].device.type == "meta":
             return
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

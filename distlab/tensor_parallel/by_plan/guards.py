@@ -7,6 +7,7 @@ have the same gradient on all: where it has not, the ranks' copies drift apart, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.modules.every_parameter import every_parameter
+from distlab.modules.moved import NotHere
 from distlab.modules.split import splits_of
 
 TOLERANCE = 1e-6  # of a parameter's norm: far more than rounding, far less than an update
@@ -51,7 +53,6 @@ def agree_on_inputs(inputs: Any, group: ProcessGroup | None) -> None:
     agree([_digest(tensor) for tensor in tensors], group, what=what)
 
 
-@torch.no_grad()
 def _compare_whole(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """Refuse parameters that every rank holds whole, and whose values differ between ranks.
 
@@ -60,8 +61,27 @@ def _compare_whole(model: nn.Module, group: ProcessGroup | None = None) -> None:
     Raises:
         ValueError: naming them, on every rank.
     """
-    split = splits_of(model)
+    split, layers = splits_of(model), dict(model.named_modules())
     whole = {name: parameter for name, parameter in every_parameter(model) if name not in split}
+    _compare({name: one for name, one in whole.items() if not isinstance(one, NotHere)}, group)
+    in_shards = [name for name, one in whole.items() if isinstance(one, NotHere)]
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in in_shards):
+        _compare_when_called(layers[path], [name for name in in_shards if name.rpartition(".")[0] == path], group)
+
+
+def _compare_when_called(layer: nn.Module, names: Sequence[str], group: ProcessGroup | None) -> None:
+    """Compare parameters that lie in shards when their layer runs next: then they are whole."""
+
+    def before(*_: object) -> None:
+        handle.remove()
+        _compare({name: getattr(layer, name.rpartition(".")[2]) for name in names}, group)
+
+    handle = layer.register_forward_pre_hook(torch.compiler.disable(before))
+
+
+@torch.no_grad()
+def _compare(whole: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
+    """Compare two numbers of each parameter."""
     if not whole:
         return
     mine = torch.stack([_two_numbers(parameter) for parameter in whole.values()])  # [N, 2]
