@@ -10,7 +10,7 @@ from test_files import model_of
 from distlab.checkpoint import AsyncSaves, load_dcp, read_dcp, write_dcp
 from distlab.checkpoint.formats.torchs import METADATA, RECORDS
 from distlab.comm import recorded
-from distlab.comm.unpickle import restricted_load
+from distlab.comm.plain import restricted_load
 
 
 def calls_of(function):
