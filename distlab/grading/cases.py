@@ -183,7 +183,7 @@ def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault 
 
     What is no such dict is compared with the first part: `use` gave up on what fn returned.
     """
-    if isinstance(want, dict) and want and not isinstance(got, dict):
+    if isinstance(want, dict) and want and not isinstance(got, dict) and not name:
         first = next(iter(want))
         return _in_result(got, want[first], head, n, ", ".join(filter(None, [name, str(first)])))
     if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():

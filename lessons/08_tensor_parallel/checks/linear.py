@@ -170,6 +170,6 @@ WRONG_HEADS = (
     Mutant("an assertion", "no clear error", "where heads do not divide a ValueError is asked").edit(
         "raise ValueError(", "raise AssertionError("
     ),
-    Mutant("rank 0's", "values", "for rank=0, whatever rank is").edit("(num_ranks)[rank]", "(num_ranks)[0]"),
+    Mutant("rank 0's", "values", "in the place of").edit("(num_ranks)[rank]", "(num_ranks)[0]"),
     Mutant("heads of two rows", "raised", "split").edit("len(weight) // (num_heads + 2 * num_shared)", "2"),
 )
