@@ -71,8 +71,11 @@ class Manifest:
                 f"has version {facts.get('version')!r}; this distlab reads version {VERSION}: load it with the distlab "
                 "that saved it"
             )
-        files = tuple(FileRecord(str(r["name"]), int(r["num_bytes"]), str(r["sha256"])) for r in facts["files"])
-        step, world_size = int(facts["step"]), int(facts["world_size"])
+        try:
+            files = tuple(FileRecord(str(r["name"]), int(r["num_bytes"]), str(r["sha256"])) for r in facts["files"])
+            step, world_size = int(facts["step"]), int(facts["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"lacks a field of version {VERSION} ({error!r}); use a different checkpoint") from None
         # Only names that we write: a manifest must not make a reader open files outside its directory.
         expected = [SHARED, *(rank_file(rank) for rank in range(min(world_size, len(files))))]
         if [file.name for file in files] != expected or len(files) != world_size + 1:
