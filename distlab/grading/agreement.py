@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from distlab.grading.variation.calls import DrawnCalls
 
 LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
-BUDGET_S = 4.0  # of all of them: they take less than half a second, more on a busy machine
+BUDGET_S = 4.0  # of all of them: they take less than half a second
+SLOWER = 20.0  # times the reference's own run is added to both: on a busy machine all runs take longer
 AVERAGED = {"sum not mean", "divided twice"}  # what a ratio is told to be, where ranks are averaged
 NO_CAUSE = AVERAGED | {"dtype", "changed argument", "argument changed"}
 FEWEST = 3  # results without a drawn digit that must be wrong alike: fewer agree by chance
@@ -37,9 +38,11 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     cases = exercise.drive
     assert isinstance(cases, Cases)
     evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
+    begun = time.perf_counter()
     wanted = _driven(cases, reference, ranks)
+    known = _Known(exercise, reference, ranks, cases, wanted, took_s=time.perf_counter() - begun)
     pair, takes = (evidence.results, wanted.results), cases.use or reference
-    seen, known = difference(*pair, takes), _Known(exercise, reference, ranks, cases, wanted)
+    seen = difference(*pair, takes)
     if seen is not None and (wrong := known.by_values(evidence)) is not None:
         return _named(wrong, seen)
     if seen is not None:
@@ -95,9 +98,11 @@ class _Known:
         cases: Cases | DrawnCalls,
         wanted: Evidence,
         scale: float = 0.0,
+        took_s: float = 0.0,
     ) -> None:
         self.exercise, self.reference, self.ranks = exercise, reference, ranks
         self.cases, self.wanted, self.scale = cases, wanted, scale
+        self.slower_s = SLOWER * took_s
 
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
@@ -159,10 +164,10 @@ class _Known:
         from distlab.comm import RankError, RankTimeout
 
         begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
-        self.ranks.timeout_s = min(limit_s, LIMIT_S)
+        self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
         try:
             for wrong in told(self.exercise, self.ranks.world_size):
-                if time.perf_counter() - begun > BUDGET_S:
+                if time.perf_counter() - begun > BUDGET_S + self.slower_s:
                     return
                 fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
                 try:
