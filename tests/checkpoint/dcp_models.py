@@ -1,11 +1,13 @@
 """What the tests of torch's layout share: one training by FullyShard, ZeRO, torch's FSDP2 and one process."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
+from equal import Fully, Zero
 
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
-from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState, full_optimizer_state, full_state_dict
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
 
@@ -20,9 +22,9 @@ def gpt(seed=0):
 
 def train(model, optimizer, steps, synchronize=lambda: None):
     """Go through global batches of 12 samples, cut over the ranks: their number changes nothing."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for step in steps:
-        tokens = torch.randint(31, (12, 8), generator=generator(step, 0, "data"))
-        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        mine = torch.randint(31, (12, 8), generator=generator(step, 0, "data")).chunk(num_ranks)[rank]
         GPT.loss(model(mine), mine).backward()
         synchronize()
         optimizer.step()
@@ -33,49 +35,31 @@ def alone(steps):
     """The same in one process: weights and moments by names."""
     model = gpt()
     optimizer = adamw(model.parameters())
-    for step in steps:
-        tokens = torch.randint(31, (12, 8), generator=generator(step, 0, "data"))
-        GPT.loss(model(tokens), tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, steps)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return dict(model.state_dict()), {names[id(p)]: dict(kept) for p, kept in optimizer.state.items()}
 
 
-class Fsdp:
-    """Our FullyShard and its optimizer."""
+class Ours:
+    """FullyShard and its optimizer, or a whole model and an optimizer whose state is sharded."""
 
-    def __init__(self, seed=0):
-        self.model = FullyShard(gpt(seed))
-        self.optimizer = adamw(self.model.parameters())
-        self.parts = {"training": ShardedState(self.model, self.optimizer)}
-
-    def train(self, steps):
-        train(self.model, self.optimizer, steps, self.model.synchronize)
-
-    def whole(self):
-        return full_state_dict(self.model), full_optimizer_state(self.model, self.optimizer)["state"]
-
-    def close(self):
-        self.model.close()
-
-
-class Zero:
-    """A whole model, and an optimizer whose state is sharded."""
-
-    def __init__(self, seed=0):
-        self.model = gpt(seed)
-        self.optimizer = ShardedOptimizer(self.model, adamw, stage=1, bucket_bytes=2_000)
-        self.parts = {"model": self.model, "optimizer": self.optimizer}
+    def __init__(self, name, seed=0):
+        if name == "fsdp":
+            self.one = Fully(gpt(seed), adamw)
+            self.parts = {"training": self.one.part}
+        else:
+            self.one = Zero(gpt(seed), adamw, stage=1, bucket_bytes=2_000)
+            self.parts = {"model": self.one.model, "optimizer": self.one.optimizer}
 
     def train(self, steps):
-        train(self.model, self.optimizer, steps, self.optimizer.synchronize)
+        train(self.one.model, self.one.optimizer, steps, self.one.gradients.synchronize)
 
     def whole(self):
-        return {k: v.clone() for k, v in self.model.state_dict().items()}, self.optimizer.full_state_dict()["state"]
+        model, optimizer = self.one.full()
+        return model, optimizer["state"]
 
     def close(self):
-        self.optimizer.close()
+        self.one.gradients.close()
 
 
 def full(value):
@@ -120,11 +104,8 @@ class Torchs:
         moments = {names[id(p)]: {key: full(v) for key, v in kept.items()} for p, kept in self.optimizer.state.items()}
         return {name: full(value) for name, value in self.model.state_dict().items()}, moments
 
-    def close(self):
-        pass
 
-
-OURS = {"fsdp": Fsdp, "zero": Zero}
+OURS = {name: partial(Ours, name) for name in ("fsdp", "zero")}
 
 
 def largest_difference(one, other):

@@ -48,6 +48,26 @@ def require_kill(error):
         raise error
 
 
+class DiskThat:
+    """Stands for `os` in a module under test, with one function changed; where it is entered, in that module."""
+
+    def __init__(self, module, **changed):
+        self.module, self.changed = module, changed
+
+    def __getattr__(self, name):
+        return self.changed.get(name) or getattr(os, name)
+
+    def __enter__(self):
+        self.module.os = self
+
+    def __exit__(self, *_):
+        self.module.os = os
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
 def refused(call, *words):
     """Call, which must raise ValueError with these words; return its text."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are looked at)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as some
-from killing import Evil, same_bits
+from killing import Evil, full, same_bits
 
 from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
 from distlab.modules.named_parts import PARAMETER, SavedPart, Slab
@@ -234,9 +234,6 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp
         import torch.distributed as dist
 
         from distlab.checkpoint.formats import torchs
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
 
         writer = torchs.filesystem.FileSystemWriter
         real = writer.write_data

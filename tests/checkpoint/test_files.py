@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from killing import Evil
+from killing import DiskThat, Evil
 
 from distlab.checkpoint import CheckpointError, UnknownVersionError, files, find, load, manifest, newest, save
 
@@ -337,30 +337,23 @@ def test_a_forged_checkpoint_runs_no_code(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "close", "mkdir", "rename"])
-def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, monkeypatch, operation, number):
+def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, operation, number):
     save(tmp_path, 1, parts={"model": model_of(1)})
-
-    class Disk:
-        def __getattr__(self, name):
-            return getattr(os, name)
 
     def refuse(*arguments):
         if operation == "close":  # where network file systems tell it
             os.close(*arguments)
         raise OSError(number, os.strerror(number), "somewhere")
 
-    with monkeypatch.context() as patch:
-        disk = Disk()
-        setattr(disk, operation, refuse)
-        patch.setattr(files, "os", disk)
-        with pytest.raises(CheckpointError, match=rf"cannot save step 2 in .*: rank 0: .*{os.strerror(number)}"):
-            save(tmp_path, 2, parts={"model": torch.nn.Linear(800, 800)})  # torch.save itself meets the error
+    words = rf"cannot save step 2 in .*: rank 0: .*{os.strerror(number)}"
+    with DiskThat(files, **{operation: refuse}), pytest.raises(CheckpointError, match=words):
+        save(tmp_path, 2, parts={"model": torch.nn.Linear(800, 800)})  # torch.save itself meets the error
     assert os.listdir(tmp_path) == ["step-0000000001"]
     assert newest(tmp_path).step == 1
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF])
-def test_a_file_system_that_cannot_flush_directories_is_used_all_the_same(tmp_path, monkeypatch, number):
+def test_a_file_system_that_cannot_flush_directories_is_used_all_the_same(tmp_path, number):
     """As some of networks and of virtual machines are; files are flushed there, too."""
     flushed = []
 
@@ -370,9 +363,8 @@ def test_a_file_system_that_cannot_flush_directories_is_used_all_the_same(tmp_pa
         flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         os.fsync(descriptor)
 
-    disk = type("Disk", (), {"__getattr__": lambda _, name: flush if name == "fsync" else getattr(os, name)})()
-    monkeypatch.setattr(files, "os", disk)
-    save(tmp_path / "run", 1, parts={"model": model_of(1)})
+    with DiskThat(files, fsync=flush):
+        save(tmp_path / "run", 1, parts={"model": model_of(1)})
     assert len(flushed) == 3, "what ranks share, what is the rank's own, and the manifest"
     assert newest(tmp_path / "run").step == 1
 

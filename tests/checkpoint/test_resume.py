@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from killing import go_on, lose_the_newest, require_kill, same_bits, twice
+from killing import go_on, require_kill, same_bits, twice
 
-from distlab.checkpoint import CheckpointError, PerRank, files, load, newest, save
+from distlab.checkpoint import PerRank, files, load, newest, save
 from distlab.comm import RankError
 from distlab.compression import make_hook
 from distlab.data import ByteCorpus, python_documentation
@@ -109,29 +109,6 @@ def test_every_compressors_memory_comes_back(ranks, tmp_path):
             assert same_bits(*ends), method
 
 
-@pytest.mark.parametrize("forgets", ["a hook", "generators"])
-def test_what_is_forgotten_is_noticed(ranks, tmp_path, forgets):
-    """The same comparison notices a run that resumes without the rank's own file: the proofs above prove something."""
-
-    def both():
-        import distlab.checkpoint.parts as parts
-
-        how = {"way": "hook"}
-        final = train(tmp_path / "run", **how)
-        lose_the_newest(tmp_path / "run")
-        kept = Coarse.load_state_dict, parts.restore_random_state
-        if forgets == "a hook":
-            Coarse.load_state_dict = lambda self, state_dict: None
-        else:
-            parts.restore_random_state = lambda state: None
-        try:
-            return final, train(tmp_path / "run", **how)
-        finally:
-            Coarse.load_state_dict, parts.restore_random_state = kept
-
-    assert not same_bits(*zip(*ranks(2).run(both), strict=True))
-
-
 def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
     def write():
         hook = Coarse()
@@ -210,32 +187,6 @@ def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(
         outcomes.add(found.step)
     record_property("tried", stop_at)
     assert outcomes == {1, 2}
-
-
-def test_a_rank_that_cannot_write_fails_all_and_leaves_no_manifest(ranks, tmp_path):
-    def fail(directory, step):
-        class FullDisk:
-            def __getattr__(self, name):
-                return getattr(os, name)
-
-            def write(self, *_):
-                raise OSError(28, "No space left on device")
-
-        if dist.get_rank() == 1 and step == 2:
-            files.os = FullDisk()
-        torch.manual_seed(0)
-        try:
-            save(directory, step, parts={"model": torch.nn.Linear(2, 2)})
-        except CheckpointError as error:
-            return str(error)
-        finally:
-            files.os = os
-
-    assert ranks(3).run(fail, tmp_path, 1) == [None] * 3
-    for text in ranks(3).run(fail, tmp_path, 2):
-        assert "cannot save step 2" in text
-        assert "rank 1: [Errno 28] No space left on device" in text
-    assert os.listdir(tmp_path) == ["step-0000000001"]
 
 
 def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):

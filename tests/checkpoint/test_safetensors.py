@@ -5,9 +5,10 @@ import os
 
 import pytest
 import torch
+from killing import DiskThat, full
 from safetensors import torch as library
 
-from distlab.checkpoint import read_safetensors, write_safetensors
+from distlab.checkpoint import files, read_safetensors, write_safetensors
 from distlab.checkpoint.formats.safetensors import MODEL
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
@@ -101,17 +102,9 @@ def test_nothing_is_overwritten_and_odd_tensors_are_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [MODEL, "other"]
 
 
-def test_a_disk_that_refuses_leaves_nothing(tmp_path, monkeypatch):
-    from distlab.checkpoint import files
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    disk = type("Disk", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)})()
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "os", disk)
-        with pytest.raises(OSError, match="No space left"):
-            write_safetensors(tmp_path, {"weight": torch.rand(2)})
+def test_a_disk_that_refuses_leaves_nothing(tmp_path):
+    with DiskThat(files, write=full), pytest.raises(OSError, match="No space left"):
+        write_safetensors(tmp_path, {"weight": torch.rand(2)})
     assert os.listdir(tmp_path) == []
 
 

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from equal import OPTIMIZERS, awkward_model
 
 from distlab.comm import recorded
 from distlab.context_parallel import average_gradients_, context_parallel, gather_sequence, scatter_sequence
@@ -17,25 +18,10 @@ CONFIG = GPTConfig(vocab_size=29, context=30, num_layers=2, num_heads=12, hidden
 SHORT = replace(CONFIG, num_layers=1)  # for 3 and 4 ranks, that share two cores and wait at each exchange
 LENGTH = 24  # shorter than the context, a multiple of 2n for 1 to 4 ranks
 WAYS = {"ring": "sgd", "all_to_all": "adam", "ring, recomputed": "adam", "ring, again": "sgd", "all_to_all, sgd": "sgd"}
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-}
 
 
 def config_for(num_ranks):
     return CONFIG if num_ranks <= 2 else SHORT
-
-
-def awkward_model(rank, config):
-    """Odd vocabulary, tied weight, a frozen parameter, biases not zero, other weights on every rank."""
-    model = GPT(config, generator(0, rank, "weights")).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1, generator=generator(0, rank, name))
-    model.blocks[0].feed_forward.widen.bias.requires_grad_(False)
-    return model
 
 
 def batch(step):
@@ -49,7 +35,7 @@ def batches(step):
 
 
 def one_process(optimizer_name, config):
-    model, losses = awkward_model(0, config), []
+    model, losses = awkward_model(0, config=config), []
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     for step in range(10):
         optimizer.zero_grad()
@@ -68,7 +54,7 @@ def oracles(pool):
 
 
 def train(way):
-    model = awkward_model(dist.get_rank(), config_for(dist.get_world_size()))
+    model = awkward_model(dist.get_rank(), config=config_for(dist.get_world_size()))
     optimizer = OPTIMIZERS[WAYS[way]](model.parameters())  # before the change: the parameters stay the same ones
     model = context_parallel(model, kind=way.partition(",")[0])
     if way == "ring, recomputed":
@@ -95,7 +81,7 @@ def everything():
 
 def unused_model():
     """Gradients on rank 0 alone for one parameter, on no rank for another."""
-    model = awkward_model(0, SHORT)
+    model = awkward_model(0, config=SHORT)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, dist.get_rank() + 1.0)
     model.norm.bias.grad = torch.ones_like(model.norm.bias) if dist.get_rank() == 0 else None
@@ -127,7 +113,7 @@ def test_ten_updates_equal_one_process(ranks, world_size):
         one, again = found["ring"][0], found.get("ring, again", found["ring"])[0]
         assert all(torch.equal(one[name], again[name]) for name in one), "repeats bit for bit"
         GPT(config).double().load_state_dict(one)
-        count = [p.numel() for p in awkward_model(0, SHORT).parameters() if p.requires_grad]
+        count = [p.numel() for p in awkward_model(0, config=SHORT).parameters() if p.requires_grad]
         assert sent == (8 * (sum(count) + len(count)) if world_size > 1 else 0)
         mean = (world_size + 1) / 2
         assert (some, none, all_) == (pytest.approx(1 / world_size), None, pytest.approx(mean))
@@ -138,7 +124,7 @@ def test_ten_updates_equal_one_process(ranks, world_size):
 
 
 def test_the_updates_are_not_trivial(ranks):
-    before, after = awkward_model(0, CONFIG), oracles(ranks(1))["sgd", CONFIG][0]
+    before, after = awkward_model(0, config=CONFIG), oracles(ranks(1))["sgd", CONFIG][0]
     for name, parameter in before.named_parameters():
         moved = (parameter - after[name]).abs().max().item()
         assert moved > 1e-6 if parameter.requires_grad else moved == 0.0, name

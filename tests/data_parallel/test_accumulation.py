@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import Mean
 from torch.nn.utils import clip_grad_norm_
 
 from distlab.clip import clip_gradients_
@@ -72,20 +73,6 @@ def train_alone(world_size, mixed, optimizer_name):
     return [p.detach().clone() for p in model.parameters()], norms
 
 
-class Mean:
-    """The plainest hook: an all-reduce."""
-
-    def start(self, bucket, group):
-        bucket.buffer.div_(dist.get_world_size(group))
-        return dist.all_reduce(bucket.buffer, group=group, async_op=True)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
-
-
 def train(mixed, optimizer_name, bucket_bytes=200, hooked=False):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = build(mixed, optimizer_name, rank)  # other weights on each rank
@@ -133,16 +120,6 @@ def test_ten_clipped_updates_from_unequal_micro_batches_equal_one_process(ranks,
             assert all(map(torch.equal, weights, results[0][index][0])), f"{case}: replicas differ"
 
 
-def test_training_with_all_of_it_repeats_bit_for_bit(ranks):
-    first, second = (ranks(3).run(train, False, "adam") for _ in range(2))
-    assert all(
-        torch.equal(a, b)
-        for one, other in zip(first, second, strict=True)
-        for a, b in zip(one[0], other[0], strict=True)
-    )
-    assert [norms for _, norms in first] == [norms for _, norms in second]
-
-
 def test_an_update_sends_once_whatever_number_of_micro_batches(ranks):
     """Where forward ran does not matter, nor that the last backward may be inside the block as well."""
 
@@ -169,36 +146,6 @@ def test_an_update_sends_once_whatever_number_of_micro_batches(ranks):
 
     for counts in ranks(2).run(count):
         assert counts == [(1, [8.0, 8.0])] * 3
-
-
-def test_each_known_slip_of_accumulation_gives_other_weights():
-    """The fixture above would see them: these are the faults that it is there to find."""
-
-    def last_weight(slip):
-        model, optimizer = build(False, "sgd", 0)
-        updates = 0
-        for update in range(2):
-            optimizer.zero_grad()
-            micros = samples(update).split(MICRO_SIZE)
-            for index, x in enumerate(micros):
-                num = len(x)
-                weight = {"undivided": 1.0, "mean of means": 1 / len(micros)}.get(slip, num / NUM_SAMPLES)
-                if slip == "last not synchronised" and index == len(micros) - 1:
-                    continue
-                (model(x).square().mean() * weight).backward()
-                if slip == "steps at index 0" and index % len(micros) == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    updates += 1
-            if slip != "steps at index 0":
-                optimizer.step()
-                updates += 1
-        return model.head.weight.detach().clone(), updates
-
-    right, num_updates = last_weight(None)
-    assert num_updates == 2
-    for slip in ("undivided", "mean of means", "last not synchronised", "steps at index 0"):
-        assert (last_weight(slip)[0] - right).abs().max() > 1e-6, slip
 
 
 def test_micro_weights_are_those_of_the_mean_over_all():

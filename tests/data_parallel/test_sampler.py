@@ -120,15 +120,11 @@ def test_an_epoch_has_its_own_order_and_the_same_in_every_run():
 
 def test_torchs_sampler_is_as_disjoint_and_repeats_what_ours_pads():
     for num_samples, world_size in [(12, 4), (10, 4), (7, 3)]:
-        ours = samplers(num_samples, world_size, tail="pad", shuffle=False)
-        theirs = [TorchSampler(range(num_samples), world_size, rank, shuffle=False) for rank in range(world_size)]
-        assert [list(sampler) for sampler in ours] == [list(sampler) for sampler in theirs]
-        dropped = samplers(num_samples, world_size, tail="drop", shuffle=False)
-        theirs = [
-            TorchSampler(range(num_samples), world_size, rank, shuffle=False, drop_last=True)
-            for rank in range(world_size)
-        ]
-        assert [list(sampler) for sampler in dropped] == [list(sampler) for sampler in theirs]
+        for tail in ("pad", "drop"):
+            ours = samplers(num_samples, world_size, tail=tail, shuffle=False)
+            how = {"shuffle": False, "drop_last": tail == "drop"}
+            theirs = [TorchSampler(range(num_samples), world_size, rank, **how) for rank in range(world_size)]
+            assert [list(sampler) for sampler in ours] == [list(sampler) for sampler in theirs]
 
 
 def test_a_forgotten_set_epoch_is_an_error_where_torch_repeats_the_order():

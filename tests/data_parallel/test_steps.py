@@ -3,14 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import averaging
 
 from distlab.comm import recorded
 from distlab.data_parallel import (
-    Bucketed,
     DataParallel,
     Overlapped,
-    average_flat,
-    average_per_parameter,
     broadcast_parameters,
     loss_weight,
     train_step,
@@ -46,14 +44,6 @@ BUCKETS = (672, 1680, 4960, 1760 + 4)  # as DataParallel's capacities cut them; 
 ROUNDED_BYTES = sum(-(-num_bytes // 128) * 128 for num_bytes in BUCKETS)  # up to a cache line for each of 2 ranks
 
 
-def rung(way, model, bucket_bytes):
-    if way == "per_parameter":
-        return lambda: average_per_parameter(model.parameters())
-    if way == "flat":
-        return lambda: average_flat(model.parameters())
-    return {"bucketed": Bucketed, "overlapped": Overlapped}[way](model, None, bucket_bytes).synchronize
-
-
 def measure(way):
     model = mixed_model()
     rank = dist.get_rank()
@@ -62,7 +52,7 @@ def measure(way):
             synchronize = DataParallel(model, bucket_bytes=4_000, first_bucket_bytes=1_000).synchronize
         else:
             broadcast_parameters(model)
-            synchronize = rung(way, model, 4_000)
+            synchronize = averaging(way, model, 4_000)
     loss = forward(model)
     with recorded() as step:
         loss.backward()
@@ -151,7 +141,7 @@ def test_a_parameter_that_one_rank_did_not_use_counts_as_zeros(ranks, way):
     def average():
         torch.manual_seed(0)
         layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
-        synchronize = rung(way, layers, 40)
+        synchronize = averaging(way, layers, 40)
         for _ in range(2):
             layers.zero_grad()
             x = layers[0](torch.ones(1, 3))

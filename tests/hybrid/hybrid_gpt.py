@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+from equal import difference
 
 from distlab.data import ByteCorpus, python_documentation
 from distlab.expert_parallel import balance_loss, mix_experts
@@ -84,11 +85,6 @@ def train_alone(optimizer="sgd", *, steps=3, balance=0.0, order=None, **options)
         updates.step()
     torch.set_num_threads(threads)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, losses, norms
-
-
-def difference(one, other):
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def assert_equal_to_one_process(results, expected, name=""):

@@ -51,22 +51,6 @@ class Shared(Odd):
         return second(x=x)["y"] + second(x=x.tanh())["y"]
 
 
-class Library(Odd):
-    """torch's own modules, which read their weights in their own ways; a parameter without dimensions."""
-
-    def __init__(self):
-        super().__init__(
-            nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True),
-            nn.TransformerEncoderLayer(2 * WIDTH, 2, 8, dropout=0.0, batch_first=True),
-            nn.Sequential(nn.Conv1d(2 * WIDTH, WIDTH, 1), nn.GroupNorm(2, WIDTH)),
-        )
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        x = self.blocks[1](self.blocks[0](x[:, None])[0])
-        return self.blocks[2](x.transpose(1, 2)).squeeze(-1) * self.scale
-
-
 class Recomputed(Odd):
     """Blocks that torch's own checkpoint runs again in backward, hooks and all; both of its kinds."""
 
@@ -225,17 +209,9 @@ class Features(Odd):
 
 
 EQUAL = (
-    Shared, Library, Recomputed, Tied, Frozen, GradientPenalty, Normed, Listed, Nested, Hiding, Features
+    Shared, Recomputed,
+ Tied, Frozen, GradientPenalty, Normed, Listed, Nested, Hiding, Features
 )  # fmt: skip
-
-
-class FastWeights(Odd):
-    """Calls a block with weights of its own making."""
-
-    def forward(self, x):
-        block = self.blocks[1]
-        fast = {name: torch.ones(parameter.shape, dtype=x.dtype) for name, parameter in block.named_parameters()}
-        return torch.func.functional_call(block, fast, (self.blocks[0](x),))
 
 
 class ReadsOthers(Odd):
@@ -271,7 +247,6 @@ class MaxNorm(Odd):
 
 
 REFUSED = {
-    FastWeights: "blocks.1.weight was added after FullyShard was built, or replaced by another tensor",
     ReadsOthers: "blocks.0.weight (unit 'blocks.0') is not here now: its unit frees its parameters outside",
     Returning: "unit 'blocks.0' returns a parameter, or a part of one",
     MaxNorm: "unit 'blocks.0': its forward changed a parameter in place",

@@ -65,10 +65,15 @@ def gather_and_scatter():
     shard = torch.randn(L, generator=generator(0, rank, "shard"))
     gradient = torch.randn(n * L, generator=generator(0, rank, "gradient"))
     whole, sums = {}, {}
+    for call, other in ((gather_into, torch.empty(n * L + 1)), (scatter_sum, torch.empty(n * L).double())):
+        with pytest.raises(ValueError, match=f"rank {rank}: .*pad with FlatLayout"):
+            call(other, shard)
     for name in ("call", "direct"):
         full = torch.empty(n * L)
         if name == "call":
-            _, sent = sent_elements(lambda full=full: gather_into(full, shard))
+            full[rank * L : (rank + 1) * L] = shard
+            own = full[rank * L : (rank + 1) * L]
+            _, sent = sent_elements(lambda full=full, own=own: gather_into(full, own, async_op=True).wait())
         else:
             with NewMemory(full, shard) as memory:
                 _, sent = sent_elements(lambda full=full: DirectGather(full, shard).finish())

@@ -1,91 +1,12 @@
 """ShardedOptimizer's states: a run resumes bit for bit, and a full state loads at any number of ranks."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_net import Net, adam, run_steps, same, weights
+from optimizer_net import Net, adam, run_steps, same
 from torch import nn
 
 from distlab.sharding import ShardedOptimizer
-from distlab.sharding.zero.scatter_in_backward import owners_of
-
-
-def resume(stage, split):
-    """Train 4 steps; or 2, save, build anew, load, and 2 more."""
-
-    def build(seed):
-        model = Net(seed)
-        optimizer = ShardedOptimizer(model, adam, stage=stage, split=split, bucket_bytes=1_000)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
-        return model, optimizer, schedule
-
-    def steps(numbers, model, optimizer, schedule):
-        for number in numbers:
-            run_steps(model, optimizer, [number])
-            schedule.step()
-
-    straight = build(0)
-    steps(range(4), *straight)
-    first = build(0)
-    steps(range(2), *first)
-    saved = [part.state_dict() for part in first]
-    full = first[1].full_state_dict()
-    again = build(5)
-    for part, state in zip(again, saved, strict=True):
-        part.load_state_dict(state)
-    steps(range(2, 4), *again)
-    for _, optimizer, _ in (straight, first, again):
-        optimizer.close()
-    rates = [one[1].param_groups[0]["lr"] for one in (straight, again)]
-    return weights(straight[0]), weights(again[0]), rates, (saved[0], full)
-
-
-def test_a_run_resumes_bit_for_bit(ranks):
-    for stage, split in ((1, "elements"), (2, "elements"), (2, "tensors")):
-        for straight, again, rates, _ in ranks(2).run(resume, stage, split):
-            assert same(straight, again), (stage, split)
-            assert rates == [1e-2 / 16] * 2
-
-
-def carry_over(model_state, full, split, bucket_bytes):
-    """Load a full state here, return it again, and train on."""
-    model = Net(7)
-    model.load_state_dict(model_state)
-    optimizer = ShardedOptimizer(model, adam, stage=2, split=split, bucket_bytes=bucket_bytes)
-    optimizer.load_full_state_dict(full)
-    again = optimizer.full_state_dict()
-    for_one = optimizer.full_state_dict(to_rank=0)
-    assert (for_one is None) == (dist.get_rank() != 0)
-    x = torch.ones(4, 13)
-    model(x).square().mean().backward()
-    optimizer.synchronize()
-    optimizer.step()
-    optimizer.close()
-    return again, weights(model)
-
-
-def test_a_full_state_loads_at_any_number_of_ranks(ranks):
-    _, _, _, (model_state, full) = ranks(2).run(resume, 1, "elements")[0]
-    model = Net()
-    model.load_state_dict(model_state)
-    optimizer = adam([p for p in model.parameters() if p.requires_grad])
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    optimizer.load_state_dict(
-        {"state": {i: copy.deepcopy(full["state"][name]) for i, name in enumerate(names)},
-         "param_groups": [full["param_groups"][0] | {"params": list(range(len(names)))}]}
-    )  # fmt: skip
-    model(torch.ones(4, 13)).square().mean().backward()
-    optimizer.step()
-    for world_size, split, bucket_bytes in ((1, "elements", 10**6), (3, "elements", 500), (4, "tensors", 2_000)):
-        results = ranks(world_size).run(carry_over, model_state, full, split, bucket_bytes)
-        for again, final in results:
-            assert all((final[name] - p).abs().max() < 1e-6 for name, p in model.named_parameters())
-            assert again["state"].keys() == full["state"].keys()
-            for name, entry in full["state"].items():
-                assert all(torch.equal(value, again["state"][name][key]) for key, value in entry.items()), name
-            assert sorted(again["param_groups"][0]["params"]) == sorted(names)
 
 
 def more_ranks_than_elements():
@@ -123,13 +44,6 @@ def start_equal():
 def test_the_first_rank_gives_its_weights_and_buffers(ranks):
     first = Net(0).state_dict()
     assert all(same(first, state) for state in ranks(2).run(start_equal))
-
-
-def test_owners_are_even():
-    load = [0, 0, 0]
-    owners = owners_of([7, 1, 5, 5, 1, 2, 3], load)
-    assert sorted(load) == [8, 8, 8]
-    assert len(owners) == 7
 
 
 def save_and_cut_anew(directory, num_ranks, split, stage, bucket_bytes):

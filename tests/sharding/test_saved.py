@@ -111,14 +111,6 @@ TENSORS = numbered([(5, 3), (7,), (2, 2)])
 EXPECTED = {name: (tuple(t.shape), torch.float64) for name, t in TENSORS.items()}
 
 
-def test_four_shards_become_two_three_and_one_again():
-    saved = cut(TENSORS, [], 4)
-    for num_shards in (2, 3, 1):
-        found = put_together(saved, TENSORS, [1], num_shards)
-        assert all(torch.equal(found[PARAMETER][name], tensor) for name, tensor in TENSORS.items())
-        saved = cut(found[PARAMETER], [1], num_shards)
-
-
 def test_a_saved_shard_loads_without_running_code_and_keeps_its_digest():
     for one in cut(TENSORS, [1], 3):
         file = io.BytesIO()

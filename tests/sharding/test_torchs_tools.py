@@ -111,40 +111,28 @@ def test_clip_and_scaler_on_the_models_parameters_are_refused_and_the_own_clip_i
         assert [count for *_, count in results] == [1, 1, 0]
 
 
-def whole_tensor_optimizers():
-    """Optimizers that take norms of their gradients, where each rank owns whole tensors."""
-    found = []
-    for make in WHOLE_TENSORS:
-        model = net()
-        optimizer = ShardedOptimizer(model, make, split="tensors", stage=2)
-        for step in range(3):
-            model(rows(step, [dist.get_rank()])).square().mean().backward()
+def of_whole_tensors(make, of_ranks=None):
+    """Train where each rank owns whole tensors; or in one process, on the rows of these ranks."""
+    model = net()
+    parameters = list(model.parameters())
+    optimizer = make(parameters) if of_ranks else ShardedOptimizer(model, make, split="tensors", stage=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(rows(step, of_ranks or [dist.get_rank()])).square().mean().backward()
+        if not of_ranks:
             optimizer.synchronize()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    return found
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
 
 
-WHOLE_TENSORS = [
-    lambda p: torch.optim.Adafactor(p, lr=0.02),
-    lambda p: LAMB(p, lr=0.02),
-    lambda p: LARS(p, lr=0.02, momentum=0.9),
-]
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, LAMB, LARS])
+def test_optimizers_of_whole_tensors_equal_one_process(ranks, kind):
+    def make(parameters):
+        return kind(parameters, lr=0.02)
 
-
-def test_optimizers_of_whole_tensors_equal_one_process(ranks):
-    results = ranks(3).run(whole_tensor_optimizers)
-    for number, make in enumerate(WHOLE_TENSORS):
-        model = net()
-        optimizer = make(list(model.parameters()))
-        for step in range(3):
-            optimizer.zero_grad()
-            model(rows(step, range(3))).square().mean().backward()
-            optimizer.step()
-        for result in results:
-            for one, other in zip(result[number], model.parameters(), strict=True):
-                assert torch.allclose(one, other, atol=1e-10, rtol=0)
+    expected = of_whole_tensors(make, range(3))
+    for found in ranks(3).run(of_whole_tensors, make):
+        assert all(torch.allclose(*pair, atol=1e-10, rtol=0) for pair in zip(found, expected, strict=True))
 
 
 def on_flat_shards():

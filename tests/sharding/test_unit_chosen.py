@@ -30,6 +30,7 @@ WRONG = {
     "name": (["heads"], "'heads' is not a submodule"),
     "owns nothing": (nn.ReLU, "'stages.0.act' (ReLU) owns no parameters"),
     "never called": (["stages.1"], "'stages.1' (ModuleDict) is never called"),
+    "a list": (["stages"], "name its items: 'stages.*'"),
     "no choice": (3, "are chosen by 3"),
 }
 

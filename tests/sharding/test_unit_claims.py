@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from equal import square
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -13,7 +14,7 @@ from distlab.data import ByteCorpus, python_documentation
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Precision
 from distlab.rng import generator
-from distlab.sharding import FullyShard
+from distlab.sharding import FullyShard, full_state_dict
 from distlab.trace import SpanWriter
 
 CONFIG = GPTConfig(vocab_size=257, context=12, num_layers=3, num_heads=2, hidden_size=24, tied=True)
@@ -72,9 +73,8 @@ def test_a_step_sends_three_times_the_parameters_and_two_where_they_stay(ranks, 
 
 def test_replicas_add_an_all_reduce_of_a_shard(ranks):
     def bytes_sent():
-        rank = dist.get_rank()
-        groups = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        model = FullyShard(GPT(CONFIG), groups[rank // 2], replicas=groups[2 + rank % 2])
+        row, column = square()
+        model = FullyShard(GPT(CONFIG), row, replicas=column)
         with recorded() as seen:
             step_of(model)
             model.synchronize()
@@ -225,18 +225,10 @@ def test_half_precision_follows_torchs_rule(ranks):
                 model.synchronize()
             optimizer.step()
         if not ours:
-            return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+            return {name: p.full_tensor().detach() for name, p in model.state_dict().items()}
         with model.summon():  # in the type of compute
             assert model.module.norm.weight.dtype == torch.bfloat16
-        rows = {}
-        for unit in model.units:
-            flat = torch.empty(unit.layout.padded_size)
-            dist.all_gather_into_tensor(flat, unit.shard.detach())
-            for name, offset, size, shape in zip(
-                unit.layout.names, unit.layout.offsets, unit.layout.sizes, unit.layout.shapes, strict=True
-            ):
-                rows[name] = flat[offset : offset + size].view(shape)
-        return rows
+        return full_state_dict(model)
 
     for mine, torchs in ranks(2).run(lambda: (train(True), train(False))):
         assert mine.keys() == torchs.keys()

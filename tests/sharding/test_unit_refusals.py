@@ -23,14 +23,8 @@ def chain():
 def test_units_that_cannot_be():
     module = chain()
     assert automatic_units(module) == ["0", "2", "3"]  # an activation owns nothing and is no unit
-    with pytest.raises(ValueError, match=r"'1' \(Tanh\) owns no parameters.*leave it out"):
-        chosen_units(module, ["0", "1"])
-    with pytest.raises(ValueError, match="'blocks.0' is not a submodule; there are 0"):
-        chosen_units(module, ["blocks.0"])
     with pytest.raises(ValueError, match="2 named twice"):
         chosen_units(module, ["2", "2"])
-    with pytest.raises(ValueError, match=r"'0' \(ModuleList\) is never called.*name its items: '0.\*'"):
-        chosen_units(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), ["0"])
 
 
 def test_a_tied_parameter_moves_to_the_root_or_is_refused():
@@ -119,10 +113,6 @@ def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
         failing.synchronize()
         sizes += [whole(model), whole(failing)]
 
-        late = FullyShard(chain())
-        late.module.add_module("late", nn.Linear(2, 2))
-        texts.append(message(lambda: late(x)))
-
         unused = FullyShard(chain())
         unused.module[0](x).sum().backward()  # called by itself: the unit takes care of itself
         unused.synchronize()
@@ -138,8 +128,7 @@ def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
         assert same
         assert "1.weight (unit '1') is not here now: its unit frees its parameters" in texts[0]
         assert "its shard was changed between forward and backward" in texts[1]
-        assert "late.weight was added after FullyShard was built, or replaced" in texts[2]
-        assert texts[3] == [False, True, True]
+        assert texts[2] == [False, True, True]
 
 
 def test_initial_values_and_buffers_are_those_of_the_first_rank(ranks):
@@ -177,16 +166,8 @@ def be_lazy(block):
     block.linear = nn.LazyLinear(4)
 
 
-def be_complex(block):
-    block.spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-
 def be_whole_numbers(block):
     block.steps = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
-
-
-def have_a_hook(block):
-    block.linear.weight.register_hook(lambda gradient: gradient / 2)
 
 
 def have_a_late_hook(block):
@@ -195,9 +176,7 @@ def have_a_late_hook(block):
 
 ODD = {
     be_lazy: "1.linear (LazyLinear): weight has no shape yet; call the module once",
-    be_complex: "1 (Block): spectrum is torch.complex64, and a flat shard holds real",
     be_whole_numbers: "1 (Block): steps is torch.int32, and a flat shard holds real",
-    have_a_hook: "1.linear (Linear): weight has a hook on its gradient",
     have_a_late_hook: "1.linear (Linear): bias has a hook on its gradient",
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from refused import message
 from torch import nn
 
 from distlab.comm import run
@@ -131,14 +132,6 @@ def test_each_layout_has_a_style_that_equals_one_process(num_ranks, monkeypatch)
             train(alone)
             for key, value in alone.state_dict().items():
                 torch.testing.assert_close(got[key], value, rtol=0, atol=1e-10, msg=f"{name}: {key}")
-
-
-def message(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def refused(make, plan):

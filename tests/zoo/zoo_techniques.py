@@ -98,9 +98,7 @@ def pipeline(family):
         own = {id(parameter) for parameter in stage.parameters()}
         kept = [(name, parameter) for name, parameter in named if id(parameter) in own]
         schedule = make_schedule(family, 2, 3)
-        pipeline = Pipeline(
-            {rank: stage}, schedule, loss=lambda y, wanted: cross_entropy(y.flatten(0, -2), wanted.flatten())
-        )
+        pipeline = Pipeline({rank: stage}, schedule, loss=loss)
         optimizer = adamw(stage.parameters())
         for step in range(UPDATES):
             pipeline.zero_grad()

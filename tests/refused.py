@@ -7,6 +7,6 @@ def message(action):
     """Return the text of the error that an action raises."""
     try:
         action()
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
