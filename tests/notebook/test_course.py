@@ -2,7 +2,7 @@
 
 import html.parser
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path)
     work.mkdir()
     assert "0 of 3 exercises passed" in text_table(lessons, work)
     (work / MARKER).touch()
-    entry = {"attempts": 1, "first_passed": "x", "last_passed": "x", "budget": [], "seconds": 0.1}
+    entry = asdict(Entry(1, "x", "x"))
     (work / "progress.json").write_text(json.dumps({"schema": 1, "exercises": {"01.c": entry}}))
     assert "1 of 3 exercises passed" in text_table(lessons, work)
     entry |= {"first_passed": "", "solution_seen": "x"}
@@ -128,7 +128,7 @@ def test_the_command_writes_the_page_anew(tmp_path, capsys):
     work = work_with(tmp_path, {})
     assert main(["lesson", "page", "--work", str(work)]) == 0
     before = (work / PAGE).read_text()
-    passed = {"attempts": 1, "first_passed": "2026-01-02", "last_passed": "2026-01-02", "budget": [], "seconds": 0.1}
+    passed = asdict(Entry(1, "2026-01-02", "2026-01-02"))
     work_with(tmp_path, {"01.shift": passed})
     assert main(["lesson", "page", "--work", str(work)]) == 0
     assert PAGE in capsys.readouterr().out
