@@ -1,28 +1,29 @@
 """Pictures of memory and of units: bars add up to the peaks, curves are the sweep's, the words say both."""
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 from pen_facts import words, words_of
+from picture_facts import with_gid
+from sharding_cases import cluster_of, plan_of, workload_of
+
 from distlab.plan import Plan, Sharding
-from simulator import gpt_workload, memory_of
+from simulator import gpt_workload, memory_of, simulate, sweep_units
 from simulator.memory.memory import KINDS
 from simulator.units import format_bytes
 from simulator.viz import (
     describe_measured_memory,
     describe_memory,
     describe_memory_of_plans,
+    describe_sharding,
     draw_measured_memory,
     draw_memory,
     draw_memory_of_plans,
+    draw_sharding,
+    draw_timeline,
     to_png,
 )
 from simulator.viz.memory.memory import MEMORY_KINDS, fewer_moments
-import pytest
-from picture_facts import with_gid
-from sharding_cases import cluster_of, plan_of, workload_of
-from simulator import simulate, sweep_units
-from simulator.viz import describe_sharding, draw_sharding, draw_timeline, to_png
-
 
 WORKLOAD = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
 
