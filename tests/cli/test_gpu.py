@@ -1,4 +1,4 @@
-"""The GPU command: its parts die, hang and run out of memory alone; what it does without a GPU."""
+"""The GPU command: its parts die, hang and run out of memory alone; what it refuses, and what it does without a GPU."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from gpu import command, run
-from gpu.facts import Facts, Gpu
+from gpu.facts import Facts, Gpu, judge
 from gpu.job import PARTS, Part, choose
 from gpu.results import resume
 
@@ -183,20 +183,9 @@ from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in {blocked} else find(name, *rest)
 """
-BLOCKED = {
-    *(
-        "IPython",
-        "ipykernel",
-        "ipywidgets",
-        "anywidget",
-        "jupyterlab",
-        "jupyter_client",
-        "nbformat",
-        "nbclient",
-        "psutil",
-    ),
-    *("tqdm", "sklearn", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright", "jupytext"),
-}
+BLOCKED = {"IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "jupyter_client", "nbformat", "nbclient"}
+BLOCKED |= {"psutil", "tqdm", "sklearn", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright"}
+BLOCKED |= {"jupytext"}
 
 
 def run_with_little_installed(tmp_path, monkeypatch, *arguments):
@@ -254,3 +243,71 @@ def test_the_list_has_every_part_in_the_order_of_worth(capsys):
     assert [line.split()[0] for line in lines[:-1]] == [part.name for part in PARTS] == [p.name for p in choose(None)]
     assert [part.name for part in choose(["tour", "machine"])] == ["machine", "tour"]
     assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 900
+
+
+DEAD = replace(GOOD, usable=0)
+
+
+REFUSED = [
+    (NO_GPU, "no driver of NVIDIA is loaded"),
+    (replace(NO_GPU, driver="580.1"), "it knows no GPU"),
+    (replace(GOOD, torch="2.9.1"), "distlab needs 2.11 or newer"),
+    (replace(DEAD, visible=""), "CUDA_VISIBLE_DEVICES is '', which hides every GPU; unset it"),
+    (replace(DEAD, visible="7"), "CUDA_VISIBLE_DEVICES is '7', and torch finds none of these"),
+    (replace(DEAD, torch="2.13.0+cpu", torch_cuda=None), "is built without CUDA; install a build"),
+    (replace(DEAD, driver="470.5", driver_cuda="11.4"), "supports CUDA 11.4, and torch 2.13.0 is built"),
+    (replace(DEAD, error="The NVIDIA driver on your system is too old"), "install a newer driver"),
+    (replace(GOOD, gpus=(replace(H100, mode="Prohibited"),)), "in compute mode Prohibited"),
+    (
+        replace(DEAD, gpus=(replace(H100, mode="Exclusive_Process"),), error="all CUDA-capable devices are busy"),
+        "in compute mode Exclusive_Process, and no process of ours may use it",
+    ),
+    (replace(GOOD, gpus=(replace(H100, free_bytes=GIB),)), "has 1.0 GiB of 80.0 GiB free"),
+    (replace(DEAD, gpus=(replace(H100, free_bytes=0),)), "0.0 GiB of 80.0 GiB free"),
+    (replace(GOOD, gpus=(replace(H100, free_bytes=GIB), H100), usable=2), "or set CUDA_VISIBLE_DEVICES=1"),
+    (replace(DEAD, error="CUDA error:\n unknown"), "torch sees no GPU: CUDA error: unknown"),
+]
+
+
+@pytest.mark.parametrize(("facts", "words"), REFUSED)
+def test_gpus_that_cannot_be_used_are_refused_in_one_line(facts, words, monkeypatch, refused, tmp_path):
+    monkeypatch.setattr("gpu.command.read_facts", lambda: facts)
+    assert words in refused("gpu", "--device", "cuda", "--out", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+NOTED = [
+    (replace(H100, free_bytes=60 * GIB), "other processes hold 20.0 GiB of it"),
+    (replace(H100, mode="Exclusive_Process"), "nothing with several ranks on one GPU is run"),
+    (replace(H100, capability=(7, 5)), "no bfloat16 (compute capability 7.5): speed is measured in float16"),
+    (replace(H100, name="H100 MIG 1g.10gb", mig=True), "is a slice (MIG): nothing is compared"),
+]
+
+
+@pytest.mark.parametrize(("card", "words"), NOTED)
+def test_what_disturbs_a_run_is_said_once_and_told_to_the_parts(card, words, tmp_path):
+    facts = replace(GOOD, gpus=(card,))
+    verdict = judge(facts)
+    assert (verdict.refused, verdict.no_gpu) == ("", "")
+    assert len(verdict.notes) == 1
+    assert words in verdict.notes[0]
+    job = command.job_of(facts, "cuda", tmp_path)
+    assert job.may_share == (card.mode == "Default")
+    assert job.half == ("float16" if card.capability < (8, 0) else "bfloat16")
+    assert job.whole == (not card.mig)
+
+
+MISTAKES = {
+    "an unknown part": (["--only", "perpetual_motion"], f"choose from machine, plans, {PARTS[2].name}"),
+    "no minutes": (["--minutes", "0"], "pass a number above 0"),
+    "negative minutes": (["--minutes", "-3"], "pass a number above 0"),
+    "minutes in words": (["--minutes", "ten"], "pass a number above 0"),
+    "a file as folder": (["--out", __file__], "expected the path of a folder"),
+    "a folder in a file": (["--out", f"{__file__}/a"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_before_any_work(arguments, words, monkeypatch, refused):
+    monkeypatch.setattr("gpu.command.read_facts", None)
+    assert words in refused("gpu", *arguments)

@@ -8,10 +8,9 @@ import pytest
 from distlab.cli import main
 
 
-def said(capsys, *flags, status=0):
-    assert main(["simulate", *flags]) == status
-    found = capsys.readouterr()
-    return found.out if status == 0 else found.err
+def said(capsys, *flags):
+    assert main(["simulate", *flags]) == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
@@ -38,13 +37,6 @@ def test_mfu_is_over_the_data_sheet_and_the_other_rate_has_its_own_name(capsys):
 def test_sharded_parameters_in_a_pipeline_have_a_time(capsys):
     flags = ["--sharding", "3", "--pipeline", "8", "--data", "2", "--layers", "30", "--microbatches", "8", "--json"]
     assert json.loads(said(capsys, *flags))["duration_s"] > 0
-
-
-def test_a_plan_without_a_time_is_not_a_success(capsys):
-    flags = ["--sharding", "3", "--pipeline", "8", "--data", "2", "--layers", "30", "--schedule", "zb_h1"]
-    found = said(capsys, *flags, status=2)
-    assert "splits them" in found
-    assert "--memory" in found
 
 
 def test_json_has_one_number_per_place_in_the_pipeline(capsys):
@@ -115,17 +107,17 @@ def test_a_step_of_a_run_is_told_where_it_is_shorter(capsys):
     assert "step in a run" not in said(capsys, *flags, "one_f_one_b")
 
 
-def test_a_llama_by_sizes_and_flash_attention(capsys):
+def test_a_llama_by_sizes_and_flash_attention(capsys, refused):
     sizes = ["--hidden", "4096", "--layers", "32", "--heads", "32", "--vocabulary", "32000", "--feed-forward", "11008"]
     facts = json.loads(said(capsys, *sizes, "--json"))
     assert facts["parameters"] == 6_738_415_616  # Llama 2 7B
     grouped = json.loads(said(capsys, *sizes, "--kv-heads", "8", "--attention", "flash", "--json"))
     assert grouped["parameters"] < facts["parameters"]
     assert grouped["memory_bytes_by_kind"]["activations"] < facts["memory_bytes_by_kind"]["activations"]
-    assert "leave out --feed-forward" in said(capsys, "--model", "llama-2-7b", "--feed-forward", "8", status=2)
+    assert "leave out --feed-forward" in refused("simulate", "--model", "llama-2-7b", "--feed-forward", "8")
 
 
-def test_a_model_from_a_hugging_face_configuration(capsys, tmp_path):
+def test_a_model_from_a_hugging_face_configuration(capsys, refused, tmp_path):
     path = tmp_path / "config.json"
     sizes = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
     path.write_text(json.dumps(sizes | {"intermediate_size": 1024, "vocab_size": 1000}))
@@ -137,12 +129,10 @@ def test_a_model_from_a_hugging_face_configuration(capsys, tmp_path):
         (["--config", str(tmp_path / "none.json")], "No such file"),
         (["--config", str(path), "--kv-heads", "2"], "leave out --kv-heads"),
     ):
-        found = said(capsys, *flags, status=2)
-        assert text in found
-        assert found.count("\n") == 1
+        assert text in refused("simulate", *flags)
 
 
-def test_a_plan_file_says_what_flags_say(capsys, tmp_path):
+def test_a_plan_file_says_what_flags_say(capsys, refused, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text("""
     [workload]
@@ -156,18 +146,18 @@ def test_a_plan_file_says_what_flags_say(capsys, tmp_path):
     """)
     flags = ["--layers", "8", "--cluster", "dgx-h100", "--data", "2", "--pipeline", "2", "--microbatches", "4"]
     assert said(capsys, str(path), "--json") == said(capsys, *flags, "--json")
-    assert "leave out the flag for data" in said(capsys, str(path), "--data", "2", status=2)
-    assert "No such file" in said(capsys, str(tmp_path / "none.toml"), status=2)
+    assert "leave out the flag for data" in refused("simulate", str(path), "--data", "2")
+    assert "No such file" in refused("simulate", str(tmp_path / "none.toml"))
     many = ["--pipeline", "8", "--microbatches", "1000000"]
-    assert "8,000,000 passes" in said(capsys, *many, status=2)
+    assert "8,000,000 passes" in refused("simulate", *many)
 
 
-def test_the_stack_is_chosen_by_name(capsys):
+def test_the_stack_is_chosen_by_name(capsys, refused):
     slow, best = (
         json.loads(said(capsys, "--stack", name, "--json"))["duration_s"] for name in ("megatron", "best-case")
     )
     assert slow > 1.1 * best
-    assert "no preset 'abacus' among the stacks" in said(capsys, "--stack", "abacus", status=2)
+    assert "no preset 'abacus' among the stacks" in refused("simulate", "--stack", "abacus")
     assert re.search(r"  megatron +Megatron-LM of 2021 .*; \d+%, \d+%\n", said(capsys, "--list"))
 
 
@@ -182,18 +172,7 @@ def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):
 
 def test_the_same_memory_is_told_twice(capsys):
     """Layers of unequal time: what does not fit was counted by another cut than the step's, 151 GB beside 171 GB."""
-    flags = [
-        "--model",
-        "deepseek-v3",
-        "--cluster",
-        "h800",
-        "--pipeline",
-        "16",
-        "--expert",
-        "64",
-        "--microbatches",
-        "16",
-    ]
+    flags = ["--model=deepseek-v3", "--cluster=h800", "--pipeline=16", "--expert=64", "--microbatches=16"]
     facts = json.loads(said(capsys, *flags, "--sharding", "1", "--json"))
     told = re.search(r"the plan needs (\S+ \S+) and", facts["why_not"]).group(1)
     shown = said(capsys, *flags, "--sharding", "1")
@@ -205,13 +184,6 @@ def test_products_wider_than_16_bits_are_said_to_be_timed_as_those(capsys):
     wide, narrow = (json.loads(said(capsys, *flags, kind))["notes"] for kind in ("float32", "bfloat16"))
     assert wide[0].startswith("float32: products are timed at the device's one rate")
     assert not any("one rate" in note for note in narrow)
-
-
-@pytest.mark.parametrize("command", [["simulate"], ["export", "--to", "torchtitan"]])
-def test_an_empty_name_of_a_plan_file_is_not_a_plan_of_defaults(capsys, command):
-    """A script whose variable is empty was once told the step of the default plan."""
-    assert main([*command, ""]) == 2
-    assert "directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -231,20 +203,6 @@ def test_what_is_wrong_in_a_plan_file_is_told_with_its_name(tmp_path, capsys, co
     path.write_text(f"{tables}\n[run]\nnum_tokens = 1e9\n")
     assert main([command, str(path)]) == 2
     assert re.match(rf"distlab {command}: {re.escape(str(path))}: {told}", capsys.readouterr().err)
-
-
-def test_a_file_that_is_missing_is_named_once(tmp_path, capsys):
-    path = tmp_path / "none.toml"
-    assert main(["simulate", str(path)]) == 2
-    assert capsys.readouterr().err == f"distlab simulate: {path}: No such file or directory\n"
-
-
-@pytest.mark.parametrize("stage", ["two", "4", "-1"])
-def test_a_stage_of_sharding_that_does_not_exist_is_told_with_those_that_do(capsys, stage):
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--sharding", stage])
-    assert ended.value.code == 2
-    assert "pass 0 to 3" in capsys.readouterr().err
 
 
 def test_the_parameters_of_a_tiny_model_are_counted_one_by_one(capsys):

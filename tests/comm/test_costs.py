@@ -1,4 +1,4 @@
-"""Small exchanges cost what their docstrings say, and a clock is measured as well as its round trips allow."""
+"""Messages between two ranks and small exchanges: order, ranks, refusals, costs as docstrings say, and clocks."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from distlab.comm import recorded
 from distlab.comm.clocks import measure_offset_ns
-from distlab.comm.p2p import require_same, send_receive
+from distlab.comm.p2p import Receive, Send, exchange, require_same, send_receive, start
 from distlab.measure import on_first_rank
 
 
@@ -59,3 +59,111 @@ def test_a_clock_is_off_by_no_more_than_a_round_trip(ranks):
     assert offset == other
     there, back = trips[: 2 * rounds : 2], trips[1 : 2 * rounds : 2]
     assert abs(offset) <= max(map(sum, zip(there, back, strict=True)))  # both share one clock: nothing is the truth
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
+
+
+def around_the_ring():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    before = (rank - 1) % n
+    for dtype in (*DTYPES, torch.complex64):
+        for shape in ((), (1,), (0,), (3, 5), (70_000,)):
+            received = torch.zeros(shape, dtype=dtype)
+            send_receive(torch.full(shape, rank + 1).to(dtype), (rank + 1) % n, received, before)
+            assert torch.equal(received, torch.full(shape, before + 1).to(dtype))
+
+
+def test_send_receive_moves_every_dtype_around_a_ring(ranks):
+    for world_size in (2, 3):
+        ranks(world_size).run(around_the_ring)
+
+
+def many_at_once():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    others = [peer for peer in range(n) if peer != rank]
+    into = {peer: torch.zeros(4) for peer in others}
+    exchange(
+        *(Send(torch.full((4,), 10.0 * rank + peer), peer) for peer in others),
+        *(Receive(into[peer], peer) for peer in others),
+    )
+    assert all(torch.equal(into[peer], torch.full((4,), 10.0 * peer + rank)) for peer in others)
+    after, before = (rank + 1) % n, (rank - 1) % n
+    first, second = torch.zeros(2), torch.zeros(2)
+    pending = start(Receive(first, before), Receive(second, before), Send(torch.ones(2), after))
+    rest = start(Send(torch.full((2,), 2.0), after))
+    pending.wait_received()
+    rest.wait()
+    pending.wait()
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+    start().wait()
+
+
+def test_messages_between_two_ranks_keep_their_order(ranks):
+    ranks(3).run(many_at_once)
+
+
+def inside_a_group():
+    group = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 0:
+        return None
+    received = torch.zeros(1)
+    peer = 1 - dist.get_rank(group)
+    with recorded() as recording:
+        send_receive(torch.tensor([float(rank)]), peer, received, peer, group)
+    assert recording.records.sent_bytes(rank) == 4
+    return received.item()
+
+
+def test_ranks_are_those_of_the_group(ranks):
+    assert ranks(3).run(inside_a_group) == [None, 2.0, 1.0]
+
+
+def refusals():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    peer = 1 - rank
+    leaf = torch.nn.Parameter(torch.zeros(3))
+    same = torch.zeros(3)
+    calls = {
+        "itself": lambda: exchange(Send(torch.zeros(3), rank)),
+        "ranks 0 to 1": lambda: exchange(Receive(torch.zeros(3), n)),
+        "send to rank -1": lambda: exchange(Send(torch.zeros(3), -1)),
+        "call .contiguous()": lambda: exchange(Send(torch.zeros(4, 4)[:, 1], peer)),
+        "sparse": lambda: exchange(Send(torch.eye(3).to_sparse(), peer)),
+        "requires grad": lambda: exchange(Receive(leaf, peer)),
+        "same memory": lambda: send_receive(same, peer, same, peer),
+        "receives on meta": lambda: send_receive(same, peer, torch.zeros(3, device="meta"), peer),
+        "expected a tensor, got float": lambda: exchange(Send(1.0, peer)),
+    }
+    wrong = []
+    for words, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            if words not in str(error) or not str(error).startswith(f"rank {rank}: "):
+                wrong.append(str(error))
+        else:
+            wrong.append(f"accepted: {words}")
+    return wrong
+
+
+def test_bad_messages_are_refused_before_they_leave(ranks):
+    assert ranks(2).run(refusals) == [[], []]
+
+
+def different_shapes():
+    rank = dist.get_rank()
+    require_same(torch.zeros(2, 3))
+    try:
+        require_same(torch.zeros(2, 3 + (rank == 2)), what="gradient")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_require_same_tells_every_rank_who_differs(ranks):
+    for words in ranks(3).run(different_shapes):
+        assert "gradient" in words
+        assert "rank 2" in words or "ranks 2" in words or "[2]" in words, words
+        assert "[2, 4]" in words

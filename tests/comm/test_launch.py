@@ -47,7 +47,7 @@ print("imported once")
 EXPECTED = "[6.0, 6.0, 6.0] ['__main__', '__main__'] [-3]\nimported once\n"
 
 
-# From `python -c` and from standard input: test_no_orphans; from a notebook: test_launch_notebook.
+# From `python -c` and from standard input: test_no_orphans; from a notebook: tests/notebook/test_magic.py.
 def test_works_from_a_script_without_a_guard_and_imports_it_once_with_all_names_that_a_function_reads(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -178,11 +178,12 @@ def test_a_world_size_that_cannot_be_is_refused_in_one_sentence(world_size):
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
         ({"args": "ab"}, "args is 'ab'; pass a tuple"),
         ({"args": 3}, "args is 3; pass a tuple"),
+        ({"fn": 3}, r"fn is 3; pass a function .* not train\(\)"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        run(print, 2, **options)
+        run(**{"fn": print, "world_size": 2} | options)
 
 
 def test_nccl_without_a_gpu_each_is_refused():
@@ -190,11 +191,6 @@ def test_nccl_without_a_gpu_each_is_refused():
         pytest.skip("this machine has 64 GPUs")
     with pytest.raises(ValueError, match="backend nccl needs a GPU for each of 64 ranks"):
         run(print, 64, backend="nccl")
-
-
-def test_something_else_than_a_function_is_refused():
-    with pytest.raises(ValueError, match=r"fn is 3; pass a function .* not train\(\)"):
-        run(3, 2)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_pickled_is_named():

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, RankTimeout, run
+from distlab.comm.launch.pool import Pool
+from distlab.comm.launch.worker import stack_path
 
 
 def fail_on(rank: int, how: str) -> None:
@@ -202,3 +205,21 @@ def test_an_interrupt_kills_the_ranks_and_is_raised():
         signal.signal(signal.SIGALRM, previous)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert pool.pids == ()
+
+
+STACK = """Thread 0x00007f0 (most recent call first):
+  File "/home/me/threads.py", line 3 in wait
+
+Current thread 0x00007f1 (most recent call first):
+  File "/home/me/train.py", line 9 in step
+  File "<string>", line 1 in <module>
+"""
+
+
+@pytest.mark.parametrize("lines", range(len(STACK.splitlines()) + 1))
+def test_a_stack_is_complete_when_its_last_line_is_there(tmp_path, lines):
+    written = "".join(STACK.splitlines(keepends=True)[:lines])
+    stack_path(tmp_path, 0).parent.mkdir(parents=True, exist_ok=True)
+    stack_path(tmp_path, 0).write_text(written)
+    pool = SimpleNamespace(folder=tmp_path, _is_stopped=lambda rank: False)
+    assert Pool._has_answered(pool, 0) == (written == STACK)

@@ -1,10 +1,16 @@
-"""Endings that nobody plans: copies of ranks, results that cannot be read, limits, huge errors."""
+"""Endings that nobody plans: full disks, limits, folders that are gone, signals, copies, errors that cannot be read."""
 
+import errno
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +20,46 @@ import torch.distributed as dist
 from distlab.comm import RankError, Ranks, run
 from distlab.comm.launch import fork_client
 from distlab.comm.launch.fork_client import ForkServer, fork_server
+from distlab.comm.record import file
+from distlab.comm.record.file import RecordWriter
+
+
+def test_a_record_has_its_room_before_the_first_call(tmp_path, monkeypatch):
+    """To write into a mapped file where the disk has no room would end the rank with SIGBUS."""
+    writer = RecordWriter(tmp_path, 0, 64)
+    assert os.stat(writer._file.fileno()).st_blocks * 512 >= len(writer._map)
+    writer._names = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.text("train.py:3")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        RecordWriter(tmp_path, 1, 64)
+
+
+FULL = """
+import os, subprocess, sys, tempfile
+from distlab.comm import run
+
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "none", sys.argv[1]], check=True)
+tempfile.tempdir = sys.argv[1]
+run(int, 2)
+"""
+
+
+def test_ranks_without_room_for_their_records_are_refused(tmp_path):
+    apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no program mount a disk that others do not see")
+    (tmp_path / "script.py").write_text(FULL)
+    (tmp_path / "small").mkdir()
+    command = [*apart, sys.executable, str(tmp_path / "script.py"), str(tmp_path / "small")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "could not join the group in " in done.stderr
+    assert "make room there, or set TMPDIR to another folder): OSError: [Errno 28] No space left" in done.stderr
 
 
 class Bomb:
@@ -147,3 +193,135 @@ def test_of_a_huge_error_a_page_is_told():
     assert "raise ValueError(text)" in said
     assert len(said) < 30_000
     assert max(map(len, said.splitlines())) < 600
+
+
+def leave_the_group():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        return
+    dist.all_reduce(torch.ones(4))
+
+
+def interrupt_itself():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+
+class NoText(ValueError):
+    def __str__(self):
+        raise KeyError("no text")
+
+    def __eq__(self, other):
+        raise KeyError("no comparison")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def raise_without_text():
+    raise NoText
+
+
+def raise_half_a_letter():
+    raise ValueError("half \ud800")
+
+
+def write_too_much():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return bytes(1_000_000)
+
+
+def exit_with_an_object():
+    sys.exit(NoText())
+
+
+CASES = [
+    (leave_the_group, r"rank 0 of 2 left the process group \(dist.destroy_process_group\).*rank 1"),
+    (interrupt_itself, r"was interrupted \(SIGINT\)"),
+    (raise_without_text, r"raised NoText: \(no text: its __str__ raised KeyError\)"),
+    (exit_with_an_object, r"exited with status \(no text: its __str__ raised KeyError\)"),
+    (raise_half_a_letter, r"raised ValueError: half \\ud800"),
+    (write_too_much, r"could not write its result \(1000\d\d\d bytes\); make room there, .*File too large"),
+]
+
+
+@pytest.mark.parametrize(("fn", "says"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_the_cause_is_named(fn, says):
+    with pytest.raises(RankError, match=f"(?s){says}") as caught:
+        run(fn, 2 if fn is leave_the_group else 1, timeout_s=60)
+    assert caught.value.rank == 0, str(caught.value)
+    str(caught.value).encode()  # it can be printed
+
+
+def test_a_folder_for_ranks_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(RuntimeError, match=r"cannot make a folder for the ranks in /.* \(No such file.*; create"):
+        run(int, 1)
+
+
+KILLED = """
+import os, signal
+from distlab.comm.launch.fork_client import fork_server
+print(fork_server().make_folder(), fork_server().pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_folder_stays_when_the_launcher_dies_while_torch_loads():
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60)
+    folder = done.stdout.split()[0]
+    deadline = time.monotonic() + 60
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(folder)
+
+
+STOPPED = """
+import os, sys, time
+from pathlib import Path
+from distlab.comm import run
+
+def late(folder):
+    Path(folder, os.environ["RANK"]).touch()
+    time.sleep(1)
+    return 7
+
+print(run(late, 2, args=(sys.argv[1],), timeout_s=20), flush=True)
+"""
+
+
+def test_a_launcher_that_was_stopped_beyond_its_limit_takes_what_came_meanwhile(tmp_path):
+    """Ctrl-Z and fg: the ranks went on, and their results lie in the pipes."""
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():  # both have begun
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(22)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        os.kill(process.pid, signal.SIGCONT)
+        said, _ = process.communicate(timeout=30)
+    assert said == "[7, 7]\n"
+    assert process.returncode == 0
+
+
+def no_memory():
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        torch.ones(256 << 20)
+    dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_a_rank_without_memory_is_the_cause(backend):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 3 raised RuntimeError: .*(alloc|memory)") as caught:
+        run(no_memory, 3, timeout_s=60, backend=backend)
+    assert caught.value.rank == 1
+    assert time.monotonic() - begin < 30

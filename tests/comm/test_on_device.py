@@ -1,4 +1,4 @@
-"""The equality tests can run on another device, without pytest: each technique has some, and the runner judges them."""
+"""The equality tests run on another device, without pytest, and how often the host waits there is counted."""
 
 import json
 import subprocess
@@ -9,8 +9,10 @@ import pytest
 import torch
 from on_device import TECHNIQUES
 from on_device.mode import OnDevice
+from on_device.waits import BLOCKS_THE_HOST, READS_A_VALUE, STEPS, count_waits, num_waits
 
 from distlab import comm, data
+from distlab.comm import Ranks, device
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
@@ -109,3 +111,22 @@ def test_random_numbers_are_the_same_on_every_device():
     with OnDevice(torch.device("cuda", 0)):
         found = draw()
     assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))
+
+
+def test_the_counter_sees_what_is_read_and_every_program_runs(ranks):
+    def count():
+        return {name: count_waits(name, "cpu") for name in STEPS}
+
+    for found in ranks(2).run(count):
+        assert found["DataParallel"][READS_A_VALUE] == 1
+        assert found["FullyShard"][READS_A_VALUE] == 0
+        assert all(num_waits(counts) == 0 for counts in found.values()), "a CPU has no stream to wait for"
+        assert all(counts[name] == 0 for counts in found.values() for name in BLOCKS_THE_HOST)
+
+
+@pytest.mark.skipif(device.num_gpus() == 0, reason="needs a GPU: its waits are counted")
+@pytest.mark.parametrize("name", [name for name, program in STEPS.items() if program.allowed is not None])
+def test_the_host_waits_for_a_gpu_no_more_than_it_must(name):
+    with Ranks(max(1, device.num_gpus()), timeout_s=120) as ranks:
+        for counts in ranks.run(count_waits, name, "cuda"):
+            assert num_waits(counts) <= STEPS[name].allowed, (counts, STEPS[name].why)

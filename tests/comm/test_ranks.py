@@ -1,4 +1,4 @@
-"""Ranks kept alive between calls."""
+"""Ranks kept alive between calls, and which failures of executed text they outlive."""
 
 import os
 import signal
@@ -22,12 +22,6 @@ def total(start: float) -> float:
 def test_every_rank_takes_part(ranks, world_size):
     expected = sum(range(world_size)) + 10.0 * world_size
     assert ranks(world_size).run(total, 10.0) == [expected] * world_size
-
-
-def test_processes_live_from_call_to_call(ranks):
-    pool = ranks(2)
-    assert pool.run(os.getpid) == pool.run(os.getpid)
-    assert sorted(pool.pids) == sorted(pool.run(os.getpid))
 
 
 def test_after_a_failure_the_next_call_has_fresh_ranks():
@@ -113,10 +107,60 @@ def test_a_second_call_at_the_same_time_is_refused(tmp_path):
         thread.join()
 
 
-def test_a_rank_that_dies_between_calls_is_reported():
-    with Ranks(2) as pool:
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGINT, r"SIGINT \(interrupt")])
+def test_a_rank_that_dies_between_calls_is_reported(number, words):
+    with Ranks(2, timeout_s=60) as pool:
         pids = pool.run(os.getpid)
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[1], number)
         time.sleep(0.2)
-        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        with pytest.raises(RankError, match=f"rank 1 of 2 was killed by {words}"):
             pool.run(total, 1.0)
+
+
+KEPT = {
+    "before any call": "undefined_name",
+    "on one rank, nothing said": "if rank == 1:\n    raise ValueError",
+    "after a collective of all": "dist.all_reduce(torch.ones(1))\n1 / 0",
+    "after a message that was received": "t = torch.ones(1)\ndist.send(t, 1) if rank == 0 else dist.recv(t, 0)\n1 / 0",
+}
+ENDED = {
+    "a message that nobody received": "if rank == 0:\n    dist.send(torch.ones(1), 1)\n1 / 0",
+    "a broadcast that one did not make": "if rank == 0:\n    dist.broadcast(torch.ones(1), 0)\n1 / 0",
+    "a collective that nobody waited for": "work = dist.all_reduce(torch.ones(1), async_op=True)\n1 / 0",
+    "one waits": "if rank == 0:\n    dist.barrier()\n1 / 0",
+    "one has gone": "import os\nif rank == 0:\n    os._exit(3)\n1 / 0",
+    "no group": "dist.destroy_process_group()\ndist.barrier()",
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Ranks(2, timeout_s=60, echo=False) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_ranks_are_kept(pair, what):
+    pair.execute("kept = rank + 5")
+    before = pair.pids
+    with pytest.raises(RankError):
+        pair.execute(KEPT[what])
+    assert pair.pids == before
+    assert len(pair.records().by_rank) == 2
+    assert pair.execute("t = torch.tensor([kept])\ndist.all_reduce(t)\nt.item()") == ["11", "11"]
+
+
+@pytest.mark.parametrize("what", ENDED)
+def test_ranks_are_ended(pair, what):
+    pair.execute("kept = rank + 5")
+    with pytest.raises(RankError):
+        pair.execute(ENDED[what])
+    assert pair.pids == ()
+    assert pair.execute("'kept' in globals()") == ["False", "False"]
+
+
+def test_a_message_to_a_rank_without_a_part_ends_them(pair):
+    pair.execute("1")
+    with pytest.raises(RankError):
+        pair.execute("dist.isend(torch.ones(1), 1)\n1 / 0", ranks=[0])
+    assert pair.pids == ()

@@ -1,8 +1,14 @@
+"""Records of calls: rows in files, read again in words, and files that are closed when nobody reads them any more."""
+
+import gc
 import os
+import warnings
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from distlab.comm import read_records
+from distlab.comm import RankError, read_records, run
 from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter
 from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import known_call
@@ -122,3 +128,27 @@ def test_wrong_questions_say_what_there_is(tmp_path):
 def test_an_empty_folder_has_no_records(tmp_path):
     assert read_records(tmp_path).ranks == ()
     assert len(read_records(tmp_path).to_trace()) == 0
+
+
+def sum_up(fails):
+    dist.all_reduce(torch.ones(2))
+    if fails:
+        raise RuntimeError("no")
+
+
+def mismatch():
+    """Ranks that make other calls: the record is read for the text."""
+    dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+
+@pytest.mark.parametrize("how", ["well", "raises", "mismatch"])
+def test_a_run_leaves_no_file_open(how):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if how == "well":
+            run(lambda: sum_up(False), 2, echo=False)
+        else:
+            with pytest.raises(RankError):
+                run((lambda: sum_up(True)) if how == "raises" else mismatch, 2, echo=False)
+        gc.collect()
+    assert [str(one.message) for one in seen if issubclass(one.category, ResourceWarning)] == []

@@ -259,20 +259,14 @@ def test_a_work_folder_without_permission_is_one_line(lesson, tmp_path):
     assert "Permission denied" in done.stderr
 
 
-def test_long_lines_of_code_are_wrapped_unless_you_set_it_otherwise(tmp_path):
-    jupyter.quiet_settings(tmp_path)
+def test_long_lines_are_wrapped_and_those_of_outputs_break_between_words_unless_you_set_it_otherwise(tmp_path):
     settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension" / "tracker.jupyterlab-settings"
-    assert json.loads(settings.read_text()) == {"codeCellConfig": {"lineWrap": True}}
-    settings.write_text("{}")
-    jupyter.quiet_settings(tmp_path)
-    assert settings.read_text() == "{}"
-
-
-def test_long_lines_of_outputs_break_between_words_unless_you_set_it_otherwise(tmp_path):
-    jupyter.quiet_settings(tmp_path)
     style = tmp_path / "custom" / "custom.css"
+    jupyter.quiet_settings(tmp_path)
+    assert json.loads(settings.read_text()) == {"codeCellConfig": {"lineWrap": True}}
     assert "word-break: normal" in style.read_text()
     assert f"--ServerApp.static_custom_path={tmp_path / '.jupyter' / 'custom'}" in jupyter.options(tmp_path, 8888)
+    settings.write_text("{}")
     style.write_text("")
     jupyter.quiet_settings(tmp_path)
-    assert style.read_text() == ""
+    assert (settings.read_text(), style.read_text()) == ("{}", "")

@@ -180,11 +180,7 @@ def test_a_syntax_error_reaches_no_rank(notebook):
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [
-        ("[0,7]", "there is no rank 7: ranks are 0 to 1"),
-        ("many", "%%ranks cannot read 'many'"),
-        ("5000", "world_size"),
-    ],
+    [("[0,7]", "there is no rank 7: ranks are 0 to 1"), ("many", "%%ranks cannot read 'many'"), ("5000", "world_size")],
 )
 def test_a_line_that_cannot_be(notebook, line, says):
     notebook.lines("%%ranks 2\n1")
@@ -316,3 +312,10 @@ def test_an_error_that_a_cell_catches_names_the_cell_too(notebook):
     assert error == ""
     assert re.search(r"rank 0 waits in recv from 1 .* at In\[\d+\], line 2 for", printed)
     assert "ipykernel_" not in printed
+
+
+def test_run_takes_functions_of_cells_in_a_kernel_that_has_used_the_threads_of_torch(notebook):
+    """A plain fork would break them."""
+    cell = "torch.ones(64, 64) @ torch.ones(64, 64)\ndef total(k):\n    print('here')\n    tensor = torch.ones(1)\n"
+    cell += "    dist.all_reduce(tensor)\n    return tensor.item() * k\nprint(run(total, 2, args=(3,)))"
+    assert notebook.lines(cell) == ["[6.0, 6.0]", "[rank 0] here", "[rank 1] here"]

@@ -197,14 +197,7 @@ def test_the_box_says_what_was_understood(typed, says):
 
 
 @pytest.mark.parametrize(
-    ("typed", "number"),
-    [
-        ("1,000", 1000),
-        ("1,234,567.5", 1234567.5),
-        ("1_000", 1000),
-        ("1E+3", 1000),
-        (".5", 0.5),
-    ],
+    ("typed", "number"), [("1,000", 1000), ("1,234,567.5", 1234567.5), ("1_000", 1000), ("1E+3", 1000), (".5", 0.5)]
 )
 def test_the_box_reads_thousands_and_decimals(typed, number):
     guess = predict("How long?", "ms")

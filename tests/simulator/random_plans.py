@@ -18,7 +18,7 @@ from distlab.plan.records import (
     RECOMPUTES,
 )
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
-from simulator import ClusterDescription, ModelDescription, PlanFile
+from simulator import ClusterDescription, ModelDescription, PlanFile, plan_of_text
 from simulator.hardware import presets
 from simulator.hardware.description import OwnDevice, OwnLink
 
@@ -161,11 +161,11 @@ def check_trace(seed, step):
 
 
 def check_configuration(seed):
-    """Draw a configuration and simulate it; return whether it has a time. A ValueError of one line is an answer too."""
+    """Draw a plan, write it, read it back and simulate it; return whether it has a time: a ValueError answers too."""
     random = Random(seed)
     model, machine, plan = random_model(random), random_cluster(random), random_plan(random)
     order = tuple(random.sample(AXES, len(AXES)))
-    began = time.monotonic()
+    began, written, step = time.monotonic(), None, None
     try:
         sharding = plan.pop("sharding")()
         written = PlanFile(
@@ -175,6 +175,9 @@ def check_configuration(seed):
     except ValueError as error:
         if len(str(error).splitlines()) != 1:
             raise AssertionError(f"seed {seed}: not refused in one line") from error
+    if written is not None:
+        assert plan_of_text(written.text()) == written, f"seed {seed}: it does not read back"
+    if step is None:
         return False
     figures = (
         step.duration_s,
@@ -185,7 +188,7 @@ def check_configuration(seed):
         *step.exposed_by_axis.values(),
     )
     assert all(math.isfinite(figure) and figure >= 0 for figure in figures), f"seed {seed}: {figures}"
-    assert step.steady_s <= step.duration_s, f"seed {seed}: {step.steady_s} in a run, {step.duration_s} alone"
+    assert 0 < step.steady_s <= step.duration_s, f"seed {seed}: {step.steady_s} in a run, {step.duration_s} alone"
     assert step.memory.max_bytes > 0, f"seed {seed}: {step.memory.max_bytes} bytes"
     if written.plan.world_size <= MOST_RANKS_DRAWN:
         check_trace(seed, step)

@@ -1,6 +1,7 @@
-"""Compression in the simulator: what is sent, when it is encoded and decoded, and what is kept."""
+"""Compression and accumulation in the simulator: what is sent and kept, when it is encoded, and where it pays."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from simulator import (
     MeasuredCodec,
     all_gather_s,
     all_reduce_s,
+    break_even_bytes_per_s,
+    cluster,
     codec_work,
     compute_s,
+    gpt_workload,
     ring_over_nodes_s,
     simulate,
     sweep_compression,
@@ -208,3 +212,94 @@ def test_all_reduce_methods_cost_an_all_reduce():
     compression = Compression("random_k", ratio=0.1)
     step = simulate(workload_of(((100, 100),)), cluster_of(4), Plan(data=4, compression=compression))
     assert step.stages[0].buckets[0].duration_ns == to_ns(all_reduce_s(4 * 1000, 4, LINK))
+
+
+@pytest.mark.parametrize("contention", [None, Contention(1.4, 1.9)])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_only_the_last_micro_batch_sends(schedule, contention):
+    plan = plan_of(None, num_microbatches=3, schedule=schedule)
+    step = simulate(WORKLOAD, cluster_of(4, contention=contention), plan)
+    spans = [span for span in step.trace if span.rank == 0]
+    backward = [span for span in spans if span.kind == "B"]
+    sent = [span for span in spans if span.kind == "all_reduce"]
+    assert len(backward) == len([span for span in spans if span.kind == "F"]) == 3
+    assert sum(span.num_bytes for span in sent) == WORKLOAD.gradient_bytes
+    assert backward[-2].end_ns <= backward[-1].start_ns < sent[0].start_ns < backward[-1].end_ns
+
+
+@pytest.mark.parametrize("contention", [None, Contention(1.4, 1.9)])
+def test_accumulation_adds_whole_passes_and_no_communication(contention):
+    machine = cluster_of(4, contention=contention)
+    one, four = (simulate(WORKLOAD, machine, plan_of(None, num_microbatches=count)) for count in (1, 4))
+    stage = one.stages[0]
+    passes = 3 * (sum(stage.forward_ns) + sum(stage.backward_ns)) / 1e9
+    assert four.duration_s - one.duration_s == pytest.approx(passes, abs=1e-8)
+    assert four.exposed_communication_s == pytest.approx(one.exposed_communication_s, abs=1e-8)
+    assert four.sent_bytes_per_rank == one.sent_bytes_per_rank
+    assert four.samples_per_s > one.samples_per_s  # communication is paid once for four times the samples
+
+
+def test_accumulation_and_contention_slow_only_what_overlaps():
+    quiet, loud = cluster_of(4), cluster_of(4, contention=Contention(1.5, 1.0))
+    for count in (1, 3):
+        plan = plan_of(None, num_microbatches=count)
+        alone, slowed = simulate(WORKLOAD, quiet, plan), simulate(WORKLOAD, loud, plan)
+        own = [span for span in slowed.trace if span.rank == 0 and span.kind in ("F", "B")]
+        length = [span.end_ns - span.start_ns for span in own]
+        expected = [span.end_ns - span.start_ns for span in alone.trace if span.rank == 0 and span.kind in ("F", "B")]
+        assert length[:-1] == expected[:-1]
+        assert length[-1] > expected[-1]
+
+
+def test_compression_pays_below_the_break_even_and_not_above():
+    workload = gpt_workload(hidden_size=128, num_layers=2, num_heads=4, sequence_length=64, vocab_size=500)
+    machine, plan = cluster("laptop", 4), Plan(data=4)
+    for compression in (Compression("top_k", ratio=0.01), Compression("quantize", bits=2)):
+        at = break_even_bytes_per_s(workload, machine, plan, compression)
+        assert 1e5 < at < 1e15
+        for factor in (0.97, 1.03):
+            on = with_bandwidth(machine, plan, at * factor)
+            plain = simulate(workload, on, plan).duration_s
+            compressed = simulate(workload, on, replace(plan, compression=compression)).duration_s
+            assert (compressed < plain) == (factor < 1)
+
+
+def test_the_break_even_of_what_hides_nothing_is_the_closed_form():
+    """One flat call: plain sends 2(n-1)/n G, sign (n-1) P; they cross where the bytes saved cost what coding does."""
+    compression, n = Compression("sign"), 4
+    workload, plan = workload_of(((1000, 1000),)), Plan(data=4, gradient_sync="flat")
+    machine = cluster_of(n, link=Link("no latency", (Protocol(0.0, 1e9),)))
+    payload = exchanges(compression, ((1000, 1000),))[0].num_bytes
+    saved = 2 * (n - 1) / n * workload.gradient_bytes - (n - 1) * payload
+    work = codec_work(compression, ((1000, 1000),), num_ranks=n)
+    expected = saved / (compute_s(work.encode, DEVICE) + compute_s(work.decode, DEVICE))
+    assert break_even_bytes_per_s(workload, machine, plan, compression) == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_never_pays_and_what_always_does():
+    workload, machine = workload_of(((1000, 1000),)), cluster_of(16)
+    assert break_even_bytes_per_s(workload, machine, Plan(data=16), Compression("quantize", bits=8)) == 0
+    free = MeasuredCodec(Compression("random_k"), 16, 0.0, 0.0, 0.0, 0.0)
+    assert break_even_bytes_per_s(workload, machine, Plan(data=16), Compression("random_k"), codec=free) in (
+        math.inf,
+        pytest.approx(1e15, rel=1),
+    )
+
+
+def test_the_sweep_has_every_line_at_every_bandwidth():
+    sweep = sweep_compression(WORKLOAD, cluster_of(4), Plan(data=4), compressions=EACH, bytes_per_s=(1e9, 1e7, 1e8))
+    assert sweep.bytes_per_s == (1e7, 1e8, 1e9)
+    assert sweep.plain_s == tuple(sorted(sweep.plain_s, reverse=True))
+    assert [len(line.duration_s) for line in sweep.lines] == [3] * len(EACH)
+    assert sweep.alone_s < min(sweep.plain_s)
+
+
+def test_the_bandwidth_changes_where_replicas_exchange_and_nowhere_else():
+    fast, slow = Link("fast", (Protocol(1e-6, 1e10), Protocol(1e-7, 1e9))), LINK
+    inside = with_bandwidth(cluster_of(8, per_node=8, link=fast, slow=slow), Plan(data=8), 5e9)
+    assert [p.bytes_per_s for p in inside.intra_node.protocols] == [5e9, 5e8]
+    assert [p.latency_s for p in inside.intra_node.protocols] == [1e-6, 1e-7]
+    assert inside.inter_node == slow
+    across = with_bandwidth(cluster_of(8, per_node=4, link=fast, slow=slow), Plan(data=8), 5e9)
+    assert across.intra_node == fast
+    assert [p.bytes_per_s for p in across.inter_node.protocols] == [5e9]

@@ -1,10 +1,15 @@
+"""What hardware costs: collectives by their formulas, work on a device, presets and units."""
+
 import math
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from distlab.plan import Device, Link, Protocol, Work
-from simulator import link
+import simulator
+from distlab.plan import Device, Link, Plan, Protocol, Work
+from simulator import link, units, words_of
 from simulator.hardware import cost
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))
@@ -116,3 +121,102 @@ def test_senseless_messages_are_refused(size, ranks):
 def test_an_unknown_algorithm_lists_those_that_exist():
     with pytest.raises(ValueError, match="ring, halving_doubling, tree, in_network"):
         cost.all_reduce_s(1, 2, LINK, "pigeon")
+
+
+PRESETS = Path(simulator.__file__).parent / "hardware" / "presets.toml"
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_every_preset_loads(measured):
+    for name in simulator.names("devices"):
+        assert simulator.device(name, measured=measured).name == name
+    for name in simulator.names("links"):
+        assert simulator.link(name, measured=measured).protocols
+    for name in simulator.names("clusters"):
+        assert simulator.cluster(name, measured=measured).num_devices >= 1
+
+
+def test_every_figure_has_a_source_with_a_year_or_says_that_it_has_none():
+    presets = tomllib.loads(PRESETS.read_text(encoding="utf-8"))
+    for row in [*presets["devices"].values(), *presets["links"].values()]:
+        for part in (row, row.get("measured")):
+            if part is not None:
+                assert "20" in part["source"] or "no data sheet" in part["source"]
+
+
+def test_measured_is_below_the_data_sheet():
+    for name in simulator.names("devices"):
+        achieved = simulator.device(name).matmul_flops_per_s
+        assert achieved <= simulator.device(name, measured=False).matmul_flops_per_s
+
+
+@pytest.mark.parametrize("load", [simulator.device, simulator.link, simulator.cluster])
+def test_an_unknown_preset_lists_those_that_exist(load):
+    with pytest.raises(ValueError, match=r"no preset 'abacus' among the \w+; choose one of .*"):
+        load("abacus")
+
+
+def test_an_unknown_table_lists_the_tables():
+    with pytest.raises(ValueError, match="devices, links, clusters"):
+        simulator.names("planets")
+
+
+def test_a_cluster_fills_its_nodes():
+    assert simulator.cluster("dgx-h100", 64).num_devices == 64
+    with pytest.raises(ValueError, match="do not fill nodes of 8"):
+        simulator.cluster("dgx-h100", 12)
+
+
+def test_every_device_is_in_a_cluster_and_every_cluster_has_a_stack():
+    """All but a TPU, whose wires are no links between two, and this machine, which is calibrated."""
+    clusters = tomllib.loads(PRESETS.read_text(encoding="utf-8"))["clusters"]
+    used = {row["device"] for row in clusters.values()}
+    assert set(simulator.names("devices")) - used == {"tpu-v3"}
+    assert [name for name, row in clusters.items() if "stack" not in row] == ["laptop"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "card_bytes_per_s"),
+    [
+        ("dgx-a100", 8, 25e9),
+        ("dgx-h100", 8, 50e9),
+        ("dgx-b200", 8, 50e9),
+        ("dgx-v100", 4, 12.5e9),
+        ("dgx-1-p100", 4, 12.5e9),
+    ],
+)
+def test_devices_of_a_node_share_the_cards_of_its_data_sheet(name, cards, card_bytes_per_s):
+    node = simulator.cluster(name, stack="best-case")
+    each = node.inter_node.protocols[-1].bytes_per_s
+    assert each * node.devices_per_node == cards * card_bytes_per_s
+
+
+def test_seconds_become_whole_nanoseconds_and_back():
+    assert units.to_ns(1.5e-6) == 1500
+    assert units.to_ns(0) == 0
+    assert units.to_s(1_500_000_000) == 1.5
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, math.nan, math.inf, 1e12])
+def test_a_duration_that_is_no_duration_is_refused(seconds):
+    with pytest.raises(ValueError, match="a duration is"):
+        units.to_ns(seconds)
+
+
+def test_text_has_three_digits_and_a_unit():
+    assert units.format_bytes(25_000_000) == "25 MB"
+    assert units.format_bytes(17) == "17 B"
+    assert units.format_bytes_per_s(450e9) == "450 GB/s"
+    assert units.format_flops_per_s(312e12) == "312 TFLOP/s"
+    assert units.format_s(0.00132) == "1.32 ms"
+    assert units.format_s(75) == "75 s"
+    assert units.format_s(2e-10) == "0.2 ns"
+    assert units.format_s(0) == "0 s"
+
+
+def test_one_thing_is_written_as_one():
+    found = [units.counted(number, "micro-batch") for number in (0, 1, 2)]
+    assert found == ["0 micro-batches", "1 micro-batch", "2 micro-batches"]
+    assert [units.counted(number, "rank") for number in (1, 1024)] == ["1 rank", "1,024 ranks"]
+    assert words_of(Plan(data=2), 4) == "data 2, 1 micro-batch of 4"
+    assert words_of(Plan(num_microbatches=8), 1) == "one device, 8 micro-batches of 1"

@@ -1,10 +1,16 @@
-"""Layout and placement: who shares a node, and which order of the axes is fastest."""
+"""Layout and placement: who shares a node, which order of the axes is fastest, and which plans are timed and run."""
 
+import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
+import torch
 
-from distlab.plan import AXES, Link, Plan, Protocol
+from distlab.expert_parallel import mix_experts as mix_model
+from distlab.hybrid.rules import problem_of
+from distlab.models import GPT, GPTConfig
+from distlab.plan import AXES, Link, Plan, Protocol, Sharding
 from simulator import (
     Jitter,
     Uneven,
@@ -13,8 +19,10 @@ from simulator import (
     gpt_workload,
     hierarchical_all_reduce_s,
     hierarchical_all_to_all_s,
+    mix_experts,
     rank_orders,
     simulate,
+    why_not_timed,
 )
 from simulator.hardware.process_groups import Group, group_of
 from simulator.hardware.rank_layout import COPIES, Layout
@@ -23,7 +31,7 @@ from tests.simulator.step_cases import LINK, cluster_of
 
 SLOW = Link("slow", (Protocol(2e-5, 1e7),))
 TWO_NODES = cluster_of(8, per_node=4, slow=SLOW)
-GPT = gpt_workload(hidden_size=32, num_layers=2, num_heads=4, sequence_length=64, vocab_size=96)
+SMALL = gpt_workload(hidden_size=32, num_layers=2, num_heads=4, sequence_length=64, vocab_size=96)
 
 
 def test_ranks_some_way_apart_use_both_wires():
@@ -62,7 +70,7 @@ def test_groups_of_a_layout_follow_its_order():
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind, jitter):
     plan = Plan(tensor=2, context=2, pipeline=2, num_microbatches=3, context_kind=kind)
-    step = simulate(GPT, TWO_NODES, plan, uneven=Uneven(jitter=jitter))
+    step = simulate(SMALL, TWO_NODES, plan, uneven=Uneven(jitter=jitter))
     spans = [span for span in step.layer_trace if span.rank == 0 and span.lane == "compute"]
     waits = [span for span in spans if span.kind == "wait"]
     exposed = sum(step.exposed_by_axis[axis] for axis in ("tensor", "context"))
@@ -75,16 +83,16 @@ def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind, jitter)
 
 def test_tensor_parallelism_belongs_inside_nodes():
     plan = Plan(data=2, tensor=4, num_microbatches=4)
-    found = rank_orders(GPT, TWO_NODES, plan)
+    found = rank_orders(SMALL, TWO_NODES, plan)
     assert [placed.order[-1] for placed in found] == ["tensor", "data"]
     assert found[0].step.duration_s < found[1].step.duration_s
     assert sorted(found[0].order) == sorted(AXES)
-    one_wire = rank_orders(GPT, cluster_of(8), plan)
+    one_wire = rank_orders(SMALL, cluster_of(8), plan)
     assert one_wire[0].step.duration_s == one_wire[1].step.duration_s
 
 
 def test_three_axes_have_six_orders_and_the_first_is_best():
-    found = rank_orders(GPT, TWO_NODES, Plan(data=2, tensor=2, pipeline=2, num_microbatches=2))
+    found = rank_orders(SMALL, TWO_NODES, Plan(data=2, tensor=2, pipeline=2, num_microbatches=2))
     times = [placed.step.duration_s for placed in found]
     assert len({placed.order for placed in found}) == 6
     assert times == sorted(times)
@@ -93,14 +101,14 @@ def test_three_axes_have_six_orders_and_the_first_is_best():
 def test_the_order_numbers_the_ranks_of_a_trace():
     plan = Plan(pipeline=2, tensor=2, num_microbatches=2)
     order = ("data", "expert", "context", "tensor", "pipeline")
-    trace = simulate(GPT, cluster_of(4), plan, order=order).trace
+    trace = simulate(SMALL, cluster_of(4), plan, order=order).trace
     stages = {rank: {span.stage for span in trace if span.rank == rank and span.lane == "tensor"} for rank in range(4)}
     assert stages == {0: {0}, 1: {1}, 2: {0}, 3: {1}}
 
 
 def test_a_lane_for_each_axis_and_spans_that_stay_in_their_passes():
     plan = Plan(data=2, context=2, tensor=2, pipeline=2, num_microbatches=2, schedule="zb_h1")
-    step = simulate(GPT, cluster_of(16), plan)
+    step = simulate(SMALL, cluster_of(16), plan)
     for trace in (step.trace, step.layer_trace):
         assert {"tensor", "context", "send forward", "communication"} <= {span.lane for span in trace}
     passes = [span for span in step.trace if span.lane == "compute" and span.rank == 0 and span.kind in "FBIW"]
@@ -116,9 +124,9 @@ def test_a_lane_for_each_axis_and_spans_that_stay_in_their_passes():
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
 def test_without_shared_layers_a_pipeline_is_what_it_was(schedule):
     """Layers that declare what could be shared, and layers that do not: the same step to the nanosecond."""
-    plain = replace(GPT, layers=tuple(replace(layer, regions=(), parameter_axes=()) for layer in GPT.layers))
+    plain = replace(SMALL, layers=tuple(replace(layer, regions=(), parameter_axes=()) for layer in SMALL.layers))
     plan = Plan(data=2, pipeline=2, num_microbatches=4, schedule=schedule, sequence_parallel=True)
-    steps = [simulate(workload, TWO_NODES, plan) for workload in (GPT, plain)]
+    steps = [simulate(workload, TWO_NODES, plan) for workload in (SMALL, plain)]
     assert steps[0].duration_s == steps[1].duration_s
     assert not any(stage.calls for stage in steps[0].stages)
     assert {axis: value for axis, value in steps[0].exposed_by_axis.items() if axis in ("tensor", "context")} == {
@@ -128,8 +136,71 @@ def test_without_shared_layers_a_pipeline_is_what_it_was(schedule):
 
 
 def test_utilization_counts_useful_products_of_all_ranks():
-    alone, many = (simulate(GPT, cluster_of(8), plan) for plan in (Plan(), Plan(data=2, expert=2, tensor=2)))
-    useful = sum(GPT.matmul_flops)
+    alone, many = (simulate(SMALL, cluster_of(8), plan) for plan in (Plan(), Plan(data=2, expert=2, tensor=2)))
+    useful = sum(SMALL.matmul_flops)
     assert alone.utilization == pytest.approx(useful / (1e12 * alone.duration_s))
     assert many.utilization == pytest.approx(4 * useful / (8e12 * many.duration_s))
-    assert many.samples_per_s == pytest.approx(4 * GPT.samples / many.duration_s)
+    assert many.samples_per_s == pytest.approx(4 * SMALL.samples / many.duration_s)
+
+
+SIZES = {"num_layers": 4, "num_heads": 4, "hidden_size": 16, "vocab_size": 96}
+MIXED = mix_experts(gpt_workload(sequence_length=32, **SIZES), 4)
+
+
+def refusal(plan):
+    """Return why a step of the plan is not timed; "" where it is."""
+    try:
+        simulate(MIXED, cluster_of(64), plan)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = GPT(GPTConfig(context=32, tied=False, **SIZES), torch.Generator().manual_seed(0))
+    mix_model(made, 4, torch.Generator().manual_seed(1))
+    return made
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sharding_goes_with_the_same_axes_as_in_hybrid(model, stage):
+    for pipeline, expert, tensor, context, microbatches in product((1, 2), repeat=5):
+        plan = Plan(
+            data=2,
+            pipeline=pipeline,
+            expert=expert,
+            tensor=tensor,
+            context=context,
+            num_microbatches=microbatches,
+            sharding=Sharding(stage=stage),
+        )
+        theirs, ours = problem_of(plan, model, AXES, plan.world_size), refusal(plan)
+        assert bool(theirs) == bool(ours), (plan, theirs, ours)
+        for text in filter(None, (theirs, ours)):
+            assert f"stage {stage}" in text
+            assert "use stage 1" in text  # what to do instead
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "one_f_one_b", "zb_h1", "interleaved"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("pipeline", "num_microbatches", "expert"), [(1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 4, 1), (1, 4, 2)]
+)
+def test_one_rule_says_which_plans_have_a_time(schedule, stage, pipeline, num_microbatches, expert):
+    stages_per_rank = 2 if schedule == "interleaved" else 1
+    plan = Plan(
+        data=2,
+        pipeline=pipeline,
+        expert=expert,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        sharding=Sharding(stage=stage),
+    )
+    why = why_not_timed(plan)
+    if why:
+        with pytest.raises(ValueError, match=re.escape(why)):
+            simulate(MIXED, cluster_of(8), plan)
+    else:
+        assert simulate(MIXED, cluster_of(8), plan).duration_s > 0

@@ -1,17 +1,14 @@
 """A plan as a file: read, refused in one line, written and read again."""
 
-import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from random_plans import check_configuration
 
-from distlab.plan import AXES, Plan, Precision, Sharding
+from distlab.plan import Plan, Precision, Sharding
 from simulator import (
     ClusterDescription,
     Failures,
-    ModelDescription,
     PlanFile,
     Run,
     cluster,
@@ -21,7 +18,7 @@ from simulator import (
     simulate,
     stack,
 )
-from simulator.hardware.description import OwnDevice, OwnLink
+from simulator.hardware.description import OwnDevice
 
 TEXT = """
 [workload]
@@ -218,68 +215,8 @@ def test_files_that_editors_save_otherwise(tmp_path):
         read_plan_file(path)
 
 
-POWERS = st.sampled_from([1, 2, 4, 8])
-PLANS = st.builds(
-    Plan,
-    data=POWERS,
-    pipeline=POWERS,
-    tensor=POWERS,
-    num_microbatches=st.integers(1, 9),
-    recompute=st.sampled_from(["none", "selective", "full"]),
-    sharding=st.builds(Sharding, stage=st.integers(0, 3)),
-    precision=st.none() | st.builds(Precision, compute=st.sampled_from(["bfloat16", "float32"]), master=st.booleans()),
-    sequence_parallel=st.booleans(),
-)
-WIRES = (
-    st.none()
-    | st.sampled_from(["nvlink3", "ethernet-10g"])
-    | st.builds(OwnLink, latency_s=st.floats(0, 1e-3), bytes_per_s=st.floats(1e6, 1e12))
-)
-MACHINES = st.builds(
-    ClusterDescription,
-    name=st.sampled_from(["dgx-a100", "dgx-b200"]),
-    devices_per_node=st.none() | POWERS,
-    device=st.none() | st.builds(OwnDevice, memory_bytes=st.floats(1e9, 1e12)),
-    inter_node=WIRES,
-)
-MODELS = st.builds(
-    ModelDescription,
-    hidden_size=st.sampled_from([64, 96]),
-    num_heads=st.sampled_from([4, 8]),
-    num_layers=st.integers(1, 9),
-    num_key_value_heads=st.none() | st.sampled_from([2, 4]),
-    num_experts=st.sampled_from([1, 4]),
-    sequence_length=st.sampled_from([32, 48]),
-    attention=st.sampled_from([None, "flash"]),
-)
-
-
-CONFIGURATIONS = (MODELS, MACHINES, PLANS, st.permutations(AXES))
-
-
-def check(model, machine, plan, order):
-    written = PlanFile(model, machine, plan, tuple(order))
-    assert plan_of_text(written.text()) == written
-    try:
-        step = written.simulate()
-    except ValueError:
-        return  # heads, positions or layers that do not divide
-    figures = (step.duration_s, step.steady_s, step.mfu, step.bubble_fraction, step.exposed_communication_s)
-    assert all(math.isfinite(figure) and figure >= 0 for figure in figures)
-    assert 0 < step.steady_s <= step.duration_s
-    assert step.mfu <= 1
-    assert step.memory.max_bytes > 0
-
-
-@settings(max_examples=150, deadline=None)
-@given(*CONFIGURATIONS)
-def test_every_plan_reads_back_and_has_a_time_or_a_reason(model, machine, plan, order):
-    """Nothing crashes, and no figure is infinite, negative or not a number."""
-    check(model, machine, plan, order)
-
-
 def test_random_configurations_have_a_time_or_a_reason():
-    """Also senseless ones: degrees that do not divide, wires of 1 byte per second, heads that no rank can have."""
+    """Each reads back. Also senseless ones: degrees that do not divide, wires of 1 byte per second, odd heads."""
     assert sum(map(check_configuration, range(300))) > 40
 
 

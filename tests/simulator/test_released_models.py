@@ -7,6 +7,7 @@ Baichuan 2, Grok 1). Left out in this library: biases of GPT-OSS's experts, gate
 
 import json
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ def model(name):
 def test_parameters_of_a_released_model(name):
     workload = model(name)
     assert workload.num_parameters == pytest.approx(RELEASED[name]["parameters"], rel=5e-4)
+    assert all(sum(map(prod, layer.parameter_shapes)) == layer.num_parameters for layer in workload.layers)
+    assert 0 < simulate(workload, cluster("dgx-h100"), Plan(4, 2, 4)).mfu < 1
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -108,8 +108,7 @@ def test_fewer_cores_leave_more_to_gain_from_those_that_wait():
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [Plan(data=4), Plan(tensor=2, context=2), Plan(data=4, sharding=Sharding(stage=3)), Plan(data=2, tensor=2)],
+    "plan", [Plan(data=4), Plan(tensor=2, context=2), Plan(data=4, sharding=Sharding(stage=3)), Plan(data=2, tensor=2)]
 )
 def test_ranks_that_all_do_the_same_share_cores_evenly_from_start_to_end(plan):
     assert shares(plan, 1).duration_s == shares(plan, None).duration_s

@@ -189,13 +189,13 @@ def test_megatron_core_makes_its_configurations_of_the_flags(own):
 @pytest.mark.parametrize("own", [said(), said(Plan(4, 4, 8, tensor=2))], ids=["one node", "four nodes"])
 def test_torchruns_own_parser_reads_the_command(own):
     torchrun = pytest.importorskip("torch.distributed.run")
-    _, *words = shlex.split(export(own, "torchrun", Wish(script="train.py --steps 5")).text)
+    _, *words = shlex.split(export(own, "torchrun", Wish(script="train.py --name 'a b'")).text)
     read = torchrun.parse_args(words)
     nodes, most = torchrun.parse_min_max_nnodes(read.nnodes)
     assert nodes == most
     assert nodes * int(read.nproc_per_node) == own.plan.world_size
     assert read.training_script == "train.py"
-    assert read.training_script_args == ["--steps", "5"]
+    assert read.training_script_args == ["--name", "a b"]
     (job,) = json.loads(export(own, "jobset").text)["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     words = shlex.split(container["command"][-1].replace('"$JOB_COMPLETION_INDEX"', "0"))

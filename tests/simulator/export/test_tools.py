@@ -168,10 +168,6 @@ def test_accelerate_gets_a_backend_for_each_stage():
 def test_launchers_start_as_many_ranks_as_the_plan_has():
     for plan in (Plan(4), Plan(8), Plan(4, 4, 8, tensor=2)):
         own, ranks = said(plan), plan.world_size
-        words = shlex.split(export(own, "torchrun", Wish(script="train.py --name 'a b'")).text)
-        assert words[-3:] == ["train.py", "--name", "a b"]
-        flags = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
-        assert int(flags.get("nnodes", 1)) * int(flags["nproc-per-node"]) == ranks
         script = export(own, "slurm").text
         number = {key: int(value) for key, value in re.findall(r"#SBATCH --([a-z-]+)=(\d+)", script)}
         assert number["nodes"] * number["gpus-per-node"] == ranks
@@ -197,86 +193,58 @@ def test_bash_reads_the_slurm_script_and_sbatch_knows_its_options():
     assert text.index("#SBATCH --output") < text.index("set -e")
 
 
-REFUSED = {
-    "titan model": ("torchtitan", said(model=ModelDescription("gpt-2-1.5b")), "the model gpt-2-1.5b"),
-    "titan float8": ("torchtitan", said(model=ModelDescription("llama-3-405b")), "the model llama-3-405b"),
-    "titan sizes": (
-        "torchtitan",
-        said(model=ModelDescription(hidden_size=64, num_heads=4)),
-        "the model of these sizes",
-    ),
-    "titan stage 1": ("torchtitan", said(WIDE), "sharding stage 1"),
-    "titan offload": ("torchtitan", said(sharding=Sharding(3, offload="optimizer")), "offload = 'optimizer'"),
-    "titan context": ("torchtitan", said(context=2), "sharding stage 0 with context"),
-    "titan ulysses": (
-        "torchtitan",
-        said(context=2, context_kind="all_to_all", sharding=Sharding(3)),
-        "context_kind = 'all_to_all'",
-    ),
-    "titan schedule": ("torchtitan", said(Plan(1, 4, 8, schedule="zb_h1")), "schedule = 'zb_h1'"),
-    "titan compression": ("torchtitan", said(compression=Compression("top_k")), "compression"),
-    "titan half": ("torchtitan", said(precision=Precision("float16")), "precision.compute = 'float16'"),
-    "titan sums": (
-        "torchtitan",
-        said(precision=Precision("bfloat16", reduce="bfloat16")),
-        "precision.reduce = 'bfloat16'",
-    ),
-    "titan order": ("torchtitan", said(Plan(2, 2, 2), order=DATA_FIRST), "order = ['data'"),
-    "titan stages": (
-        "torchtitan",
-        said(Plan(1, 2, 4, schedule="interleaved", stages_per_rank=7)),
-        "stages_per_rank = 7",
-    ),
-    "megatron schedule": ("megatron", said(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2)), "schedule = 'zb_v'"),
-    "megatron stages": ("megatron", said(Plan(1, 3, 8)), "32 layers in 3 unequal stages; use a number that divides 32"),
-    "megatron stage 3": ("megatron", said(Plan(2, 2, 8, sharding=Sharding(3))), "sharding stage 3 with a pipeline"),
-    "megatron offload": ("megatron", said(sharding=Sharding(3, offload="all")), "offload = 'all'"),
-    "megatron compression": ("megatron", said(compression=Compression("sign")), "compression"),
-    "megatron double": ("megatron", said(precision=Precision("float64")), "precision.compute = 'float64'"),
-    "megatron master": ("megatron", said(precision=Precision("bfloat16", master=False)), "precision.master = false"),
-    "megatron sums": ("megatron", said(precision=Precision("bfloat16", reduce="bfloat16")), "precision.reduce apart"),
-    "megatron gradients": (
+REFUSED = [
+    ("torchtitan", said(model=ModelDescription("gpt-2-1.5b")), "the model gpt-2-1.5b"),
+    ("torchtitan", said(model=ModelDescription("llama-3-405b")), "the model llama-3-405b"),
+    ("torchtitan", said(model=ModelDescription(hidden_size=64, num_heads=4)), "the model of these sizes"),
+    ("torchtitan", said(WIDE), "sharding stage 1"),
+    ("torchtitan", said(sharding=Sharding(3, offload="optimizer")), "offload = 'optimizer'"),
+    ("torchtitan", said(context=2), "sharding stage 0 with context"),
+    ("torchtitan", said(context=2, context_kind="all_to_all", sharding=Sharding(3)), "context_kind = 'all_to_all'"),
+    ("torchtitan", said(Plan(1, 4, 8, schedule="zb_h1")), "schedule = 'zb_h1'"),
+    ("torchtitan", said(compression=Compression("top_k")), "compression"),
+    ("torchtitan", said(precision=Precision("float16")), "precision.compute = 'float16'"),
+    ("torchtitan", said(precision=Precision("bfloat16", reduce="bfloat16")), "precision.reduce = 'bfloat16'"),
+    ("torchtitan", said(Plan(2, 2, 2), order=DATA_FIRST), "order = ['data'"),
+    ("torchtitan", said(Plan(1, 2, 4, schedule="interleaved", stages_per_rank=7)), "stages_per_rank = 7"),
+    ("megatron", said(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2)), "schedule = 'zb_v'"),
+    ("megatron", said(Plan(1, 3, 8)), "32 layers in 3 unequal stages; use a number that divides 32"),
+    ("megatron", said(Plan(2, 2, 8, sharding=Sharding(3))), "sharding stage 3 with a pipeline"),
+    ("megatron", said(sharding=Sharding(3, offload="all")), "offload = 'all'"),
+    ("megatron", said(compression=Compression("sign")), "compression"),
+    ("megatron", said(precision=Precision("float64")), "precision.compute = 'float64'"),
+    ("megatron", said(precision=Precision("bfloat16", master=False)), "precision.master = false"),
+    ("megatron", said(precision=Precision("bfloat16", reduce="bfloat16")), "precision.reduce apart"),
+    (
         "megatron",
         said(precision=Precision("float16", reduce="bfloat16", gradients="bfloat16")),
         "precision.gradients = 'bfloat16'; use float32 or float16",
     ),
-    "megatron operators": ("megatron", said(recompute="operators"), "recompute = 'operators'"),
-    "megatron layers": (
-        "megatron",
-        said(recompute="full", recompute_method="every", recompute_layers=2),
-        "recompute_method = 'every'",
-    ),
-    "titan layers": ("torchtitan", said(recompute="full", recompute_layers=2), "full recompute of some blocks"),
-    "megatron positions": ("megatron", said(model=ModelDescription("bloom-7.1b")), "ALiBi"),
-    "megatron latent": ("megatron", said(model=ModelDescription("deepseek-v3")), "the latent attention of deepseek-v3"),
-    "megatron order": (
+    ("megatron", said(recompute="operators"), "recompute = 'operators'"),
+    ("megatron", said(recompute="full", recompute_method="every", recompute_layers=2), "recompute_method = 'every'"),
+    ("torchtitan", said(recompute="full", recompute_layers=2), "full recompute of some blocks"),
+    ("megatron", said(model=ModelDescription("bloom-7.1b")), "ALiBi"),
+    ("megatron", said(model=ModelDescription("deepseek-v3")), "the latent attention of deepseek-v3"),
+    (
         "megatron",
         said(Plan(2, 2, 2, tensor=2), order=("tensor", "pipeline", "data", "expert", "context")),
         "order = ['tensor'",
     ),
-    "accelerate pipeline": ("accelerate", said(Plan(2, 2, 2)), "pipeline = 2"),
-    "accelerate experts": ("accelerate", said(Plan(2, expert=2), model=MIXED), "expert = 2"),
-    "accelerate tensor": ("accelerate", said(tensor=2), "sharding stage 0 with tensor or context ranks"),
-    "accelerate ulysses": (
-        "accelerate",
-        said(context=2, context_kind="all_to_all", sharding=Sharding(3)),
-        "context_kind = 'all_to_all'",
-    ),
-    "accelerate offload": ("accelerate", said(sharding=Sharding(3, offload="optimizer")), "offload = 'optimizer'"),
-    "accelerate replicas": ("accelerate", said(sharding=Sharding(1, replicas=2)), "replicas with stage 1"),
-    "accelerate compression": ("accelerate", said(compression=Compression("sign")), "compression"),
-    "accelerate double": ("accelerate", said(precision=Precision("float64")), "precision.compute = 'float64'"),
-    "accelerate master": ("accelerate", said(precision=Precision("float16", master=False)), "precision.master"),
-    "accelerate order": (
-        "accelerate",
-        said(SHARDED, data=2, tensor=2, order=("tensor", "data", "pipeline", "expert", "context")),
-        "order",
-    ),
-    "ranks and nodes": ("slurm", said(Plan(12)), "12 ranks on nodes of 8"),
-}
+    ("accelerate", said(Plan(2, 2, 2)), "pipeline = 2"),
+    ("accelerate", said(Plan(2, expert=2), model=MIXED), "expert = 2"),
+    ("accelerate", said(tensor=2), "sharding stage 0 with tensor or context ranks"),
+    ("accelerate", said(context=2, context_kind="all_to_all", sharding=Sharding(3)), "context_kind = 'all_to_all'"),
+    ("accelerate", said(sharding=Sharding(3, offload="optimizer")), "offload = 'optimizer'"),
+    ("accelerate", said(sharding=Sharding(1, replicas=2)), "replicas with stage 1"),
+    ("accelerate", said(compression=Compression("sign")), "compression"),
+    ("accelerate", said(precision=Precision("float64")), "precision.compute = 'float64'"),
+    ("accelerate", said(precision=Precision("float16", master=False)), "precision.master"),
+    ("accelerate", said(SHARDED, data=2, tensor=2, order=("tensor", "data", "pipeline", "expert", "context")), "order"),
+    ("slurm", said(Plan(12)), "12 ranks on nodes of 8"),
+]
 
 
-@pytest.mark.parametrize(("tool", "plan", "part"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("tool", "plan", "part"), REFUSED)
 def test_a_part_that_a_tool_cannot_express_is_named_in_one_line(tool, plan, part):
     with pytest.raises(ValueError, match=re.escape(part)) as caught:
         export(plan, tool)

@@ -189,12 +189,7 @@ def given_05() -> dict[str, Any]:
 
 def given_06() -> dict[str, Any]:
     plain, full = memory_of(WORK, Plan(2)), memory_of(WORK, Plan(2, recompute="full"))
-    return {
-        "plain": plain,
-        "over_time": over_time(plain),
-        "full": full,
-        "recomputed_over_time": over_time(full),
-    }
+    return {"plain": plain, "over_time": over_time(plain), "full": full, "recomputed_over_time": over_time(full)}
 
 
 def given_07() -> dict[str, Any]:

@@ -24,8 +24,8 @@ COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
 
 
 def with_gid(figure, gid):
-    """Return the lines and the collections of a figure that have this name."""
-    return [artist for axes in figure.axes for artist in (*axes.lines, *axes.collections) if artist.get_gid() == gid]
+    """Return what a figure's axes have of this name."""
+    return [artist for axes in figure.axes for artist in axes.get_children() if artist.get_gid() == gid]
 
 
 class Written(NamedTuple):

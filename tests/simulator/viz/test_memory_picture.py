@@ -1,21 +1,26 @@
-"""The memory pictures: bars add up to the peaks, the curve to the moments, the words to both."""
+"""Pictures of memory and of units: bars add up to the peaks, curves are the sweep's, the words say both."""
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from pen_facts import words_of
+from pen_facts import words, words_of
+from picture_facts import with_gid
+from sharding_cases import cluster_of, plan_of, workload_of
 
 from distlab.plan import Plan, Sharding
-from simulator import gpt_workload, memory_of
+from simulator import gpt_workload, memory_of, simulate, sweep_units
 from simulator.memory.memory import KINDS
 from simulator.units import format_bytes
 from simulator.viz import (
     describe_measured_memory,
     describe_memory,
     describe_memory_of_plans,
+    describe_sharding,
     draw_measured_memory,
     draw_memory,
     draw_memory_of_plans,
+    draw_sharding,
+    draw_timeline,
     to_png,
 )
 from simulator.viz.memory.memory import MEMORY_KINDS, fewer_moments
@@ -25,10 +30,6 @@ WORKLOAD = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_len
 
 def memory(**options):
     return memory_of(WORKLOAD, Plan(**options))
-
-
-def texts(figure):
-    return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 
 def test_every_kind_has_its_own_colour_and_letter():
@@ -47,7 +48,7 @@ def test_bars_add_up_to_the_peaks():
     bars, _ = draw_memory(held).axes
     widths = bar_widths(bars).reshape(-1, 2)
     np.testing.assert_allclose(widths.sum(axis=0), held.total_bytes)
-    assert {format_bytes(total) for total in held.total_bytes} <= set(texts(draw_memory(held)))
+    assert {format_bytes(total) for total in held.total_bytes} <= set(words(draw_memory(held)))
 
 
 def test_the_curve_reaches_the_peak_of_the_fullest_stage():
@@ -117,37 +118,36 @@ def test_a_long_step_is_drawn_by_pixels_and_keeps_its_peak():
     assert (np.diff(fewer) > 0).all()
 
 
-def test_png_follows_the_data():
-    assert to_png(draw_memory(memory())) != to_png(draw_memory(memory(recompute="full")))
+BLOCKS = workload_of([3.0] * 6, [40_000] * 6, ends=1000)
+PLAN = plan_of(3, unit_layers=2)
+SWEEP, STEP = sweep_units(BLOCKS, cluster_of(4), PLAN), simulate(BLOCKS, cluster_of(4), PLAN)
 
 
-def test_senseless_pictures_are_refused():
-    times, rows = memory().over_time()
-    with pytest.raises(ValueError, match="above zero"):
-        draw_memory(memory(), capacity_bytes=0)
-    with pytest.raises(ValueError, match="above zero"):
-        draw_memory_of_plans({"one": memory()}, capacity_bytes=-1)
-    with pytest.raises(ValueError, match="at least one Memory"):
-        draw_memory_of_plans({})
-    with pytest.raises(ValueError, match="measured has"):
-        draw_measured_memory((times, rows), (times[1:], rows))
+def line_of(figure, gid):
+    (line,) = with_gid(figure, gid)
+    return np.asarray(line.get_ydata())
 
 
-def test_the_panel_draws_every_choice_and_says_what_to_change():
-    pytest.importorskip("anywidget", reason="panels need the notebooks extra")
-    from simulator.viz import memory_panel
-    from simulator.viz.panels.memory import PRECISIONS
+def test_the_curves_are_the_sweeps():
+    figure = draw_sharding(SWEEP, STEP)
+    assert line_of(figure, "step") == pytest.approx(np.array(SWEEP.duration_s) * 1e3)
+    assert line_of(figure, "memory") == pytest.approx(np.array(SWEEP.memory_bytes) / 1e6)
+    assert to_png(figure).startswith(b"\x89PNG")
 
-    panel = memory_panel()
-    assert "Smallest change that fits" in panel.text
-    for name, value in (("stage", 3), ("recompute", "full"), ("precision", next(iter(PRECISIONS))), ("tensor", 2)):
-        before = panel.png
-        panel.controls[name].value = value
-        assert panel.error is None, panel.error
-        assert panel.png != before, name
-    assert "Smallest change" not in panel.text
-    panel.controls["picture"].value = "stages"
-    assert "no sharding: " in panel.text
-    assert panel.error is None
-    with pytest.raises(ValueError, match="at least one name"):
-        memory_panel(devices=())
+
+def test_the_text_names_the_chosen_size_and_the_best():
+    text = describe_sharding(SWEEP, STEP)
+    assert "Chosen: 2 layers per unit, 3 units" in text
+    assert "Fastest: " in text
+    assert "1 unit gathered ahead" in text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"replicas": 2}, {"offload": "all"}, {"offload": "optimizer"}, {"prefetch": 0}]
+)
+def test_every_sharding_can_be_drawn(options):
+    plan = plan_of(3, **options)
+    step = simulate(BLOCKS, cluster_of(4), plan)
+    assert draw_sharding(sweep_units(BLOCKS, cluster_of(4), plan, sizes=[1, 3]), step).axes
+    assert draw_timeline(step.layer_trace).axes
+    assert draw_timeline(step.trace).axes

@@ -1,10 +1,25 @@
-"""The picture of a mesh has a line through every group of every axis, and knows which axes leave a node."""
+"""Pictures of a mesh, of degrees and of placement have every group, the step's figures, and say which leave a node."""
+
+from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from pen_facts import clashes, shapes, words
+from picture_facts import with_gid
 
-from distlab.plan import Mesh
-from simulator.viz import describe_mesh, mesh_figure, to_png
+from distlab.plan import AXES, Mesh, Plan, mesh_of
+from simulator import cluster, gpt_workload, simulate
+from simulator.units import format_s
+from simulator.viz import (
+    degrees_figure,
+    describe_degrees,
+    describe_mesh,
+    describe_placement,
+    mesh_figure,
+    placement_figure,
+    to_png,
+)
+from simulator.viz.mesh.degrees import parts_of
 
 CUBE = Mesh({"pipeline": 2, "data": 2, "tensor": 2})
 LARGE = Mesh({"pipeline": 2, "data": 2, "context": 2, "tensor": 8})
@@ -58,15 +73,75 @@ def test_one_rank_has_its_own_groups_coloured_alone():
     assert to_png(figure).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options", "message"),
-    [
-        (Mesh({"data": 257}), {}, "more than 256 ranks to draw"),
-        (CUBE, {"rank": 8}, "rank 8 is outside the mesh"),
-        (CUBE, {"devices_per_node": 0}, "devices_per_node is 0"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(mesh, options, message):
-    for draw in (mesh_figure, describe_mesh):
-        with pytest.raises(ValueError, match=message):
-            draw(mesh, **options)
+WORKLOAD = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
+CLUSTER = cluster("dgx-h100", 32)
+PLANS = [
+    Plan(data=4),
+    Plan(data=2, tensor=8, sequence_parallel=True),
+    Plan(data=2, pipeline=4, tensor=4, num_microbatches=8),
+    Plan(context=4, tensor=2),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_parts_sum_to_the_step_and_are_the_steps_own(plan):
+    step = simulate(WORKLOAD, CLUSTER, plan)
+    parts = {part.name: part.seconds for part in parts_of(step)}
+    assert sum(parts.values()) == pytest.approx(step.duration_s)
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert {axis: parts[axis] for axis in AXES} == step.exposed_by_axis
+    assert (parts["bubble"] > 0) == (plan.pipeline > 1)
+    assert all((parts[axis] > 0) <= (getattr(plan, axis) > 1 or axis == "data") for axis in AXES)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_picture_has_a_box_a_part_and_the_devices_memory(plan):
+    step = simulate(WORKLOAD, CLUSTER, plan)
+    figure = degrees_figure(step, num_devices=32)
+    shown = words(figure)
+    assert f"time of a step: {format_s(step.duration_s)}" in shown
+    assert f"=  {plan.world_size} ranks" in shown
+    assert all(f"{part.words} {format_s(part.seconds)}" in shown for part in parts_of(step) if part.seconds > 0)
+    assert shown.count("inside a node") + shown.count("between nodes") == sum(getattr(plan, axis) > 1 for axis in AXES)
+    assert clashes(figure) == []
+    assert shapes(figure, "boxes") > len(AXES)
+
+
+def test_the_text_has_the_whole_equation_memory_and_idle_devices():
+    step = simulate(WORKLOAD, CLUSTER, PLANS[2])
+    text = describe_degrees(step, num_devices=64)
+    assert "pipeline (4) x data (2) x expert (1) x context (1) x tensor (4) = 32 ranks." in text
+    assert "32 of 64 GPUs are idle." in text
+    assert "of 80 GB: " in text
+    assert "Sent per rank: pipeline" in text
+    small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=1e8))
+    assert describe_degrees(simulate(WORKLOAD, small, PLANS[0])).startswith("Does not fit: ")
+
+
+PLACED = Plan(data=2, pipeline=2, tensor=8, num_microbatches=4)
+
+
+def orders_of(plan, axes):
+    rest = tuple(axis for axis in AXES if axis not in axes)
+    return [(rest + order, simulate(WORKLOAD, CLUSTER, plan, order=rest + order)) for order in permutations(axes)]
+
+
+def test_the_fastest_order_comes_first_and_what_leaves_the_node_is_hollow():
+    orders = orders_of(PLACED, ("pipeline", "data", "tensor"))
+    figure, text = placement_figure(orders), describe_placement(orders)
+    lines = text.splitlines()[1:]
+    assert len(lines) == 6
+    best = min(step.duration_s for _, step in orders)
+    assert f": {format_s(best)};" in lines[0]
+    for order, step in orders:
+        mesh = mesh_of(step.plan, order=order)
+        inside = [axis for axis in order[2:] if not mesh.crosses_nodes(axis, 8)]
+        (line,) = [line for line in lines if line.startswith(", ".join(order[2:]))]
+        assert f"(inside a node: {', '.join(inside) or 'none'}): {format_s(step.duration_s)}" in line
+    assert clashes(figure) == []
+    (boxes,) = with_gid(figure, "boxes")
+    hollow = sum(fill == (1, 1, 1, 1) for fill in map(tuple, boxes.get_facecolors().tolist()))
+    outside = [axis for order, _ in orders for axis in order[2:] if mesh_of(PLACED, order=order).crosses_nodes(axis, 8)]
+    assert hollow == len(outside)
+    both = describe_placement(orders + [(("context", "expert", *order[2:]), step) for order, step in orders])
+    assert both.splitlines()[1:] == lines  # axes of one rank make no other order

@@ -20,7 +20,7 @@ from simulator import (
     strategy_map,
     strategy_of,
 )
-from simulator.viz import describe_planner, describe_strategy_map, draw_strategy_map, planner_figure, to_png
+from simulator.viz import describe_planner, describe_strategy_map, draw_strategy_map, planner_figure
 
 WORKLOAD = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
 MACHINE = cluster("dgx-h100", 32)
@@ -37,7 +37,6 @@ def test_the_planner_shows_degrees_cost_a_step_and_memory(plan):
     assert any(cost in line for line in words(figure))
     assert cost in text
     assert "Memory of the fullest rank" in text
-    assert to_png(figure).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -70,10 +69,6 @@ def test_the_map_has_a_field_for_each_model_and_count_and_the_wire_moves_it():
     assert text.splitlines()[1] == "llama-2-7b on 1 GPU: does not fit, or does not divide."
     assert "data 16, tensor 2" in text.splitlines()[2]
     assert draw_strategy_map(fast[:1]) is not None
-    with pytest.raises(ValueError, match="no field to draw"):
-        draw_strategy_map(())
-    with pytest.raises(ValueError, match="llama-2-8b"):
-        strategy_map(("llama-2-8b",), MACHINE, (8,), batch_size=64)
 
 
 def test_the_map_has_the_plan_that_a_whole_search_finds():
@@ -83,26 +78,3 @@ def test_the_map_has_the_plan_that_a_whole_search_finds():
     whole = search(Question(ModelDescription(model="gpt-2-1.5b"), machine, 256))
     assert field.choice.plan == whole.best(1)[0].plan
     assert field.strategy == "data"
-
-
-def test_the_panels_follow_their_controls_and_refuse_what_they_cannot_show():
-    pytest.importorskip("anywidget", reason="panels need the notebooks extra")
-    from simulator.viz import planner_panel, strategy_panel
-
-    panel = planner_panel({"small": WORKLOAD}, MACHINE, plan=Plan(2, tensor=2), tokens=1e9)
-    before = panel.text
-    for name, value in (("price", 5.0), ("pipeline", 2), ("trillions", -1.0)):
-        panel.controls[name].value = value
-        assert panel.error is None
-        assert panel.text != before
-        before = panel.text
-    panel.controls["data"].value = 32
-    assert panel.text.startswith("This plan cannot run")
-    fields = strategy_panel(("gpt-2-1.5b",), (1, 8))
-    assert "on 8 GPUs: " in fields.text
-    fields.controls["batch_size"].value = 64
-    assert fields.text.startswith("One device: ") or "64 samples per step" in fields.text
-    with pytest.raises(ValueError, match="there is no model"):
-        planner_panel(())
-    with pytest.raises(ValueError, match="no number of GPUs"):
-        strategy_panel(("gpt-2-1.5b",), ())

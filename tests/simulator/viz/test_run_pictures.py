@@ -1,12 +1,39 @@
-"""Pictures of a whole run: the cost curve and where the time goes, with words that say the same; panels."""
+"""Pictures of runs and of sweeps: costs, where the time goes, when compression pays, with words that say the same."""
+
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from picture_facts import clashes, look_at, pale_texts, with_gid
 
 from distlab.plan import Plan
-from simulator import Failures, Run, bill, cluster, counts_of, curve, gpt_workload, spread
-from simulator.viz import describe_cost_curve, describe_goodput, draw_cost_curve, draw_goodput, to_png
+from distlab.plan.compression import METHODS, Compression
+from simulator import (
+    CompressionSweep,
+    Failures,
+    Run,
+    bill,
+    cluster,
+    counts_of,
+    curve,
+    gpt_workload,
+    simulate,
+    spread,
+    sweep_compression,
+    with_bandwidth,
+)
+from simulator.sweeps.compression import CompressionLine
+from simulator.viz import (
+    describe_compression,
+    describe_cost_curve,
+    describe_goodput,
+    draw_compression,
+    draw_cost_curve,
+    draw_goodput,
+    to_png,
+)
+from simulator.viz.compression.compression import compression_label, ranking, stops
 
 GPT = gpt_workload(hidden_size=512, num_layers=4, num_heads=8, sequence_length=256, vocab_size=8000)
 MACHINE, PLAN = cluster("dgx-a100"), Plan(2, 2, 8)
@@ -83,50 +110,60 @@ def test_goodput_is_computed_drawn_and_split_into_parts():
     assert "8,192 devices: " in text
 
 
-def test_a_run_in_which_nothing_fails_has_no_picture():
-    with pytest.raises(ValueError, match="nothing fails"):
-        draw_goodput(Failures("none"), 64, 30.0)
-    with pytest.raises(ValueError, match="nothing fails"):
-        describe_goodput(Failures("none"), 64, 30.0)
+WORKLOAD = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=500)
+LAPTOP = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
+EACH = tuple(Compression(method) for method in METHODS)
 
 
-class TestPanels:
-    """Panels need the notebooks extra."""
+def test_the_best_bucket_size_lies_between_too_small_and_too_large():
+    each = WORKLOAD.gradient_bytes
+    plans = [Plan(data=4, bucket_bytes=size, first_bucket_bytes=size) for size in (each // 1000, each // 10, each)]
+    small, middle, large = (simulate(WORKLOAD, LAPTOP, plan) for plan in plans)
+    assert middle.duration_s < min(small.duration_s, large.duration_s)
+    assert len(small.stages[0].buckets) > len(middle.stages[0].buckets) > len(large.stages[0].buckets)
 
-    @pytest.fixture(autouse=True)
-    def needs_widgets(self):
-        pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
-    def test_price_and_failures_move_the_cost(self):
-        from simulator.viz import cost_panel
+def two_lines():
+    speeds = (1e7, 1e8, 1e9)
+    pays = CompressionLine(Compression("sign"), (0.2, 0.1, 0.09), 2e8)
+    never = CompressionLine(Compression("quantize", bits=1), (2.0, 0.9, 0.3), 0.0)
+    return CompressionSweep(speeds, (1.0, 0.15, 0.05), (pays, never), 0.04)
 
-        panel = cost_panel()
-        assert panel.error is None
-        before = panel.text
-        panel.controls["price"].value = 5.0
-        assert panel.error is None
-        assert "5 dollars" in panel.text
-        panel.controls["failures"].value = "none"
-        panel.controls["trillions"].value = -1.0
-        assert panel.error is None
-        assert "1e+11 tokens" in panel.text != before
-        mimes, _ = panel._repr_mimebundle_()
-        assert "image/png" in mimes
-        assert mimes["text/plain"]
 
-    def test_devices_failures_and_saves_move_the_goodput(self):
-        from simulator.viz import goodput_panel
+def test_a_ring_marks_each_break_even():
+    figure = draw_compression(two_lines(), at_bytes_per_s=1e7)
+    (ring,) = with_gid(figure, "break-even")
+    assert ring.get_xdata()[0] == 2e8
+    assert 0.05 < ring.get_ydata()[0] < 0.15
+    assert [line.get_xdata()[0] for line in with_gid(figure, "chosen")] == [1e7]
+    for gid, seconds in (("plain", (1.0, 0.15, 0.05)), ("sign", (0.2, 0.1, 0.09))):
+        np.testing.assert_allclose(with_gid(figure, gid)[0].get_ydata(), seconds)
+    assert figure.texts[0].get_text() == "At 10 MB/s sign is best: the step takes 20 % of the plain one"
 
-        panel = goodput_panel()
-        panel.controls["num_devices"].value = 1024
-        assert panel.error is None
-        assert "1,024 devices" in panel.text
-        first = panel.text.split(" %")[0]
-        panel.controls["num_devices"].value = 65_536
-        panel.controls["restart_minutes"].value = 30
-        panel.controls["log_save_s"].value = 2.0
-        assert panel.error is None
-        assert float(panel.text.split(" %")[0]) < float(first)
-        panel.controls["times_rate"].value = 10.0
-        panel.controls["restart_minutes"].value = 120
-        assert "does not get on" in panel.text, "an impossible run is told in the picture's place"
+
+def test_words_say_when_it_pays():
+    text = describe_compression(two_lines(), at_bytes_per_s=1e9)
+    assert text.startswith("At 1 GB/s no compression pays.")
+    assert "sign: pays below 200 MB/s." in text
+    assert "quantize 1 bit: never pays." in text
+    assert [name for name, _ in ranking(two_lines(), 1e9)] == ["uncompressed", "sign", "quantize 1 bit"]
+    sweep = two_lines()
+    always = replace(sweep.lines[0], break_even_bytes_per_s=math.inf)
+    assert stops(always) == "pays at any bandwidth"
+    for lines, title in (
+        (sweep.lines, "Above 200 MB/s no compression pays"),
+        (sweep.lines[1:], "Compression never pays here"),
+        ((always,), "sign pays at any bandwidth"),
+    ):
+        assert describe_compression(replace(sweep, lines=lines)).startswith(title)
+        assert draw_compression(replace(sweep, lines=lines)).texts[0].get_text() == title
+
+
+def test_every_method_has_a_name_and_a_line():
+    sweep = sweep_compression(WORKLOAD, LAPTOP, Plan(data=4), compressions=EACH, bytes_per_s=(1e7, 1e9))
+    figure = draw_compression(sweep)
+    labels = [compression_label(each) for each in EACH]
+    assert len(set(labels)) == len(EACH)
+    for label in labels:
+        assert with_gid(figure, label)
+        assert label in describe_compression(sweep)

@@ -112,25 +112,3 @@ def test_the_text_names_rows_and_columns():
     assert "blocks.0.feed_forward.output.weight [4, 16], cut by inputs: rank 0 0-7; rank 1 8-15." in text
     assert "token_embedding.weight [11, 4], cut by tokens: rank 0 0-5; rank 1 6-10." in text
     assert "8 numbers of 2 weights are whole on every rank" in text
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([], "there is no rank"),
-        ([weights(), {}], "rank 1: holds other weights than rank 0: blocks.0.attention.output"),
-        ([weights(), weights()], r"rank 0: token_embedding.weight has shape \[11, 4\]; expected \[6, 4\]: pass each"),
-        (cut_weights(weights(), SPLITS, 16), "more than 8 ranks cannot be told apart"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(parts, message):
-    for draw in (shards_figure, describe_shards):
-        with pytest.raises(ValueError, match=message):
-            draw(parts, SPLITS)
-
-
-def test_splits_that_fit_no_weight_are_refused():
-    with pytest.raises(ValueError, match="no weight of two dims is cut"):
-        shards_figure([weights()], {})
-    with pytest.raises(ValueError, match=r"sections \(3,\) sum to 3; expected the 11 of dim 0"):
-        cut_weights(weights(), {"token_embedding.weight": split(0, 3)}, 2)

@@ -33,11 +33,7 @@ def small_step():
     ("make", "alt", "text"),
     [
         (lambda: Mesh([("data", 2), ("tensor", 4)]), "8 ranks = data (2) x tensor (4)", "tensor: 2 groups of 4"),
-        (
-            lambda: one_f_one_b(4, 8),
-            "leaves 27.3 % of 4 ranks' time idle",
-            "(1 ms per F, I and W) on 4 ranks",
-        ),
+        (lambda: one_f_one_b(4, 8), "leaves 27.3 % of 4 ranks' time idle", "(1 ms per F, I and W) on 4 ranks"),
         (lambda: data_parallel(2), "Compute fills", "Timeline of 2 ranks"),
         (lambda: memory_of(model_by_name("gpt-2-1.5b"), Plan(data=2)), "A rank peaks at", "Memory: Each rank peaks"),
         (lambda: Plan(data=2, pipeline=4, num_microbatches=8), "data (2)", "on 4 ranks and 8 micro-batches"),
@@ -59,13 +55,7 @@ def test_a_plan_shows_its_schedule_under_its_mesh():
 
 
 @pytest.mark.parametrize(
-    "item",
-    [
-        Mesh([("data", 1024)]),
-        Trace.from_spans([]),
-        parse_schedule("0F0,1B0,0B0\n1F0"),
-        Plan(data=1024),
-    ],
+    "item", [Mesh([("data", 1024)]), Trace.from_spans([]), parse_schedule("0F0,1B0,0B0\n1F0"), Plan(data=1024)]
 )
 def test_what_cannot_be_drawn_shows_its_own_text(item):
     data, metadata = item._repr_mimebundle_()

@@ -1,40 +1,31 @@
-"""A timeline shows every span once, keeps time when it aggregates, and says what it shows."""
+"""A timeline shows every span once, keeps time when it aggregates, and says what it shows; overlays."""
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from pen_facts import words_of as letters_of
+from pen_facts import shapes, words
+from picture_facts import with_gid
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
-from simulator.viz import describe_timeline, draw_timeline, facts_of, to_png
+from simulator.viz import Overlay, Timeline, describe_timeline, draw_timeline, facts_of, to_png
 from simulator.viz.drawing.boxes import pixel_columns
 from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
 from simulator.viz.drawing.style import kind_styles
 from simulator.viz.timeline.draw_rows import legend_boxes
 
 
-def artists(figure, gid):
-    return [artist for axes in figure.axes for artist in axes.get_children() if artist.get_gid() == gid]
-
-
-def boxes(figure):
-    return sum(len(artist.get_paths()) for artist in artists(figure, "boxes"))
-
-
-def words(figure):
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts] + [
-        text.get_text() for text in figure.texts
-    ]
-    return texts + [letter for axes in figure.axes for letter in letters_of(axes)]
-
-
 def test_one_box_a_span_of_both_traces():
     measured, predicted = data_parallel(4, jitter=0.05), data_parallel(4)
-    assert boxes(draw_timeline(measured)) == len(measured)
-    assert boxes(draw_timeline(measured, predicted)) == len(measured) + len(predicted)
+    assert shapes(draw_timeline(measured), "boxes") == len(measured)
+    assert shapes(draw_timeline(measured, predicted), "boxes") == len(measured) + len(predicted)
+    instants = Trace.from_spans([Span(rank, "compute", "mark", "F", 5, 5) for rank in (0, 1)])
+    assert shapes(draw_timeline(instants), "boxes") == 2
+    assert to_png(draw_timeline(instants))
+    assert "2 ranks" in describe_timeline(instants)
 
 
 def test_error_of_the_end_is_written_and_the_clock_does_not_matter():
@@ -51,22 +42,15 @@ def test_names_then_letters_where_they_fit():
     assert not any(text.startswith("all-reduce") for text in drawn)
 
 
-def test_png_is_made_and_follows_the_data():
-    first, second = (to_png(draw_timeline(data_parallel(2, num_buckets=count))) for count in (5, 6))
-    assert first.startswith(b"\x89PNG")
-    assert len(first) > 5_000
-    assert first != second
-
-
 def test_many_spans_become_pixel_columns_and_a_narrow_range_boxes_again():
     trace = grid(64, 100)
     figure = draw_timeline(trace)
-    assert boxes(figure) == 0
-    assert len(artists(figure, "pixels")) == 1
+    assert shapes(figure, "boxes") == 0
+    assert len(with_gid(figure, "pixels")) == 1
     near = draw_timeline(trace, time_range_s=(0.1, 0.2))
     inside = (trace.end_ns >= 100 * MS) & (trace.start_ns <= 200 * MS)
-    assert boxes(near) == inside.sum()
-    assert not artists(near, "pixels")
+    assert shapes(near, "boxes") == inside.sum()
+    assert not with_gid(near, "pixels")
 
 
 def test_pixel_columns_keep_every_nanosecond():
@@ -88,7 +72,7 @@ def test_pixels_are_coloured_where_a_rank_is_busy_and_only_there():
     trace = grid(2, 2_000)
     half_ns = int(trace.end_ns.max()) // 2
     figure = draw_timeline(trace.select((trace.rank == 1) | (trace.end_ns <= half_ns)))
-    picture = np.asarray(artists(figure, "pixels")[0].get_array())
+    picture = np.asarray(with_gid(figure, "pixels")[0].get_array())
     height, width, _ = picture.shape
     empty = (picture == np.array([0xF1, 0xF1, 0xF1])).all(axis=2) | (picture == 255).all(axis=2)
     upper, lower = empty[: height * 2 // 5], empty[-(height * 2 // 5) :]  # two rows of 1 and a gap of 0.5
@@ -114,7 +98,7 @@ def test_labels_of_boxes_that_are_covered_are_left_out():
     figure = draw_timeline(Trace.from_spans(spans))
     drawn = [text for text in words(figure) if text.startswith("send #")]
     assert drawn == [f"send #{n}" for n in [*range(MAX_LEVELS - 1), MAX_LEVELS + 2]]
-    assert boxes(figure) == len(spans)
+    assert shapes(figure, "boxes") == len(spans)
     assert "A rank communicates for 100 ms of 100 ms" in words(figure)
 
 
@@ -136,17 +120,10 @@ def test_predicted_rows_stand_under_their_measured_ones():
 def test_from_one_rank_to_sixty_four(num_ranks):
     trace = data_parallel(num_ranks, jitter=0.05)
     figure = draw_timeline(trace)
-    assert boxes(figure) == len(trace)
+    assert shapes(figure, "boxes") == len(trace)
     assert figure.get_size_inches()[1] < 12
     both = draw_timeline(trace, data_parallel(num_ranks))
     assert any("16 of 64 ranks" in text for text in words(both)) == (num_ranks == 64)
-
-
-def test_spans_of_no_length_are_boxes_too():
-    trace = Trace.from_spans([Span(0, "compute", "mark", "F", 5, 5), Span(1, "compute", "mark", "B", 5, 5)])
-    assert boxes(draw_timeline(trace)) == 2
-    assert to_png(draw_timeline(trace))
-    assert "2 ranks" in describe_timeline(trace)
 
 
 def test_facts_count_what_is_hidden_once():
@@ -172,19 +149,6 @@ def test_the_text_has_the_figures():
     for part in ("4 ranks", "134 ms", "Compute fills", "exposed", "error of +0.0 %"):
         assert part in text
     assert "No rank communicates" in describe_timeline(grid(2, 3))
-
-
-def test_a_range_without_time_is_refused_in_words():
-    with pytest.raises(ValueError, match="start before end"):
-        draw_timeline(data_parallel(2), time_range_s=(2.0, 1.0))
-
-
-@pytest.mark.parametrize("function", [draw_timeline, describe_timeline])
-def test_an_empty_trace_is_refused_in_words(function):
-    with pytest.raises(ValueError, match="no spans; record or simulate"):
-        function(Trace.from_spans([]))
-    with pytest.raises(ValueError, match="no spans"):
-        function(data_parallel(1), Trace.from_spans([]))
 
 
 def test_pictures_import_neither_widgets_nor_pyplot_nor_torch():
@@ -215,3 +179,100 @@ def test_kinds_that_share_their_words_have_one_entry_in_the_legend_and_are_no_st
     kinds = ["SEND_B", "SEND_F", "send"]
     assert [box.words for box in legend_boxes(kind_styles(kinds), False)] == ["send"]
     assert [box.words for box in legend_boxes(kind_styles(["F", "F~1"]), False)][1].startswith("lighter")
+
+
+def step(compute, communication=0, waiting=0, num_ranks=2):
+    """Ranks that compute, then communicate, then wait, and compute for the last millisecond; all in milliseconds."""
+    spans = []
+    for rank in range(num_ranks):
+        first, second = compute * MS, (compute + communication) * MS
+        spans.append(Span(rank, "compute", "forward", "F", 0, first))
+        if communication:
+            spans.append(Span(rank, "communication", "all_reduce #0", "all_reduce", first, second))
+        last = second + waiting * MS
+        spans.append(Span(rank, "compute", "optimizer", "optimizer", last, last + MS))
+    return Trace.from_spans(spans)
+
+
+def overlay(measured_ms=(39, 40, 41, 45), predicted_ms=(37, 38, 39), trouble="", measured=None, predicted=None):
+    return Overlay(
+        measured or step(30, 10),
+        predicted or step(28, 9),
+        [value / 1e3 for value in measured_ms],
+        [value / 1e3 for value in predicted_ms],
+        trouble,
+    )
+
+
+def test_the_verdict_has_both_medians_both_bands_and_says_inside():
+    said = overlay().verdict
+    assert said == "measured 40.5 ms (39.8 ms to 42 ms), predicted 38 ms (33.4 ms to 42.8 ms): inside the band"
+    assert overlay().inside
+    assert overlay().error == pytest.approx(38 / 40.5 - 1)
+
+
+@pytest.mark.parametrize(("predicted_ms", "words"), [((20, 20, 20), "51 % early"), ((80, 81, 82), "100 % late")])
+def test_a_step_outside_the_band_is_told_with_its_direction(predicted_ms, words):
+    found = overlay(predicted_ms=predicted_ms)
+    assert not found.inside
+    assert f"outside the band, {words}" in found.verdict
+    assert "outside the predicted band" in found.title
+
+
+def test_a_wider_spread_of_calibrations_makes_a_wider_band():
+    assert not overlay(predicted_ms=(20, 20, 20)).inside
+    assert overlay(predicted_ms=(20, 20, 40)).inside
+
+
+@pytest.mark.parametrize(
+    ("measured", "kind", "way"),
+    [
+        (step(60, 10, 5), "compute: 30 ms", "more"),
+        (step(30, 50, 5), "communication: 40 ms", "more"),
+        (step(31, 9, 45), "waiting: 40 ms", "more"),
+        (step(10, 10, 5), "compute: 20 ms", "less"),
+    ],
+)
+def test_the_largest_difference_is_named_with_its_kind(measured, kind, way):
+    found = overlay(measured=measured, predicted=step(30, 10, 5))
+    assert found.difference == f"The largest difference is {kind} {way} per rank than predicted."
+    assert str(found).endswith(found.difference)
+
+
+def test_on_a_busy_machine_that_is_what_is_said_and_what_to_do():
+    found = overlay(trouble="The machine was busy: other processes took 0.6 of its cores from the ranks.")
+    assert "not calm" in found.title
+    assert "The machine was busy: other processes took 0.6 of its cores from the ranks." in str(found)
+    assert "Calibrate again: close other programs" in str(found)
+    assert "largest difference" not in str(found)
+
+
+def first_box(figure):
+    boxes = [part for part in figure.axes[0].collections if len(part.get_facecolor()) > 1]
+    return boxes[0].get_facecolor()[0].tolist()
+
+
+def test_the_picture_has_both_bands_and_dims_what_was_not_calm():
+    figure = draw_timeline(overlay())
+    ends = [(band.get_x() * 1e3, (band.get_x() + band.get_width()) * 1e3) for band in with_gid(figure, "band")]
+    assert ends == [pytest.approx((39.75, 42.0)), pytest.approx((33.39, 42.79))]
+    assert not with_gid(draw_timeline(overlay(), time_range_s=(0.0, 0.01)), "band"), "outside the view"
+    late = overlay(predicted_ms=(80, 80, 80))
+    assert min(draw_timeline(late).axes[0].get_xlim()[1], Timeline(late).limit_s) > 0.088, "the view holds them"
+    dimmed = draw_timeline(overlay(trouble="The machine was busy."))
+    assert sum(first_box(dimmed)[:3]) > sum(first_box(figure)[:3]) + 0.5, "dimmed boxes are lighter"
+
+
+def test_the_widget_shows_what_the_figure_shows():
+    found = overlay(trouble="The machine was busy.")
+    timeline = Timeline(found)
+    assert timeline.title == found.title
+    assert timeline.note == found.advice
+    assert timeline.ends["text"] == found.verdict
+    assert [list(band) for band in timeline.ends["bands_s"]] == [list(band) for band in found.bands_s]
+    assert timeline.ends["dim"] is True
+    assert Timeline(replace(found, trouble="")).ends["dim"] is False
+    two = Timeline(step(30, 10), step(28, 9)).ends
+    assert (two["dim"], len(two["bands_s"])) == (False, 0)
+    assert describe_timeline(found) in timeline.summary
+    assert str(found) in describe_timeline(found)

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from pen_facts import words_of
-from viz_traces import MS, data_parallel, grid
+from pen_facts import words
+from picture_facts import with_gid
+from viz_traces import MS, data_parallel
 
 from distlab.plan import Plan
 from distlab.plan.compression import METHODS, Compression
@@ -15,11 +16,11 @@ from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
 
 
-def gpt(sync, num_ranks=4):
+def simulated(compression=None, **options):
     sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
     workload = gpt_workload(**sizes, microbatch_size=2, bytes_per_parameter=4)
-    plan = Plan(data=num_ranks, gradient_sync=sync, bucket_bytes=100_000, first_bucket_bytes=30_000)
-    return simulate(workload, cluster("laptop", num_ranks), plan)
+    plan = Plan(data=4, bucket_bytes=100_000, first_bucket_bytes=30_000, compression=compression, **options)
+    return simulate(workload, cluster("laptop", 4), plan)
 
 
 def by_hand():
@@ -38,13 +39,6 @@ def by_hand():
 def states(trace, at_ms):
     own = read_step(trace).ranks[0]
     return [state for state, _ in held_at(own, at_ms / 1e3).gradients]
-
-
-def words(figure):
-    drawn = [text.get_text() for text in figure.texts]
-    for axes in figure.axes:
-        drawn += words_of(axes)
-    return drawn
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_hidden_and_exposed_are_those_of_the_timeline(num_ranks):
 
 @pytest.mark.parametrize("sync", ["per_parameter", "flat", "bucketed", "overlapped"])
 def test_every_rung_of_the_ladder_is_read(sync):
-    step = gpt(sync)
+    step = simulated(gradient_sync=sync)
     for trace in (step.trace, step.layer_trace):
         own = read_step(trace).ranks[0]
         assert len(own.reductions) == {"per_parameter": 38, "flat": 1}.get(sync, len(step.stages[0].buckets))
@@ -104,26 +98,26 @@ def test_every_rung_of_the_ladder_is_read(sync):
 
 
 def test_parameters_are_sent_first_to_last_but_made_last_to_first():
-    own = read_step(gpt("per_parameter").trace).ranks[0]
+    own = read_step(simulated(gradient_sync="per_parameter").trace).ranks[0]
     ready = [reduction.ready_s for reduction in own.reductions]
     assert ready == sorted(ready, reverse=True)
-    ready = [reduction.ready_s for reduction in read_step(gpt("bucketed").trace).ranks[0].reductions]
+    ready = [
+        reduction.ready_s for reduction in read_step(simulated(gradient_sync="bucketed").trace).ranks[0].reductions
+    ]
     assert ready == sorted(ready)
 
 
 def test_the_picture_frames_what_is_averaged_and_moves_its_cursor():
     trace = data_parallel(4, jitter=0.05)
     figure = draw_train_step(trace, 0.09)
-    cursor = [line for axes in figure.axes for line in axes.lines if line.get_gid() == "cursor"]
-    assert [line.get_xdata()[0] for line in cursor] == [0.09]
-    outlines = [a for a in figure.axes[0].collections if a.get_gid() == "outlines"]
-    assert [len(a.get_paths()) for a in outlines] == [1]
+    assert [line.get_xdata()[0] for line in with_gid(figure, "cursor")] == [0.09]
+    assert [len(a.get_paths()) for a in with_gid(figure, "outlines")] == [1]
     assert figure.texts[0].get_text() == "At 90 ms: averaging all-reduce 2, hidden behind rank 0's backward"
     assert {"rank 0", "rank 3", "mean", "g0", "g3", "old", "all-reduce 5", "4 MB"} <= set(words(figure))
     done = draw_train_step(trace, 1.0)
     assert "new" in words(done)
     assert "g0" not in words(done)[: words(done).index("not there yet")]
-    assert not [a for a in done.axes[0].collections if a.get_gid() == "outlines"]
+    assert not with_gid(done, "outlines")
     assert to_png(figure) != to_png(done)
 
 
@@ -162,18 +156,11 @@ def test_micro_batches_add_up_and_only_the_last_sends(numbered):
 
 
 def test_gpipe_keeps_the_activations_of_all_micro_batches():
-    step = simulated(None, num_microbatches=3, schedule="gpipe")
+    step = simulated(num_microbatches=3, schedule="gpipe")
     own = read_step(step.trace).ranks[0]
     forward = step.timing.end_ns[2] / 1e9
     assert held_at(own, forward).activations == pytest.approx(1.0)
     assert held_at(own, step.timing.end_ns[0] / 1e9).activations == pytest.approx(1 / 3)
-
-
-def simulated(compression, **options):
-    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
-    workload = gpt_workload(**sizes, microbatch_size=2, bytes_per_parameter=4)
-    plan = Plan(data=4, bucket_bytes=100_000, first_bucket_bytes=30_000, compression=compression, **options)
-    return simulate(workload, cluster("laptop", 4), plan)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -223,7 +210,7 @@ def test_nothing_is_averaged_before_the_last_rank_has_come():
     assert held_at(own, 0.055).doing == "waits for bucket 1"
     figure = draw_train_step(Trace.concatenate([late, Trace.from_spans(moved)]), 0.048)
     assert "bucket 1 cannot be averaged before rank 1 has come" in figure.texts[0].get_text()
-    assert not [a for a in figure.axes[0].collections if a.get_gid() == "arrows"]
+    assert not with_gid(figure, "arrows")
 
 
 def test_ranks_are_named_in_words():
@@ -231,7 +218,7 @@ def test_ranks_are_named_in_words():
 
 
 def test_the_best_moment_is_under_an_all_reduce():
-    for trace in (data_parallel(2), by_hand(), gpt("flat").trace):
+    for trace in (data_parallel(2), by_hand(), simulated(gradient_sync="flat").trace):
         step = read_step(trace)
         assert SENT in [state for state, _ in held_at(step.ranks[0], best_moment(step)).gradients]
 
@@ -276,16 +263,3 @@ def test_recorded_calls_and_marked_spans_make_one_step(ranks):
     assert own.hidden_s == 0
     assert own.exposed_s > 0
     assert to_png(draw_train_step(step)).startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("trace", "options", "message"),
-    [
-        (grid(2, 3).select(grid(2, 3).is_word("kind", "F")), {}, "no backward span"),
-        (grid(2, 3), {}, "several pipeline stages"),
-        (data_parallel(2).select(np.arange(18) != 6), {}, "different numbers of all-reduces"),
-    ],
-)
-def test_what_is_no_step_is_refused_in_words(trace, options, message):
-    with pytest.raises(ValueError, match=message):
-        draw_train_step(trace, **options)
