@@ -28,10 +28,15 @@ def in_place_of(name, make):
     return damage
 
 
-def other_version(newer, _):
-    facts = json.loads((newer / "manifest.json").read_text())
-    facts = {key: value for key, value in facts.items() if key != "sha256"} | {"version": 7}
-    (newer / "manifest.json").write_bytes(manifest._with_digest(facts))
+def forged(**changes):
+    """Change an intact manifest; None takes a field out."""
+
+    def forge(newer, _):
+        facts = json.loads((newer / "manifest.json").read_text()) | changes
+        facts = {key: value for key, value in facts.items() if key != "sha256" and value is not None}
+        (newer / "manifest.json").write_bytes(manifest._with_digest(facts))
+
+    return forge
 
 
 def half_copied(newer, _):
@@ -59,6 +64,8 @@ def whole_folder(make):
 SKIPPED = {  # the older one is taken
     "half copied": half_copied,
     "no manifest": lambda newer, _: (newer / "manifest.json").unlink(),
+    "no files in the manifest": forged(files=None),
+    "files that are none": forged(files=[{"name": "shared.pt"}]),
     "an empty folder": replaced_by(Path.mkdir),
     "a file": replaced_by(Path.touch),
     "a pipe": replaced_by(os.mkfifo),
@@ -79,7 +86,7 @@ SKIPPED = {  # the older one is taken
     },
 }
 REFUSED = {  # to go on without a word would lose work
-    "another version": (other_version, "step-0000000002 has version 7; this distlab reads version 1"),
+    "another version": (forged(version=7), "step-0000000002 has version 7; this distlab reads version 1"),
     "a file in place of all": (whole_folder(Path.touch), "Not a directory"),
     "a pipe in place of all": (whole_folder(os.mkfifo), "Not a directory"),
     "a link to nothing in place of all": (
