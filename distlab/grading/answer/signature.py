@@ -143,7 +143,7 @@ def _is_not_own(exercise: Exercise, fn: Callable[..., Any], reference: Callable[
     inner = inspect.unwrap(getattr(fn, "func", fn))
     names = _global_names(inner.__code__) if isinstance(inner, FunctionType) else set()
     for one in (inner, *(inner.__globals__[name] for name in names if name in inner.__globals__)):
-        if getattr(one, "__code__", None) is getattr(reference, "__code__", ""):
+        if getattr(one, "__code__", None) == getattr(reference, "__code__", ""):
             return Fault("reference", f"{reference.__name__}: {IS_REFERENCE}")
         is_taught = isinstance(one, FunctionType | type) and f"{one.__module__}.".startswith(taught or ("?",))
         if is_taught and one.__name__ not in given:
