@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.grading import Evidence, Mutant
+from distlab.grading import Evidence, Fault, Mutant
 from distlab.grading.cases import Cases, Free
 from distlab.grading.diagnosis.memory import peak_bytes
 from distlab.grading.diagnosis.traffic import calls, in_megabytes
@@ -69,7 +69,18 @@ def _use_scaler(fn: Callable[..., Any], rank: int, n: int) -> dict[str, Any]:
 
 
 drive_master = Cases({"": _master_case()}, _use_masters)
-drive_scaler = Cases(lambda rank, n: {"": (rank, n)}, _use_scaler, 2.5, "one number per step")
+drive_scaler = Cases(lambda rank, n: {"": (rank, n)}, _use_scaler, most_bytes=0)
+
+
+def judge_scaler(evidence: Evidence) -> Iterator[Fault]:
+    """One call a step, of one number."""
+    for rank in range(evidence.world_size) if evidence.world_size > 1 else ():
+        made = calls(evidence, rank)
+        sent = sum(call.num_bytes for call in made)
+        if len(made) > len(EVENTS) or sent > 8 * len(EVENTS):
+            text = f"rank {rank} makes {len(made)} calls with {in_megabytes(sent)} in {len(EVENTS)} steps"
+            advice = "one number per step is enough: look at all gradients first"
+            yield Fault("too many calls", f"right answers, but {text}: {advice}")
 
 
 def budget_master(evidence: Evidence) -> list[str]:

@@ -67,9 +67,20 @@ def _use_norm(fn: Callable[..., Any], mesh: Mesh) -> dict[str, Any]:
     return {"the norm": float(norm) if is_number else norm, "afterwards the gradients": gradients}
 
 
-drive_global_norm = Cases(
-    lambda rank, n: {f"on {mesh}": (mesh,) for mesh in norm_meshes(n)}, _use_norm, 2.01, "one number per axis"
-)
+drive_global_norm = Cases(lambda rank, n: {f"on {mesh}": (mesh,) for mesh in norm_meshes(n)}, _use_norm, most_bytes=0)
+
+
+def judge_global_norm(evidence: Evidence) -> Iterator[Fault]:
+    """One call for each axis at most, of one number or two."""
+    most = len(AXES) * len(norm_meshes(evidence.world_size))
+    for rank in range(evidence.world_size):
+        made = [call for call in calls(evidence, rank) if call.op != "barrier"]
+        if large := [call for call in made if call.num_bytes > 2 * 8]:
+            text = f"right result, but rank {rank} sends {large[0].num_bytes} bytes in one {large[0].op}"
+            yield Fault("gradients sent", f"{text}: add up squares here first, one number is enough")
+        if len(made) > most:
+            text = f"right result, but rank {rank} makes {len(made)} calls where {most} are enough"
+            yield Fault("a call per tensor", f"{text}: add up all squares first, then one all-reduce per axis")
 
 
 def failure_global_norm(error: RankError, world_size: int) -> Fault | None:
@@ -91,7 +102,7 @@ def budget_global_norm(evidence: Evidence) -> list[str]:
 _GROUPS, _ROOT, _SQUARE = "groups.values()", "return square.sqrt()", "gradient.square().sum()"
 
 WRONG_GLOBAL_NORM = (
-    Mutant("elements sent", "gradients sent", "it sends elements: add up squares here first, one number is enough", 2)
+    Mutant("elements sent", "gradients sent", "add up squares here first, one number is enough", 2)
     .edit("torch.zeros(()", "torch.zeros(10")
     .edit(f"square += {_SQUARE}", "square[:5] += gradient.square()")
     .edit(_ROOT, "return square.sum().sqrt()"),
