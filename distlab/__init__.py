@@ -3,37 +3,8 @@
 Techniques have packages of their own. They share these files: `models` (a small GPT), `data`, `rng`, `clip` and
 `recompute`; `replicate` (the first rank's values for all); `flat` (one buffer for many tensors); `gradient_hook` (what
 stands between a bucket and the wire). `votes` finds flipped bits, `anomalies` where NaN or a spike began.
-Importing the package loads neither torch nor matplotlib; the subpackages load what they need. What the `__init__.py` of
-one imports as itself (`from ... import X as X`) is public.
+Importing the package loads neither torch nor matplotlib; the subpackages load what they need. `faces` says
+what of a package is public.
 """
 
-from __future__ import annotations
-
-import ast
-import importlib
-import sys
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any
-
 __version__ = "0.1.0"
-
-
-@cache
-def public_names(face: str) -> dict[str, str]:
-    """Return the module of each public name of a package that is imported already."""
-    text = Path(str(sys.modules[face].__file__)).read_text(encoding="utf-8")
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in found for alias in node.names if alias.name == alias.asname}
-
-
-def lazy(face: str) -> Callable[[str], Any]:
-    """Make a package's `__getattr__`: names that it imports under TYPE_CHECKING load on first use."""
-
-    def load(name: str) -> Any:
-        if name in public_names(face):
-            return getattr(importlib.import_module(public_names(face)[name]), name)
-        raise AttributeError(f"module {face!r} has no attribute {name!r}")
-
-    return load

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distlab import lazy
 from distlab.comm.agree import agree as agree  # first, or the name would come to mean the submodule of the same name
+from distlab.faces import lazy
 
 if TYPE_CHECKING:
     from distlab.comm.groups import (

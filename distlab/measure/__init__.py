@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distlab import lazy
+from distlab.faces import lazy
 
 if TYPE_CHECKING:
     from distlab.measure.count.gpt import count_gpt as count_gpt

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distlab import lazy
+from distlab.faces import lazy
 
 if TYPE_CHECKING:
     from distlab.profile.findings.finding import Finding as Finding

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distlab import lazy
+from distlab.faces import lazy
 from simulator.viz.collectives.links import (
     describe_fit as describe_fit,
     describe_link_times as describe_link_times,

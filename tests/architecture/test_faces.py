@@ -1,7 +1,9 @@
 """One way to import each public name: outside a package, from the package's face."""
 
 import ast
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,16 @@ def test_a_room_has_few_files_and_says_in_which_order_to_read_them(room):
     text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
     unnamed = [path.stem for path in files if path.stem not in text and path.stem not in ("__init__", "__main__")]
     assert not unnamed, f"{room / '__init__.py'} does not name {unnamed}"
+
+
+def test_a_folder_of_the_same_name_beside_a_script_hides_nothing_but_distlabs_own_face(tmp_path):
+    """Such as a clone: Python takes the folder for a part of the package, and for its face."""
+    (tmp_path / "distlab").mkdir()
+    (tmp_path / "train.py").write_text(
+        "from distlab.comm import run\nfrom distlab.measure import Machine\nprint(run)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("<function run"), done.stderr

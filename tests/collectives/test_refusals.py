@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab import collectives, public_names
+from distlab import collectives
+from distlab.faces import public_names
 
 NAMES = tuple(
     name for name in public_names("distlab.collectives") if name != "hierarchical_all_reduce" and name.islower()

@@ -19,7 +19,7 @@ from types import ModuleType
 
 from sphinx.application import Sphinx
 
-from distlab import public_names
+from distlab.faces import public_names
 
 FOLDER = "docs/api"
 

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from viz_traces import data_parallel
 
-from distlab import public_names
+from distlab.faces import public_names
 from simulator.viz import Panel, describe_timeline, draw_timeline
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import DPI
