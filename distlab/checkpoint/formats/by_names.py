@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from distlab.checkpoint.parts import Parts, Sharded
 from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, kept_once, whole_shard
 
+METADATA = ".metadata"  # of torch's layout: which box of which tensor lies where
 Place = tuple[str | int, ...]
 STATE: Place = ("optimizer", "state")
 GROUPS: Place = ("optimizer", "param_groups")

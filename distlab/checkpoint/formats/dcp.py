@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.checkpoint import files
-from distlab.checkpoint.formats.by_names import Held, as_saved, held_by, named_groups, unfold
+from distlab.checkpoint.formats.by_names import METADATA, Held, as_saved, held_by, named_groups, unfold
 from distlab.checkpoint.manifest import CheckpointError
 from distlab.checkpoint.parts import Parts, Sharded
 from distlab.comm.checks import open_file
 from distlab.comm.together import place_in, together
 
-METADATA = ".metadata"
 SUMS = "SHA256SUMS"
 
 

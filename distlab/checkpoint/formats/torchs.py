@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 
-from distlab.checkpoint.formats.by_names import Held, Place
+from distlab.checkpoint.formats.by_names import METADATA, Held, Place
 from distlab.comm.checks import open_file
 from distlab.comm.plain import restricted_load
 
-METADATA = ".metadata"
 _KINDS = (
     *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),

@@ -65,7 +65,8 @@ def analyzed(dumps: dict[int, dict[str, Any]]) -> str:
         from torch.distributed.flight_recorder.components.builder import build_db
 
     said, details = io.StringIO(), {}
-    logging.getLogger("Flight Recorder").handlers = [logging.StreamHandler(said)]
+    logger, handler = logging.getLogger("Flight Recorder"), logging.StreamHandler(said)
+    others, logger.handlers = logger.handlers, [handler]
     how = argparse.Namespace(verbose=False, just_print_entries=False, allow_incomplete_ranks=True, mismatch_cap=10)
     try:
         for rank, dump in dumps.items():
@@ -76,4 +77,6 @@ def analyzed(dumps: dict[int, dict[str, Any]]) -> str:
         raise ValueError(
             f"torch's analyzer does not understand these dumps ({type(error).__name__}: {error})"
         ) from error
+    finally:
+        logger.handlers = others
     return said.getvalue().rstrip() or "no calls that differ, and none that lacks a rank"
