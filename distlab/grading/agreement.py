@@ -138,8 +138,9 @@ class _Known:
         """
         cheaper: list[tuple[int, Mutant]] = []
         as_much: list[Mutant] = []
-        takes = cases.use or self.reference
-        for wrong, run in self._runs(lambda _: True, None):
+        takes, first = cases.use or self.reference, next(iter(self.wanted.results[0]))
+        want = {place: value for place, value in leaves(self.wanted.results).items() if place[1] == first}
+        for wrong, run in self._runs(lambda theirs: not self._differ(theirs, want), first):
             most = most_sent(run)
             if most <= cases.most_bytes * most_sent(self.wanted):
                 continue
@@ -157,9 +158,7 @@ class _Known:
             return as_much[0]
         return max(cheaper, key=lambda pair: pair[0])[1] if cheaper else None
 
-    def _runs(
-        self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str | None
-    ) -> Iterator[tuple[Mutant, Evidence]]:
+    def _runs(self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str) -> Iterator[tuple[Mutant, Evidence]]:
         """Yield each wrong version with its run of all cases, if it goes on after its run of one."""
         from distlab.comm import RankError, RankTimeout
 
@@ -171,10 +170,10 @@ class _Known:
                     return
                 fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
                 try:
-                    run = _driven(self.cases if case is None else self.cases.at(case), fn, self.ranks)
+                    run = _driven(self.cases.at(case), fn, self.ranks)
                     if not goes_on(leaves(run.results)):
                         continue
-                    if case is not None and len(self.wanted.results[0]) > 1:
+                    if len(self.wanted.results[0]) > 1:
                         run = _driven(self.cases, fn, self.ranks)
                 except RankTimeout:
                     if lost:
