@@ -81,5 +81,8 @@ WRONG_REPAIR = (
     Mutant("the largest loss", "largest", "the largest loss is divided by the number of ranks; take the sum", 2).edit(
         _SUM, "dist.all_reduce(total, dist.ReduceOp.MAX)"
     ),
+    Mutant("the largest alone", "largest", "it stops when every loss is below, the largest too; compare the mean", 3)
+    .edit(_SUM, "dist.all_reduce(total, dist.ReduceOp.MAX)")
+    .without(_MEAN),
     Mutant("own threshold", "values", "expected", 2, "one set of arguments").edit("< threshold", "< 2.4"),
 )

@@ -238,6 +238,9 @@ WRONG_GATHER = (
     Mutant("own missing", "own missing", "the root's own tensor is missing; put it at place `root`", 1).edit(
         "return tensors", "return tensors[:root] + tensors[root + 1 :]"
     ),
+    Mutant("root first", "wrong order", "the root's own tensor stands first; the tensor of rank 0 does", 2).edit(
+        "return tensors", "return [tensors.pop(root), *tensors]"
+    ),
     Mutant("to all ranks", "to all ranks", "each rank sends its tensor to all; the root alone needs it", 2, 1)
     .edit(
         "if rank != root:\n    dist.send(tensor, root)\n    return None",

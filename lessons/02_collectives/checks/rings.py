@@ -85,6 +85,15 @@ WRONG_RING_REDUCE_SCATTER = (
     .edit("(rank - step - 1)", "(rank - step)")
     .edit("(rank - step - 2)", "(rank - step - 1)"),
     Mutant(
+        "the neighbour's",
+        "wrong chunk returned",
+        "the next rank's chunk is finished and returned; rank r keeps chunk r, and first sends chunk (r - 1) % n",
+        2,
+    )
+    .edit("(rank - step - 1)", "(rank - step)")
+    .edit("(rank - step - 2)", "(rank - step - 1)")
+    .edit("return chunks[rank]", "return chunks[(rank + 1) % n]"),
+    Mutant(
         "copies instead of adding",
         "own part overwritten",
         "what arrives is copied over this rank's own part; add it to what is there",

@@ -208,6 +208,9 @@ WRONG_REPAIR = (
         loss.backward()
         return loss.item()
     """),
+    Mutant("the last loss", "last loss alone", "the last micro-batch's share is returned; add up those of all", 1).edit(
+        "mean += loss.item()", "mean = loss.item()"
+    ),
     Mutant("graphs kept", "activations pile up", _ALL_ALIVE, 1)
     .edit("mean = 0.0", "losses = []")
     .edit("logits = model(inputs)\nloss = F.cross_entropy(logits", "loss = F.cross_entropy(model(inputs)")

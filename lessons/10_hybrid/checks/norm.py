@@ -128,6 +128,9 @@ WRONG_GLOBAL_NORM = (
     .without(" / copies")
     .edit(_GROUPS, '(groups["pipeline"], groups["tensor"])'),
     Mutant(
+        "divided by parts", "divided by parts", "it divides by the number of parts; divide by the number of copies", 2
+    ).edit("not in split_over[name]", "in split_over[name]"),
+    Mutant(
         "replicas", "copies counted", "every replica's gradient counts: data is no axis to sum squares over", 4, 31
     ).edit("not in split_over[name]", 'not in (*split_over[name], "data")'),
     Mutant("float32", "rounded", "right, but rounded on the way: add up squares in torch.float64", 1).edit(

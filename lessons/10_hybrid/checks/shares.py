@@ -174,6 +174,18 @@ WRONG_GRADIENT_AXES = (
         1,
     ).edit(_NUM_MEANS, "prod(axes[axis] for axis in summed)"),
     Mutant(
+        "fewer for experts",
+        "divided by the sum's ranks",
+        "an expert has gradients of the tokens of all ranks of its axis; the loss is the mean over them too",
+        1,
+    ).edit(_NUM_MEANS, 'prod(axes[axis] for axis in ("data", "expert", "context") if axis in summed)'),
+    Mutant(
+        "tensor divides",
+        "tensor divides",
+        "tensor ranks' parts of a norm's gradient are added, not averaged: their number does not divide",
+        1,
+    ).edit(_NUM_MEANS, f'{_NUM_MEANS} * (axes["tensor"] if "tensor" in summed else 1)'),
+    Mutant(
         "no context",
         "context forgotten",
         "context ranks see different positions of a sample; their copies drift apart",
