@@ -1,5 +1,4 @@
 import os
-import sys
 
 import pytest
 import torch
@@ -113,9 +112,3 @@ def test_digits_are_split_once_and_for_all():
     samples = torch.cat([data.train_inputs, data.test_inputs])
     assert len(samples.unique(dim=0)) == len(samples)  # so no sample can be in both sets
     assert sorted(data.test_targets.unique().tolist()) == list(range(10))
-
-
-def test_digits_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"needs scikit-learn; install it with: pip install 'distlab\[labs\]'"):
-        digits()

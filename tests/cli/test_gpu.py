@@ -184,7 +184,7 @@ find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in {blocked} else find(name, *rest)
 """
 BLOCKED = {"IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "jupyter_client", "nbformat", "nbclient"}
-BLOCKED |= {"psutil", "tqdm", "sklearn", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright"}
+BLOCKED |= {"psutil", "tqdm", "pytest", "_pytest", "hypothesis", "pytorch_optimizer", "playwright"}
 BLOCKED |= {"jupytext"}
 
 
