@@ -1,8 +1,9 @@
 """Compression: gradients that take fewer bytes on the wire.
 
-Read `sparse` first (send few elements), then `quantize` (send few bits of each; `bits` packs them), `cast` (half
-precision) and `powersgd` (send thin factors). `feedback` says why none of them works alone. `hooks` and
-`powersgd.hook` put each between a bucket and the wire, as the bytes of a `codec`; `make` reads a plan's compression:
+Read `plain` first: top-k with a memory, on one screen. Then `sparse` (send few elements), `quantize` (send few bits of
+each; `bits` packs them), `cast` (half precision) and `powersgd` (send thin factors). `feedback` says why none of them
+works alone. `hooks` and `powersgd.hook` put each between a bucket and the wire, as the bytes of a `codec`; `make` reads
+a plan's compression:
 
     replicas = DataParallel(module, hook=TopK(ratio=0.01))
 """
@@ -12,6 +13,7 @@ from distlab.compression.cast import Cast as Cast
 from distlab.compression.feedback import FeedbackHook as FeedbackHook
 from distlab.compression.hooks import Quantize as Quantize, RandomK as RandomK, Sign as Sign, TopK as TopK
 from distlab.compression.make import make_hook as make_hook
+from distlab.compression.plain import PlainTopK as PlainTopK
 from distlab.compression.powersgd.factors import orthogonalize as orthogonalize
 from distlab.compression.powersgd.hook import PowerSGD as PowerSGD
 from distlab.compression.quantize import (

@@ -1,0 +1,85 @@
+"""The mesh on one screen: data x tensor x pipeline trains as one process, and each axis sends what it says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from equal import OPTIMIZERS
+
+from distlab.comm import mesh_groups, recorded
+from distlab.hybrid.plain import plain_mesh_step
+from distlab.plan import Mesh
+
+H, F, B, STEPS = 6, 8, 12, 4
+
+
+def weights_of(num_stages):
+    torch.manual_seed(0)
+    return [tuple(torch.randn(shape, dtype=torch.float64) for shape in ((H, F), (F, H))) for _ in range(num_stages)]
+
+
+def batch(step):
+    torch.manual_seed(100 + step)
+    return torch.randn(B, H, dtype=torch.float64), torch.randn(B, H, dtype=torch.float64)
+
+
+def train(axes, name):
+    """Return this rank's place, its two weights, the losses, and the bytes of the last step by group's size."""
+    mesh = Mesh(tuple(axes.items()))
+    groups, place = mesh_groups(mesh), mesh.coordinates(dist.get_rank())
+    first, second = weights_of(axes["pipeline"])[place["pipeline"]]
+    first = first.chunk(axes["tensor"], 1)[place["tensor"]].clone().requires_grad_()
+    second = second.chunk(axes["tensor"])[place["tensor"]].clone().requires_grad_()
+    optimizer, losses = OPTIMIZERS[name]([first, second]), []
+    for step in range(STEPS):
+        x, target = (part.chunk(axes["data"])[place["data"]] for part in batch(step))
+        optimizer.zero_grad()
+        with recorded() as record:
+            losses.append(plain_mesh_step(first, second, x, target, groups).item())
+        optimizer.step()
+    calls = [(call.op, call.num_bytes) for call in record.records.rank(dist.get_rank()) if call.op != "recv"]
+    return place, first.detach(), second.detach(), losses, calls
+
+
+def whole(num_stages, name):
+    stages = [[w.clone().requires_grad_() for w in pair] for pair in weights_of(num_stages)]
+    optimizer, losses = OPTIMIZERS[name]([w for pair in stages for w in pair]), []
+    for step in range(STEPS):
+        x, target = batch(step)
+        optimizer.zero_grad()
+        for first, second in stages:
+            x = torch.tanh(x @ first) @ second
+        loss = (x - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return stages, losses
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"pipeline": 1, "data": 1, "tensor": 1},
+        {"pipeline": 3, "data": 1, "tensor": 1},
+        {"pipeline": 1, "data": 2, "tensor": 2},
+        {"pipeline": 2, "data": 2, "tensor": 2},
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_process(ranks, axes, name):
+    stages, losses = whole(axes["pipeline"], name)
+    sizes = torch.tensor(list(axes.values())).prod().item()
+    for place, first, second, theirs, _ in ranks(sizes).run(train, axes, name):
+        want = stages[place["pipeline"]]
+        torch.testing.assert_close(theirs, losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(first, want[0].detach().chunk(axes["tensor"], 1)[place["tensor"]])
+        torch.testing.assert_close(second, want[1].detach().chunk(axes["tensor"])[place["tensor"]])
+
+
+def test_each_axis_sends_what_it_says(ranks):
+    axes = {"pipeline": 2, "data": 2, "tensor": 2}
+    activation, weights = 8 * B // 2 * H, [8 * H * F // 2] * 2
+    for place, *_, calls in ranks(8).run(train, axes, "sgd"):
+        sums = sorted(num_bytes for op, num_bytes in calls if op == "all_reduce")
+        assert sums == sorted([8, activation, activation, *weights]), place
+        assert [num_bytes for op, num_bytes in calls if op == "send"] == [activation]
