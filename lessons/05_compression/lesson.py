@@ -524,6 +524,38 @@ show(draw_losses(title), f"Loss against updates. No compression ends at {plain[-
 # lesson. The error of one step does not matter as long as it is repaid.
 
 # %% [markdown]
+# ### All of it on one screen
+#
+# Remember, choose, send, add: the library's `PlainTopK` is that and no more, one parameter after the other, once
+# backward is over. The hooks do it for whole buckets while backward goes on.
+
+# %%
+import inspect
+
+from distlab.compression import PlainTopK
+
+print(inspect.getsource(PlainTopK.average))
+
+
+# %%
+def train_plainly():
+    rank, losses = dist.get_rank(), []
+    model = GPT(CONFIG, torch.Generator().manual_seed(0))
+    top_1_percent = PlainTopK(model.parameters(), ratio=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for step in range(NUM_STEPS):
+        inputs, targets = CORPUS.batch(step, 16, rank=rank, world_size=2)
+        optimizer.zero_grad()
+        loss = model.loss(model(inputs), targets)
+        (loss.backward(), top_1_percent.average(), optimizer.step())
+        losses.append(float(loss.detach()))
+    return losses
+
+
+on_one_screen = torch.tensor(pair.run(train_plainly)).mean(0)
+print(f"top-1 % with memory: {end_of(remembering['top-1 %'])} by the hook, {end_of(on_one_screen)} on one screen")
+
+# %% [markdown]
 # ### The same losses over bytes
 #
 # Updates are not what you pay for on a slow wire: bytes are. The next cell records what a rank sends in one update. The

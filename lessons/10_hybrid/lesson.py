@@ -388,9 +388,59 @@ shown = {"one process": true, "yours, on eight ranks": yours, "rank 0's own part
 show_bars(shown, "", "The norm of all gradients, and what one rank would take for it")
 
 # %% [markdown]
+# ## Three axes by hand
+#
+# Each axis has one question, and one call for it. Tensor ranks add up the parts of a layer's output. Stages hand
+# activations on, and gradients back. Replicas average. The library's `plain_mesh_step` is one step of that, where a
+# stage is two matrices, the first cut by columns and the second by rows:
+
+# %%
+import inspect
+
+from distlab.hybrid import plain_mesh_step
+
+print(inspect.getsource(plain_mesh_step).rpartition('"""\n')[2])
+
+
+# %%
+def stages_and_batch():
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(8, 8, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(4)]
+    return weights, *torch.randn(2, 12, 8, generator=draw, dtype=torch.float64)
+
+
+def one_process():
+    (a, b, c, d), x, target = stages_and_batch()
+    loss = (torch.tanh(torch.tanh(x @ a) @ b @ c) @ d - target).square().mean()
+    loss.backward()
+    return float(loss), [a.grad, b.grad, c.grad, d.grad]
+
+
+# %%
+def by_hand():
+    mesh = Mesh(AXES_222)
+    groups, place = mesh_groups(mesh), mesh.coordinates(dist.get_rank())
+    stage, tensor, replica = place["pipeline"], place["tensor"], place["data"]
+
+    def my_parts(four):
+        return four[2 * stage].chunk(2, 1)[tensor], four[2 * stage + 1].chunk(2)[tensor]
+
+    weights, x, target = stages_and_batch()
+    mine = [part.detach().clone().requires_grad_() for part in my_parts(weights)]
+    loss = plain_mesh_step(*mine, x.chunk(2)[replica], target.chunk(2)[replica], groups)
+    theirs = my_parts(one_process()[1])
+    return float(loss), max(float((a.grad - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+
+
+# %%
+losses, gaps = zip(*ranks.run(by_hand), strict=True)
+print(f"loss on data 2 x tensor 2 x pipeline 2: {losses[0]:.6f}; one process: {one_process()[0]:.6f}")
+print(f"gradients on eight ranks and on one differ by {max(gaps):.0e}")
+
+# %% [markdown]
 # ## The whole mesh: 2 x 2 x 2
 #
-# `distlab.hybrid.Hybrid` puts the axes together: tensor-parallel layers inside pipeline stages inside replicas. Every
+# `distlab.hybrid.Hybrid` does it for a GPT: tensor-parallel layers inside pipeline stages inside replicas. Every
 # rank gives it the whole batch, and it takes its own part. A plan says the degrees.
 
 # %%
