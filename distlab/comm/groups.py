@@ -73,7 +73,7 @@ def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-    from distlab.comm.launch.torchrun import record_failure
+    from distlab.comm.launch.failures import record_failure
 
     class WholeFile(ErrorHandler):
         def record_exception(self, e: BaseException) -> None:

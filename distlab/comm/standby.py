@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import glob
 import os
 import runpy
 import signal
@@ -101,7 +102,7 @@ def _connect(agent: int) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as listener:  # it can be asked at once, and answers when it is ready
                 listener.bind(str(place))
                 listener.listen(1024)
-                start_server(listener, agent, PRELOAD, str(folder))
+                start_server(listener, agent, PRELOAD, glob.escape(str(folder)), is_listening=True)
             control.connect(str(place))
     return control
 

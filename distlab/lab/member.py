@@ -20,7 +20,8 @@ import torch.distributed as dist
 from distlab.comm import Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
-from distlab.comm.launch.torchrun import REFUSED, SAID, launcher_folder, record_failure
+from distlab.comm.launch.failures import launcher_folder, record_failure
+from distlab.comm.launch.script import SAID, Refused
 from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
 from distlab.grading import NotYet
@@ -248,6 +249,6 @@ def _tell(lab: Lab[Any]) -> bool:
 
 def _refuse(number: str, error: ValueError) -> int:
     """Report a refusal in one line: to the launcher, or, without one, to the user."""
-    if not record_failure(error):
+    if not record_failure(Refused(str(error))):
         print(f"lab {number}: {error}", file=sys.stderr)
-    return REFUSED
+    return 2

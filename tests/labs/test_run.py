@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from distlab.comm.launch.torchrun import SAID as WRONG
 from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
 
 from distlab.cli.course.lab import _Echo, find_lab
-from distlab.comm.launch.torchrun import SAID as WRONG
 from distlab.trace import load_folder, read_chrome
 
 CASES = [("01", 3), ("02", 2), ("02", 3), ("03", 1), ("03", 3), ("04", 3), ("05", 2), ("06", 2), ("14", 1)]

@@ -33,7 +33,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the lab; exit 0 when every fact is right, 1 otherwise, 2 for a user's mistake."""
     number, script = find_lab(arguments.number)
     num_ranks, settings = _read_flags(number, script, arguments.flags)
-    from distlab.comm.launch.torchrun import plain_command, run_script
+    from distlab.comm.launch.fork_client import preload
+    from distlab.comm.launch.script import plain_command, run_script
     from distlab.lab.settings import as_arguments
 
     given = as_arguments(settings)
@@ -41,6 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not settings.json:
         print(f"{plain_command(shown, num_ranks, given)}\n", flush=True)
 
+    preload("distlab.lab")
     echo = _Echo(as_json=settings.json)
     return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s + PARENT_GRACE_S)
 
@@ -52,7 +54,7 @@ class _Echo:
         self.as_json = as_json
         self._in_traceback = False
 
-    def __call__(self, rank: int | None, line: str) -> None:
+    def __call__(self, rank: int, line: str) -> None:
         begins = line.startswith("Traceback (most recent call last)")
         named = rank != 0 or begins or self._in_traceback
         if rank == 0:  # a traceback ends with a line such as "ValueError: ..." that is not indented

@@ -24,8 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, who_left
-from distlab.comm.launch.torchrun import record_failure
+from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, record_failure, who_left
 from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
