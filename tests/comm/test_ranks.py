@@ -101,7 +101,7 @@ def test_a_second_call_at_the_same_time_is_refused(tmp_path):
         thread.start()
         while not begun.exists():
             time.sleep(0.02)
-        with pytest.raises(RuntimeError, match="busy with another call"):
+        with pytest.raises(RuntimeError, match="busy with a different call"):
             pool.run(os.getpid)
         go.touch()
         thread.join()

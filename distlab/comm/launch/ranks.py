@@ -218,7 +218,7 @@ class Ranks:
         """Let some ranks make a call and wait for every reply; on a failure end them all, unless they can go on."""
         call = pack_call(fn, args)
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("these ranks are busy with a call; make a second Ranks to run two at once")
+            raise RuntimeError("these ranks are busy with a different call; make a second Ranks to run two at once")
         try:
             self._interrupted.clear()
             self._failed_records = None
