@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         said = os.read(reports, STATUS.size)
         if len(said) < STATUS.size:
             return _refuse(
-                "the process that starts ranks was killed, and this rank with it; torchrun starts another", 1
+                "the process that starts ranks was killed, and this rank with it; torchrun starts a new one", 1
             )
         pid, status, _ = STATUS.unpack(said)
         if pid == NOT_STARTED:

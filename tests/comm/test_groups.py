@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_told():
         port = other.getsockname()[1]
         address = read_environment(WORLD | {"MASTER_PORT": str(port)})
         with pytest.raises(
-            RuntimeError, match=f"port {port} on 127.0.0.1 is taken by another program; set MASTER_PORT"
+            RuntimeError, match=f"port {port} on 127.0.0.1 is taken by a different program; set MASTER_PORT"
         ):
             make_store(address, 5)
 

@@ -58,7 +58,7 @@ def test_ranks_without_room_for_their_records_are_refused(tmp_path):
     command = [*apart, sys.executable, str(tmp_path / "script.py"), str(tmp_path / "small")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "could not join the group in " in done.stderr
-    assert "make room there, or set TMPDIR to another folder): OSError: [Errno 28] No space left" in done.stderr
+    assert "make room there, or set TMPDIR to a different folder): OSError: [Errno 28] No space left" in done.stderr
 
 
 class Bomb:
@@ -116,7 +116,9 @@ def test_a_rank_that_cannot_open_its_files_names_them_and_what_to_do(monkeypatch
         return folder
 
     monkeypatch.setattr(ForkServer, "make_folder", with_something_in_the_way)
-    says = r"rank 1 of 2 could not join the group in /.* \(make room there, or set TMPDIR to another folder\): IsADir"
+    says = (
+        r"rank 1 of 2 could not join the group in /.* \(make room there, or set TMPDIR to a different folder\): IsADir"
+    )
     with pytest.raises(RankError, match=says) as caught:
         run(dist.barrier, 2)
     assert "rank1.stack" in str(caught.value)

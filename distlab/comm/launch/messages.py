@@ -230,7 +230,7 @@ def _sent_by_value(values: Sequence[object]) -> Iterator[None]:
 
 
 def _is_importable(module: types.ModuleType) -> bool:
-    """Whether importing a module's name in another process leads to the same file."""
+    """Whether importing a module's name in a different process leads to the same file."""
     name, file = module.__name__, getattr(module, "__file__", None)
     if name == "__main__" or "." in name or file is None:  # cloudpickle knows __main__; a package is found by its name
         return True

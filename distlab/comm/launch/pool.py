@@ -33,7 +33,6 @@ SERVE_RANK = "distlab.comm.launch.worker:serve_rank"  # what runs inside a rank
 MAX_REPLY_BYTES = 1 << 20
 ANSWER_S = 0.5  # for ranks to say where they stand
 CRASH = "Fatal Python error"  # begins a stack that faulthandler writes by itself
-NEXT_CALL = "recv_bytes"  # where a rank stands between two calls
 MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
 MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
 OUTPUT, REPLY, STATUS_CHANGE = range(3)  # what may arrive from a rank; in this order it is read
@@ -124,12 +123,6 @@ class RankProcess:
         with contextlib.suppress(OSError, IndexError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
         return False
-
-    def has_said_more(self) -> bool:
-        """Whether it has said what nobody has read yet, or has gone."""
-        with contextlib.suppress(OSError):
-            return self.connection.poll(0)
-        return True
 
 
 class Pool:
@@ -254,11 +247,8 @@ class Pool:
         self._server.request({"kind": "signal", "pool": self.folder.name, "ranks": ranks, "signal": int(number)})
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask ranks where they stand; works while they wait in C, and says when one does not answer.
-
-        Those that have replied meanwhile are left out: they wait for their next call.
-        """
-        asked = [rank for rank in ranks if not self.ranks[rank].is_gone and not self.ranks[rank].has_said_more()]
+        """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
+        asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
         for rank in asked:
             with contextlib.suppress(OSError):  # it is starting
                 os.truncate(stack_path(self.folder, rank), 0)  # `distlab where` may have asked before
@@ -267,10 +257,7 @@ class Pool:
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
             time.sleep(0.01)
-        texts = {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
-        return {
-            rank: text for rank, text in texts.items() if NEXT_CALL not in text or not self.ranks[rank].has_said_more()
-        }
+        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
 
     def _has_answered(self, rank: int) -> bool:
         with contextlib.suppress(OSError):

@@ -195,7 +195,7 @@ class Ranks:
         return () if pool is None else tuple(process.output.num_bytes for process in pool.ranks)
 
     def interrupt(self) -> None:
-        """Stop the call that is running (from another thread); it raises RankError and the processes are gone."""
+        """Stop the call that is running (from a different thread); it raises RankError and the processes are gone."""
         self._interrupted.set()
 
     def close(self) -> None:
@@ -269,12 +269,9 @@ class _Round:
             if time.monotonic() >= next_check:
                 next_check += POLL_S
                 self._check()
+        self.failures += filter(None, (self.pool.told(rank, time.monotonic_ns()) for rank in self.waiting))
+        self.waiting -= {failure.rank for failure in self.failures}
         stacks = self._stacks()
-        if self.waiting:
-            self._take(0.0)  # what came meanwhile
-            self.failures += filter(None, (self.pool.told(rank, time.monotonic_ns()) for rank in self.waiting))
-            self.waiting -= {failure.rank for failure in self.failures}
-            stacks = {rank: stack for rank, stack in stacks.items() if rank in self.waiting}
         if self.failures:
             self._blame_who_left()
             explanation = self._explanation()
@@ -361,4 +358,9 @@ class _Round:
             return [f"(the recorded calls could not be read: {error})"]
 
     def _stacks(self) -> dict[int, str]:
-        return self.pool.stacks(sorted(self.waiting)) if self.waiting else {}
+        """Return where each rank stands from which nothing has come."""
+        if not self.waiting:
+            return {}
+        stacks = self.pool.stacks(sorted(self.waiting))
+        self._take(0.0)  # what came meanwhile
+        return {rank: stack for rank, stack in stacks.items() if rank in self.waiting}
