@@ -144,14 +144,6 @@ def test_ranks_of_a_launcher_of_one_machine_meet_in_a_file_whoever_has_the_port(
     assert found == [["0", "1", "0 ports"], ["0", "1", "0 ports"]]
 
 
-def test_ranks_that_do_not_come_to_the_file_are_told(tmp_path):
-    values = {"RANK": "1", "WORLD_SIZE": "3", STORE_FILE: str(tmp_path / "store")}
-    with pytest.raises(
-        RuntimeError, match=r"rank 1: ranks \[0, 2\] did not come to the file .*store\.0\.\d+ within 0.1 s"
-    ):
-        make_store(read_environment(WORLD | values), 0.1)
-
-
 def test_a_master_that_does_not_answer_is_told():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -90,16 +90,11 @@ def test_a_deadlock_is_told_with_who_waits_for_whom(failed):
 
 
 def test_a_function_that_never_ends_is_stopped_at_the_limit_with_its_line(failed):
-    text = (
-        "\nfrom distlab.lab import watch\n\n\nclass AfterTheLimit:\n    sleep = time.sleep\n\n"
-        "    @staticmethod\n    def monotonic():\n        return time.monotonic() + 300\n\n\n"
-        "def shift(tensor):\n    watch.time = AfterTheLimit\n"  # what watches the rank: its limit passes now
-        "    while dist.get_rank() == 1:\n        pass\n    return tensor\n"
-    )
-    told = failed(text, 2, "--limit-s", "300")
-    assert told.startswith("distlab lab: lab 01 did not finish in 300 s")
+    text = "\ndef shift(tensor):\n    while dist.get_rank() == 1:\n        pass\n    return tensor\n"
+    told = failed(text, 2, "--limit-s", "20")
+    assert told.startswith("distlab lab: ranks 0, 1 of 2 did not finish in 20 s")
     assert "--- rank 1 stands here (innermost call last) ---" in told
-    assert "in shift\n    while dist.get_rank() == 1:" in told
+    assert "in shift\n    while dist.get_rank() == 1:" in told or "in shift\n    pass" in told
 
 
 def test_a_rank_that_is_killed_is_told(failed):

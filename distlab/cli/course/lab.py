@@ -18,8 +18,6 @@ from distlab.comm.command import runnable
 if TYPE_CHECKING:
     from distlab.lab import CommonSettings
 
-PARENT_GRACE_S = 45.0  # the ranks end themselves at their limit; this ends those that cannot
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the arguments of `distlab lab`."""
@@ -44,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     preload("distlab.lab")
     echo = _Echo(as_json=settings.json)
-    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s + PARENT_GRACE_S)
+    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s)
 
 
 class _Echo:
