@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +26,6 @@ PEER_NOISE = re.compile(
 _FRAME = 'File "'
 MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
 LONGEST_LINE = 500  # of what an error repeats of a line
-
-LEFT = (
-    "left the process group (dist.destroy_process_group), which the other ranks still used: destroy it on every rank "
-    "after the last call, or leave it; `run` ends it"
-)
 
 
 class Failure(NamedTuple):
@@ -90,17 +85,15 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def who_left(left: Collection[int], destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
-    """Blame ranks that left a group which others used.
+def who_left(destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
+    """Blame ranks that destroyed a group which others used.
 
     Args:
-        left: those that left the process group.
-        destroyed: members and line of the group that a rank destroyed, where that is known.
+        destroyed: members and line of the group, by rank.
         time_ns: of the failures that followed.
     """
-    told = dict.fromkeys(destroyed, "destroyed a group that the other ranks still used") | dict.fromkeys(left, LEFT)
-    where = {rank: f" (group {destroyed[rank]})" if rank in destroyed else "" for rank in told}
-    return [Failure(rank, what + where[rank], "", False, time_ns) for rank, what in sorted(told.items())]
+    what = "destroyed a group that the other ranks still used (group {}): destroy it on every rank after the last call"
+    return [Failure(rank, what.format(group), "", False, time_ns) for rank, group in sorted(destroyed.items())]
 
 
 def by_cause(failures: Sequence[Failure]) -> list[Failure]:

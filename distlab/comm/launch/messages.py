@@ -60,39 +60,24 @@ class Settings:
     directory: str = field(default_factory=os.getcwd)
 
 
-@dataclass(frozen=True)
-class Reply:
-    """How a call went on one rank.
+def pack_reply(failure: Failure | None) -> bytes:
+    """Write how a call went, as plain data: nothing of the rank's own runs in the launcher."""
+    return pack(None if failure is None else tuple(failure))
 
-    Attributes:
-        failure: what went wrong; None: its result lies in its file.
-        left_group: whether the rank has left the process group in which it started.
-        made_calls: whether it has made a call to torch.distributed that was recorded.
+
+def read_reply(data: bytes, rank: int) -> Failure | None:
+    """Read how a call went on a rank; None: well, and its result lies in its file.
+
+    Raises:
+        ValueError: it is not a reply.
     """
-
-    failure: Failure | None
-    left_group: bool = False
-    made_calls: bool = False
-
-    def to_bytes(self) -> bytes:
-        """Write for `from_bytes`, as plain data: nothing of the rank's own runs in the launcher."""
-        return pack((None if self.failure is None else tuple(self.failure), self.left_group, self.made_calls))
-
-    @classmethod
-    def from_bytes(cls, data: bytes, rank: int) -> Reply:
-        """Read what a rank wrote.
-
-        Raises:
-            ValueError: it is not a reply.
-        """
-        try:
-            failure, left_group, made_calls = unpack(data)
-            if failure is not None:
-                _, summary, text, is_noise, time_ns = failure
-                failure = Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns))
-            return cls(failure, bool(left_group), bool(made_calls))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
+    try:
+        if (failure := unpack(data)) is None:
+            return None
+        _, summary, text, is_noise, time_ns = failure
+        return Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
 
 
 def result_path(folder: str | Path, rank: int) -> Path:

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
-from distlab.comm.launch.messages import CALL, SETTINGS, START, Reply, Settings, write_new
+from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
 from distlab.comm.launch.worker import error_path, stack_path
 from distlab.comm.where.answer import SIGNAL, is_whole
 
@@ -125,6 +126,14 @@ class RankProcess:
         return False
 
 
+class Said(NamedTuple):
+    """What came from a rank: how its call went (None: well), or how its process ended."""
+
+    rank: int
+    failure: Failure | None
+    is_gone: bool = False
+
+
 class Pool:
     """A set of rank processes with its private folder; alive from its making until `close`.
 
@@ -185,9 +194,9 @@ class Pool:
             with contextlib.suppress(OSError):
                 self.ranks[rank].connection.send_bytes(START)
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Reply | None]]:
-        """Wait for something to happen; pass on output, and return each rank that replied, or (None) has ended."""
-        said: list[tuple[int, Reply | None]] = []
+    def poll(self, timeout_s: float) -> list[Said]:
+        """Wait for something to happen; pass on output, and return what came from ranks that replied or ended."""
+        said: list[Said] = []
         ready = sorted(key.data for key, _ in self._selector.select(timeout_s))
         for what, rank in ready:
             process = self.ranks[rank]
@@ -199,8 +208,9 @@ class Pool:
                 process.read_status()
                 if process.is_gone:
                     self._forget(process.status_fd)
-                    said += [*self._read_reply(process), (rank, None)]  # a reply may have come after the select
+                    said += self._read_reply(process)  # which may have come after the select
                     self._read_output(process)
+                    said.append(Said(rank, self._failure_of_exit(process), is_gone=True))
         if ready and ready[0][0] == OUTPUT:
             sys.stdout.flush()
         return said
@@ -209,19 +219,19 @@ class Pool:
         if self._is_listening(process.output.fd) and not process.output.read():
             self._forget(process.output.fd)
 
-    def _read_reply(self, process: RankProcess) -> list[tuple[int, Reply | None]]:
+    def _read_reply(self, process: RankProcess) -> list[Said]:
         rank, connection = process.rank, process.connection
         try:
             if not self._is_listening(connection) or not connection.poll(0):
                 return []
-            reply = Reply.from_bytes(connection.recv_bytes(MAX_REPLY_BYTES), rank)
+            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES), rank)
         except ValueError as error:
-            reply = Reply(Failure(rank, str(error), "", False, time.monotonic_ns()))
+            failure = Failure(rank, str(error), "", False, time.monotonic_ns())
         except (EOFError, OSError):
             self._forget(connection)
             return []
         self._read_output(process)  # what it printed before it replied
-        return [(rank, reply)]
+        return [Said(rank, failure)]
 
     def _is_listening(self, fileobj: int | Connection) -> bool:
         return fileobj in self._selector.get_map()
@@ -230,13 +240,12 @@ class Pool:
         if self._is_listening(fileobj):
             self._selector.unregister(fileobj)
 
-    def failure_of_exit(self, rank: int) -> Failure:
+    def _failure_of_exit(self, process: RankProcess) -> Failure:
         """Describe the death of a rank's process, with the stack that a crash left or its last output."""
-        process = self.ranks[rank]
-        text = self._stack_text(rank)
+        text = self._stack_text(process.rank)
         if not text and process.output.last:
             text = "its last output:\n" + "\n".join(f"    {line[:LONGEST_LINE]}" for line in process.output.last)
-        return Failure(rank, process.summary, text, False, process.ended_ns)
+        return Failure(process.rank, process.summary, text, False, process.ended_ns)
 
     def told(self, rank: int, time_ns: int) -> Failure | None:
         """Return what a rank that runs a script wrote down of its failure, or None."""

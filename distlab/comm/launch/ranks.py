@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
-from distlab.comm.launch import failures, worker
-from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of
+from distlab.comm.launch import worker
+from distlab.comm.launch.failures import Failure, RankError, error_of, standing, text_of, timeout_of, who_left
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.messages import Settings, pack_call, read_result
 from distlab.comm.launch.pool import Echo, Pool, show
@@ -151,7 +151,7 @@ class Ranks:
         try:
             return unpack(result) if self.plain else pickle.loads(result)
         except Exception as error:  # whatever unpickling an object of the rank's raises
-            what = f"{type(error).__name__}: {failures.text_of(error)}; return plain values or tensors"
+            what = f"{type(error).__name__}: {text_of(error)}; return plain values or tensors"
             raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {what}", rank) from error
 
     def execute(self, source: str, ranks: Sequence[int] | None = None, *, name: str | None = None) -> list[str | None]:
@@ -246,7 +246,7 @@ class Ranks:
 
 
 class _Round:
-    """One job on its way: what has come back, what failed, and when to give up."""
+    """One call on its way: what has come back, what failed, and when to give up."""
 
     def __init__(self, pool: Pool, ranks: Sequence[int], deadline: float, owner: Ranks) -> None:
         self.pool, self.ranks, self.deadline, self.owner = pool, ranks, deadline, owner
@@ -254,8 +254,6 @@ class _Round:
         self.replies: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.gone = False  # whether a process has ended
-        self.left: set[int] = set()  # ranks that destroyed the process group
-        self.has_calls = False  # whether a rank that is back has made a call
         self.watchdog = Watchdog(pool.folder, owner.world_size, since_ns=time.monotonic_ns()) if owner.record else None
 
     def results(self) -> list[bytes]:
@@ -273,22 +271,17 @@ class _Round:
         self.waiting -= {failure.rank for failure in self.failures}
         stacks = self._stacks()
         if self.failures:
-            self._blame_who_left()
+            if self.watchdog is not None and all(failure.is_noise for failure in self.failures):
+                self.failures += who_left(self.watchdog.left(), min(failure.time_ns for failure in self.failures))
             explanation = self._explanation()
             raise error_of(self.failures, stacks, sorted(self.replies), self.owner.world_size, explanation)
         if self.waiting:
             raise timeout_of(stacks, self.owner.timeout_s, self.owner.world_size, self._words())
-        if (dog := self.watchdog) is not None and self.has_calls:
+        if (dog := self.watchdog) is not None:
             is_over = len(self.ranks) == self.owner.world_size  # after a job of some ranks others may yet make a group
             if wrong := dog.mismatch() or dog.groups(is_over=is_over):
                 raise RankError(wrong)  # every rank returned, with numbers that are wrong
         return [self.replies[rank] for rank in self.ranks]
-
-    def _blame_who_left(self) -> None:
-        """Put a rank that left a group first, where the others saw only that it had gone."""
-        if all(failure.is_noise for failure in self.failures):
-            destroyed = {} if self.watchdog is None else self.watchdog.left()
-            self.failures += failures.who_left(self.left, destroyed, min(failure.time_ns for failure in self.failures))
 
     def can_go_on(self, records: Records | None) -> bool:
         """Tell whether every rank is back, by its own doing, and nothing between them is half said."""
@@ -302,24 +295,17 @@ class _Round:
         """When to stop waiting: at the deadline, or a short grace after the first failure with a cause of its own."""
         if not self.failures:
             return self.deadline
-        causes = [failure.time_ns for failure in self.failures if self.left or not failure.is_noise]
+        causes = [failure.time_ns for failure in self.failures if not failure.is_noise]
         if causes:
             return min(causes) / 1e9 + GRACE_S
         return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
 
     def _take(self, timeout_s: float) -> None:
-        for rank, reply in self.pool.poll(timeout_s):
-            if reply is None:
-                self.gone = True
-                failed = rank not in self.waiting and any(one.rank == rank for one in self.failures)
-                failure = None if failed else self.pool.failure_of_exit(rank)
-            else:
-                self.has_calls |= reply.made_calls
-                self.left |= {rank} if reply.left_group else set()
-                failure = reply.failure
-                if failure is None and rank in self.waiting:
-                    self.replies[rank] = read_result(self.pool.folder, rank)
-            if failure is not None:
+        for rank, failure, is_gone in self.pool.poll(timeout_s):
+            self.gone |= is_gone
+            if failure is None:
+                self.replies[rank] = read_result(self.pool.folder, rank)
+            elif rank in self.waiting or all(one.rank != rank for one in self.failures):
                 self.failures.append(self.pool.told(rank, failure.time_ns) or failure)
             self.waiting.discard(rank)
 
@@ -331,8 +317,9 @@ class _Round:
             return
         idle = set(range(self.owner.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         if (message := self.watchdog.check(idle | set(self.replies))) is not None:
-            heads = [f"rank {rank} of {self.owner.world_size} {failures.LEFT}\n" for rank in sorted(self.left)]
-            blamed = min(self.left, default=None)
+            left = who_left(self.watchdog.left(), 0)
+            heads = [f"rank {one.rank} of {self.owner.world_size} {one.summary}\n" for one in left]
+            blamed = left[0].rank if left else None
             raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), blamed)
 
     def _explanation(self) -> str:

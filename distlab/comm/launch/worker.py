@@ -25,7 +25,7 @@ from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.forkserver import take_files
-from distlab.comm.launch.messages import CALL, SETTINGS, Reply, Settings, result_path, write_new
+from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, result_path, write_new
 from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
@@ -72,17 +72,17 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
     except BaseException as error:
         room = f" in {folder} (make room there, or set TMPDIR to a different folder)"
         what = f"could not join the group{room if isinstance(error, OSError) else ''}: "
-        connection.send_bytes(Reply(failure_of(error, number, what)).to_bytes())
+        connection.send_bytes(pack_reply(failure_of(error, number, what)))
     while True:
         try:
             connection.recv_bytes()
         except EOFError:
             return 0
-        reply = rank.do()
+        failure = rank.do()
         flush_output()
         if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
-            return int(reply.failure is not None)
-        connection.send_bytes(reply.to_bytes())
+            return int(failure is not None)
+        connection.send_bytes(pack_reply(failure))
 
 
 def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
@@ -156,7 +156,6 @@ class _Rank:
     def __init__(self, settings: Settings, folder: Path, rank: int) -> None:
         self.settings, self.folder, self.rank = settings, folder, rank
         self.recorder: Recorder | None = None
-        self.world_id: int | None = None  # not the group itself: a reference would keep its connections open
 
     def join(self) -> None:
         """Join the default process group through a file in the private folder."""
@@ -167,7 +166,6 @@ class _Rank:
                 device.device_of("cuda", rank)
             store = dist.FileStore(f"{self.folder}/store", world_size)  # type: ignore[attr-defined]
             init_group(chosen, settings.nodes, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s)
-            self.world_id = id(dist.group.WORLD)
         if settings.record:
             self.recorder = Recorder(self.folder, rank)
             self.recorder.start()
@@ -175,8 +173,8 @@ class _Rank:
             FrontEnd.restore()
         vars(sys.modules["__main__"]).update(rank=rank, world_size=world_size, torch=torch, dist=dist)
 
-    def do(self) -> Reply:
-        """Make the call that lies in the folder, write its result there, and say how it went."""
+    def do(self) -> Failure | None:
+        """Make the call that lies in the folder and write its result there; return what went wrong, or None."""
         try:
             if self.recorder is not None:
                 self.recorder.reset()
@@ -185,24 +183,20 @@ class _Rank:
             fn, args = pickle.loads(call)
             result = fn(*args)
         except BaseException as error:
-            return Reply(failure_of(error, self.rank), self.has_left())
+            return failure_of(error, self.rank)
         try:
             import cloudpickle
 
             data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
-            return Reply(failure_of(error, self.rank, what), self.has_left())
+            return failure_of(error, self.rank, what)
         try:
             write_new(result_path(self.folder, self.rank), data)
-            return Reply(None, self.has_left(), self.recorder is not None and self.recorder.has_calls)
+            return None
         except OSError as error:
             what = f"could not write its result ({len(data)} bytes); make room there, or set a different TMPDIR: "
-            return Reply(failure_of(error, self.rank, what), self.has_left())
-
-    def has_left(self) -> bool:
-        """Return whether a call destroyed or replaced the process group."""
-        return self.world_id is not None and id(dist.group.WORLD) != self.world_id
+            return failure_of(error, self.rank, what)
 
 
 def execute(source: str, name: str) -> str | None:

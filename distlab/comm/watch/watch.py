@@ -87,7 +87,7 @@ class Watch:
             time.sleep(0.05)
         if words or PEER_NOISE.search(str(error)) is None:
             return words
-        gone = [f"rank {one.rank} {one.summary}" for one in who_left((), self.watchdog.left(), 0)]
+        gone = [f"rank {one.rank} {one.summary}" for one in who_left(self.watchdog.left(), 0)]
         return "\n".join(filter(None, [*gone, self.watchdog.failed(self.rank)]))
 
     def close(self) -> None:
