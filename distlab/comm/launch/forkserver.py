@@ -56,15 +56,13 @@ def send_request(control: socket.socket, request: Mapping[str, object], fds: Seq
 def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Receive one request and its file descriptors; None at end of file."""
     head, fds, _, _ = socket.recv_fds(control, LENGTH.size, 8)
-    if not head:
-        return None
-    body = head
-    while len(body) < LENGTH.size or len(body) < LENGTH.size + LENGTH.unpack_from(body)[0]:
-        more = control.recv(65536 if len(body) < LENGTH.size else LENGTH.size + LENGTH.unpack_from(body)[0] - len(body))
-        if not more:
+    body = b""
+    num_bytes = LENGTH.unpack(head)[0] if head else 1
+    while len(body) < num_bytes:
+        if not (more := control.recv(num_bytes - len(body))):
             return None
         body += more
-    return json.loads(body[LENGTH.size :]), fds
+    return json.loads(body), fds
 
 
 @dataclass
@@ -165,9 +163,6 @@ class RankServer:
                 if os.getppid() == server_pid:  # else the server died before the kernel knew to kill this one with it
                     module, _, function = request["run"].partition(":")
                     code = getattr(importlib.import_module(module), function)(request, files)
-            except KeyboardInterrupt:  # outside of a job; end as the signal ends a program that does not catch it
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGINT)
             except BaseException:  # the last frame of the rank: report, then exit without the server's exit code
                 sys.excepthook(*sys.exc_info())
             finally:

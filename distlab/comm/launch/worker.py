@@ -87,12 +87,8 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
 
 def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
     """Take over the launcher's environment, path and directory; make stacks available; one torch thread."""
-    wanted = rank_environment(settings, folder, rank)
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    os.environ.clear()
+    os.environ.update(rank_environment(settings, folder, rank))
     sys.path[:] = settings.import_path
     sys.argv = ["distlab-rank"]
     with contextlib.suppress(OSError):
