@@ -45,7 +45,7 @@ def train(entry: Entry, folder: Path, updates: int, faults: Sequence[Fault] = ()
         resumed = load(folder, parts={"training": hybrid})
         start = 0 if resumed is None else resumed.step
         for number in range(start, updates):
-            plan.before_step(number, rank, NUM_RANKS, {str(stage): one for stage, one in hybrid.stages.items()})
+            plan.before_step(number, rank, NUM_RANKS)
             start_s, batch = time.monotonic(), corpus.batch(number, BATCH)
             with recorded() if number == start else nullcontext() as seen:  # one update's calls are like another's
                 loss = float(hybrid.train_step(*batch))

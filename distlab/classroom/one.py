@@ -20,7 +20,7 @@ def main() -> None:
     task: dict[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(task["pipe"], False)
     with open(task["pipe"], "w", encoding="utf-8") as pipe:
-        from distlab.comm.launch.fork_client import OPTIMIZERS, start_without
+        from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server
         from distlab.grading import load_lesson
         from distlab.grading.answer.submission import isolated_submission
         from distlab.grading.check import examine
@@ -30,7 +30,7 @@ def main() -> None:
 
         lesson = load_lesson(task["lesson"], Path(task["folder"]))
         if not lesson.uses_optimizers():
-            start_without(OPTIMIZERS)
+            fork_server([module for module in PRELOAD if module != OPTIMIZERS])
         try:
             functions, notes = isolated_submission(task["file"], lesson)
         except ValueError as error:

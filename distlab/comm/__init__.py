@@ -1,6 +1,6 @@
 """Real ranks on this machine or under torchrun: start them, group them, watch what they send, explain how they fail.
 
-Start at `launch.run`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
+Start at `launch.ranks`. Then read `p2p` (messages between two ranks), `groups` (process groups) and `agree` (the same
 value on every rank; `together` raises one error on all ranks). `device` is the one place that talks to CUDA. `record`
 writes down every call, and `watch` finds ranks that cannot go on. `rendezvous` and `clocks` join ranks of several
 machines. `checks` refuses wrong arguments. `standby` lets torchrun's ranks start at once. `plain` reads what an
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
         process_group as process_group,
     )
     from distlab.comm.launch.failures import RankError as RankError, RankTimeout as RankTimeout
-    from distlab.comm.launch.launch import run as run, warm as warm
-    from distlab.comm.launch.ranks import Ranks as Ranks
+    from distlab.comm.launch.ranks import Ranks as Ranks, run as run, warm as warm
     from distlab.comm.record.read import Records as Records, read_records as read_records
     from distlab.comm.record.recorder import Recorder as Recorder, recorded as recorded
     from distlab.comm.record.throttle import throttled as throttled

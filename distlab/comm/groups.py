@@ -73,7 +73,7 @@ def entry(main: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-    from distlab.comm.launch.torchrun import record_failure
+    from distlab.comm.launch.failures import record_failure
 
     class WholeFile(ErrorHandler):
         def record_exception(self, e: BaseException) -> None:
@@ -108,7 +108,7 @@ def init_group(
         store: through which the ranks find each other.
         rank: of this process.
         world_size: number of ranks.
-        timeout_s: how long a call may wait for another rank.
+        timeout_s: how long a call may wait for a different rank.
         why_not: why "cpu" is not to become "shared".
     """
     options: Any = None
@@ -151,7 +151,7 @@ def process_group(
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
         RuntimeError: a group exists already, the port is taken, or rank 0 does not answer.
-        RankError: calls in the block have returned and do not fit together (made in another order).
+        RankError: calls in the block have returned and do not fit together (made in a different order).
     """
     timeout_s = check_timeout(timeout_s)
     address = read_environment()

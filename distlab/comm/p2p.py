@@ -118,7 +118,7 @@ def can_move_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def exchange(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> None:
-    """Do messages together and wait for all of them: none can block another.
+    """Do messages together and wait for all of them: none can block a different.
 
     Raises:
         ValueError: as `start`.
@@ -129,7 +129,7 @@ def exchange(*operations: Send | Receive, group: dist.ProcessGroup | None = None
 def send_receive(
     send: torch.Tensor, to: int, receive: torch.Tensor, from_: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send one tensor and receive another at the same time; ranks are those of the group.
+    """Send one tensor and receive a different at the same time; ranks are those of the group.
 
     Cost: the bytes of `send`, one step. All ranks of a ring may call this at the same time: no rank waits until its
     message is received before it receives.
@@ -143,7 +143,7 @@ def send_receive(
             f"rank {rank}: sends from {send.device} and receives on {receive.device}; put both on one device"
         )
     if send.data_ptr() == receive.data_ptr() and send.numel() and receive.numel():
-        raise ValueError(f"rank {rank}: sends and receives in the same memory; receive into another tensor")
+        raise ValueError(f"rank {rank}: sends and receives in the same memory; receive into a different tensor")
     exchange(Receive(receive, from_), Send(send, to), group=group)
 
 

@@ -4,7 +4,7 @@ A job whose ranks are all on this machine keeps to the loopback interface. torch
 interface even when it is given 127.0.0.1; here the store's socket is bound to the named address before torch gets it.
 
 A launcher of one machine sets DISTLAB_STORE_FILE. Its ranks meet in that file, which needs no port and no name.
-torchrun looks for a free MASTER_PORT seconds before rank 0 listens there, and another program may take it meanwhile.
+torchrun looks for a free MASTER_PORT seconds before rank 0 listens there, and some program may take it meanwhile.
 Each client of a TCPStore asks the name server what ::ffff:127.0.0.1 is called; 64 ranks at once waited 10 s for that.
 """
 
@@ -44,7 +44,7 @@ class Address:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether no rank is on another machine, so that the loopback interface does."""
+        """Whether no rank is on a different machine, so that the loopback interface does."""
         return self.local_world_size == self.world_size or is_loopback(self.master_address)
 
 
@@ -111,13 +111,15 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     Then rank 0 serves a store that is new at each start and needs no prefix.
 
     Raises:
-        RuntimeError: rank 0 cannot listen on the address, no process answers there, or ranks do not come to the file.
+        RuntimeError: rank 0 cannot listen on the address, or no process answers there.
     """
     timeout = timedelta(seconds=timeout_s)
     if address.world_size == 1 and address.master_port == 0:
         return dist.HashStore()  # type: ignore[attr-defined]
     if address.store_file:
-        return _meet_in_file(address, timeout)
+        file_store = dist.FileStore(f"{address.store_file}.{next(_stores)}", address.world_size)  # type: ignore[attr-defined]
+        file_store.set_timeout(timeout)
+        return file_store
     serves = address.rank == 0 and not address.uses_agent_store
     where = f"{address.master_address}:{address.master_port}"
     listen_fd = _listen(address, where) if serves else None
@@ -139,23 +141,6 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     return dist.PrefixStore(f"restart{address.restart}", store) if address.uses_agent_store else store  # type: ignore[attr-defined]
 
 
-def _meet_in_file(address: Address, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
-    path = f"{address.store_file}.{address.restart}.{next(_stores)}"
-    store = dist.FileStore(path, address.world_size)  # type: ignore[attr-defined]
-    store.set_timeout(timeout)
-    store.set(f"here/{address.rank}", "")
-    keys = [f"here/{rank}" for rank in range(address.world_size)]
-    try:
-        store.wait(keys)
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
-            f"rank {address.rank}: ranks {missing} did not come to the file {path} within "
-            f"{timeout.total_seconds():g} s, where all ranks meet; are they running?"
-        ) from error
-    return store
-
-
 def _listen(address: Address, where: str) -> int | None:
     """Listen on the named address alone; None lets torch listen, where the name is not an address of this machine."""
     try:
@@ -173,8 +158,8 @@ def _listen(address: Address, where: str) -> int | None:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise RuntimeError(
-                f"port {address.master_port} on {address.master_address} is taken by another program; set MASTER_PORT "
-                "to a free one, or start with torchrun --standalone, which finds one"
+                f"port {address.master_port} on {address.master_address} is taken by a different program; set "
+                "MASTER_PORT to a free one, or start with torchrun --standalone, which finds one"
             ) from error
         if error.errno == errno.EADDRNOTAVAIL:  # a name that leads here from outside, as in Kubernetes
             return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import glob
 import os
 import runpy
 import signal
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
         said = os.read(reports, STATUS.size)
         if len(said) < STATUS.size:
             return _refuse(
-                "the process that starts ranks was killed, and this rank with it; torchrun starts another", 1
+                "the process that starts ranks was killed, and this rank with it; torchrun starts a new one", 1
             )
         pid, status, _ = STATUS.unpack(said)
         if pid == NOT_STARTED:
@@ -101,7 +102,7 @@ def _connect(agent: int) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as listener:  # it can be asked at once, and answers when it is ready
                 listener.bind(str(place))
                 listener.listen(1024)
-                start_server(listener, agent, PRELOAD, str(folder))
+                start_server(listener, agent, PRELOAD, glob.escape(str(folder)), is_listening=True)
             control.connect(str(place))
     return control
 

@@ -4,7 +4,7 @@ Begin with `plain`, the whole idea on one screen. What a cluster asks for stands
 
 1. `work`: which samples a step takes on any number of ranks, and at which learning rate.
 2. `run`: `ElasticRun`, the loop itself.
-3. `leave`: SIGTERM, and ranks that are stopped.
+3. `leave`: SIGTERM.
 4. `restart`: new ranks for those that failed, where no torchrun does it.
 5. `faults`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
 """
@@ -13,7 +13,6 @@ from distlab.elastic.agents import Agent as Agent, Agents as Agents
 from distlab.elastic.faults import (
     Fault as Fault,
     Faults as Faults,
-    InjectedFault as InjectedFault,
     plan_faults as plan_faults,
 )
 from distlab.elastic.leave import Left as Left

@@ -8,24 +8,35 @@
 
 The store in which they meet belongs to this process and listens on loopback alone (torchrun's own listens on every
 interface), so any agent may die. Agents and their ranks end with the block, and with this process.
+
+    python -m distlab.elastic.agents PARENT_PID FOLDER torchrun's arguments ...
+
+is an agent: torchrun, in a process that kills its ranks and goes when its parent goes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 from distlab.comm.checks import check_timeout
-from distlab.comm.launch.torchrun import kill_agent, own_environment
+from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
+from distlab.comm.rendezvous import STORE_FILE
 
 LOOPBACK = "127.0.0.1"
 
@@ -112,14 +123,14 @@ class Agents:
         words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:{port or self.port}", "--rdzv-id", "job"]
         words += ["--rdzv-conf", "is_host=0", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks)]
         words += ["--monitor-interval", "0.1", "--log-dir", str(folder), *flags]
-        agent = [sys.executable, "-m", "distlab.comm.launch.torchrun", str(os.getpid()), str(folder)]
+        agent = [sys.executable, "-m", "distlab.elastic.agents", str(os.getpid()), str(folder)]
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(
                 [*agent, *words, str(script), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=own_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                env=own_environment(),
                 start_new_session=True,
             )
         self._started.append(Agent(name, process, folder / "log.txt"))
@@ -141,3 +152,59 @@ class Agents:
         for agent in self._started:
             agent.kill()
         self._folder.cleanup()
+
+
+def own_environment() -> dict[str, str]:
+    """Return the environment for a new job: this process may be a rank itself, so without its own job's variables."""
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE)
+    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
+    root = str(Path(__file__).resolve().parents[2])  # the agent finds this very distlab, whatever is installed
+    path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
+    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's own would listen on every interface; rank 0 makes ours
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+
+
+def kill_agent(process: subprocess.Popen[Any]) -> None:
+    """Kill an agent and its ranks with all that these have started.
+
+    The agent is stopped first: it cannot collect a rank that ends now, so no process number is given away meanwhile.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGSTOP)
+        _kill_children(process.pid)
+    kill_group(process.pid)
+    process.wait()
+
+
+def _kill_children(pid: int | None = None) -> None:
+    """Kill an agent's children and their children. Orphans become the agent's children, so look four times."""
+    for _ in range(4):
+        for child in children(pid):
+            kill_group(child)
+        time.sleep(0.02)
+
+
+def _agent(parent: int, folder: str, arguments: Sequence[str]) -> None:
+    """Run torchrun in this process."""
+    from torch.distributed import run as torchrun
+
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank has started becomes ours when the rank ends
+    threading.Thread(target=_end_with, args=(parent, folder), name="lifeline", daemon=True).start()
+    try:
+        torchrun.run(torchrun.parse_args(list(arguments)))
+    finally:
+        _kill_children()
+
+
+def _end_with(parent: int, folder: str) -> None:
+    """End this process and all that it has started when its parent is gone, however that ended; remove its folder."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    _kill_children()
+    shutil.rmtree(folder, ignore_errors=True)
+    kill_group(os.getpid())
+
+
+if __name__ == "__main__":
+    _agent(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

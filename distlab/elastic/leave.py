@@ -4,8 +4,8 @@ SIGTERM is how a cluster says that it wants its machine back, some 30 seconds be
 others in C runs no Python, so no handler of Python's either. But the interpreter writes the signal's number into a pipe
 at once (`signal.set_wakeup_fd`), and a thread reads it. So the limit holds whatever the rank is doing.
 
-A rank that is stopped (SIGSTOP, a debugger) hears nothing at all. Its peers fail when their wait times out, and kill it
-as they leave: torchrun would wait 30 s for it.
+A rank that is stopped (SIGSTOP, a debugger) hears nothing at all. Its peers fail when their wait times out. Torchrun
+kills it 30 s later, and starts all ranks anew.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator
 
 STATUS = 128 + signal.SIGTERM
 
@@ -45,7 +42,7 @@ class Notice:
     def heard(self) -> Iterator[None]:
         """Hear the signal while the block runs; the process ends when it is in the block a limit after the signal.
 
-        Signals reach the main thread alone: in another one nothing changes.
+        Signals reach the main thread alone: in a different one nothing changes.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -83,38 +80,3 @@ class Notice:
                 text = f"rank {self.rank}: was asked to end (SIGTERM) {self.limit_s:g} s ago and is still {self.doing}"
                 print(f"{text}; ends now. The newest checkpoint stays", file=sys.stderr, flush=True)
                 os._exit(STATUS)
-
-
-class Peer(NamedTuple):
-    """A rank's process: where it runs, its number, and that of the process which started it."""
-
-    host: str
-    pid: int
-    parent: int
-
-    @classmethod
-    def here(cls) -> Peer:
-        """Return this process."""
-        return cls(socket.gethostname(), os.getpid(), os.getppid())
-
-
-def kill_stopped(peers: Sequence[Peer], rank: int) -> None:
-    """Kill ranks of this machine that are stopped, so that all can be started anew (Linux; elsewhere nothing).
-
-    Only siblings: their number cannot have been given to another process, since the parent has not collected them.
-    """
-    mine = peers[rank]
-    for other, peer in enumerate(peers):
-        if peer.pid != mine.pid and (peer.host, peer.parent) == (mine.host, mine.parent) and _is_stopped(peer):
-            with contextlib.suppress(OSError):
-                os.kill(peer.pid, signal.SIGKILL)
-                text = f"rank {rank}: rank {other} (process {peer.pid}) is stopped and not continued: killed"
-                print(f"{text}, so that all ranks can start anew", file=sys.stderr, flush=True)
-
-
-def _is_stopped(peer: Peer) -> bool:
-    try:
-        fields = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] in ("T", "t") and int(fields[1]) == peer.parent

@@ -15,7 +15,7 @@ on the rank. So the run ends with the very weights of a run without a kill. Two 
 A death costs a start of all ranks (`-m distlab.comm.standby` before `train.py` saves most of it) and the steps since
 the last save, half of `save_every` in the mean. A save costs time too.
 
-`ElasticRun` is the same loop with what a cluster asks for: another number of ranks, SIGTERM, a full disk, wrong bits.
+`ElasticRun` is the same loop with what a cluster asks for: more or fewer ranks, SIGTERM, a full disk, wrong bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plain_train(
     Error: none: the final bits are those of the run that was not killed.
 
     Raises:
-        ValueError: the newest checkpoint is of another model or another number of ranks.
+        ValueError: the newest checkpoint is of a different model or a different number of ranks.
         CheckpointError: a checkpoint can be neither read nor written.
     """
     resumed = load(directory, parts=parts, group=group)

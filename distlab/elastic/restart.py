@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from distlab.comm import Nodes, RankError, run
-from distlab.comm.launch.launch import Watching
+from distlab.comm.launch.ranks import Watching
 
 
 def run_elastic(

@@ -32,7 +32,7 @@ from distlab.comm.together import place_in, together
 from distlab.data import SampleOrder, rank_slice
 from distlab.data_parallel import loss_weight
 from distlab.elastic.faults import Faults
-from distlab.elastic.leave import STATUS, Left, Notice, Peer, kill_stopped
+from distlab.elastic.leave import STATUS, Left, Notice
 from distlab.elastic.work import Step, Work
 from distlab.rng import derive_seed, seed_rank
 from distlab.votes import ReplicaVotes
@@ -88,13 +88,13 @@ class ElasticRun:
 
     Cost: at the start four exchanges of outcomes, and what `load` sends; each step one all-reduce of 4 bytes; each save
         also a vote (`ReplicaVotes`).
-    Error: none at the same number of ranks: the final bits are those of the uninterrupted run. At another number, where
-        the batch stays, sums of gradients are added in another order; generators begin anew, so dropout draws other
-        masks.
+    Error: none at the same number of ranks: the final bits are those of the uninterrupted run. On more or fewer,
+        where the batch stays, sums of gradients are added in a different order; generators begin anew, so dropout draws
+        other masks.
 
     Raises:
-        ValueError: on every rank: the rule covers no such number of ranks; the checkpoint is of another run or model;
-            ranks have different work, or modules whose parameters differ when the block is entered.
+        ValueError: on every rank: the rule covers no such number of ranks; the checkpoint is of a different run or
+            model; ranks have different work, or modules whose parameters differ when the block is entered.
         CheckpointError: on every rank: no checkpoint can be read, or the last one cannot be written.
         CorruptionError: on every rank: weights or moments of a rank have other bits. The next start goes back.
         Left: the ranks were asked to end, and have saved.
@@ -123,15 +123,12 @@ class ElasticRun:
         self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         self._votes = ReplicaVotes(group, every=_NEVER)
         self._writer: AsyncSaves | None = None
-        self._peers: list[Peer] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ElasticRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._notice.heard())
-            seen = self._together(self._look_around)
-            self._peers = [peer for peer, _ in seen]
-            require_equal([sums for _, sums in seen])
+            require_equal(self._together(self._look_around))
             if self._world_size > 1:
                 more = {"num_epochs": self.work.num_epochs, "lr": repr(self.work.lr), "saves": self._saves._asdict()}
                 agree(self.work.facts() | more, self._group, what="the work of an elastic run")
@@ -145,8 +142,6 @@ class ElasticRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):
-            kill_stopped(self._peers, self._rank)
         self._stack.__exit__(kind, error, traceback)
 
     def __iter__(self) -> Iterator[Step]:
@@ -154,7 +149,7 @@ class ElasticRun:
         while self.position < self.work.end:
             step = self._next()
             self._notice.doing = f"in step {step.number}"
-            self._faults.before_step(step.number, self._rank, self._world_size, self._parts)
+            self._faults.before_step(step.number, self._rank, self._world_size)
             yield step
             self.number, self.position = step.number + 1, step.position + step.batch
             is_over, is_asked = self.position == self.work.end, self._is_any_asked()
@@ -166,7 +161,7 @@ class ElasticRun:
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return together(action, self._group, what=f"train in {str(self._directory)!r}", failure=CheckpointError)
 
-    def _look_around(self) -> tuple[Peer, dict[str, tuple[str, int]]]:
+    def _look_around(self) -> dict[str, tuple[str, int]]:
         """Refuse at the start what could only fail at the first save or at the last step."""
         self.work.batch_at(0, self._world_size)
         refuse_shards(self._parts)
@@ -179,7 +174,7 @@ class ElasticRun:
                 trial.unlink()
         except OSError as error:
             raise OSError(f"no checkpoint can be written there ({error.strerror}); pass a directory for them") from None
-        return Peer.here(), sums_of(self._parts)
+        return sums_of(self._parts)
 
     def _take_up(self) -> None:
         self.resumed = load(self._directory, parts=self._parts, group=self._group, reshard=True)
@@ -201,7 +196,7 @@ class ElasticRun:
             if place[fact] != mine:
                 raise ValueError(
                     f"{name} was saved with {fact} {place[fact]} and this run has {mine}: samples would be taken twice "
-                    "and others never; pass what the run began with, or another directory"
+                    "and others never; pass what the run began with, or a different directory"
                 )
         if place["position"] > self.work.end:
             raise ValueError(
@@ -251,11 +246,10 @@ class ElasticRun:
 
     def _write(self, *, at_once: bool) -> None:
         place = {"position": self.position, "world_size": self._world_size, **self.work.facts()}
-        with self._faults.full_disk():
-            if self._writer is None:
-                keep = self._saves.keep
-                save(self._directory, self.number, parts=self._parts, data_position=place, group=self._group, keep=keep)
-                return
-            self._writer.save(self.number, parts=self._parts, data_position=place)
-            if at_once or self._faults.fill_disks:  # a full one stays so until the save is over
-                self._writer.wait()
+        if self._writer is None:
+            keep = self._saves.keep
+            save(self._directory, self.number, parts=self._parts, data_position=place, group=self._group, keep=keep)
+            return
+        self._writer.save(self.number, parts=self._parts, data_position=place)
+        if at_once:
+            self._writer.wait()

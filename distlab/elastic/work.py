@@ -8,7 +8,7 @@ Two rules say what becomes of a step when there are more or fewer ranks:
 - The batch stays. Each rank takes a smaller or larger part of it, and the learning rate stays as well. The run makes
   the steps of the uninterrupted one, up to the order in which numbers are added.
 - Each rank's part stays. The batch grows with the ranks, and the learning rate with the batch: linearly (SGD), or with
-  its root (Adam). See `distlab.large_batch.scaling`. This is another run, which sees the same samples.
+  its root (Adam). See `distlab.large_batch.scaling`. This is a different run, which sees the same samples.
 
 Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1 (linear); Malladi et al. 2022, "On the SDEs and
 Scaling Rules for Adaptive Gradient Algorithms" (root).
@@ -92,7 +92,7 @@ class Work:
         rule: samples of a step.
         num_samples: in the dataset.
         num_epochs: how often each is used.
-        seed: of the order of samples, another one each epoch.
+        seed: of the order of samples, which is a new one each epoch.
         lr: learning rate of `rule.batch`, or a schedule counted in updates of `rule.batch`; None leaves the rate alone.
     """
 

@@ -100,7 +100,7 @@ def fresh_ranks(worlds: Sequence[int], timeout_s: float) -> Iterator[Iterator[Ra
 def _kill(ranks: Ranks) -> None:
     """End ranks at once: their answer is here, and nothing of them is needed."""
     with contextlib.suppress(RuntimeError):
-        ranks.kill()
+        ranks.close()
 
 
 def run_world(exercise: Exercise, drive: Callable[..., Any], fn: Callable[..., Any], ranks: Ranks) -> Evidence | Fault:

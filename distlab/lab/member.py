@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,15 @@ import torch.distributed as dist
 from distlab.comm import Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
-from distlab.comm.launch.torchrun import REFUSED, SAID, launcher_folder, record_failure
+from distlab.comm.launch.failures import launcher_folder, record_failure
+from distlab.comm.launch.script import SAID, Refused
 from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
+from distlab.comm.where.frames import is_machinery
 from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
 from distlab.lab.settings import CommonSettings, parse, what_is_run
-from distlab.lab.watch import Guard, own_traceback
 from distlab.measure.machine.others import OtherProcesses
 from distlab.trace import Trace
 
@@ -147,20 +149,28 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
     prog = f"lab {number}"
-    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_another_than_rank_0() else contextlib.nullcontext()
+    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_other_than_rank_0() else contextlib.nullcontext()
     with quiet:
         chosen = parse(settings, None, prog)
     try:
         status = _work(number, chosen, run)
     except Exception as error:
-        if not record_failure(error, own_traceback(error)):  # no launcher will show it
+        if not record_failure(error, _own_traceback(error)):  # no launcher will show it
             raise
         status = 1
     if status:
         sys.exit(status)
 
 
-def _is_another_than_rank_0() -> bool:
+def _own_traceback(error: BaseException) -> str:
+    """Write an exception's traceback without the frames that lead every lab to its own code."""
+    trace = error.__traceback__
+    while trace is not None and is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _is_other_than_rank_0() -> bool:
     try:
         return read_environment().rank > 0
     except ValueError:  # told by process_group
@@ -169,7 +179,7 @@ def _is_another_than_rank_0() -> bool:
 
 def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None]) -> int:
     beside = Path(run.__code__.co_filename).resolve().parent
-    with Guard(f"lab {number}", settings.limit_s), contextlib.ExitStack() as group:
+    with contextlib.ExitStack() as group:
         try:
             functions = load_functions(settings.impl, number)
             member = group.enter_context(_group(settings))
@@ -248,6 +258,6 @@ def _tell(lab: Lab[Any]) -> bool:
 
 def _refuse(number: str, error: ValueError) -> int:
     """Report a refusal in one line: to the launcher, or, without one, to the user."""
-    if not record_failure(error):
+    if not record_failure(Refused(str(error))):
         print(f"lab {number}: {error}", file=sys.stderr)
-    return REFUSED
+    return 2

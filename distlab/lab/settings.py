@@ -38,7 +38,7 @@ class CommonSettings:
         backend: auto takes nccl on GPUs, else shared (ranks of a Linux host meet in memory) where it works, else gloo.
         nodes: nodes that the ranks make: shared memory inside each, sockets between them.
         between: the wire of each rank to other nodes, such as 40MB/s,200us; empty: the sockets as they are.
-        limit_s: seconds after which a lab that hangs is ended.
+        limit_s: seconds after which `distlab lab` ends a lab that hangs; torchrun itself has no such limit.
         json: print the results as JSON.
     """
 

@@ -53,7 +53,7 @@ def train(
     capture, restore = functions["12.resume"](model, optimizer, schedule, noise)
     first, position = take_up(folder, member, restore)
     for number in range(first, num_steps):
-        faults.before_step(number, rank, world_size, {"model": model})
+        faults.before_step(number, rank, world_size)
         samples, weight, _ = functions["12.samples"](RULE, RATE, position, position + RULE.batch, rank, world_size)
         with open(folder / f"taken-{rank}.jsonl", "a") as file:
             file.write(f"{json.dumps([number, [int(one) for one in samples]])}\n")

@@ -221,5 +221,5 @@ def test_a_stack_is_complete_when_its_last_line_is_there(tmp_path, lines):
     written = "".join(STACK.splitlines(keepends=True)[:lines])
     stack_path(tmp_path, 0).parent.mkdir(parents=True, exist_ok=True)
     stack_path(tmp_path, 0).write_text(written)
-    pool = SimpleNamespace(folder=tmp_path, _is_stopped=lambda rank: False)
+    pool = SimpleNamespace(folder=tmp_path, ranks=[SimpleNamespace(is_stopped=lambda: False)])
     assert Pool._has_answered(pool, 0) == (written == STACK)

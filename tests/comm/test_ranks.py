@@ -101,19 +101,18 @@ def test_a_second_call_at_the_same_time_is_refused(tmp_path):
         thread.start()
         while not begun.exists():
             time.sleep(0.02)
-        with pytest.raises(RuntimeError, match="busy with another call"):
+        with pytest.raises(RuntimeError, match="busy with a different call"):
             pool.run(os.getpid)
         go.touch()
         thread.join()
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGINT, r"SIGINT \(interrupt")])
-def test_a_rank_that_dies_between_calls_is_reported(number, words):
+def test_a_rank_that_dies_between_calls_is_reported():
     with Ranks(2, timeout_s=60) as pool:
         pids = pool.run(os.getpid)
-        os.kill(pids[1], number)
+        os.kill(pids[1], signal.SIGKILL)
         time.sleep(0.2)
-        with pytest.raises(RankError, match=f"rank 1 of 2 was killed by {words}"):
+        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
             pool.run(total, 1.0)
 
 

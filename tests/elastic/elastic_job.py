@@ -19,10 +19,11 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from more_faults import MoreFaults
 
 from distlab.comm import entry, process_group
 from distlab.data_parallel import DataParallel
-from distlab.elastic import BatchRule, ElasticRun, Fault, Faults, Saves, Work, plain_train
+from distlab.elastic import BatchRule, ElasticRun, Fault, Saves, Work, plain_train
 from distlab.large_batch import LearningRateSchedule
 from distlab.rng import generator, seed_rank
 
@@ -74,7 +75,7 @@ def train(folder, **changes):
     inputs, targets, model, replicas, optimizer = build(options)
     parts = {"model": model, "optimizer": optimizer}
     token = token_of_start()
-    rates, faults = [], Faults([Fault(*fault) for fault in options["faults"]], folder / "marks")
+    rates, faults = [], MoreFaults([Fault(*fault) for fault in options["faults"]], folder / "marks", model, optimizer)
     saves = Saves(options["save_every"], beside=options["beside"])
     leave = options["leave_within_s"]
     with ElasticRun(

@@ -1,6 +1,7 @@
 """Runs that start again on as many ranks, on more or on fewer, after faults of every kind; and what they refuse."""
 
 import os
+import random
 import re
 import warnings
 
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 from elastic_job import SCHEDULE, plainly, train, used
 from killing import same_bits
+from more_faults import MORE, MoreFaults
 
 from distlab.checkpoint import PerRank, newest, save
 from distlab.checkpoint.parts import moments_of
 from distlab.comm import RankError, recorded
 from distlab.data_parallel import DataParallel
-from distlab.elastic import BatchRule, ElasticRun, Faults, Saves, Work, plan_faults, run_elastic
+from distlab.elastic import BatchRule, ElasticRun, Fault, Saves, Work, run_elastic
 from distlab.rng import generator
 from distlab.sharding import FullyShard, ShardedState
 from distlab.tensor_parallel import parallelize_module
@@ -170,10 +172,10 @@ def vote_on(folder, plan):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     optimizer, replicas = torch.optim.AdamW(model.parameters(), lr=1e-2), DataParallel(model)
-    votes, faults = ReplicaVotes(every=6), Faults(plan, folder)
+    votes, faults = ReplicaVotes(every=6), MoreFaults(plan, folder, model, optimizer)
     try:
         for number in range(6):
-            faults.before_step(number, dist.get_rank(), dist.get_world_size(), {"model": model, "optimizer": optimizer})
+            faults.before_step(number, dist.get_rank(), dist.get_world_size())
             model(torch.randn(4, 6, generator=generator(number, dist.get_rank(), "data"))).square().mean().backward()
             replicas.synchronize()
             optimizer.step()
@@ -189,12 +191,11 @@ def vote_on(folder, plan):
 
 def test_votes_find_step_rank_and_tensor_of_every_bit_that_a_plan_flips(ranks, tmp_path):
     kinds = ("flip", "flip gradient", "flip moment")
-    plans = [plan_faults(seed, 1, num_steps=6, world_size=3, kinds=kinds) for seed in range(18)]
-    assert {plan[0].kind for plan in plans} == set(kinds)
+    plans = [[Fault(kinds[seed % 3], seed % 6, seed % 4 % 3)] for seed in range(18)]
     told = ranks(3).run(lambda: [vote_on(tmp_path / str(seed), plan) for seed, plan in enumerate(plans)])
     assert told[0] == told[1] == told[2]
     for seed, ((fault,), text) in enumerate(zip(plans, told[0], strict=True)):
-        name = (tmp_path / str(seed) / "fault-0").read_text().partition("] of ")[2]
+        name = (tmp_path / str(seed) / "more" / "fault-0").read_text().partition("] of ")[2]
         assert re.match(f"step {fault.step}: {name}( and .* more)?: rank {fault.rank} differs from the 2 others", text)
 
 
@@ -230,11 +231,10 @@ def test_a_moment_that_nobody_has_used_yet_is_voted_on_too(ranks, tmp_path):
 
 
 def test_a_plan_of_every_kind_of_fault_is_survived_bit_for_bit(ranks, tmp_path):
-    kinds = ("kill", "exception", "slow", "flip", "flip gradient", "flip moment", "disk")
+    chance, kinds = random.Random(28), ("kill", *MORE)
     expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
-    plan = plan_faults(28, 10, num_steps=30, world_size=2, kinds=kinds, within_s=0.02)
-    assert {fault.kind for fault in plan} == set(kinds)
-    final, words = restarted(tmp_path / "faulty", faults=[list(fault) for fault in plan])
+    plan = [(kind, chance.randrange(30), chance.randrange(2), chance.uniform(0, 0.02)) for kind in (*kinds, "kill")]
+    final, words = restarted(tmp_path / "faulty", faults=plan)
     assert same_bits(final[:2], expected[:2])
     assert used(tmp_path / "faulty") == dict.fromkeys(range(101), 4)
     assert len(words) >= 3

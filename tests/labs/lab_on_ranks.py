@@ -1,4 +1,4 @@
-"""A lab on ranks that are forked with torch loaded: what it computes and says, without the start of torchrun."""
+"""A lab on ranks of which each tells what it said; `distlab lab` starts them in the same way."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import hashlib
 import io
 import json
 import os
-import runpy
-import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distlab.comm import RankError, run
-from distlab.comm.launch import torchrun
+from distlab.comm import Ranks
 from distlab.comm.launch.fork_client import preload
-from distlab.comm.rendezvous import STORE_FILE
+from distlab.comm.launch.script import _run_here
 
 QUICK = {
     "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
@@ -39,64 +35,26 @@ KERNEL_S, FLOPS_PER_S = 20e-6, 1e10  # of a machine that no time is taken of
 
 
 class Ended(NamedTuple):
-    """How a lab ended: rank 0's exit status, what it printed, and what failed on any rank."""
+    """How a lab ended on a rank: its exit status, and what it printed."""
 
     status: int
     stdout: str
-    failures: str
 
 
 def facts(done: Ended) -> dict[str, object]:
     """Return the facts that the lab states, after seeing that it passed."""
-    assert done.status == 0, done.stdout + done.failures
+    assert done.status == 0, done.stdout
     found = json.loads(done.stdout)
     assert found["passed"]
     return {row["what"]: row["value"] for row in found["rows"] if row["expected"] is not None}
 
 
-def on_forked_ranks(
-    folder: Path, script: Path, num_ranks: int, arguments: Sequence[str], *, echo: torchrun.Echo, limit_s: float
-) -> int:
-    """Stand for `torchrun.run_script`: the same ranks, the same files for what went wrong, the same last words."""
-    every = folder / "run" / "attempt_0"
-    every.mkdir(parents=True)
-    with contextlib.suppress(RankError):  # the files say it
-        start(str(script), num_ranks, [*arguments], every)
-    exits = {}
-    for rank in range(num_ranks):
-        status = every / str(rank) / "status"
-        if not status.exists():  # it left by itself, or was ended with the others
-            exits[rank] = 1 if (every / str(rank) / "error.json").exists() else -signal.SIGTERM
-        elif int(status.read_text()):
-            exits[rank] = int(status.read_text())
-        for line in (every / str(rank) / "said").read_text().splitlines() if status.exists() else ():
-            echo(rank, line)
-    (folder / torchrun._ENDED).write_text(json.dumps(exits))
-    return torchrun._conclude(folder, num_ranks, int(bool(exits)), [])
-
-
-def start(
-    script: str,
-    num_ranks: int,
-    arguments: list[str],
-    folder: Path,
-    *,
-    hidden: tuple[str, ...] = (),
-    calibrated: bool = False,
-    updates: Path | None = None,
-) -> list[Ended]:
-    """Run a script on forked ranks; the folder gets one of each rank."""
+def start(script: str, num_ranks: int, arguments: list[str], **changes: Any) -> list[Ended]:
+    """Run a script on ranks; how each ended. The changes are those of `run_and_listen`."""
     measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
     preload("distlab.lab", *measured, "distlab.collectives", "distlab.data_parallel", "lab_on_ranks:load_lessons")
-    call = (script, arguments, str(folder))
-    started_so = functools.partial(run_as_torchrun_does, hidden=hidden, calibrated=calibrated, updates=updates)
-    try:
-        return run(started_so, num_ranks, args=call, timeout_s=LIMIT_S, record=False, echo=False)
-    except RankError as error:  # it tells the status alone
-        for path in sorted(folder.glob(f"*/{torchrun._ERROR}")):
-            said = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
-            error.add_note(f"--- the lab on rank {path.parent.name} ---\n{said}")
-        raise
+    with Ranks(num_ranks, timeout_s=LIMIT_S, record=False, echo=False, joined=False) as ranks:
+        return ranks.run(functools.partial(run_and_listen, **changes), script, arguments)
 
 
 def load_lessons() -> None:
@@ -107,47 +65,20 @@ def load_lessons() -> None:
         load_lesson(number)
 
 
-def run_as_torchrun_does(
-    script: str,
-    arguments: list[str],
-    folder: str,
-    *,
-    hidden: tuple[str, ...],
-    calibrated: bool,
-    updates: Path | None = None,
+def run_and_listen(
+    script: str, arguments: list[str], *, hidden: tuple[str, ...], calibrated: bool, updates: Path | None
 ) -> Ended:
-    """Run a script on this rank: its variables, its arguments, its own process group and `__main__`."""
-    import torch.distributed as dist
-
-    dist.barrier()  # all have joined it
-    dist.destroy_process_group()  # the script makes its own
-    own = Path(folder) / os.environ["RANK"]
-    own.mkdir()
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        STORE_FILE: f"{folder}/store",
-        "TORCHELASTIC_ERROR_FILE": str(own / "error.json"),
-    }
-    sys.argv = [script, *arguments]
+    """Run a script on this rank, with changes to what it finds, and keep what it prints."""
     if hidden:
         hide(hidden)
     if not calibrated:
         calibrate_in_no_time()
     if updates is not None:
         note_updates(updates / f"updates-{os.environ['RANK']}")
-    status, said = 0, io.StringIO()
+    said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as left:
-            status = left.code
-    (own / "said").write_text(said.getvalue())
-    (own / "status").write_text(str(status))
-    if status not in (0, torchrun.SAID):
-        sys.exit(status)  # which ends the others
-    failures = "\n".join(path.read_text() for path in own.glob("error.json"))
-    return Ended(status, said.getvalue(), failures)
+        status = _run_here(script, arguments)
+    return Ended(status, said.getvalue())
 
 
 def calibrate_in_no_time() -> None:
@@ -169,7 +100,7 @@ def note_updates(path: Path, first: int = 3) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     counts: dict[int, int] = {}
-    kept = []  # or another optimizer could get a number that was freed
+    kept = []  # or a different optimizer could get a number that was freed
 
     def note(optimizer, *_) -> None:
         kept.append(optimizer)

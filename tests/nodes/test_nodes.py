@@ -2,12 +2,11 @@
 
 import os
 import time
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from lab_on_ranks import QUICK, on_forked_ranks
+from lab_on_ranks import QUICK
 
 from distlab.cli import main
 from distlab.collectives import hierarchical_all_reduce
@@ -158,9 +157,8 @@ def test_what_does_not_go_together_is_refused_before_any_process_starts():
 
 
 @pytest.fixture
-def lab(tmp_path, monkeypatch, capsys):
-    """Make `lab(*flags)` run lab 02 on two forked ranks and return its status and what it said."""
-    monkeypatch.setattr("distlab.comm.launch.torchrun.run_script", partial(on_forked_ranks, tmp_path))
+def lab(capsys):
+    """Make `lab(*flags)` run lab 02 on two ranks and return its status and what it said."""
 
     def started(*flags):
         status = main(["lab", "02", "--ranks", "2", *QUICK["02"].split(), *flags])
@@ -191,7 +189,7 @@ def test_ranks_in_nodes_refuse_another_backend(lab):
     ],
 )
 def test_a_lab_refuses_nodes_that_cannot_be_before_any_rank_starts(flags, says, capsys, monkeypatch):
-    monkeypatch.setattr("distlab.comm.launch.torchrun.run_script", None)
+    monkeypatch.setattr("distlab.comm.launch.script.run_script", None)
     with pytest.raises(SystemExit) as left:
         main(["lab", "02", *flags])
     assert left.value.code == 2

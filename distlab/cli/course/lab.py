@@ -18,8 +18,6 @@ from distlab.comm.command import runnable
 if TYPE_CHECKING:
     from distlab.lab import CommonSettings
 
-PARENT_GRACE_S = 45.0  # the ranks end themselves at their limit; this ends those that cannot
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the arguments of `distlab lab`."""
@@ -33,7 +31,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the lab; exit 0 when every fact is right, 1 otherwise, 2 for a user's mistake."""
     number, script = find_lab(arguments.number)
     num_ranks, settings = _read_flags(number, script, arguments.flags)
-    from distlab.comm.launch.torchrun import plain_command, run_script
+    from distlab.comm.launch.fork_client import preload
+    from distlab.comm.launch.script import plain_command, run_script
     from distlab.lab.settings import as_arguments
 
     given = as_arguments(settings)
@@ -41,8 +40,9 @@ def main(arguments: argparse.Namespace) -> int:
     if not settings.json:
         print(f"{plain_command(shown, num_ranks, given)}\n", flush=True)
 
+    preload("distlab.lab")
     echo = _Echo(as_json=settings.json)
-    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s + PARENT_GRACE_S)
+    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s)
 
 
 class _Echo:
@@ -52,7 +52,7 @@ class _Echo:
         self.as_json = as_json
         self._in_traceback = False
 
-    def __call__(self, rank: int | None, line: str) -> None:
+    def __call__(self, rank: int, line: str) -> None:
         begins = line.startswith("Traceback (most recent call last)")
         named = rank != 0 or begins or self._in_traceback
         if rank == 0:  # a traceback ends with a line such as "ValueError: ..." that is not indented

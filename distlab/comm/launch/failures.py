@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from distlab.comm.agree import ranks_in_words
+from distlab.comm.checks import open_file
 from distlab.comm.where.frames import is_machinery, owner_of, threads_in, traceback_lines
 
-# What a rank sees when another one has gone. It is a consequence, never the cause.
+# What a rank sees when a different one has gone. It is a consequence, never the cause.
 PEER_NOISE = re.compile(
     r"connection (closed|reset|refused|aborted)|socket closed|broken pipe|remote process exited|timed out waiting"
     r"|application timeout caused pair closure|connect(ion)? timeout|SO_ERROR",
@@ -22,11 +27,6 @@ _FRAME = 'File "'
 MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
 LONGEST_LINE = 500  # of what an error repeats of a line
 
-LEFT = (
-    "left the process group (dist.destroy_process_group), which the other ranks still used: destroy it on every rank "
-    "after the last call, or leave it; `run` ends it"
-)
-
 
 class Failure(NamedTuple):
     """How one rank failed.
@@ -35,7 +35,7 @@ class Failure(NamedTuple):
         rank: which rank.
         summary: one line, such as "raised ValueError: 3 is odd" or "was killed by SIGKILL".
         traceback: the rank's own traceback or stack, or "".
-        is_noise: whether it only says that another rank had gone.
+        is_noise: whether it only says that a different rank had gone.
         time_ns: when, on this machine's monotonic clock.
     """
 
@@ -85,17 +85,15 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def who_left(left: Collection[int], destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
-    """Blame ranks that left a group which others used.
+def who_left(destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
+    """Blame ranks that destroyed a group which others used.
 
     Args:
-        left: those that left the process group.
-        destroyed: members and line of the group that a rank destroyed, where that is known.
+        destroyed: members and line of the group, by rank.
         time_ns: of the failures that followed.
     """
-    told = dict.fromkeys(destroyed, "destroyed a group that the other ranks still used") | dict.fromkeys(left, LEFT)
-    where = {rank: f" (group {destroyed[rank]})" if rank in destroyed else "" for rank in told}
-    return [Failure(rank, what + where[rank], "", False, time_ns) for rank, what in sorted(told.items())]
+    what = "destroyed a group that the other ranks still used (group {}): destroy it on every rank after the last call"
+    return [Failure(rank, what.format(group), "", False, time_ns) for rank, group in sorted(destroyed.items())]
 
 
 def by_cause(failures: Sequence[Failure]) -> list[Failure]:
@@ -116,7 +114,7 @@ def describe_exit(exit_code: int) -> str:
         "SIGSEGV": " (segmentation fault: an error in C or C++ code)",
         "SIGBUS": " (bus error: often a full /dev/shm or a truncated mapped file)",
         "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
-        "SIGTERM": " (another process asked it to end)",
+        "SIGTERM": " (a different process asked it to end)",
         "SIGINT": " (interrupt: Ctrl-C, or kill -INT)",
     }.get(name, "")
     return f"was killed by {name}{reason}"
@@ -185,16 +183,6 @@ def standing(stacks: Mapping[int, str], words: Sequence[str]) -> list[str]:
     return lines
 
 
-@contextlib.contextmanager
-def noting_interrupt(stand: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Add to a KeyboardInterrupt of the block a note with the lines of `stand`, which says where each rank stands."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        error.add_note("\n".join(stand()).lstrip("\n"))
-        raise
-
-
 def _first_line(text: str, limit: int = 160) -> str:
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= limit else line[: limit - 3] + "..."
@@ -224,3 +212,34 @@ def format_stack(text: str) -> str:
         if lines:
             shown.append("\n".join(lines))
     return "\n\n".join(shown)
+
+
+def launcher_folder() -> Path | None:
+    """Return a folder for this rank that torchrun or `run_script` made; None without them."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path).parent if path else None
+
+
+def record_failure(error: BaseException, stack: str = "") -> bool:
+    """Write an exception where torchrun and `run_script` look for it; return whether there is such a launcher."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    text = shortened(f"{type(error).__name__}: {text_of(error)}", MAX_SUMMARY)
+    stack = shortened(stack)
+    whole = stack if text in stack else f"{text}\n{stack}"
+    more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}
+    fresh = Path(f"{path}.new")  # torchrun itself ends where it meets half a file of a rank that was killed
+    fresh.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+    fresh.replace(path)
+    return True
+
+
+def recorded_failure(path: Path, rank: int, time_ns: int) -> Failure | None:
+    """Read what `record_failure` wrote; None where there is nothing."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open_file(path) as file:
+        message: Any = json.load(file)["message"]
+        text, stack = message["message"], message["extraInfo"]["stack"]
+        is_noise = PEER_NOISE.search(text.partition("\n")[0]) is not None
+        return Failure(rank, f"raised {text}", stack, is_noise, time_ns)
+    return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import glob
 import importlib.util
+import itertools
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,10 +21,12 @@ from distlab.comm.launch.forkserver import send_request
 
 OPTIMIZERS = "torch._dynamo"  # torch.optim loads it, which takes as long as torch itself: once here, not once per rank
 PRELOAD = (OPTIMIZERS, "cloudpickle", "distlab.comm.launch.worker")
-PREPARE = ("distlab.comm.launch.worker:before_forks",)
+PREPARE = "distlab.comm.launch.worker:before_forks"
 
 
-def start_server(end: socket.socket, owner: int, modules: Sequence[str], folder: str = "") -> subprocess.Popen[bytes]:
+def start_server(
+    end: socket.socket, owner: int, modules: Sequence[str], folders: str, *, is_listening: bool
+) -> subprocess.Popen[bytes]:
     """Start a process that loads modules and then serves requests; the arguments are those of `forkserver.serve`.
 
     Raises:
@@ -32,7 +34,7 @@ def start_server(end: socket.socket, owner: int, modules: Sequence[str], folder:
     """
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; from distlab.comm.launch.forkserver import serve; "
-        f"serve({end.fileno()}, {owner}, {tuple(modules)!r}, {folder!r})"
+        f"serve({end.fileno()}, {owner}, {tuple(modules)!r}, {folders!r}, {is_listening})"
     )
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -53,12 +55,14 @@ class ForkServer:
         for name in ("torch", "cloudpickle"):
             if importlib.util.find_spec(name) is None:
                 raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
-        self._lock = threading.Lock()
         if None in (sys.__stdin__, sys.__stdout__, sys.__stderr__):  # sockets may have got their numbers
             raise RuntimeError("standard input, output or errors are closed; start this program with them on /dev/null")
+        self._lock, self._owner, self._number = threading.Lock(), os.getpid(), itertools.count()
+        self._prefix = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
         self._control, theirs = socket.socketpair()
         try:
-            self._process = start_server(theirs, os.getpid(), (*modules, *PREPARE))
+            folders = f"{glob.escape(str(self._prefix))}_*"
+            self._process = start_server(theirs, os.getpid(), (*modules, PREPARE), folders, is_listening=False)
         except OSError as error:
             self._control.close()
             raise RuntimeError(
@@ -68,7 +72,6 @@ class ForkServer:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self._owner = os.getpid()
 
     def is_alive(self) -> bool:
         """Whether the server still runs and belongs to this process (a fork of this process has none)."""
@@ -86,36 +89,28 @@ class ForkServer:
                 send_request(self._control, request, fds)
         except OSError as error:
             raise RuntimeError(
-                "the fork server, which starts the ranks, has gone; run again to start another"
+                "the fork server, which starts the ranks, has gone; run again to start a new one"
             ) from error
 
     def make_folder(self) -> Path:
-        """Make a private folder that the server removes should this process die.
+        """Make a private folder, which the server removes at its end where it is still there.
 
         Raises:
             RuntimeError: the folder for temporary files is gone, or takes no more.
         """
+        path = Path(f"{self._prefix}_{next(self._number)}")
         try:
-            path = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
-            self.request({"kind": "folder", "path": str(path)})  # told first, so that no moment leaves a folder behind
             path.mkdir(mode=0o700)
         except OSError as error:
-            place = f"in {tempfile.tempdir} " if tempfile.tempdir else ""
             raise RuntimeError(
-                f"cannot make a folder for the ranks {place}({error.strerror}); create that directory or make room "
-                "in it, or set TMPDIR to another folder before you start Python"
+                f"cannot make a folder for the ranks in {path.parent} ({error.strerror}); create that directory or "
+                "make room in it, or set TMPDIR to a different folder before you start Python"
             ) from error
         return path
 
-    def remove_folder(self, path: Path) -> None:
-        """Remove a folder made by `make_folder`."""
-        shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(RuntimeError):
-            self.request({"kind": "forget", "path": str(path)})
-
     def close(self) -> None:
         """End the server and every rank, and wait until they have ended."""
-        self.release()
+        self._control.close()
         if os.getpid() == self._owner:
             try:
                 self._process.send_signal(signal.SIGCONT)
@@ -124,44 +119,29 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
 
-    def release(self) -> None:
-        """Close this process's end; the server ends when no process holds it."""
-        self._control.close()
-
 
 class _Current:
     """This process's fork server: the one thing here that outlives a call, since starting it loads torch."""
 
     lock = threading.Lock()
     server: ForkServer | None = None
-    without: tuple[str, ...] = ()
 
 
 def _after_fork_in_child() -> None:
     """A forked copy of this process (a data loader's worker, say) must not hold the ranks' lifeline."""
     _Current.lock = threading.Lock()
-    if _Current.server is not None:
-        _Current.server.release()
-        _Current.server = None
+    shut_down()
 
 
-def fork_server() -> ForkServer:
-    """Return this process's fork server, starting it if there is none."""
+def fork_server(modules: Sequence[str] = ()) -> ForkServer:
+    """Return this process's fork server; where there is none, start one that loads these modules (none: PRELOAD)."""
     with _Current.lock:
-        if _Current.server is None:
-            os.register_at_fork(after_in_child=_after_fork_in_child)
-            atexit.register(shut_down)
-        elif not _Current.server.is_alive():
+        if _Current.server is not None and not _Current.server.is_alive():
             _Current.server.close()
             _Current.server = None
         if _Current.server is None:
-            _Current.server = ForkServer([name for name in PRELOAD if name not in _Current.without])
+            _Current.server = ForkServer(modules or PRELOAD)
         return _Current.server
-
-
-def start_without(*modules: str) -> None:
-    """Let this process's fork server start without some modules of PRELOAD; a rank that needs one loads it itself."""
-    _Current.without = modules
 
 
 def preload(*modules: str) -> None:
@@ -170,8 +150,12 @@ def preload(*modules: str) -> None:
 
 
 def shut_down() -> None:
-    """End this process's fork server and every rank; the next run starts another."""
+    """End this process's fork server and every rank; the next run starts a new one."""
     with _Current.lock:
         if _Current.server is not None:
             _Current.server.close()
             _Current.server = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(shut_down)

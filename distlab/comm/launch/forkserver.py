@@ -5,7 +5,7 @@ never forked: it may be a notebook that has used torch, whose threads and locks 
 have a server each (`fork_client`); the ranks of one torchrun share one (`distlab.comm.standby`).
 
 The server also guards its ranks. It is their parent, so it alone may signal them without the risk that the system gave
-a process number to another process. Where one who asked for ranks ends, in whatever way, the server reads end of file.
+a process number to a different one. Where one who asked for ranks ends, in whatever way, the server reads end of file.
 It then kills those ranks with SIGKILL (also a stopped rank, or one that ignores SIGTERM). Where its owner ends, it also
 removes their folders and exits. If the server itself is killed, the kernel kills the ranks (Linux).
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
 import json
 import os
@@ -55,15 +56,13 @@ def send_request(control: socket.socket, request: Mapping[str, object], fds: Seq
 def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Receive one request and its file descriptors; None at end of file."""
     head, fds, _, _ = socket.recv_fds(control, LENGTH.size, 8)
-    if not head:
-        return None
-    body = head
-    while len(body) < LENGTH.size or len(body) < LENGTH.size + LENGTH.unpack_from(body)[0]:
-        more = control.recv(65536 if len(body) < LENGTH.size else LENGTH.size + LENGTH.unpack_from(body)[0] - len(body))
-        if not more:
+    body = b""
+    num_bytes = LENGTH.unpack(head)[0] if head else 1
+    while len(body) < num_bytes:
+        if not (more := control.recv(num_bytes - len(body))):
             return None
         body += more
-    return json.loads(body[LENGTH.size :]), fds
+    return json.loads(body), fds
 
 
 @dataclass
@@ -88,19 +87,19 @@ class RankServer:
     Attributes:
         owner: process number of the one with which it ends.
         wake: readable when a child ends; `waker` is its other end.
+        folders: a pattern of the folders to remove at the end.
         askers: who may ask for ranks: the launcher, or those that came to the listener.
         listener: where more of them come; None: the launcher is the only one.
         ranks: its children by process number.
-        folders: to be removed at the end.
     """
 
     owner: int
     wake: socket.socket
     waker: socket.socket
+    folders: str
     askers: list[socket.socket] = field(default_factory=list)
     listener: socket.socket | None = None
     ranks: dict[int, Child] = field(default_factory=dict)
-    folders: set[str] = field(default_factory=set)
 
     def loop(self) -> None:
         """Serve until the owner is gone, then take everything down."""
@@ -135,12 +134,8 @@ class RankServer:
             for pid, child in self.ranks.items():
                 if child.pool == request["pool"] and (chosen is None or child.rank in chosen):
                     kill_group(pid) if number == signal.SIGKILL else os.kill(pid, number)
-        elif kind == "load":
+        else:
             load(request["modules"])
-        elif kind == "folder":
-            self.folders.add(request["path"])
-        elif kind == "forget":
-            self.folders.discard(request["path"])
 
     def part_from(self, asker: socket.socket) -> None:
         """Kill the ranks of one who is gone."""
@@ -168,9 +163,6 @@ class RankServer:
                 if os.getppid() == server_pid:  # else the server died before the kernel knew to kill this one with it
                     module, _, function = request["run"].partition(":")
                     code = getattr(importlib.import_module(module), function)(request, files)
-            except KeyboardInterrupt:  # outside of a job; end as the signal ends a program that does not catch it
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGINT)
             except BaseException:  # the last frame of the rank: report, then exit without the server's exit code
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -219,12 +211,6 @@ class RankServer:
     def end(self) -> None:
         """Kill every rank and every descendant, remove their folders."""
         deadline = time.monotonic() + 5
-        for asker in self.askers:  # folders that a launcher named before it died, perhaps while torch was loaded here
-            asker.setblocking(False)
-            with contextlib.suppress(OSError):
-                while (received := receive_request(asker)) is not None:
-                    if received[0]["kind"] in ("folder", "forget"):
-                        self.answer(asker, *received)
         for pid in self.ranks:
             kill_group(pid)
         while time.monotonic() < deadline:
@@ -234,7 +220,7 @@ class RankServer:
             except ChildProcessError:
                 break
             time.sleep(0.005)
-        for folder in self.folders:
+        for folder in glob.glob(self.folders):
             shutil.rmtree(folder, ignore_errors=True)
         signal.set_wakeup_fd(-1)
         for end in (*self.askers, self.wake, self.waker):  # who asks Python for all warnings reads of open sockets
@@ -267,14 +253,15 @@ def take_files(files: Mapping[int, int]) -> None:
     )
 
 
-def serve(fd: int, owner: int, preload: Sequence[str], folder: str = "") -> None:
+def serve(fd: int, owner: int, preload: Sequence[str], folders: str, is_listening: bool) -> None:
     """Run the fork server: load the modules, then serve requests until the owner is gone.
 
     Args:
-        fd: the socket to the owner; with a folder, where those who ask for ranks connect.
+        fd: the socket to the owner, or where those who ask for ranks connect.
         owner: its process number.
         preload: modules to load once, here, for all ranks.
-        folder: is removed at the end.
+        folders: a pattern of the folders to remove at the end.
+        is_listening: whether others connect.
     """
     for number in (SIGNAL, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -286,7 +273,5 @@ def serve(fd: int, owner: int, preload: Sequence[str], folder: str = "") -> None
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
     end = socket.socket(fileno=fd)
-    if folder:
-        RankServer(owner, wake, waker, listener=end, folders={folder}).loop()
-    else:
-        RankServer(owner, wake, waker, askers=[end]).loop()
+    askers, listener = ([], end) if is_listening else ([end], None)
+    RankServer(owner, wake, waker, folders, askers, listener).loop()

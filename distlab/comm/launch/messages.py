@@ -1,7 +1,8 @@
-"""What the launcher and a rank say to each other: settings, jobs and replies.
+"""What the launcher and a rank say to each other: settings, calls and replies.
 
-They travel over a socket pair that only these two processes hold. A large body goes through a file in the job's
-private folder instead: one file for all ranks, and a rank that has stopped never blocks the launcher's send.
+All that is large lies in files of the set's private folder: the settings and the call, which every rank reads, and each
+rank's result. Over a socket pair, which only these two processes hold, goes the word that a call is there, and how it
+went. So a rank that has stopped never blocks its launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,123 +27,82 @@ from distlab.comm.launch.failures import Failure
 from distlab.comm.plain import pack, unpack
 from distlab.nodes import Nodes
 
-INLINE_BYTES = 16_000  # below, a message is one write into the socket's buffer
+SETTINGS, CALL = "settings", "call"  # files of a set's folder
+START = b"call"  # the word that a call is there
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank needs before its first job.
+    """What the ranks of a set need before their first call.
 
     Attributes:
-        rank: its rank.
         world_size: number of ranks.
         backend: as of `run`.
         group_timeout_s: how long a collective may wait.
         record: whether calls are recorded into the folder.
-        folder: the private folder shared by these ranks.
+        plain: whether results go back as plain data (`distlab.comm.plain`).
+        nodes: the nodes that the ranks make.
+        joined: whether they are in a process group; else what they run makes its own.
         environment: the launcher's environment variables.
         import_path: the launcher's sys.path.
         directory: the launcher's working directory.
-        plain: whether results go back as plain data (`distlab.comm.plain`).
-        nodes: the nodes that the ranks make.
     """
 
-    rank: int
     world_size: int
     backend: str | None
     group_timeout_s: float
     record: bool
-    folder: str
-    environment: dict[str, str]
-    import_path: tuple[str, ...]
-    directory: str
     plain: bool
     nodes: Nodes
+    joined: bool
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    import_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    directory: str = field(default_factory=os.getcwd)
 
 
-@dataclass(frozen=True)
-class Body:
-    """Bytes, here or in a file."""
-
-    inline: bytes = b""
-    path: str | None = None
-
-    @classmethod
-    def of(cls, data: bytes, path: Path) -> Body:
-        """Hold the data here if it is small, else in the file `path`."""
-        if len(data) <= INLINE_BYTES:
-            return cls(data)
-        path.write_bytes(data)
-        return cls(path=str(path))
-
-    def read(self) -> bytes:
-        """Return the bytes.
-
-        Raises:
-            OSError: the file is gone, or something else stands in its place.
-        """
-        if self.path is None:
-            return self.inline
-        with open_file(self.path) as file:
-            return file.read()
+def pack_reply(failure: Failure | None) -> bytes:
+    """Write how a call went, as plain data: nothing of the rank's own runs in the launcher."""
+    return pack(None if failure is None else tuple(failure))
 
 
-@dataclass(frozen=True)
-class Job:
-    """One thing to do: call a function, or execute source text.
+def read_reply(data: bytes, rank: int) -> Failure | None:
+    """Read how a call went on a rank; None: well, and its result lies in its file.
 
-    Attributes:
-        kind: "call" or "source".
-        body: the function with its arguments (pickled by value), or the text; with the sources that tracebacks show.
+    Raises:
+        ValueError: it is not a reply.
     """
-
-    kind: str
-    body: Body
-
-
-@dataclass(frozen=True)
-class Reply:
-    """How a job went on one rank: a pickled result, or a failure.
-
-    Attributes:
-        result: the result, pickled.
-        failure: what went wrong instead.
-        left_group: whether the rank has left the process group in which it started.
-        made_calls: whether it has made a call to torch.distributed that was recorded.
-    """
-
-    result: Body | None = None
-    failure: Failure | None = None
-    left_group: bool = False
-    made_calls: bool = True
-
-    def to_bytes(self) -> bytes:
-        """Write for `from_bytes`, as plain data: nothing of the rank's own runs in the launcher."""
-        body = None if self.result is None else (self.result.inline, self.result.path is not None)
-        return pack((body, None if self.failure is None else tuple(self.failure), self.left_group, self.made_calls))
-
-    @classmethod
-    def from_bytes(cls, data: bytes, rank: int, path: Path) -> Reply:
-        """Read what a rank wrote; `path` is the file of a large result.
-
-        Raises:
-            ValueError: it is not a reply.
-        """
-        try:
-            body, failure, *told = unpack(data)
-            left_group, made_calls = map(bool, told)
-            if failure is not None:
-                _, summary, text, is_noise, time_ns = failure
-                return cls(None, Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns)), left_group)
-            inline, is_in_file = body
-            return cls(Body(bytes(inline), str(path) if is_in_file else None), None, left_group, made_calls)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
+    try:
+        if (failure := unpack(data)) is None:
+            return None
+        _, summary, text, is_noise, time_ns = failure
+        return Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
 
 
 def result_path(folder: str | Path, rank: int) -> Path:
-    """File for a result of a rank that is too large for its socket."""
+    """File for a rank's result."""
     return Path(folder) / f"rank{rank}.result"
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file in the place of one that may be there: to write into that one can take a disk milliseconds.
+
+    Raises:
+        OSError: there is no room.
+    """
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def read_result(folder: Path, rank: int) -> bytes:
+    """Return a rank's result, pickled.
+
+    Raises:
+        OSError: the file is gone, or something else stands in its place.
+    """
+    with open_file(result_path(folder, rank)) as file:
+        return file.read()
 
 
 def sources_not_on_disk() -> dict[str, tuple[int, None, list[str], str]]:
@@ -255,7 +215,7 @@ def _sent_by_value(values: Sequence[object]) -> Iterator[None]:
 
 
 def _is_importable(module: types.ModuleType) -> bool:
-    """Whether importing a module's name in another process leads to the same file."""
+    """Whether importing a module's name in a different process leads to the same file."""
     name, file = module.__name__, getattr(module, "__file__", None)
     if name == "__main__" or "." in name or file is None:  # cloudpickle knows __main__; a package is found by its name
         return True
@@ -269,21 +229,13 @@ def _culprit(fn: Callable[..., object], args: Sequence[object]) -> str | None:
     import cloudpickle
 
     named = [(f"argument {index}", value) for index, value in enumerate(args)]
-    if isinstance(fn, types.FunctionType):
-        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
-        named += [(f"the outer variable {name!r}", _contents(cell)) for name, cell in cells]
-        used = [name for name in fn.__code__.co_names if name in fn.__globals__]
-        named += [(f"the global variable {name!r}", fn.__globals__[name]) for name in used]
+    with contextlib.suppress(TypeError, ValueError):  # no function of Python's, or an outer variable has no value yet
+        outer = inspect.getclosurevars(fn)
+        named += [(f"the outer variable {name!r}", value) for name, value in outer.nonlocals.items()]
+        named += [(f"the global variable {name!r}", value) for name, value in outer.globals.items()]
     for name, value in named:
         try:
             cloudpickle.dumps(value)
         except Exception:
             return name
     return None
-
-
-def _contents(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet assigned
-        return None

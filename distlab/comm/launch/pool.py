@@ -8,48 +8,47 @@ import os
 import pickle
 import re
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 from distlab.comm.checks import FDS_PER_RANK
-from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack
+from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
-from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
-from distlab.comm.launch.worker import stack_path
+from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
+from distlab.comm.launch.worker import error_path, stack_path
 from distlab.comm.where.answer import SIGNAL, is_whole
-from distlab.nodes import Nodes
 
-ONE_NODE = Nodes(1)
+Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
+
 SERVE_RANK = "distlab.comm.launch.worker:serve_rank"  # what runs inside a rank
-MAX_REPLY_BYTES = 1 << 20  # a larger result comes in a file
+MAX_REPLY_BYTES = 1 << 20
 ANSWER_S = 0.5  # for ranks to say where they stand
 CRASH = "Fatal Python error"  # begins a stack that faulthandler writes by itself
-NEXT_JOB = "recv_bytes"  # where a rank stands between two jobs
 MAX_LINE = 65536  # a longer line is passed on in pieces: to join it anew at every read would take quadratic time
 MAX_READ = 1 << 20  # bytes per read: a rank that prints without end must not stop its launcher from its other work
+OUTPUT, REPLY, STATUS_CHANGE = range(3)  # what may arrive from a rank; in this order it is read
 _LINE_END = re.compile(r"\r\n|\n|\r")
 
 
-class Ended(NamedTuple):
-    """What ended on a rank: a job, with its reply, or the process."""
-
-    rank: int
-    reply: Reply | None
+def show(rank: int, line: str) -> None:
+    """Print a line of a rank's."""
+    sys.stdout.write(f"[rank {rank}] {line}\n")
 
 
 class Output:
-    """A rank's standard output and error, split into whole lines, which are shown as they come."""
+    """A rank's standard output and error, split into whole lines, which are passed on as they come."""
 
-    def __init__(self, rank: int, fd: int, *, echo: bool) -> None:
+    def __init__(self, rank: int, fd: int, echo: Echo | None) -> None:
         self.rank, self.fd, self.echo = rank, fd, echo
         self.last = deque[str](maxlen=20)
         self.num_bytes = 0
@@ -84,8 +83,8 @@ class Output:
 
     def _pass_on(self, line: str) -> None:
         self.last.append(line)
-        if self.echo:
-            sys.stdout.write(f"[rank {self.rank}] {line}\n")
+        if self.echo is not None:
+            self.echo(self.rank, line)
 
 
 @dataclass
@@ -97,156 +96,142 @@ class RankProcess:
     output: Output
     status_fd: int
     pid: int | None = None
-    wait_status: int | None = None
+    summary: str = "ended with its fork server, which was killed"  # how it ended, once it is gone
     ended_ns: int = 0
     is_gone: bool = False
-    why_not: str = ""  # it could not be started
 
     def read_status(self) -> None:
         """Read what the fork server reports: the process's number, later how it ended."""
         data = os.read(self.status_fd, STATUS.size)
         if len(data) < STATUS.size:
-            self.is_gone = True
-            self.ended_ns = self.ended_ns or time.monotonic_ns()
+            self.ended_ns, self.is_gone = time.monotonic_ns(), True
             return
         pid, status, now = STATUS.unpack(data)
         if pid == NOT_STARTED:
-            self.why_not, self.ended_ns, self.is_gone = os.strerror(status), now, True
+            self.summary = (
+                f"could not be started ({os.strerror(status)}): this user or container may have no more processes, or "
+                "the machine no more memory; end some, raise the limit (ulimit -u), or start fewer ranks"
+            )
+        elif status < 0:
+            self.pid = pid
             return
-        self.pid = pid
-        if status >= 0:
-            self.wait_status, self.ended_ns, self.is_gone = status, now, True
+        else:
+            self.summary = describe_exit(os.waitstatus_to_exitcode(status))
+        self.ended_ns, self.is_gone = now, True
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it (Linux; elsewhere never)."""
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return False
 
 
-@dataclass
+class Said(NamedTuple):
+    """What came from a rank: how its call went (None: well), or how its process ended."""
+
+    rank: int
+    failure: Failure | None
+    is_gone: bool = False
+
+
 class Pool:
-    """A set of rank processes with its private folder; alive from its making until `close` or `kill`."""
+    """A set of rank processes with its private folder; alive from its making until `close`.
 
-    world_size: int
-    backend: str | None
-    group_timeout_s: float
-    record: bool
-    echo: bool
-    plain: bool = False
-    nodes: Nodes = ONE_NODE
-    ranks: list[RankProcess] = field(default_factory=list)
+    Args:
+        settings: of all its ranks.
+        echo: gets each line that a rank prints; None: nobody.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, settings: Settings, echo: Echo | None) -> None:
+        self.settings, self.ranks = settings, list[RankProcess]()
         self._server = fork_server()
         self._selector = selectors.DefaultSelector()
-        self._is_down = False
         self.folder = self._server.make_folder()
-        self._name = self.folder.name
         try:
-            for rank in range(self.world_size):
-                self._start(rank)
-            for process in self.ranks:
-                with contextlib.suppress(ConnectionError):  # one that was not forked, or is dead: `poll` tells why
-                    process.connection.send_bytes(pickle.dumps(self._settings(process.rank)))
+            (self.folder / SETTINGS).write_bytes(pickle.dumps(settings))
+            for rank in range(settings.world_size):
+                self._start(rank, echo)
         except BaseException as error:
-            self.kill()
+            self.close()
             if not isinstance(error, OSError):
                 raise
             raise RuntimeError(
-                f"rank {len(self.ranks)} of {self.world_size} cannot be started ({error.strerror}): each takes "
+                f"rank {len(self.ranks)} of {settings.world_size} cannot be started ({error.strerror}): each takes "
                 f"{FDS_PER_RANK} open files here; close some, raise their limit (ulimit -n), or start fewer ranks"
             ) from error
 
-    def _settings(self, rank: int) -> Settings:
-        return Settings(
-            rank=rank,
-            world_size=self.world_size,
-            backend=self.backend,
-            group_timeout_s=self.group_timeout_s,
-            record=self.record,
-            folder=str(self.folder),
-            environment=dict(os.environ),
-            import_path=tuple(sys.path),
-            directory=os.getcwd(),
-            plain=self.plain,
-            nodes=self.nodes,
-        )
-
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, echo: Echo | None) -> None:
         """Ask the fork server for one rank and keep our ends of its channels."""
         ours, theirs = socket.socketpair()
         output_r, output_w = os.pipe()
         status_r, status_w = os.pipe()
-        output = Output(rank, output_r, echo=self.echo)
-        process = RankProcess(rank, Connection(ours.detach()), output, status_r)
+        process = RankProcess(rank, Connection(ours.detach()), Output(rank, output_r, echo), status_r)
         self.ranks.append(process)
-        for fileobj, name in ((process.connection, "reply"), (output_r, "output"), (status_r, "status")):
-            self._selector.register(fileobj, selectors.EVENT_READ, (rank, name))
+        for fileobj, what in ((process.connection, REPLY), (output_r, OUTPUT), (status_r, STATUS_CHANGE)):
+            self._selector.register(fileobj, selectors.EVENT_READ, (what, rank))
         try:
-            request: dict[str, object] = {"kind": "fork", "pool": self._name, "rank": rank, "run": SERVE_RANK}
-            self._server.request(request, (status_w, output_w, theirs.fileno()))
+            request = {"kind": "fork", "pool": self.folder.name, "rank": rank, "run": SERVE_RANK}
+            self._server.request({**request, "folder": str(self.folder)}, (status_w, output_w, theirs.fileno()))
         finally:
             theirs.close()
             os.close(output_w)
             os.close(status_w)
 
-    def send(self, kind: str, data: bytes, ranks: Iterable[int]) -> None:
-        """Hand a job to some ranks; one that has died is noticed by `poll`.
+    def send(self, call: bytes, ranks: Iterable[int]) -> None:
+        """Let some ranks make a call; one that has died is noticed by `poll`.
 
         Raises:
-            RuntimeError: the job is large, and its file cannot be written.
+            RuntimeError: the file of the call cannot be written.
         """
         try:
-            message = pickle.dumps(Job(kind, Body.of(data, self.folder / "job")))
+            write_new(self.folder / CALL, call)
         except OSError as error:
             raise RuntimeError(
-                f"{len(data)} bytes for the ranks cannot be written into {self.folder} ({error.strerror}); make room "
-                "there, or set TMPDIR to another folder"
+                f"{len(call)} bytes for the ranks cannot be written into {self.folder} ({error.strerror}); make room "
+                "there, or set TMPDIR to a different folder"
             ) from error
         for rank in ranks:
             with contextlib.suppress(OSError):
-                self.ranks[rank].connection.send_bytes(message)
+                self.ranks[rank].connection.send_bytes(START)
 
-    def poll(self, timeout_s: float) -> list[Ended]:
-        """Wait for something to happen; pass on output, and return replies and deaths."""
-        names: dict[str, list[int]] = {"output": [], "reply": [], "status": []}
-        for key, _ in self._selector.select(timeout_s):
-            rank, name = key.data
-            names[name].append(rank)
-        for rank in names["output"]:
-            self._read_output(rank)
-        ended = [one for rank in names["reply"] if (one := self._read_reply(rank)) is not None]
-        for rank in names["status"]:
+    def poll(self, timeout_s: float) -> list[Said]:
+        """Wait for something to happen; pass on output, and return what came from ranks that replied or ended."""
+        said: list[Said] = []
+        ready = sorted(key.data for key, _ in self._selector.select(timeout_s))
+        for what, rank in ready:
             process = self.ranks[rank]
-            process.read_status()
-            if process.is_gone:
-                self._forget(process.status_fd)
-                last_word = self._read_reply(rank)  # which may have arrived after the select
-                self._read_output(rank)
-                ended.append(last_word or Ended(rank, None))
-        if names["output"] and self.echo:
+            if what == OUTPUT:
+                self._read_output(process)
+            elif what == REPLY:
+                said += self._read_reply(process)
+            else:
+                process.read_status()
+                if process.is_gone:
+                    self._forget(process.status_fd)
+                    said += self._read_reply(process)  # which may have come after the select
+                    self._read_output(process)
+                    said.append(Said(rank, self._failure_of_exit(process), is_gone=True))
+        if ready and ready[0][0] == OUTPUT:
             sys.stdout.flush()
-        return ended
+        return said
 
-    def _read_output(self, rank: int) -> None:
-        output = self.ranks[rank].output
-        if self._is_listening(output.fd) and not output.read():
-            self._forget(output.fd)
+    def _read_output(self, process: RankProcess) -> None:
+        if self._is_listening(process.output.fd) and not process.output.read():
+            self._forget(process.output.fd)
 
-    def _read_reply(self, rank: int) -> Ended | None:
-        connection = self.ranks[rank].connection
+    def _read_reply(self, process: RankProcess) -> list[Said]:
+        rank, connection = process.rank, process.connection
         try:
             if not self._is_listening(connection) or not connection.poll(0):
-                return None
-            reply = Reply.from_bytes(connection.recv_bytes(MAX_REPLY_BYTES), rank, result_path(self.folder, rank))
+                return []
+            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES), rank)
         except ValueError as error:
-            reply = Reply(failure=Failure(rank, str(error), "", False, time.monotonic_ns()))
+            failure = Failure(rank, str(error), "", False, time.monotonic_ns())
         except (EOFError, OSError):
             self._forget(connection)
-            return None
-        self._read_output(rank)  # what it printed before it replied
-        return Ended(rank, reply)
-
-    def _has_replied(self, rank: int) -> bool:
-        """Return whether a rank has said what `poll` has not read yet, or has gone."""
-        with contextlib.suppress(OSError):
-            return self.ranks[rank].connection.poll(0)
-        return True
+            return []
+        self._read_output(process)  # what it printed before it replied
+        return [Said(rank, failure)]
 
     def _is_listening(self, fileobj: int | Connection) -> bool:
         return fileobj in self._selector.get_map()
@@ -255,33 +240,24 @@ class Pool:
         if self._is_listening(fileobj):
             self._selector.unregister(fileobj)
 
-    def failure_of_exit(self, rank: int) -> Failure:
+    def _failure_of_exit(self, process: RankProcess) -> Failure:
         """Describe the death of a rank's process, with the stack that a crash left or its last output."""
-        process = self.ranks[rank]
-        summary = "ended with its fork server, which was killed"
-        if process.wait_status is not None:
-            summary = describe_exit(os.waitstatus_to_exitcode(process.wait_status))
-        if process.why_not:
-            summary = (
-                f"could not be started ({process.why_not}): this user or container may have no more processes, or the "
-                "machine no more memory; end some, raise the limit (ulimit -u), or start fewer ranks"
-            )
-        text = self._stack_text(rank)
+        text = self._stack_text(process.rank)
         if not text and process.output.last:
             text = "its last output:\n" + "\n".join(f"    {line[:LONGEST_LINE]}" for line in process.output.last)
-        return Failure(rank, summary, text, False, process.ended_ns)
+        return Failure(process.rank, process.summary, text, False, process.ended_ns)
+
+    def told(self, rank: int, time_ns: int) -> Failure | None:
+        """Return what a rank that runs a script wrote down of its failure, or None."""
+        return None if self.settings.joined else recorded_failure(error_path(self.folder, rank), rank, time_ns)
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to some ranks (all if None); SIGKILL goes to everything that they have started too."""
-        request: dict[str, object] = {"kind": "signal", "pool": self._name, "ranks": ranks, "signal": int(number)}
-        self._server.request(request)
+        self._server.request({"kind": "signal", "pool": self.folder.name, "ranks": ranks, "signal": int(number)})
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask ranks where they stand; works while they wait in C, and says when one does not answer.
-
-        Those that have replied meanwhile are left out: they wait for their next job.
-        """
-        asked = [rank for rank in ranks if not self.ranks[rank].is_gone and not self._has_replied(rank)]
+        """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
+        asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
         for rank in asked:
             with contextlib.suppress(OSError):  # it is starting
                 os.truncate(stack_path(self.folder, rank), 0)  # `distlab where` may have asked before
@@ -290,23 +266,16 @@ class Pool:
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
             time.sleep(0.01)
-        texts = {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
-        return {rank: text for rank, text in texts.items() if NEXT_JOB not in text or not self._has_replied(rank)}
+        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
 
     def _has_answered(self, rank: int) -> bool:
         with contextlib.suppress(OSError):
             if is_whole(stack_path(self.folder, rank).read_text(errors="replace")):
                 return True
-        return self._is_stopped(rank)
-
-    def _is_stopped(self, rank: int) -> bool:
-        with contextlib.suppress(OSError, IndexError):
-            status = Path(f"/proc/{self.ranks[rank].pid}/stat").read_text()
-            return status.rpartition(")")[2].split()[0] in ("T", "t")
-        return False
+        return self.ranks[rank].is_stopped()
 
     def _silence(self, rank: int) -> str:
-        if self._is_stopped(rank):
+        if self.ranks[rank].is_stopped():
             return "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
         return "it does not answer: it is starting, or it gets no time to run"
 
@@ -317,32 +286,19 @@ class Pool:
             return ""
         return format_stack(text[max(0, text.rfind(CRASH)) :])  # what it was asked before its crash matters no more
 
-    def close(self, grace_s: float = 2.0) -> None:
-        """Let the ranks leave their group and exit; kill those that take longer than the grace."""
-        for process in self.ranks:
-            with contextlib.suppress(OSError):
-                process.connection.send_bytes(b"")
-        self._wait_for_end(grace_s)
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill every rank, wait until it is gone, close everything and remove the folder."""
-        if self._is_down:
+    def close(self) -> None:
+        """Kill every rank with all that it has started, wait until they are gone, and remove the folder."""
+        if self._selector.get_map() is None:  # it is closed
             return
-        self._is_down = True
         with contextlib.suppress(RuntimeError):
-            if not all(process.is_gone for process in self.ranks):
-                self.signal(signal.SIGKILL)
-        self._wait_for_end(10.0)
+            self.signal(signal.SIGKILL)
+        deadline = time.monotonic() + 10.0
+        while not all(process.is_gone for process in self.ranks) and (left := deadline - time.monotonic()) > 0:
+            self.poll(left)
         self._selector.close()
         for process in self.ranks:
             process.output.flush()
             process.connection.close()
             os.close(process.output.fd)
             os.close(process.status_fd)
-        self._server.remove_folder(self.folder)
-
-    def _wait_for_end(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while not all(process.is_gone for process in self.ranks) and (left := deadline - time.monotonic()) > 0:
-            self.poll(left)
+        shutil.rmtree(self.folder, ignore_errors=True)

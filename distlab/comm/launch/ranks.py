@@ -1,4 +1,19 @@
-"""Ranks that stay alive between calls, so that models, groups and data stay where they are."""
+"""Run functions on several ranks: real processes on this machine, each with its part of one process group.
+
+    def hello():
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    run(hello, 4)  # [4.0, 4.0, 4.0, 4.0]
+
+It works the same from a script, a test, `python -c` and a notebook's cell. The function travels by value
+(cloudpickle), so ranks never import the caller's script, and no `if __name__ == "__main__"` is needed. `Ranks` stay
+alive between calls, so that models, groups and data stay where they are.
+
+The way of a call: `run` -> `Ranks` (deadlines, root cause) -> `Pool` (the processes) -> `forkserver` (starts and guards
+them) -> `worker` (inside a rank).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +21,15 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
-from distlab.comm.launch import failures
-from distlab.comm.launch.failures import Failure, RankError, error_of, noting_interrupt, standing, timeout_of
-from distlab.comm.launch.messages import pack_call
-from distlab.comm.launch.pool import Pool
+from distlab.comm.launch import worker
+from distlab.comm.launch.failures import Failure, RankError, error_of, standing, text_of, timeout_of, who_left
+from distlab.comm.launch.fork_client import fork_server
+from distlab.comm.launch.messages import Settings, pack_call, read_result
+from distlab.comm.launch.pool import Echo, Pool, show
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
 from distlab.comm.watch.waits import describe, is_settled
@@ -22,7 +38,57 @@ from distlab.nodes import Nodes
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
-NOISE_GRACE_S = 2.0  # how long to look for the cause when ranks report only that another one has gone
+NOISE_GRACE_S = 2.0  # how long to look for the cause when ranks report only that a different one has gone
+
+
+class Watching(TypedDict, total=False):
+    """Whether `run` records what ranks call, and shows what they print; see there."""
+
+    record: bool
+    echo: bool
+
+
+def run(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    args: Sequence[Any] = (),
+    timeout_s: float = 60.0,
+    backend: str | None = None,
+    nodes: Nodes | int = 1,
+    **watching: Unpack[Watching],
+) -> list[Any]:
+    """Call fn(*args) on world_size new ranks and return their results in the order of ranks.
+
+    torch.distributed is initialised when fn starts. What ranks print is shown as it comes, each line after `[rank r]`.
+
+    Args:
+        fn: the function; it may come from a notebook's cell or be a lambda.
+        world_size: number of ranks.
+        args: its arguments, the same on every rank.
+        timeout_s: how long the call may take.
+        backend: "shared" (ranks meet in shared memory: one Linux host, CPU tensors), "gloo", "nccl", or "cpu": shared
+            where that works, else gloo. None: nccl when each rank has its own GPU; gloo when ranks share one; else
+            "cpu".
+        nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`. Ranks of a node meet in shared
+            memory, those of different nodes through sockets, or a wire of that speed.
+        watching: `record` (True): whether calls of torch.distributed are recorded, so that a hang is explained in words
+            and ended early; `echo` (True): whether what ranks print is shown.
+
+    Raises:
+        ValueError: an argument cannot be, or something cannot be sent to the ranks; nothing was started.
+        RankError: a rank raised, exited or was killed; the root cause comes first.
+        RankTimeout: the call took longer than timeout_s; the text says where each rank stands.
+    """
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise ValueError(f"args is {args!r}; pass a tuple, such as args=(1, 2)")
+    with Ranks(world_size, timeout_s=timeout_s, backend=backend, nodes=nodes, **watching) as ranks:
+        return ranks.run(fn, *args)
+
+
+def warm() -> None:
+    """Start loading torch for the ranks in the background, so that the first call need not wait for it."""
+    fork_server()
 
 
 class Ranks:
@@ -38,8 +104,9 @@ class Ranks:
         backend: "shared", "gloo", "nccl", "cpu", or None to choose; see `run`.
         nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`; see `run`.
         record: whether calls of torch.distributed are recorded, for `records()` and to explain a hang.
-        echo: whether what ranks print is shown, each line after `[rank r]`.
+        echo: whether what ranks print is shown, each line after `[rank r]`; or what to call with (rank, line).
         plain: whether results of `run` come back as `distlab.comm.plain` data, for functions that are not trusted.
+        joined: whether the ranks are in a process group; else a script that they run makes its own.
 
     Raises:
         ValueError: the world size, the timeout or the backend cannot be.
@@ -53,13 +120,15 @@ class Ranks:
         backend: str | None = None,
         nodes: Nodes | int = 1,
         record: bool = True,
-        echo: bool = True,
+        echo: bool | Echo = True,
         plain: bool = False,
+        joined: bool = True,
     ) -> None:
         self.world_size, self.timeout_s = check_world_size(world_size), check_timeout(timeout_s)
         self.nodes = Nodes.for_ranks(nodes, self.world_size)
         self.backend = check_backend(backend, self.world_size, self.nodes.count)
-        self.record, self.echo, self.plain = record, echo, plain
+        self.record, self.plain, self.joined = record, plain, joined
+        self._echo = echo if callable(echo) else show if echo else None
         self._pool: Pool | None = None
         self._failed_records: Records | None = None
         self._num_sources = 0
@@ -75,15 +144,14 @@ class Ranks:
         """
         if not callable(fn):
             raise ValueError(f"fn is {fn!r}; pass a function that each rank calls, such as run(train, 4), not train()")
-        results = self._do("call", pack_call(fn, args), range(self.world_size))
-        return [self._read(rank, result) for rank, result in enumerate(results)]
+        return self._do(fn, args, range(self.world_size))
 
     def _read(self, rank: int, result: bytes) -> Any:
         """Return a result of a rank."""
         try:
             return unpack(result) if self.plain else pickle.loads(result)
         except Exception as error:  # whatever unpickling an object of the rank's raises
-            what = f"{type(error).__name__}: {failures.text_of(error)}; return plain values or tensors"
+            what = f"{type(error).__name__}: {text_of(error)}; return plain values or tensors"
             raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {what}", rank) from error
 
     def execute(self, source: str, ranks: Sequence[int] | None = None, *, name: str | None = None) -> list[str | None]:
@@ -100,8 +168,8 @@ class Ranks:
         if wrong := [rank for rank in chosen if rank not in range(self.world_size)]:
             raise ValueError(f"there is no rank {wrong[0]}: ranks are 0 to {self.world_size - 1}")
         self._num_sources += 1
-        body = pickle.dumps((source, name or f"<ranks {self._num_sources}>"))
-        return [pickle.loads(result) for result in self._do("source", body, chosen)]
+        call = (source, name or f"<ranks {self._num_sources}>")
+        return self._do(worker.execute, call, chosen, keeps=True)
 
     def records(self) -> Records:
         """Return what the ranks' calls of torch.distributed were in the last run, also after a failure.
@@ -127,61 +195,58 @@ class Ranks:
         return () if pool is None else tuple(process.output.num_bytes for process in pool.ranks)
 
     def interrupt(self) -> None:
-        """Stop the call that is running (from another thread); it raises RankError and the processes are gone."""
+        """Stop the call that is running (from a different thread); it raises RankError and the processes are gone."""
         self._interrupted.set()
 
     def close(self) -> None:
-        """End the ranks and wait until they are gone."""
+        """End the ranks, whatever they do, and wait until they are gone."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.close()
-            self._pool = None
+            self._end()
 
-    def kill(self) -> None:
-        """End the ranks at once, whatever they do, and wait until they are gone."""
-        with self._lock:
-            if self._pool is not None:
-                self._pool.kill()
-            self._pool = None
+    def _end(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self._pool is not None:
-            self._pool.kill()
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _do(self, kind: str, data: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """Hand one job to the ranks and wait for every reply; on a failure kill them all, unless they can go on."""
+    def _do(self, fn: Callable[..., Any], args: Sequence[Any], ranks: Sequence[int], keeps: bool = False) -> list[Any]:
+        """Let some ranks make a call and wait for every reply; on a failure end them all, unless they can go on."""
+        call = pack_call(fn, args)
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("these ranks are busy with another call; make a second Ranks to run two at once")
+            raise RuntimeError("these ranks are busy with a different call; make a second Ranks to run two at once")
         try:
             self._interrupted.clear()
             self._failed_records = None
             deadline = time.monotonic() + self.timeout_s
             if self._pool is None:
-                settings = (2 * self.timeout_s + 30, self.record, self.echo, self.plain, self.nodes)
-                self._pool = Pool(self.world_size, self.backend, *settings)
+                wait_s = 2 * self.timeout_s + 30
+                settings = (self.world_size, self.backend, wait_s, self.record, self.plain, self.nodes, self.joined)
+                self._pool = Pool(Settings(*settings), self._echo)
             this_round = _Round(self._pool, ranks, deadline, self)
             try:
-                with noting_interrupt(this_round.standing):
-                    self._pool.send(kind, data, ranks)
-                    return this_round.results()
-            except BaseException:
+                self._pool.send(call, ranks)
+                results = this_round.results()
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    error.add_note("\n".join(this_round.standing()).lstrip("\n"))
                 if self.record:
                     with contextlib.suppress(Exception):  # a failure is being reported already
                         self._failed_records = read_records(self._pool.folder)
-                if kind != "source" or not this_round.can_go_on(self._failed_records):
-                    self._pool.kill()
-                    self._pool = None
+                if not keeps or not this_round.can_go_on(self._failed_records):
+                    self._end()
                 raise
         finally:
             self._lock.release()
+        return [self._read(rank, result) for rank, result in zip(ranks, results, strict=True)]
 
 
 class _Round:
-    """One job on its way: what has come back, what failed, and when to give up."""
+    """One call on its way: what has come back, what failed, and when to give up."""
 
     def __init__(self, pool: Pool, ranks: Sequence[int], deadline: float, owner: Ranks) -> None:
         self.pool, self.ranks, self.deadline, self.owner = pool, ranks, deadline, owner
@@ -189,9 +254,7 @@ class _Round:
         self.replies: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.gone = False  # whether a process has ended
-        self.left: set[int] = set()  # ranks that destroyed the process group
-        self.has_calls = False  # whether a rank that is back has made a call
-        self.watchdog = Watchdog(pool.folder, pool.world_size, since_ns=time.monotonic_ns()) if owner.record else None
+        self.watchdog = Watchdog(pool.folder, owner.world_size, since_ns=time.monotonic_ns()) if owner.record else None
 
     def results(self) -> list[bytes]:
         """Wait for every reply; return the results, or raise the error that explains what happened."""
@@ -204,27 +267,21 @@ class _Round:
             if time.monotonic() >= next_check:
                 next_check += POLL_S
                 self._check()
+        self.failures += filter(None, (self.pool.told(rank, time.monotonic_ns()) for rank in self.waiting))
+        self.waiting -= {failure.rank for failure in self.failures}
         stacks = self._stacks()
-        if self.waiting:
-            self._take(0.0, hung=stacks.keys())  # what came meanwhile; the signal for a stack may end what hung
-            stacks = {rank: stack for rank, stack in stacks.items() if rank in self.waiting}
         if self.failures:
-            self._blame_who_left()
+            if self.watchdog is not None and all(failure.is_noise for failure in self.failures):
+                self.failures += who_left(self.watchdog.left(), min(failure.time_ns for failure in self.failures))
             explanation = self._explanation()
-            raise error_of(self.failures, stacks, sorted(self.replies), self.pool.world_size, explanation)
+            raise error_of(self.failures, stacks, sorted(self.replies), self.owner.world_size, explanation)
         if self.waiting:
-            raise timeout_of(stacks, self.owner.timeout_s, self.pool.world_size, self._words())
-        if (dog := self.watchdog) is not None and self.has_calls:
-            is_over = len(self.ranks) == self.pool.world_size  # after a job of some ranks others may yet make a group
+            raise timeout_of(stacks, self.owner.timeout_s, self.owner.world_size, self._words())
+        if (dog := self.watchdog) is not None:
+            is_over = len(self.ranks) == self.owner.world_size  # after a job of some ranks others may yet make a group
             if wrong := dog.mismatch() or dog.groups(is_over=is_over):
                 raise RankError(wrong)  # every rank returned, with numbers that are wrong
         return [self.replies[rank] for rank in self.ranks]
-
-    def _blame_who_left(self) -> None:
-        """Put a rank that left a group first, where the others saw only that it had gone."""
-        if all(failure.is_noise for failure in self.failures):
-            destroyed = {} if self.watchdog is None else self.watchdog.left()
-            self.failures += failures.who_left(self.left, destroyed, min(failure.time_ns for failure in self.failures))
 
     def can_go_on(self, records: Records | None) -> bool:
         """Tell whether every rank is back, by its own doing, and nothing between them is half said."""
@@ -238,27 +295,19 @@ class _Round:
         """When to stop waiting: at the deadline, or a short grace after the first failure with a cause of its own."""
         if not self.failures:
             return self.deadline
-        causes = [failure.time_ns for failure in self.failures if self.left or not failure.is_noise]
+        causes = [failure.time_ns for failure in self.failures if not failure.is_noise]
         if causes:
             return min(causes) / 1e9 + GRACE_S
         return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
 
-    def _take(self, timeout_s: float, hung: Collection[int] = ()) -> None:
-        for rank, reply in self.pool.poll(timeout_s):
-            if reply is not None:
-                self.has_calls |= reply.made_calls
-                self.left |= {rank} if reply.left_group else set()
-            if reply is None:
-                if rank in self.waiting or not any(failure.rank == rank for failure in self.failures):
-                    self.failures.append(self.pool.failure_of_exit(rank))
-                self.waiting.discard(rank)
-                self.gone = True
-            elif reply.failure is not None:
-                self.failures.append(reply.failure)
-                self.waiting.discard(rank)
-            elif rank in self.waiting and rank not in hung and reply.result is not None:
-                self.replies[rank] = reply.result.read()
-                self.waiting.discard(rank)
+    def _take(self, timeout_s: float) -> None:
+        for rank, failure, is_gone in self.pool.poll(timeout_s):
+            self.gone |= is_gone
+            if failure is None:
+                self.replies[rank] = read_result(self.pool.folder, rank)
+            elif rank in self.waiting or all(one.rank != rank for one in self.failures):
+                self.failures.append(self.pool.told(rank, failure.time_ns) or failure)
+            self.waiting.discard(rank)
 
     def _check(self) -> None:
         """Ask whether the call was interrupted, and whether the recorded calls can never end."""
@@ -266,10 +315,11 @@ class _Round:
             raise RankError("\n".join(["the call was interrupted", *self.standing()]))
         if self.watchdog is None or self.failures:
             return
-        idle = set(range(self.pool.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
+        idle = set(range(self.owner.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         if (message := self.watchdog.check(idle | set(self.replies))) is not None:
-            heads = [f"rank {rank} of {self.pool.world_size} {failures.LEFT}\n" for rank in sorted(self.left)]
-            blamed = min(self.left, default=None)
+            left = who_left(self.watchdog.left(), 0)
+            heads = [f"rank {one.rank} of {self.owner.world_size} {one.summary}\n" for one in left]
+            blamed = left[0].rank if left else None
             raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), blamed)
 
     def _explanation(self) -> str:
@@ -290,9 +340,14 @@ class _Round:
         if self.watchdog is None:
             return []
         try:
-            return describe(read_records(self.pool.folder), self.pool.world_size)
+            return describe(read_records(self.pool.folder), self.owner.world_size)
         except Exception as error:
             return [f"(the recorded calls could not be read: {error})"]
 
     def _stacks(self) -> dict[int, str]:
-        return self.pool.stacks(sorted(self.waiting)) if self.waiting else {}
+        """Return where each rank stands from which nothing has come."""
+        if not self.waiting:
+            return {}
+        stacks = self.pool.stacks(sorted(self.waiting))
+        self._take(0.0)  # what came meanwhile
+        return {rank: stack for rank, stack in stacks.items() if rank in self.waiting}

@@ -1,4 +1,4 @@
-"""What runs inside a rank: join the group, then do jobs until the launcher says stop or is gone."""
+"""What runs inside a rank: join the group, then make calls until the launcher ends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,23 @@ from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, text_of, well_formed
 from distlab.comm.launch.forkserver import take_files
-from distlab.comm.launch.messages import Body, Job, Reply, Settings, result_path
+from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, result_path, write_new
 from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
-from distlab.comm.rendezvous import loopback_interface
+from distlab.comm.rendezvous import STORE_FILE, loopback_interface
 from distlab.comm.where.answer import answer
 
 
 def stack_path(folder: str | Path, rank: int) -> Path:
     """File into which a rank writes its stack when asked, or when it crashes."""
     return Path(folder) / f"rank{rank}.stack"
+
+
+def error_path(folder: str | Path, rank: int) -> Path:
+    """File into which a rank that runs a script writes what went wrong (`record_failure`)."""
+    return Path(folder) / f"rank{rank}.error"
 
 
 def before_forks() -> None:
@@ -50,60 +55,47 @@ def before_forks() -> None:
     FrontEnd.install()
 
 
-def serve_rank(request: object, files: Sequence[int]) -> int:
-    """Run one rank: set up, join the group, do jobs; return the process's exit status.
+def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
+    """Run one rank: set up, join the group, do calls until the launcher is gone; return the process's exit status.
 
     The files are its output and the socket to the launcher.
     """
-    output, job = files
+    output, control = files
     take_files({1: output, 2: output})
-    connection: Connection = Connection(job)
-    settings: Settings = pickle.loads(connection.recv_bytes())
-    rank, own = _Rank(settings), os.getpid()
+    connection: Connection = Connection(control)
+    folder, number, own = Path(request["folder"]), request["rank"], os.getpid()
+    settings: Settings = pickle.loads((folder / SETTINGS).read_bytes())
+    rank = _Rank(settings, folder, number)
     try:
-        prepare_process(settings)
+        prepare_process(settings, folder, number)
         rank.join()
     except BaseException as error:
-        room = f" in {settings.folder} (make room there, or set TMPDIR to another folder)"
+        room = f" in {folder} (make room there, or set TMPDIR to a different folder)"
         what = f"could not join the group{room if isinstance(error, OSError) else ''}: "
-        connection.send_bytes(Reply(failure=failure_of(error, settings.rank, what)).to_bytes())
+        connection.send_bytes(pack_reply(failure_of(error, number, what)))
     while True:
         try:
-            message = connection.recv_bytes()
+            connection.recv_bytes()
         except EOFError:
-            break
-        if not message:
-            break
-        reply = rank.do(pickle.loads(message))
+            return 0
+        failure = rank.do()
         flush_output()
-        if os.getpid() != own:  # a copy that the job made (os.fork) must not answer in the rank's place
-            return int(reply.failure is not None)
-        connection.send_bytes(reply.to_bytes())
-    rank.leave()
-    flush_output()
-    return 0
+        if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
+            return int(failure is not None)
+        connection.send_bytes(pack_reply(failure))
 
 
-def prepare_process(settings: Settings) -> None:
+def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
     """Take over the launcher's environment, path and directory; make stacks available; one torch thread."""
-    wanted = rank_environment(settings)
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    os.environ.clear()
+    os.environ.update(rank_environment(settings, folder, rank))
     sys.path[:] = settings.import_path
     sys.argv = ["distlab-rank"]
     with contextlib.suppress(OSError):
         os.chdir(settings.directory)
+    torch.set_num_threads(1)
     keep_freed_memory()
-    stack_file = answer(settings.rank, stack_path(settings.folder, settings.rank))
-    faulthandler.enable(stack_file, all_threads=False)
-
-
-def own_job() -> str:
-    """Name of the private folder of this rank's set; "" in a process that is not a rank."""
-    return os.environ.get(JOB_VARIABLE, "")
+    faulthandler.enable(answer(rank, stack_path(folder, rank)), all_threads=False)
 
 
 def environment() -> frozenset[tuple[bytes, bytes]]:
@@ -124,111 +116,96 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 1 << 30)
 
 
-def rank_environment(settings: Settings) -> dict[str, str]:
-    """Return a rank's environment: the launcher's, without another job's variables, with this rank's own."""
+def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, str]:
+    """Return a rank's environment: the launcher's, without a different job's variables, with this rank's own.
+
+    Where the ranks are not joined, these are what torchrun would set for the script that they run.
+    """
     kept = {
         name: value
         for name, value in settings.environment.items()
         if not name.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"))
-        and name != "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        and name not in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", STORE_FILE)
     }
     kept.setdefault("OMP_NUM_THREADS", "1")
-    rank, world_size = str(settings.rank), str(settings.world_size)
-    interface = loopback_interface()
-    return kept | {
-        JOB_VARIABLE: Path(settings.folder).name,
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        **settings.nodes.environment(settings.rank, settings.world_size),
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
-        "TP_SOCKET_IFNAME": interface,
+    alone = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # nobody listens there: they meet in the file
+        STORE_FILE: f"{folder}/store",
+        "TORCHELASTIC_ERROR_FILE": str(error_path(folder, rank)),
+    }
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback_interface())
+    return {
+        **kept,
+        **({} if settings.joined else alone),
+        JOB_VARIABLE: folder.name,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(settings.world_size),
+        **settings.nodes.environment(rank, settings.world_size),
+        **interfaces,
     }
 
 
 class _Rank:
-    """One rank's state between jobs: its group, its recorder, the namespace of executed text."""
+    """One rank's state between calls: its group and its recorder."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, folder: Path, rank: int) -> None:
+        self.settings, self.folder, self.rank = settings, folder, rank
         self.recorder: Recorder | None = None
-        self.world_id: int | None = None  # not the group itself: a reference would keep its connections open
-        self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
 
     def join(self) -> None:
         """Join the default process group through a file in the private folder."""
-        settings = self.settings
-        torch.set_num_threads(1)
-        chosen, timeout_s = settings.backend or choose_backend(settings.world_size), settings.group_timeout_s
-        if "nccl" in chosen:
-            device.device_of("cuda", settings.rank)
-        store = dist.FileStore(f"{settings.folder}/store", settings.world_size)  # type: ignore[attr-defined]
-        rank, world_size = settings.rank, settings.world_size
-        init_group(chosen, settings.nodes, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s)
-        self.world_id = id(dist.group.WORLD)
+        settings, rank, world_size = self.settings, self.rank, self.settings.world_size
+        if settings.joined:
+            chosen, timeout_s = settings.backend or choose_backend(world_size), settings.group_timeout_s
+            if "nccl" in chosen:
+                device.device_of("cuda", rank)
+            store = dist.FileStore(f"{self.folder}/store", world_size)  # type: ignore[attr-defined]
+            init_group(chosen, settings.nodes, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s)
         if settings.record:
-            self.recorder = Recorder(settings.folder, settings.rank)
+            self.recorder = Recorder(self.folder, rank)
             self.recorder.start()
         else:
             FrontEnd.restore()
-        self.namespace |= {"rank": settings.rank, "world_size": settings.world_size, "torch": torch, "dist": dist}
+        vars(sys.modules["__main__"]).update(rank=rank, world_size=world_size, torch=torch, dist=dist)
 
-    def do(self, job: Job) -> Reply:
-        """Do one job and say how it went."""
-        rank = self.settings.rank
+    def do(self) -> Failure | None:
+        """Make the call that lies in the folder and write its result there; return what went wrong, or None."""
         try:
             if self.recorder is not None:
                 self.recorder.reset()
-            result = self.call(job.body.read()) if job.kind == "call" else self.execute(job.body.read())
+            call, sources = pickle.loads((self.folder / CALL).read_bytes())
+            linecache.cache.update(sources)
+            fn, args = pickle.loads(call)
+            result = fn(*args)
         except BaseException as error:
-            return Reply(failure=failure_of(error, rank), left_group=self.has_left())
+            return failure_of(error, self.rank)
         try:
             import cloudpickle
 
             data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
-            return Reply(failure=failure_of(error, rank, what))
+            return failure_of(error, self.rank, what)
         try:
-            body = Body.of(data, result_path(self.settings.folder, rank))
-            made_calls = self.recorder is not None and self.recorder.has_calls
-            return Reply(body, left_group=self.has_left(), made_calls=made_calls)
-        except OSError as error:
-            what = f"could not write its result ({len(data)} bytes); make room there, or set TMPDIR to another folder: "
-            return Reply(failure=failure_of(error, rank, what))
-
-    def has_left(self) -> bool:
-        """Return whether the job destroyed or replaced the process group."""
-        return self.world_id is not None and id(dist.group.WORLD) != self.world_id
-
-    def call(self, data: bytes) -> object:
-        """Call the pickled function."""
-        call, sources = pickle.loads(data)
-        linecache.cache.update(sources)
-        fn, args = pickle.loads(call)
-        return fn(*args)
-
-    def execute(self, data: bytes) -> str | None:
-        """Execute source text in this rank's namespace; return the repr of a final expression."""
-        source, name = pickle.loads(data)
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        tree = ast.parse(source, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), self.namespace)
-        if not isinstance(last, ast.Expr):
+            write_new(result_path(self.folder, self.rank), data)
             return None
-        value = eval(compile(ast.Expression(last.value), name, "eval"), self.namespace)
-        return None if value is None else repr(value)
+        except OSError as error:
+            what = f"could not write its result ({len(data)} bytes); make room there, or set a different TMPDIR: "
+            return failure_of(error, self.rank, what)
 
-    def leave(self) -> None:
-        """Destroy an nccl group, which frees what it holds on the GPUs.
 
-        A gloo group goes with the process: a rank ends by os._exit, which runs no destructor that could abort, and
-        every rank has replied by now. Destroying it would take longer than all else at the end.
-        """
-        if dist.is_initialized() and "nccl" in dist.get_backend():
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group()
+def execute(source: str, name: str) -> str | None:
+    """Execute source text in this rank's namespace, `__main__`'s; return the repr of a final expression."""
+    namespace = vars(sys.modules["__main__"])
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), namespace)
+    if not isinstance(last, ast.Expr):
+        return None
+    value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+    return None if value is None else repr(value)
 
 
 def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:

@@ -24,8 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, who_left
-from distlab.comm.launch.torchrun import record_failure
+from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, record_failure, who_left
 from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
@@ -88,7 +87,7 @@ class Watch:
             time.sleep(0.05)
         if words or PEER_NOISE.search(str(error)) is None:
             return words
-        gone = [f"rank {one.rank} {one.summary}" for one in who_left((), self.watchdog.left(), 0)]
+        gone = [f"rank {one.rank} {one.summary}" for one in who_left(self.watchdog.left(), 0)]
         return "\n".join(filter(None, [*gone, self.watchdog.failed(self.rank)]))
 
     def close(self) -> None:
