@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -32,7 +31,6 @@ from distlab.comm.agree import group_device
 from distlab.modules.every_parameter import every_parameter
 from distlab.rng import generator
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.part import plain
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Seed = int | torch.Generator
@@ -73,15 +71,11 @@ def build_sharded(
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
     model = FullyShard(module, group, **options)
-    places = {name: (unit, index) for unit in model.units for index, name in enumerate(unit.layout.names)}
+    pieces = {piece.name: piece for unit in model.units for piece in unit.shard.pieces}
     for name, values in _drawn(template, seed, draw):
-        unit, tensor = places[name]
-        with torch.no_grad():
-            for piece in unit.layout.pieces(dist.get_rank(group)):
-                if piece.tensor == tensor:
-                    part = values.flatten()[piece.start : piece.stop]
-                    plain(unit.shard)[piece.offset : piece.offset + part.numel()] = part.to(unit.shard.dtype)
-                    del part
+        if name in pieces:
+            with torch.no_grad():
+                pieces[name].parameter.copy_(values.flatten()[pieces[name].start : pieces[name].stop])
         del values  # before the next is drawn
     return model
 

@@ -29,7 +29,7 @@ from distlab.sharding.fsdp.freed import STATE, names_of_others, refuse_others, r
 from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.prefetch import Order
-from distlab.sharding.fsdp.step import step_on_plain_parameters
+from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
@@ -126,7 +126,7 @@ class FullyShard(NotCopied, nn.Module):
         for ranks in (group, *([] if replicas is None else [replicas])):
             broadcast_each(buffers, ranks)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        step_on_plain_parameters()
+        step_on_pieces()
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
@@ -185,7 +185,7 @@ class FullyShard(NotCopied, nn.Module):
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
         self.order.end_step()
         self._free_all()
-        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy, Unit.check_gradient):
+        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_gradient):
             for unit in self.units:
                 finish(unit)
         self._last, self.step = None, self.step + 1

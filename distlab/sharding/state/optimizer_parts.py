@@ -1,7 +1,6 @@
-"""What a rank's rows and their optimizer keep, by tensor names: cut into parts, taken up from parts, or gathered whole.
+"""What a rank and its optimizer keep, by tensor names: saved as parts, taken up from parts, or gathered whole.
 
-`FullyShard` has one row per unit, in which several tensors lie end to end. `ShardedOptimizer` has one row per tensor
-that it owns a part of. Everything here serves both, and a mesh.
+Serves `FullyShard`, `ShardedOptimizer` and a mesh: each says which pieces of which tensors it holds.
 """
 
 from __future__ import annotations
@@ -17,168 +16,156 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.comm import agree
 from distlab.comm.agree import group_device
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, apart, check_tensors, per_element
 from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import CutLayers
-from distlab.sharding.part import plain
-from distlab.sharding.state.assemble import HeldRow, assemble, cut, in_slab, parts_by_name, whole_tensor
+from distlab.sharding.fsdp.step import on_pieces
+from distlab.sharding.part import OwnPiece
+from distlab.sharding.state.assemble import in_slab, join, whole_tensor
 
 Optimizer = torch.optim.Optimizer
-Assembled = tuple[dict[str, Tensor], dict[str, Any]]  # the values of a row, and what the optimizer keeps of it once
 State = dict[str, dict[str, Any]]  # by tensor name, what an optimizer keeps of it
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names of tensors
+Kind = tuple[tuple[int, ...], torch.dtype]
 
 
-class Rows(NamedTuple):
+class OwnPieces(NamedTuple):
     """What a rank holds of a model.
 
     Attributes:
-        held: its rows, as its optimizer updates them.
-        shapes: by name, all tensors of which ranks hold parts, as this tensor rank has them.
+        pieces: as its optimizer updates them; at most one of a tensor.
+        tensors: by name, shape and type of all tensors of which ranks hold pieces, as this tensor rank has them.
         cut: what of the model tensor ranks hold parts of.
     """
 
-    held: Sequence[HeldRow]
-    shapes: Mapping[str, tuple[int, ...]]
+    pieces: Sequence[OwnPiece]
+    tensors: Mapping[str, Kind]
     cut: CutLayers
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole model's tensors."""
-        return {name: self.cut.whole_shape(name, shape) for name, shape in self.shapes.items()}
+        return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
 
 
-class Kept(NamedTuple):
-    """What an optimizer keeps of one row.
-
-    Attributes:
-        group: index of the optimizer's group.
-        values: shaped like the row: the moments.
-        numbers: kept once per row, such as the number of steps.
-    """
-
-    group: int
-    values: dict[str, Tensor]
-    numbers: dict[str, Any]
-
-
-def kept_by(optimizer: Optimizer, rows: Iterable[HeldRow]) -> dict[int, Kept]:
-    """Return what an optimizer keeps of each row that it updates, by the id of the row's parameter.
+def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], State]:
+    """Return the names of the pieces in each group of an optimizer, and what it keeps of each.
 
     Raises:
-        ValueError: the optimizer updates a different tensor, or keeps what cannot be cut.
+        ValueError: the optimizer updates something else.
     """
-    known = {id(row.parameter): row for row in rows}
-    state = optimizer.state_dict()
-    found = {}
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
-        for parameter, number in zip(group["params"], saved["params"], strict=True):
-            if id(parameter) in known:
-                found[id(parameter)] = Kept(index, *_split(known[id(parameter)], state["state"].get(number, {})))
-            elif parameter.numel():  # an optimizer of a rank that owns nothing has an empty parameter
-                raise ValueError(
-                    f"the optimizer updates a parameter {list(parameter.shape)} that is not a shard of the model; "
-                    "build it of model.parameters(), after FullyShard"
-                )
-    return found
+    names, groups, kept = {id(one.parameter): one.name for one in pieces}, [], {}
+    with on_pieces(optimizer):
+        saved = optimizer.state_dict()
+        for group, numbers in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            groups.append([names[id(one)] for one in group["params"] if id(one) in names])
+            for one, number in zip(group["params"], numbers["params"], strict=True):
+                if id(one) in names:
+                    kept[names[id(one)]] = saved["state"].get(number, {})
+                elif one.numel():  # an optimizer of a rank that owns nothing has an empty parameter
+                    raise ValueError(
+                        f"the optimizer updates a parameter {list(one.shape)} that is not a shard of the model; "
+                        "build it of model.parameters(), after FullyShard"
+                    )
+    return groups, kept
 
 
-def _split(row: HeldRow, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Divide an optimizer's state: tensors with one number per element (cut like the row), and values kept once."""
-    values, numbers = {}, {}
-    is_whole = row.shapes == (tuple(row.parameter.shape),)
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == row.parameter.shape:
-            values[key] = value
-        elif not isinstance(value, Tensor) or value.numel() == 1 or is_whole:
-            numbers[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value  # Adam counts in place
-        else:
+def _refuse_undivided(piece: OwnPiece, shape: tuple[int, ...], numbers: Mapping[str, Any]) -> None:
+    for key, value in numbers.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and tuple(piece.parameter.shape) != shape:
             raise ValueError(
-                f"{key} of {', '.join(row.names)} is {list(value.shape)}, neither one value for each of the shard's "
-                f"{row.parameter.numel()} elements nor one in all; it cannot be divided among other ranks"
+                f"{key} of {piece.name} is {list(value.shape)}, neither one value for each element of {list(shape)} "
+                "nor one in all; it cannot be divided among ranks. Was it saved from a different model?"
             )
-    return values, numbers
 
 
 def save_parts(
-    rows: Rows, optimizer: Optimizer | None, *, parameters: bool
+    own: OwnPieces, optimizer: Optimizer | None, *, parameters: bool
 ) -> tuple[dict[str, SavedPart], list[dict[str, Any]] | None]:
     """Return this rank's part of every tensor, as views, and the optimizer's groups; nothing is sent.
 
     Args:
-        rows: what this rank holds.
-        optimizer: updates these rows; None saves parameters alone.
+        own: what this rank holds.
+        optimizer: updates these pieces; None saves parameters alone.
         parameters: save the parameters' own values too.
 
     Raises:
         ValueError: the optimizer updates a different tensor, or keeps what cannot be cut.
     """
-    kept = {} if optimizer is None else kept_by(optimizer, rows.held)
-    parts = {name: SavedPart(shape, 0, 0, {}, {}) for name, shape in rows.shapes.items()}
-    for row in rows.held:
-        of_row = kept.get(id(row.parameter), Kept(-1, {}, {}))
-        own = {PARAMETER: plain(row.parameter)} if parameters else {}
-        parts |= cut(row, {**own, **of_row.values}, of_row.numbers)
-    return rows.cut.for_all(parts), None if optimizer is None else _groups(optimizer, rows.held, kept)
-
-
-def _groups(optimizer: Optimizer, rows: Sequence[HeldRow], kept: Mapping[int, Kept]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: their options, and the names of their tensors."""
-    names: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for row in rows:
-        if id(row.parameter) in kept:
-            names[kept[id(row.parameter)].group] += row.names
-    return [
-        {**{key: value for key, value in group.items() if key != "params"}, "names": own}
-        for group, own in zip(optimizer.param_groups, names, strict=True)
+    names, kept = ([], {}) if optimizer is None else _kept_by(optimizer, own.pieces)
+    keys = per_element(kept, {one.name: tuple(one.parameter.shape) for one in own.pieces})
+    parts = {
+        name: SavedPart(shape, 0, 0, {PARAMETER: torch.empty(0, dtype=dtype)} if parameters else {}, {})
+        for name, (shape, dtype) in own.tensors.items()
+    }
+    for one in own.pieces:
+        shape, _ = own.tensors[one.name]
+        state = {**({PARAMETER: one.parameter} if parameters else {}), **kept.get(one.name, {})}
+        values, numbers = apart(state, tuple(one.parameter.shape), keys)
+        _refuse_undivided(one, shape, numbers)
+        numbers = {key: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for key, v in numbers.items()}
+        parts[one.name] = SavedPart(shape, one.start, one.stop, values, numbers)  # Adam counts in place
+    return own.cut.for_all(parts), None if optimizer is None else [
+        {**{key: value for key, value in group.items() if key != "params"}, "names": its}
+        for group, its in zip(optimizer.param_groups, names, strict=True)
     ]
 
 
 def prepare(
-    rows: Rows, optimizer: Optimizer | None, saved: Sequence[SavedShard], *, parameters: bool
+    own: OwnPieces, optimizer: Optimizer | None, saved: Sequence[SavedShard], *, parameters: bool
 ) -> Callable[[], None]:
-    """Assemble a rank's rows from saved shards; return a function that loads them. Nothing changes yet.
+    """Assemble a rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
 
     Args:
-        rows: what this rank holds.
-        optimizer: updates these rows; None loads parameters alone.
+        own: what this rank holds.
+        optimizer: updates these pieces; None loads parameters alone.
         saved: by any number of ranks, with layers that any number of tensor ranks cut.
         parameters: load the parameters' own values too.
 
     Raises:
         ValueError: a different model or type, elements that no shard has, or an optimizer of other groups.
     """
-    parts, types = parts_by_name(saved), {name: row.parameter.dtype for row in rows.held for name in row.names}
-    shapes = rows.whole_shapes().items()
-    check_tensors(parts, {name: (shape, types[name] if parameters else None) for name, shape in shapes})
+    parts: dict[str, list[SavedPart]] = {}
+    for shard in saved:
+        for name, part in shard.parts.items():
+            parts.setdefault(name, []).append(part)
+    kinds = {name: own.tensors[name][1] if parameters else None for name in own.tensors}
+    check_tensors(parts, {name: (shape, kinds[name]) for name, shape in own.whole_shapes().items()})
 
     def wanted(part: SavedPart) -> SavedPart:
         keys = [key for key in part.values if (parameters if key == PARAMETER else optimizer is not None)]
         return replace(part, values={key: part.values[key] for key in keys})
 
-    names = [name for row in rows.held for name in row.names]
-    own = {name: in_slab(name, [*map(wanted, parts[name])], rows.cut.slab(name)) for name in names}
-    found = {id(row.parameter): assemble(own, row) for row in rows.held}
-    take = None if optimizer is None else _prepare_optimizer(optimizer, rows.held, saved, found)
+    found = {}
+    for one in own.pieces:
+        here = in_slab(one.name, [*map(wanted, parts[one.name])], own.cut.slab(one.name))
+        found[one.name] = join(one.name, here, one.start, one.stop, share={PARAMETER})
+        _refuse_undivided(one, own.tensors[one.name][0], found[one.name].numbers if optimizer is not None else {})
+    options = None if optimizer is None else _options(optimizer, own.pieces, saved)
 
     @torch.no_grad()
     def load() -> None:
-        for row in rows.held if parameters else ():
-            row.parameter.copy_(found[id(row.parameter)][0][PARAMETER].view(row.parameter.shape))
-        if take is not None:
-            take()
+        for one in own.pieces if parameters else ():
+            one.parameter.copy_(found[one.name].values[PARAMETER].view(one.parameter.shape))
+        if optimizer is not None and options is not None:
+            with on_pieces(optimizer):
+                _load_state(optimizer, {id(one.parameter): found[one.name] for one in own.pieces}, options)
 
     return load
 
 
-def _prepare_optimizer(
-    optimizer: Optimizer, rows: Sequence[HeldRow], saved: Sequence[SavedShard], assembled: Mapping[int, Assembled]
-) -> Callable[[], None]:
+def _options(optimizer: Optimizer, pieces: Sequence[OwnPiece], saved: Sequence[SavedShard]) -> Groups:
+    """Return the saved options of an optimizer's groups.
+
+    Raises:
+        ValueError: none were saved, or those of other groups.
+    """
     groups = [one.groups for one in saved if one.groups is not None]
     if not groups:
         raise ValueError("no optimizer was saved with these; load the model alone, or save both together")
-    held = {name for row in rows for name in row.names}
-    now = [group["names"] for group in _groups(optimizer, rows, kept_by(optimizer, rows))]
+    held = {one.name for one in pieces}
+    now, _ = _kept_by(optimizer, pieces)
     then = [{name for one in same for name in one["names"]} & held for same in zip(*groups, strict=True)]
     if [sorted(names) for names in now] != [sorted(names) for names in then]:
         raise ValueError(
@@ -186,43 +173,68 @@ def _prepare_optimizer(
             f"{[len(names) for names in then]} in the saved state (where these are equal, names differ); build it "
             "as it was when the state was saved"
         )
+    return groups[0]
+
+
+def _load_state(optimizer: Optimizer, parts: Mapping[int, SavedPart], options: Groups) -> None:
     state = optimizer.state_dict()
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
-    for group, here, options in zip(optimizer.param_groups, state["param_groups"], groups[0], strict=True):
-        taken["param_groups"].append({**here, **{key: value for key, value in options.items() if key != "names"}})
-        for parameter, number in zip(group["params"], here["params"], strict=True):
-            values, numbers = assembled.get(id(parameter), ({}, {}))
-            moments = {key: value.view(parameter.shape) for key, value in values.items() if key != PARAMETER}
-            if moments or numbers:
-                taken["state"][number] = {**moments, **copy.deepcopy(numbers)}  # an optimizer counts in place
-    return lambda: optimizer.load_state_dict(taken)
+    for group, here, saved in zip(optimizer.param_groups, state["param_groups"], options, strict=True):
+        taken["param_groups"].append({**here, **{key: value for key, value in saved.items() if key != "names"}})
+        for one, number in zip(group["params"], here["params"], strict=True):
+            if id(one) in parts:
+                part = parts[id(one)]
+                moments = {key: value.view(one.shape) for key, value in part.values.items() if key != PARAMETER}
+                if moments or part.numbers:
+                    taken["state"][number] = {**moments, **copy.deepcopy(dict(part.numbers))}  # it counts in place
+    optimizer.load_state_dict(taken)
+
+
+def is_kept(what: str, group: ProcessGroup | None, to_rank: int | None) -> bool:
+    """Return whether this rank keeps what all gather, which is the same call on every rank.
+
+    Raises:
+        ValueError: on every rank: ranks make different calls, or `to_rank` is outside the group.
+    """
+    agree([what, to_rank], group, what=f"the call of {what}")
+    num_ranks = dist.get_world_size(group)
+    if to_rank is not None and not 0 <= to_rank < num_ranks:
+        raise ValueError(f"{what}: rank {to_rank!r} is none of the group's 0..{num_ranks - 1}")
+    return to_rank in (None, dist.get_rank(group))
 
 
 def gather_parts(
-    parts: Mapping[str, SavedPart], names: Iterable[str], groups: Iterable[ProcessGroup | None], *, keeps: bool
+    parts: Mapping[str, SavedPart],
+    names: Iterable[Iterable[str]],
+    groups: Iterable[ProcessGroup | None],
+    *,
+    keeps: bool = True,
 ) -> dict[str, SavedPart]:
     """Put the parts of all ranks together as whole tensors, in host memory; every rank of the groups calls this.
 
     Args:
         parts: this rank's, of `save_parts`.
-        names: of the tensors: the same on all ranks.
+        names: of the tensors, those together that are sent together: the same on all ranks.
         groups: first the ranks that share out what this rank holds a part of, then those that cut the whole of it.
         keeps: this rank wants the whole tensors, and so do all ranks of its later groups; others get nothing.
 
-    Cost: per group one all-gather of as many bytes as the rank has that holds the most, and one of names and types.
+    Cost: for each of `names` and each group one all-gather of as many bytes as the rank has that holds the most, and
+        one of names and types.
 
     Raises:
         ValueError: a part of a tensor is on none of the ranks.
     """
-    held = [(name, parts[name]) for name in names if name in parts]
-    for group in groups:
-        held = _exchanged(held, group)
-        if not keeps:
-            return {}
-    by_name: dict[str, list[SavedPart]] = {}
-    for name, part in held:
-        by_name.setdefault(name, []).append(part)
-    return {name: whole_tensor(name, its) for name, its in by_name.items()}
+    whole: dict[str, SavedPart] = {}
+    ranks = [*groups]
+    for same in names:
+        held = [(name, parts[name]) for name in same if name in parts]
+        for group in ranks if keeps else ranks[:1]:
+            held = _exchanged(held, group)
+        by_name: dict[str, list[SavedPart]] = {}
+        for name, part in held if keeps else ():
+            by_name.setdefault(name, []).append(part)
+        whole |= {name: whole_tensor(name, its) for name, its in by_name.items()}
+    return whole
 
 
 def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None) -> list[tuple[str, SavedPart]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.sharding.by_element import what_it_needs
+from distlab.sharding.part import OwnPiece
 from distlab.sharding.zero.offload import OffloadedOptimizer
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -23,24 +24,6 @@ class Origin(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-
-
-class OwnPiece(NamedTuple):
-    """What this rank owns of one parameter.
-
-    Attributes:
-        name: of the whole parameter.
-        slot: place of the parameter in its bucket.
-        start: first element of the parameter, seen as a row.
-        stop: one past its last element.
-        parameter: shares the memory of those elements; what the optimizer updates.
-    """
-
-    name: str
-    slot: int
-    start: int
-    stop: int
-    parameter: nn.Parameter
 
 
 class Grouped(NamedTuple):

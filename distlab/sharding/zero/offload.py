@@ -74,6 +74,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         mine = list(parameters)
         if not mine:
             raise ValueError("OffloadedOptimizer: no parameters; pass those that the optimizer shall update")
+        if any(getattr(one, "is_shard", False) for one in mine):
+            raise ValueError("OffloadedOptimizer: these are shards; build FullyShard(module, offload=True)")
         self._host = [nn.Parameter(to_host(parameter)) for parameter in mine]
         self.inner = make_optimizer(list(self._host))
         places = {id(host): index for index, host in enumerate(self._host)}

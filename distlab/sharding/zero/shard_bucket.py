@@ -25,8 +25,8 @@ from distlab.comm.p2p import started
 from distlab.gradients.flat_gradients import GradientSlots
 from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.plan import FlatLayout
-from distlab.sharding.part import NO_MEANS, absent, as_part, taken_over
-from distlab.sharding.zero.groups import Origin, OwnPiece
+from distlab.sharding.part import NO_MEANS, OwnPiece, absent, as_part, replaced
+from distlab.sharding.zero.groups import Origin
 from distlab.trace import SpanWriter
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
@@ -271,7 +271,7 @@ class ShardBucket(GradientSlots):
         for piece in self.pieces:
             if self.has_gradient[piece.slot]:
                 gradient = self.gradient_of(piece)
-                piece.parameter.grad = as_part(gradient) if refusing else taken_over(piece.parameter.grad, gradient)
+                piece.parameter.grad = as_part(gradient) if refusing else replaced(piece.parameter.grad, gradient)
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""
