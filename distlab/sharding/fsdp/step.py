@@ -1,7 +1,7 @@
 """An optimizer's step on shards: it updates the pieces that lie in them, and passes by what has no gradient.
 
-A shard is a `Part`, which refuses most of what a program may ask of it. So an optimizer of shards works on their pieces:
-plain parameters in the same memory, one for each tensor, each with its own state and count of steps, as in one process.
+A shard is a `Part`, which refuses most of what a program may ask of it. So an optimizer of shards works on their
+pieces: plain parameters in the same memory, one for each tensor, with a state and a count of steps of its own.
 Between steps its groups hold the shards, and `optimizer.state` has what it keeps by the names of tensors.
 """
 

@@ -26,7 +26,6 @@ from distlab.gradients.flat_gradients import GradientSlots
 from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.plan import FlatLayout
 from distlab.sharding.part import NO_MEANS, OwnPiece, absent, as_part, replaced
-from distlab.sharding.zero.groups import Origin
 from distlab.trace import SpanWriter
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
@@ -327,7 +326,5 @@ class ShardBucket(GradientSlots):
             start, stop = max(offset, low), min(offset + size, high)
             if start < stop:
                 values = self.whole[start:stop] if self.equal else self.whole[start:stop].view(shape)
-                piece = nn.Parameter(values)
-                piece.origin = Origin(self.names[slot], shape)  # type: ignore[attr-defined]
-                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, piece))
+                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, nn.Parameter(values)))
         return found
