@@ -23,7 +23,7 @@ from distlab.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.part import OwnPiece
 from distlab.sharding.state.of_model import pieces_of, prepare_model, shard_state
-from distlab.sharding.state.optimizer_parts import OwnPieces, gather_parts, prepare, save_parts
+from distlab.sharding.state.parts import OwnPieces, gather_parts, prepare, save_parts
 
 
 class HybridState:

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as some
 
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors, whole_shard
 from distlab.plan import FlatLayout
-from distlab.sharding.state.assemble import join
+from distlab.sharding.state.parts import join
 
 SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -56,7 +56,7 @@ def test_bad_options_and_models_are_refused_on_every_rank(ranks):
 
     for texts in ranks(2).run(refusals):
         assert "prefetch is -1" in texts[0]
-        assert "ranks disagree on units, reshard_after_forward, prefetch" in texts[1]
+        assert "ranks disagree on units, precision, reshard_after_forward, prefetch, offload" in texts[1]
         assert "ranks disagree on parameters" in texts[2]
         assert "no parameters" in texts[3]
         assert "0.weight is torch.float64 and 0.bias torch.float32" in texts[4]

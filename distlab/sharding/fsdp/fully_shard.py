@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
 from distlab.modules.blocks import Choice
 from distlab.modules.moved import NotCopied, mark_moved
 from distlab.plan import Precision
-from distlab.replicate import agree_on_parameters, broadcast_each
+from distlab.replicate import agree_on_build, broadcast_each
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Options, Unit
@@ -104,10 +103,10 @@ class FullyShard(NotCopied, nn.Module):
         super().__init__()
         named = parameters_to_shard(module, plain=True)
         names = automatic_units(module) if units is None else chosen_units(module, units)
-        options = [units if units is None else names, reshard_after_forward, prefetch, str(precision), offload]
-        for ranks in (group, *([] if replicas is None else [replicas])):
-            agree_on_parameters(named, ranks)
-            agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
+        options: dict[str, Any] = {"units": units if units is None else names, "precision": str(precision)}
+        options |= {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "offload": offload}
+        everyone = (group, *([] if replicas is None else [replicas]))
+        agree_on_build(named, *everyone, **options)
         _check_options(prefetch, precision)
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
@@ -123,7 +122,7 @@ class FullyShard(NotCopied, nn.Module):
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         buffers = [buffer for buffer in module.buffers() if buffer.device.type != "meta"]
-        for ranks in (group, *([] if replicas is None else [replicas])):
+        for ranks in everyone:
             broadcast_each(buffers, ranks)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
         step_on_pieces()

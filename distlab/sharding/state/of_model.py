@@ -34,7 +34,7 @@ from distlab.modules.every_parameter import every_parameter
 from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, whole_shard
 from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.state.optimizer_parts import (
+from distlab.sharding.state.parts import (
     Optimizer,
     OwnPieces,
     by_names,

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.modules.named_parts import SavedShard, check_saves, whole_shard
 from distlab.sharding.cut_layers import CutLayers
-from distlab.sharding.state.optimizer_parts import (
+from distlab.sharding.state.parts import (
     OwnPieces,
     by_names,
     gather_parts,
