@@ -238,7 +238,10 @@ def test_the_items_of_the_outermost_lists_are_the_first_guess_and_a_choice_of_no
         "model.stages.1.blocks",
         "head",
     ]
-    with pytest.raises(ValueError, match=r"no part that 'layers.\*' chooses; its lists are model.stages.0.\*, model.stages.1.\*, head.\*"):
+    with pytest.raises(
+        ValueError,
+        match=r"no part that 'layers.\*' chooses; its lists are model.stages.0.\*, model.stages.1.\*, head.\*",
+    ):
         find_blocks(model, "layers.*")
     with pytest.raises(ValueError, match="no part that LSTM chooses"):
         recompute_blocks(model, blocks=nn.LSTM)

@@ -62,7 +62,7 @@ def sharded(name, **options):
 
 
 def update(model, optimizer, steps):
-    """Train; a ShardedOptimizer on this rank's data, another on that of all four parts."""
+    """Train; a ShardedOptimizer on this rank's data, a plain one on that of all four parts."""
     alone = not isinstance(optimizer, ShardedOptimizer)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     mine = range(12) if alone else range(dist.get_rank(), 12, num_ranks)
@@ -159,7 +159,7 @@ SCHEDULES = {
     "cyclic": lambda o: schedules.CyclicLR(o, 0.01, 0.03, 2, cycle_momentum=True),
     "one cycle": lambda o: schedules.OneCycleLR(o, max_lr=0.04, total_steps=8),
     "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0, factor=0.5),
-    "one after another": lambda o: schedules.SequentialLR(
+    "one after the other": lambda o: schedules.SequentialLR(
         o, [schedules.LinearLR(o, 0.2, 1.0, 2), schedules.CosineAnnealingLR(o, 4)], [2]
     ),
     "chained": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o, 0.5, 2), schedules.ExponentialLR(o, 0.9)]),
@@ -188,7 +188,7 @@ def with_schedules(names):
     return found
 
 
-TOLD_MORE = ["lambda", "cyclic", "plateau", "one after another", "average"]  # a function, momentum, a loss, schedules
+TOLD_MORE = ["lambda", "cyclic", "plateau", "one after the other", "average"]  # a function, momentum, a loss, schedules
 
 
 @pytest.mark.parametrize("names", some_and_others(SCHEDULES, TOLD_MORE))

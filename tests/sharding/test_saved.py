@@ -179,7 +179,7 @@ def test_a_changed_value_is_noticed():
         ),
     ],
 )
-def test_another_model_or_precision_is_refused(expected, words):
+def test_a_different_model_or_precision_is_refused(expected, words):
     with pytest.raises(ValueError, match=words):
         check_tensors({name: parts_of(cut(TENSORS, [], 2), name) for name in TENSORS}, expected)
 

@@ -92,7 +92,7 @@ def read(directory, num_ranks, ranks=None):
 
 
 def load(directory, num_ranks, optimizer_name, units=None, *, own=False, ranks=None, hybrid=False):
-    """Load into another model, save again for the next number of ranks; return the whole, then train on."""
+    """Load into a different model, save again for the next number of ranks; return the whole, then train on."""
     model, optimizer = sharded(seed=9, optimizer=optimizer_name, units=units, **sets(hybrid))
     rank = dist.get_rank()
     load_sharded_state_dict(model, read(directory, num_ranks, [rank] if own else ranks), optimizer)

@@ -262,7 +262,7 @@ STATISTICS = {
     "clip by hand": lambda p: (p.grad.detach() ** 2).sum().sqrt(),
     "of data": lambda p: (p.data * p.data).sum(),
     "of a copy": lambda p: p.grad.detach().clone().abs().max(),
-    "of another type": lambda p: p.detach().float().cpu().mean(),
+    "of a different type": lambda p: p.detach().float().cpu().mean(),
     "not finite": lambda p: p.grad.isfinite().all(),
     "a penalty": lambda p: F.mse_loss(p, torch.zeros_like(p)),
     "one vector": lambda p: nn.utils.parameters_to_vector([p, p]),

@@ -190,7 +190,7 @@ class FullyShard(NotCopied, nn.Module):
         self._last, self.step = None, self.step + 1
 
     def free_finished(self, *, root: bool = False) -> None:
-        """Free units whose gradients exist, once another begins: backward has passed their inputs. The root stays."""
+        """Free units whose gradients exist, once the next begins: backward has passed their inputs. The root stays."""
         for one in self.finished:
             if one.open == 0 and (one.name or root):
                 one.free()
@@ -309,5 +309,5 @@ def _check_options(prefetch: int, precision: Precision | None) -> None:
     if precision is not None and precision.gradients != kept:
         raise ValueError(
             f"precision: gradients are kept as {precision.gradients} and shards as {kept}, and an optimizer wants one "
-            f"type; pass gradients={kept!r} or another master"
+            f"type; pass gradients={kept!r} or a different master"
         )

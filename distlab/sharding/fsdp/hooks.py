@@ -139,7 +139,7 @@ class WatchedModule(SubmoduleUnits):
         self.show(self._freed)
 
     def settle(self) -> None:
-        """Free the units after a forward, unless another call of them runs or they are to stay."""
+        """Free the units after a forward, unless a different call of them runs or they are to stay."""
         if self._calls or self.stays or runs_in_backward():
             return
         self.hide()
@@ -187,14 +187,16 @@ class WatchedModule(SubmoduleUnits):
         return running
 
     def _check_place(self) -> None:
-        """Refuse a call from where the unit cannot be gathered, or with another tensor in a parameter's place.
+        """Refuse a call from where the unit cannot be gathered, or with a different tensor in a parameter's place.
 
         Raises:
             RuntimeError: it is called inside a transform of torch.func, in a second thread, or by functional_call.
         """
         inside, thread = torch._C._functorch.peek_interpreter_stack() is not None, self.model.order.thread
         if inside or thread not in (None, threading.get_ident()):
-            where = "a transform of torch.func (vmap, grad, jvp, ...)" if inside else "another thread than its model"
+            where = (
+                "a transform of torch.func (vmap, grad, jvp, ...)" if inside else "a different thread than its model"
+            )
             raise RuntimeError(
                 f"unit {self.name or 'root'!r} is called in {where}, where it cannot be gathered in the order of all "
                 "ranks. Name other units in units=[...], such as the module that does so and not this part of it"

@@ -25,7 +25,7 @@ from distlab.sharding.part import WHOLE, FlatShard, Part, plain
 Optimizer = torch.optim.Optimizer
 
 
-@functools.cache  # one pair of hooks for all models, which stays: another thread may free a model during a step
+@functools.cache  # one pair of hooks for all models, which stays: a different thread may free a model during a step
 def step_on_pieces() -> None:
     """From now on, a step of an optimizer of shards updates their pieces.
 
@@ -80,8 +80,8 @@ def _check(optimizer: Optimizer, shards: list[FlatShard]) -> None:
         )
     if what_it_needs(optimizer) != "elements":
         raise ValueError(
-            f"{_rank()}: {type(optimizer).__name__} updates a part of a tensor in another way than the whole. It takes "
-            "a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters seen as "
+            f"{_rank()}: {type(optimizer).__name__} updates a part of a tensor in a different way than the whole. It "
+            "takes a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters seen as "
             f"one long vector (LBFGS): {WHOLE}"
         )
     names = [piece.name for one in shards for piece in one.pieces]

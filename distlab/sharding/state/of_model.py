@@ -31,17 +31,19 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.together import together
 from distlab.modules.every_parameter import every_parameter
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, whole_shard
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, whole_shard
 from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.parts import (
     Optimizer,
     OwnPieces,
+    SavedInShards,
     by_names,
     gather_parts,
     is_kept,
     optimizer_state,
     prepare,
+    read_shards,
     save_parts,
 )
 
@@ -107,13 +109,7 @@ def load_sharded_state_dict(
             shard, shards of two saves, or an optimizer of other groups.
     """
     agree(["load_sharded_state_dict", optimizer is not None], model.group, what="load_sharded_state_dict")
-    refuse_together(model, "load the shards", lambda: prepare_model(model, _checked(states), optimizer))()
-
-
-def _checked(states: Sequence[Mapping[str, Any]]) -> list[SavedShard]:
-    saved = [SavedShard.from_dict(state) for state in states]
-    check_saves(saved)
-    return saved
+    refuse_together(model, "load the shards", lambda: prepare_model(model, read_shards(states), optimizer))()
 
 
 def prepare_model(
@@ -142,7 +138,7 @@ def prepare_model(
     return take
 
 
-class ShardedState:
+class ShardedState(SavedInShards):
     """A sharded model and its optimizer, as one part of a checkpoint: each rank saves its own shard.
 
         parts = {"training": ShardedState(model, optimizer), "schedule": schedule}
@@ -158,17 +154,9 @@ class ShardedState:
         """Return this rank's state: views, to save or copy before the next update."""
         return shard_state(self.model, self.optimizer)
 
-    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse states that do not fit, before anything has changed.
-
-        Raises:
-            ValueError: as `load_sharded_state_dict`.
-        """
-        prepare_model(self.model, _checked(states), self.optimizer)
-
-    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load this rank's shard from the states of all ranks, or from the state that this rank saved."""
-        prepare_model(self.model, _checked(states), self.optimizer)()
+    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        """Assemble this rank's pieces and buffers from saved shards; return a function that loads them."""
+        return prepare_model(self.model, saved, self.optimizer)
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:

@@ -21,7 +21,16 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.comm.agree import group_device
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, Slab, apart, check_tensors, per_element
+from distlab.modules.named_parts import (
+    PARAMETER,
+    SavedPart,
+    SavedShard,
+    Slab,
+    apart,
+    check_saves,
+    check_tensors,
+    per_element,
+)
 from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.fsdp.step import on_pieces
@@ -284,6 +293,40 @@ def in_slab(name: str, parts: Sequence[SavedPart], slab: Slab | None) -> list[Sa
             here.copy_(there)
         values[key] = own.view(-1)
     return [SavedPart(shape, 0, math.prod(shape), values, whole.numbers)]
+
+
+class SavedInShards:
+    """What is saved as a part of a checkpoint (`distlab.checkpoint`): each rank writes its own shard.
+
+    A different number of ranks takes the shards of all.
+    """
+
+    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse the shards of a different model, before anything has changed.
+
+        Raises:
+            ValueError: they do not fit, or shards are missing.
+        """
+        self.prepare_shards(read_shards(states))
+
+    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load this rank's part of the states of all ranks, or the state that this rank saved."""
+        self.prepare_shards(read_shards(states))()
+
+    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        """Assemble what this rank holds from saved shards; return a function that loads it. Nothing changes yet."""
+        raise NotImplementedError
+
+
+def read_shards(states: Sequence[Mapping[str, Any]]) -> list[SavedShard]:
+    """Read what ranks saved together.
+
+    Raises:
+        ValueError: it is something else, or was saved apart.
+    """
+    saved = [SavedShard.from_dict(state) for state in states]
+    check_saves(saved)
+    return saved
 
 
 def is_kept(what: str, group: ProcessGroup | None, to_rank: int | None) -> bool:

@@ -119,7 +119,7 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
 
     instead = (
         "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank, or "
-        "full_state_dict(); build another for a copy of the module"
+        "full_state_dict(); build a new one for a copy of the module"
     )
 
     def __init__(

@@ -1,6 +1,6 @@
 """ScatterInBackward: buckets are summed during backward, in one order on all ranks, and few at once.
 
-At most `MAX_UNDER_WAY` sums are under way. Backward waits for an earlier one before it fills another bucket. Otherwise
+At most `MAX_UNDER_WAY` sums are under way. Backward waits for an earlier one before it fills a new bucket. Otherwise
 a slow link would let buffers pile up until, with ZeRO-2 too, whole gradients were in memory after all.
 """
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from distlab.modules.named_parts import SavedShard, check_saves, whole_shard
+from distlab.modules.named_parts import SavedShard, whole_shard
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.state.parts import (
     OwnPieces,
+    SavedInShards,
     by_names,
     gather_parts,
     is_kept,
@@ -26,11 +27,8 @@ from distlab.sharding.zero.scatter_in_backward import KeptAlike
 from distlab.sharding.zero.shard_bucket import ShardBucket
 
 
-class SavesShards:
-    """The states of an optimizer that works on this rank's pieces of buckets.
-
-    As a part of a checkpoint each rank writes its own shard; a different number of ranks takes the shards of all.
-    """
+class SavesShards(SavedInShards):
+    """The states of an optimizer that works on this rank's pieces of buckets."""
 
     optimizer: torch.optim.Optimizer
     buckets: Sequence[ShardBucket]
@@ -60,28 +58,13 @@ class SavesShards:
                     f"rank {first.rank}: the state's {what} is {got}, expected {expected}; load the state of this "
                     "model, rank and number of ranks, or a full one with load_full_state_dict"
                 )
-        check_saves([saved])
-        self.prepare_shards([saved])()
+        self.load_shards([state_dict])
 
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
         first = self.buckets[0]
         parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
         return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
-
-    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse the shards of a different model; change nothing.
-
-        Raises:
-            ValueError: they do not fit, or shards are missing.
-        """
-        saved = [SavedShard.from_dict(state) for state in states]
-        check_saves(saved)
-        self.prepare_shards(saved)
-
-    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load this rank's parts out of all ranks' states, or its own state as it saved it."""
-        self.prepare_shards([SavedShard.from_dict(state) for state in states])()
 
     def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
         """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
