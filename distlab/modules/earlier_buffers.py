@@ -82,12 +82,9 @@ def modules_of(function: Any) -> list[nn.Module]:
         elif isinstance(one, MethodType):
             todo += [one.__self__] if isinstance(one.__self__, nn.Module) else [one.__self__, one.__func__]
         elif isinstance(one, FunctionType):
+            known: list[Any] = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
             with suppress(ValueError):  # a name that has no value yet
-                known = getclosurevars(one)
-                named = {**known.nonlocals, **known.globals, **(one.__kwdefaults__ or {})}
-                todo += [
-                    value
-                    for value in (*named.values(), *(one.__defaults__ or ()))
-                    if isinstance(value, nn.Module | MethodType | partial)
-                ]
+                names = getclosurevars(one)
+                known += [*names.nonlocals.values(), *names.globals.values()]
+            todo += [value for value in known if isinstance(value, nn.Module | MethodType | partial)]
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Gradients that a loop forgets before `synchronize()`, sets by hand, or asks for in a different way than by backward."""
+"""Gradients that a loop forgets before `synchronize()`, sets by hand, or asks for without backward."""
 
 import contextlib
 

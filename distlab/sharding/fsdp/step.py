@@ -42,12 +42,14 @@ def step_on_pieces() -> None:
             return
         why = next((one.grad.why for one in shards if isinstance(one.grad, Part) and one.grad.why), "")
         if why:
-            raise RuntimeError(f"{_rank()}: {why}")
+            raise RuntimeError(f"rank {place_in(None)[0]}: {why}")
         if optimizer not in checked:
             _check(optimizer, shards)
             checked.add(optimizer)
         if any(callable(one) for one in (*args[1:], *kwargs.values())):
-            raise ValueError(f"{_rank()}: step takes no closure on shards: call backward and synchronize() before it")
+            raise ValueError(
+                f"rank {place_in(None)[0]}: step takes no closure on shards: call backward and synchronize() before it"
+            )
         taken[optimizer] = _take_pieces(optimizer)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
@@ -73,20 +75,20 @@ def _check(optimizer: Optimizer, shards: list[FlatShard]) -> None:
     empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
     if empty:
         raise ValueError(
-            f"{_rank()}: group {empty[0]} of the optimizer has no parameters. Was it made by names or shapes? "
+            f"rank {place_in(None)[0]}: group {empty[0]} of the optimizer has no parameters. Was it made by names or shapes? "
             "FullyShard's are flat shards, 'shards.0', in which parameters of several names lie: all are in one group "
             "now. Use ShardedOptimizer, whose groups are made of whole parameters; or groups of whole units, by "
             "model.units[i].name and .shard; or leave the empty group out"
         )
     if what_it_needs(optimizer) != "elements":
         raise ValueError(
-            f"{_rank()}: {type(optimizer).__name__} updates a part of a tensor in a different way than the whole. It "
-            "takes a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters seen as "
+            f"rank {place_in(None)[0]}: {type(optimizer).__name__} updates a part of a tensor in a different way "
+            "than the whole. It takes a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters seen as "
             f"one long vector (LBFGS): {WHOLE}"
         )
     names = [piece.name for one in shards for piece in one.pieces]
     if len({*names}) < len(names):
-        raise ValueError(f"{_rank()}: the optimizer has shards of two models; build one for each, or shard both as one")
+        raise ValueError(f"rank {place_in(None)[0]}: the optimizer has shards of two models; build one for each")
 
 
 def _take_pieces(optimizer: Optimizer) -> list[list[Any]]:
@@ -128,7 +130,3 @@ def _take_shards(optimizer: Optimizer, before: list[list[Any]]) -> None:
                     piece.parameter.grad = None
                     if piece.parameter in state:
                         state[piece.name] = state.pop(piece.parameter)
-
-
-def _rank() -> str:
-    return f"rank {place_in(None)[0]}"
