@@ -165,6 +165,8 @@ def on_flat_shards():
         texts[f"clip {foreach}"] = message(lambda foreach=foreach: clip_grad_norm_(shards, 0.1, foreach=foreach))
     texts["scaler"] = message(lambda: scaler.step(torch.optim.AdamW(shards, lr=0.1)))
     texts["scaler, fused"] = message(lambda: scaler.step(torch.optim.AdamW(shards, lr=0.1, fused=True)))
+    both = torch.optim.SGD([*shards, *FullyShard(net()).parameters()], lr=0.1)
+    texts["two models"] = message(both.step)
     texts["closure"] = message(lambda: torch.optim.SGD(shards, lr=0.1).step(loss))
     texts["LBFGS"] = message(lambda: torch.optim.LBFGS(shards).step(loss))
     return texts
@@ -184,6 +186,7 @@ def test_what_looks_at_more_than_elements_is_refused_on_flat_shards(ranks):
         for name in ("scaler", "scaler, fused"):
             assert "distlab.precision.LossScaler" in texts[name], name
         assert f"rank {rank}: step takes no closure on shards" in texts["closure"]
+        assert f"rank {rank}: the optimizer has shards of two models" in texts["two models"]
         assert "seen as one long vector (LBFGS)" in texts["LBFGS"]
 
 

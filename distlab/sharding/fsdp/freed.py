@@ -95,10 +95,10 @@ def refuse_others(names: Iterator[str]) -> None:
     """
     for name in names:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: {name} was added after FullyShard was built, or replaced by a different "
-            "tensor (by functional_call, or load_state_dict(assign=True)?). FullyShard computes with its own shards, and ranks "
-            "do not average others' gradients. Add it before; change values in place; give a tensor to forward; or "
-            "leave its module to no unit: name others in units=[...]"
+            f"rank {dist.get_rank()}: {name} was added after FullyShard was built, or replaced by a different tensor "
+            "(by functional_call, or load_state_dict(assign=True)?). FullyShard computes with its own shards, and "
+            "ranks do not average others' gradients. Add it before; change values in place; give a tensor to forward; "
+            "or leave its module to no unit: name others in units=[...]"
         )
 
 

@@ -72,23 +72,24 @@ def on_pieces(optimizer: Optimizer) -> Iterator[None]:
 
 def _check(optimizer: Optimizer, shards: list[FlatShard]) -> None:
     """Refuse groups by name, which shards' names tell nothing of, and what does not work by element."""
+    rank = f"rank {place_in(None)[0]}"
     empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
     if empty:
         raise ValueError(
-            f"rank {place_in(None)[0]}: group {empty[0]} of the optimizer has no parameters. Was it made by names or shapes? "
+            f"{rank}: group {empty[0]} of the optimizer has no parameters. Was it made by names or shapes? "
             "FullyShard's are flat shards, 'shards.0', in which parameters of several names lie: all are in one group "
             "now. Use ShardedOptimizer, whose groups are made of whole parameters; or groups of whole units, by "
             "model.units[i].name and .shard; or leave the empty group out"
         )
     if what_it_needs(optimizer) != "elements":
         raise ValueError(
-            f"rank {place_in(None)[0]}: {type(optimizer).__name__} updates a part of a tensor in a different way "
-            "than the whole. It takes a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters seen as "
-            f"one long vector (LBFGS): {WHOLE}"
+            f"{rank}: {type(optimizer).__name__} updates a part of a tensor in a different way than the whole. It "
+            "takes a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters "
+            f"seen as one long vector (LBFGS): {WHOLE}"
         )
     names = [piece.name for one in shards for piece in one.pieces]
     if len({*names}) < len(names):
-        raise ValueError(f"rank {place_in(None)[0]}: the optimizer has shards of two models; build one for each")
+        raise ValueError(f"{rank}: the optimizer has shards of two models; build an optimizer for each")
 
 
 def _take_pieces(optimizer: Optimizer) -> list[list[Any]]:
