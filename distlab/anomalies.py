@@ -157,7 +157,7 @@ class AnomalyWatch:
             return
         if not self._labels:
             self._weights()
-        for index, tensor in enumerate(find((args, named), (Tensor,))[0]):
+        for index, tensor in enumerate(find((args, named))[0]):
             self._note(INPUT, f"input {index}", tensor)
 
     def _outputs(self, name: str) -> Callable[..., None]:
@@ -167,7 +167,7 @@ class AnomalyWatch:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             if not module.training:
                 return
-            for tensor in (output,) if isinstance(output, Tensor) else find(output, (Tensor,))[0]:
+            for tensor in find(output)[0]:
                 self._note(FORWARD, name, tensor)
                 if counts and tensor.requires_grad:
                     tensor.register_hook(seen)

@@ -22,15 +22,24 @@ def parameter_facts(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
     return [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
 
 
-def agree_on_parameters(named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup | None = None) -> None:
-    """Make sure that all ranks have the same parameters, apart from their values.
+def agree_on_build(named: Iterable[tuple[str, nn.Parameter]], *groups: ProcessGroup | None, **options: object) -> None:
+    """Make sure that all ranks build one technique alike: of the same parameters, apart from their values.
 
-    Cost: as `distlab.comm.agree`: one all-gather of 40 bytes per rank.
+    Args:
+        named: all parameters of the model.
+        groups: whose ranks must agree; None is all ranks.
+        options: of the technique, by name.
+
+    Cost: as `distlab.comm.agree`: for each group one all-gather of 40 bytes per rank, and one more for options.
 
     Raises:
-        ValueError: on every rank: names, shapes, dtypes or frozen parameters differ.
+        ValueError: on every rank: names, shapes, dtypes, frozen parameters or options differ.
     """
-    agree(parameter_facts(named), group, what="parameters (name, shape, dtype, requires a gradient)")
+    facts = parameter_facts(named)
+    for group in groups:
+        agree(facts, group, what="parameters (name, shape, dtype, requires a gradient)")
+        if options:
+            agree(options, group, what=", ".join(options))
 
 
 class Registered:

@@ -231,14 +231,17 @@ def test_blocks_are_chosen_by_class_pattern_or_function(name):
 
 def test_the_items_of_the_outermost_lists_are_the_first_guess_and_a_choice_of_nothing_is_refused():
     model = Wrapper()
-    assert list(find_blocks(model)) == ["model.stages.0", "model.stages.1", "head.0"]
+    assert list(find_blocks(model)) == ["model.stages.0.blocks", "model.stages.1.blocks", "head.0"]
     assert list(find_blocks(model.head)) == ["0"]
     assert recompute_blocks(model, blocks=[Block, nn.Sequential]) == [
         "model.stages.0.blocks",
         "model.stages.1.blocks",
         "head",
     ]
-    with pytest.raises(ValueError, match=r"no part that 'layers.\*' chooses; its lists are model.stages.\*, head.\*"):
+    with pytest.raises(
+        ValueError,
+        match=r"no part that 'layers.\*' chooses; its lists are model.stages.0.\*, model.stages.1.\*, head.\*",
+    ):
         find_blocks(model, "layers.*")
     with pytest.raises(ValueError, match="no part that LSTM chooses"):
         recompute_blocks(model, blocks=nn.LSTM)

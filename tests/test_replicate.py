@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import recorded
-from distlab.replicate import agree_on_parameters, broadcast_each, broadcast_flat
+from distlab.replicate import agree_on_build, broadcast_each, broadcast_flat
 
 
 def tensors_of(rank):
@@ -56,7 +56,7 @@ def test_one_rank_sends_nothing_and_agreement_is_40_bytes(ranks):
                 broadcast_each(layer.parameters(), group)
                 broadcast_flat(layer.parameters(), group)
             else:
-                agree_on_parameters(layer.named_parameters(), group)
+                agree_on_build(layer.named_parameters(), group)
         return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
 
     assert ranks(2).run(measure, [0])[0] == []

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm import agree, device
+from distlab.comm import device
 from distlab.comm.p2p import can_move_cpu_tensors
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
@@ -32,7 +32,7 @@ from distlab.gradients.flat_gradients import SendInBackward, refuse_second
 from distlab.gradients.gradient_status import UNUSED, Reports, gather_reports
 from distlab.modules.every_parameter import every_parameter
 from distlab.modules.moved import NotCopied
-from distlab.replicate import Registered, agree_on_parameters
+from distlab.replicate import Registered, agree_on_build
 from distlab.trace import SpanWriter
 
 WAYS_WITH_UNUSED = ("error", "zeros")
@@ -109,9 +109,9 @@ class DataParallel(NotCopied):
         self.step = 0
         self._rank = dist.get_rank(group)
         self._names = {parameter: name for name, parameter in every_parameter(module)}
-        agree_on_parameters(every_parameter(module), group)
-        options = [bucket_bytes, first_bucket_bytes, unused, type(hook).__name__, check_finite]
-        agree(options, group, what="bucket_bytes, first_bucket_bytes, unused, hook and check_finite")
+        options = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "unused": unused}
+        options |= {"hook": type(hook).__name__, "check_finite": check_finite}
+        agree_on_build(every_parameter(module), group, **options)
         if unused not in WAYS_WITH_UNUSED:
             raise ValueError(f"unused is {unused!r}; choose one of {', '.join(WAYS_WITH_UNUSED)}")
         self._refuse_crossing_calls()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch.distributed as dist
 from torch import nn
 
 from distlab.clip import Gradient
@@ -116,10 +115,8 @@ class ShardedParameters(GradientAveraging):
         for unit in (unit for model in self.models.values() for unit in model.units):
             if unit.shard.grad is None:
                 continue
-            for piece in unit.layout.pieces(dist.get_rank(self._layout.copies)):
-                name = unit.layout.names[piece.tensor]
-                values = plain(unit.shard.grad)[piece.offset : piece.offset + piece.stop - piece.start]
-                yield Gradient(name, values, counts_here(self._built, self._layout, name, sharded=True))
+            for piece, values in zip(unit.shard.pieces, unit.shard.cut(plain(unit.shard.grad)), strict=True):
+                yield Gradient(piece.name, values, counts_here(self._built, self._layout, piece.name, sharded=True))
 
 
 def _parts(

@@ -20,11 +20,10 @@ from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
 from distlab.modules.named_parts import PARAMETER, SavedShard, whole_shard
-from distlab.plan.sharding import Piece
 from distlab.sharding.cut_layers import CutLayers
-from distlab.sharding.state.assemble import HeldRow
-from distlab.sharding.state.of_model import prepare_model, rows_of, shard_state
-from distlab.sharding.state.optimizer_parts import Rows, gather_parts, prepare, save_parts
+from distlab.sharding.part import OwnPiece
+from distlab.sharding.state.of_model import pieces_of, prepare_model, shard_state
+from distlab.sharding.state.parts import OwnPieces, gather_parts, prepare, save_parts
 
 
 class HybridState:
@@ -50,11 +49,11 @@ class HybridState:
         models = averaging.models.values() if isinstance(averaging, ShardedParameters) else ()
         parts = {
             name: part
-            for rows in ([rows_of(model) for model in models] if is_sharded else [self._whole_rows()])
-            for name, part in save_parts(rows, None, parameters=True)[0].items()
+            for own in ([pieces_of(model) for model in models] if is_sharded else [self._whole_pieces()])
+            for name, part in save_parts(own, None, parameters=True)[0].items()
             if counts_here(built, layout, name, sharded=is_sharded)
         }
-        whole = gather_parts(parts, parts, [layout.everyone], keeps=True)
+        whole = gather_parts(parts, [parts], [layout.everyone])
         state = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()}
         return {name: state[built.aliases.get(name, name)] for name in built.shapes}
 
@@ -89,7 +88,7 @@ class HybridState:
             shards = [shard_state(model, optimizer) for model, optimizer in pairs]
         else:
             one = averaging.optimizers[0] if isinstance(averaging, WholeGradients) else None
-            parts, groups = save_parts(self._whole_rows(), one, parameters=True)
+            parts, groups = save_parts(self._whole_pieces(), one, parameters=True)
             place = dist.get_rank(), dist.get_world_size()
             shards = [SavedShard(*place, parts, groups, aliases=self._built.aliases).to_dict()]
             shards += [each.shard_state() for each in self._sharded()]
@@ -145,12 +144,12 @@ class HybridState:
         if isinstance(averaging, ShardedParameters):
             pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
             return [
-                prepare_model(model, _of(rows_of(model).shapes, saved), optimizer if optimizers else None)
+                prepare_model(model, _of(pieces_of(model).tensors, saved), optimizer if optimizers else None)
                 for model, optimizer in pairs
             ]
         one = averaging.optimizers[0] if optimizers and isinstance(averaging, WholeGradients) else None
-        rows = self._whole_rows()
-        taking: list[Callable[[], object]] = [prepare(rows, one, _of(rows.shapes, saved), parameters=True)]
+        own = self._whole_pieces()
+        taking: list[Callable[[], object]] = [prepare(own, one, _of(own.tensors, saved), parameters=True)]
         for each in self._sharded() if optimizers else ():
             names = {name for own in each.group_names for name in own}
             taking.append(each.prepare_shards(_of(names, saved)))
@@ -159,16 +158,13 @@ class HybridState:
     def _sharded(self) -> Sequence[Any]:
         return self._averaging.sharded if isinstance(self._averaging, ShardedStates) else ()
 
-    def _whole_rows(self) -> Rows:
-        """Return the parameters that are here whole, each a row of its own."""
-        assert isinstance(self._averaging, WholeGradients | ShardedStates), "FullyShard has rows of its own"
+    def _whole_pieces(self) -> OwnPieces:
+        """Return the parameters that are here whole."""
+        assert isinstance(self._averaging, WholeGradients | ShardedStates), "FullyShard has pieces of its own"
         named = self._averaging.named
-        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        held = [
-            HeldRow(parameter, (name,), (shapes[name],), (Piece(0, 0, parameter.numel(), 0),))
-            for name, parameter in named.items()
-        ]
-        return Rows(held, shapes, CutLayers(self._built.splits, self._layout.groups["tensor"]))
+        pieces = [OwnPiece(name, 0, 0, one.numel(), one) for name, one in named.items()]
+        tensors = {name: (tuple(one.shape), one.dtype) for name, one in named.items()}
+        return OwnPieces(pieces, tensors, CutLayers(self._built.splits, self._layout.groups["tensor"]))
 
     def _hooks(self) -> Sequence[Any]:
         return self._averaging.hooks if isinstance(self._averaging, WholeGradients) else ()

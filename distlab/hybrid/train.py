@@ -35,6 +35,7 @@ from distlab.pipeline import Pipeline
 from distlab.pipeline.faults import gather_numbers, gather_texts
 from distlab.plan import AXES, Plan, mesh_of
 from distlab.precision import HALF, as_dtype, autocast
+from distlab.replicate import parameter_facts
 from distlab.trace import SpanWriter
 
 
@@ -300,7 +301,7 @@ def _agree(model: GPT, plan: Plan, order: Sequence[str], *, balance: float) -> N
     wanted = {"plan": str(plan), "order": list(order), "balance": balance, "problem": problem}
     if isinstance(model, GPT):
         wanted["config"] = str(model.config)
-        wanted["parameters"] = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+        wanted["parameters"] = parameter_facts(model.named_parameters())
     if world_size > 1:
         agree(wanted, None, what="plan and model of Hybrid")
     if problem:

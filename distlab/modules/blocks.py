@@ -28,7 +28,7 @@ def find_blocks(model: nn.Module, choice: Choice | None = None) -> dict[str, nn.
         model: any module.
         choice: a class; a pattern of names, part by part between the dots ("layers.*" is not "layers.0.mlp"); a
             function of name and module; a sequence of these. None: the items of each outermost ModuleList and
-            Sequential, of the model itself if it is one.
+            Sequential, of the model itself if it is one; of a list that is an item, its own items.
 
     Raises:
         ValueError: the choice is none of these, or nothing in the model is chosen.
@@ -61,14 +61,21 @@ def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def _items_of_lists(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+def _items_of_lists(module: nn.Module, prefix: str = "", *, is_item: bool = False) -> dict[str, nn.Module]:
+    """Name the items of lists; a list, or a dict, in a list is never called, so its own items count."""
     found: dict[str, nn.Module] = {}
+    is_list = is_item or isinstance(module, nn.ModuleList | nn.Sequential)
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        if is_list and is_called(child):
             found[f"{prefix}{name}"] = child
         else:
-            found |= _items_of_lists(child, f"{prefix}{name}.")
+            found |= _items_of_lists(child, f"{prefix}{name}.", is_item=is_list)
     return found
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward, which lists and dicts have not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _is_chosen(choice: Choice, name: str, module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ SMALL = 65_536  # elements of a buffer that is kept whether it was written or no
 class EarlierBuffers:
     """The buffers of a function's modules as they were before its first run.
 
-    A buffer that was written has another version, but batch norm's kernel writes without telling. So small buffers are
+    A buffer that was written has a new version, but batch norm's kernel writes without telling. So small buffers are
     kept in any case.
 
     Args:
@@ -62,7 +62,7 @@ class EarlierBuffers:
 
 
 def _is_replaced(module: nn.Module, name: str, buffer: Tensor) -> bool:
-    """Return whether a module has another tensor under this name now; scripted modules keep theirs."""
+    """Return whether a module has a different tensor under this name now; scripted modules keep theirs."""
     return not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer
 
 
@@ -82,12 +82,9 @@ def modules_of(function: Any) -> list[nn.Module]:
         elif isinstance(one, MethodType):
             todo += [one.__self__] if isinstance(one.__self__, nn.Module) else [one.__self__, one.__func__]
         elif isinstance(one, FunctionType):
+            known: list[Any] = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
             with suppress(ValueError):  # a name that has no value yet
-                known = getclosurevars(one)
-                named = {**known.nonlocals, **known.globals, **(one.__kwdefaults__ or {})}
-                todo += [
-                    value
-                    for value in (*named.values(), *(one.__defaults__ or ()))
-                    if isinstance(value, nn.Module | MethodType | partial)
-                ]
+                names = getclosurevars(one)
+                known += [*names.nonlocals.values(), *names.globals.values()]
+            todo += [value for value in known if isinstance(value, nn.Module | MethodType | partial)]
     return list(found.values())

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from distlab.comm.together import place_in
 
 _PROPERTIES = (
     "shape dtype device requires_grad layout ndim itemsize nbytes grad_fn names is_cpu is_cuda is_meta is_sparse "
@@ -49,7 +50,7 @@ class NotHere(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         one = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, NotHere))
-        raise RuntimeError(f"{_rank()}{one.why(name)}")
+        raise RuntimeError(f"rank {place_in(None)[0]}: {one.why(name)}")
 
     def why(self, use: str) -> str:
         """Return why it cannot be used in this way, and what to do."""
@@ -106,7 +107,9 @@ class NotCopied:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"{_rank()}a {type(self).__name__} cannot be pickled or copied: {self.instead}")
+        raise RuntimeError(
+            f"rank {place_in(None)[0]}: a {type(self).__name__} cannot be pickled or copied: {self.instead}"
+        )
 
 
 def name_of(function: Any) -> str:
@@ -116,7 +119,3 @@ def name_of(function: Any) -> str:
         return name
     attribute = str(getattr(function.__self__, "__name__", ""))
     return attribute if name == "__get__" else f"set {attribute}"
-
-
-def _rank() -> str:
-    return f"rank {dist.get_rank()}: " if dist.is_initialized() else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,24 +107,19 @@ class SavedPart:
 
 def _boxes_of_row(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cover elements [start, stop) of a tensor seen as a row with boxes (corner, sizes), in the order of the row."""
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield (), ()
         return
-    inner = math.prod(shape[1:])
-    low, high = -(-start // inner), stop // inner  # whole slices from low to high
-    if low > high:  # within one slice
-        head, tail = [(high, start - high * inner, stop - high * inner)], []
-    else:
-        head = [(low - 1, start - (low - 1) * inner, inner)] if start < low * inner else []
-        tail = [(high, 0, stop - high * inner)] if high * inner < stop else []
-    for index, begin, end in head:
-        yield from (((index, *c), (1, *s)) for c, s in _boxes_of_row(shape[1:], begin, end))
-    if low < high:
-        yield (low, *[0] * (len(shape) - 1)), (high - low, *shape[1:])
-    for index, begin, end in tail:
-        yield from (((index, *c), (1, *s)) for c, s in _boxes_of_row(shape[1:], begin, end))
+    while start < stop:
+        inner = math.prod(shape[1:])
+        index, begin = divmod(start, inner)
+        if num := (stop - start) // inner if not begin else 0:  # whole slices
+            yield (index, *[0] * (len(shape) - 1)), (num, *shape[1:])
+            start += num * inner
+        else:
+            end = min(begin + stop - start, inner)
+            yield from (((index, *c), (1, *s)) for c, s in _boxes_of_row(shape[1:], begin, end))
+            start += end - begin
 
 
 def _without_padding(
@@ -220,7 +215,6 @@ def whole_shard(
     state: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]] | None,
     shapes: Mapping[str, tuple[int, ...]],
-    once: Collection[str] = (),
 ) -> SavedShard:
     """Read what belongs to whole tensors as a save of one shard.
 
@@ -228,41 +222,48 @@ def whole_shard(
         state: by tensor name.
         groups: options, and the names of tensors.
         shapes: of the whole model's tensors.
-        once: keys of which there is one value per tensor.
 
     Raises:
         ValueError: the state has a tensor that the model has not, or one of a different shape.
     """
-    parts = {}
-    for name in [*state, *shapes]:
+    for name in state:
         if name not in shapes:
-            raise ValueError(f"{name} is in the saved state and not here: it was saved from a different model")
-        values, shape = state.get(name, {}), shapes[name]
-        moments = {key: value for key, value in values.items() if key not in once}
-        for key, value in moments.items():
-            if tuple(value.shape) != shape:
+            raise ValueError(f"{name} is in the saved state and not here: {ELSEWHERE}")
+    keys, parts = per_element(state, shapes), {}
+    for name, shape in shapes.items():
+        values, numbers = apart(state.get(name, {}), shape, keys)
+        for key, value in numbers.items():
+            if key in keys:
                 raise ValueError(
                     f"{key} of {name} is {list(value.shape)} in the saved state and {list(shape)} here; load the "
                     "state of this model"
                 )
-        numbers = {key: value for key, value in values.items() if key in once}
-        flat = {key: value.detach().reshape(-1) for key, value in moments.items()}
-        parts[name] = SavedPart(shape, 0, math.prod(shape), flat, numbers)
+        parts[name] = SavedPart(shape, 0, math.prod(shape), values, numbers)
     return SavedShard(0, 1, parts, groups)
 
 
-def kept_once(state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the keys of which an optimizer keeps one value per tensor, such as the number of steps.
+def per_element(state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the keys of which there is a number for each element of a tensor: the parameter's own, and the moments.
 
-    Shapes: moments in their parameter's shape; what is kept once, []
+    A tensor without dimensions cannot tell a moment from a count of steps, so the others do.
     """
-    moments = {
-        key
-        for name, kept in state.items()
+    each = [(value, shapes.get(name), key) for name, kept in state.items() for key, value in kept.items()]
+    return {PARAMETER, *(key for value, shape, key in each if isinstance(value, Tensor) and () != value.shape == shape)}
+
+
+def apart(
+    kept: Mapping[str, Any], shape: Sequence[int], keys: Container[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tell what is kept for each element of a tensor, as rows, from what is kept once.
+
+    Shapes: values in the tensor's shape -> [elements]
+    """
+    rows = {
+        key: value.detach().reshape(-1)
         for key, value in kept.items()
-        if isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shapes.get(name)
+        if key in keys and isinstance(value, Tensor) and value.shape == shape
     }
-    return {key for kept in state.values() for key in kept} - moments
+    return rows, {key: value for key, value in kept.items() if key not in rows}
 
 
 def _feed(hashed: Any, value: Any) -> None:

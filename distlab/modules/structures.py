@@ -24,19 +24,15 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch
 EMPTY = (*_PLAIN, *_OF_LIBRARIES, *_OF_TORCH)  # holds no tensor that forward made; modules are looked at elsewhere
 
 
-def find(value: object, kinds: tuple[type, ...] = (Tensor,)) -> tuple[list[Any], bool]:
-    """Find everything of some kinds in a value, each once.
-
-    Args:
-        value: anything; it is not changed.
-        kinds: what to look for; nothing is looked for inside what was found.
+def find(value: object) -> tuple[list[Tensor], bool]:
+    """Find the tensors in a value, which is not changed; each once.
 
     Returns:
         What was found, and whether there may be more: in an iterator, a function, an object of a class of its own.
     """
-    if isinstance(value, kinds):
+    if isinstance(value, Tensor):
         return [value], False
-    found: list[Any] = []
+    found: list[Tensor] = []
     is_hidden = False
     seen: dict[int, object] = {}  # keeps what it has seen, so that no number is used twice
     waiting = [value]
@@ -45,7 +41,7 @@ def find(value: object, kinds: tuple[type, ...] = (Tensor,)) -> tuple[list[Any],
         if id(one) in seen:
             continue
         seen[id(one)] = one
-        if isinstance(one, kinds):
+        if isinstance(one, Tensor):
             found.append(one)
         elif not isinstance(one, EMPTY):
             parts, are_all = _parts_of(one)

@@ -3,7 +3,7 @@
 What shapes does a module make? One must run its forward to know. But a forward may do more than compute: it fills a
 cache at its first call, counts its calls, updates running statistics, draws random numbers; or it raises in the middle
 of all that. So `call_a_copy` copies the module first, by `copy.deepcopy`, which copies each object once, wherever it is
-used. Only tensors are copied in another way: without numbers (meta device), or as a clone outside of any graph. Process
+used. Only tensors are copied differently: without numbers (meta device), or as a clone outside of any graph. Process
 groups are shared.
 """
 

@@ -1,8 +1,8 @@
 """Whether an optimizer may be given a part of a tensor: found by trying it, since no name tells.
 
-SGD and Adam update each number from its own gradient and state. LAMB, Adafactor and Muon look at a whole tensor (its
-norm, its rows), and some look at all tensors at once. An optimizer of any class is tried on a few numbers: it
-updates tensors together, each alone, and cut in two. All must agree. Limit: one that changes its way after many steps.
+SGD and Adam update each number from its own gradient and state. LAMB and Muon look at a whole tensor, and some look at
+all at once. So an optimizer updates a few numbers: together, each tensor alone, and cut in two. All must agree.
+Limit: one that changes its way after many steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from distlab.sharding.zero.offload import OffloadedOptimizer
 
-NUM_STEPS = 100
 SMALL, LARGE = ((4, 2), (2, 3), (7,), (2, 2, 3), (3, 2, 1, 2)), ((130, 129),)
-TOLERANCE = 1e-5
+close = partial(torch.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 _NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 KNOWN = frozenset(getattr(torch.optim, name) for name in _NAMES)  # torch's own that work by element
-Shapes = Sequence[tuple[int, ...]]
 Optimizer = torch.optim.Optimizer
 
 
@@ -45,50 +43,47 @@ def what_it_needs(optimizer: Optimizer) -> str:
         options = {name: value for name, value in group.items() if name != "params"}
         if "lr" in options:  # a schedule may begin at 0, and nothing would be seen
             options["lr"] = max(float(options["lr"]), 0.01)
-        needs += [_tried(optimizer, options, *sizes) for sizes in ((SMALL, NUM_STEPS), (LARGE, 3))]
+        for shapes, num_steps in ((SMALL, 100), (LARGE, 3)):
+            starts = [torch.linspace(-1.5, 2.0 + len(one), math.prod(one)).reshape(one) for one in shapes]
+            needs.append(_tried(partial(_updated, optimizer, options, num_steps), starts))
     return max(needs, key=("elements", "tensors", "all").index)
 
 
-def _tried(optimizer: Optimizer, options: Mapping[str, Any], shapes: Shapes, num_steps: int) -> str:
+def _tried(update: Callable[[Sequence[Tensor]], list[Tensor]], starts: list[Tensor]) -> str:
     try:
-        together = _updated(optimizer, options, shapes, num_steps)
+        together = update(starts)
     except ValueError:  # Muon wants two dimensions
-        shapes = shapes[:2]
-        together = _updated(optimizer, options, shapes, num_steps)
-    if not _agree(together, [_updated(optimizer, options, [one], num_steps)[0] for one in shapes]):
+        starts = starts[:2]
+        together = update(starts)
+    if not all(close(one, update([start])[0]) for one, start in zip(together, starts, strict=True)):
         return "all"
     try:
-        parts = _updated(optimizer, options, shapes, num_steps, cut=True)
+        parts = update([half for one in starts for half in one.flatten().tensor_split([one.numel() // 3])])
     except ValueError:
         return "tensors"
     joined = [torch.cat(pair, 1) for pair in zip(parts[::2], parts[1::2], strict=True)]
-    return "elements" if _agree(together, joined) else "tensors"
+    return "elements" if all(map(close, together, joined)) else "tensors"
 
 
-def _updated(
-    optimizer: Optimizer, options: Mapping[str, Any], shapes: Shapes, num_steps: int, *, cut: bool = False
-) -> list[Tensor]:
-    """Return what an optimizer like this one makes of some tensors, or of two parts of each: a row for each step."""
-    # Tensors have one to four dimensions, and one is large; gradients change their sign and size.
-    whole = [torch.linspace(-1.5, 2.0 + len(shape), math.prod(shape)).reshape(shape) for shape in shapes]
-    starts = [half for one in whole for half in one.flatten().tensor_split([one.numel() // 3])] if cut else whole
+def _updated(optimizer: Optimizer, options: dict[str, Any], num_steps: int, starts: Sequence[Tensor]) -> list[Tensor]:
+    """Return what an optimizer like this one makes of some tensors: of each a row for each step."""
     parameters, rows = [nn.Parameter(one.clone()) for one in starts], [[one.flatten()] for one in starts]
     rises = torch.arange(num_steps)[:, None]
     slopes = [torch.cos(3 * one.flatten() + 2 * rises) * 10 ** torch.sin(rises) for one in starts]
-    takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
 
-    def again(step: int, by: float = 0.1) -> Tensor:  # a number's gradient depends on it alone
+    def again(step: int, by: float = 0.1) -> Tensor:  # gradients change sign and size; each depends on its number alone
         for one, slope in zip(parameters, slopes, strict=True):
             one.grad = slope[step].view(one.shape) + by * torch.sin(one.detach())
         return torch.zeros(())
 
     try:
         twin = _like(optimizer, options, parameters)
+        takes_closure = "closure" in inspect.signature(twin.step).parameters
+        update: Callable[..., Any] = type(optimizer).step
         for step in range(num_steps):
             again(step, by=0.0)
             with torch.enable_grad():
-                closures: list[Any] = [partial(again, step)] if takes_closure else []
-                type(optimizer).step(twin, *closures)
+                update(twin, *([partial(again, step)] if takes_closure else []))
             for row, one in zip(rows, parameters, strict=True):
                 row.append(one.detach().flatten().clone())
     except Exception as error:
@@ -99,17 +94,12 @@ def _updated(
     return [torch.stack(row) for row in rows]
 
 
-def _like(optimizer: Optimizer, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+def _like(optimizer: Optimizer, options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
     try:
         twin = type(optimizer)(parameters, **optimizer.defaults)
-        twin.param_groups[0].update(copy.deepcopy(dict(options)))
+        twin.param_groups[0].update(copy.deepcopy(options))
     except Exception:  # its arguments have other names than its options, or it wants groups of its own
         twin = copy.copy(optimizer)
-        twin.state, twin.param_groups = defaultdict(dict), [{**copy.deepcopy(dict(options)), "params": parameters}]
+        twin.state, twin.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": parameters}]
         twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return twin
-
-
-def _agree(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
-    pairs = zip(expected, got, strict=True)
-    return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True) for a, b in pairs)

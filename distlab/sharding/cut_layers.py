@@ -95,5 +95,5 @@ def _by_tensor(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor
     if not isinstance(parameter, FlatShard):
         yield name, gradient
         return
-    for piece in parameter.parts.pieces:
-        yield parameter.parts.names[piece.tensor], gradient[piece.offset :][: piece.stop - piece.start]
+    for piece, its in zip(parameter.pieces, parameter.cut(gradient), strict=True):
+        yield piece.name, its

@@ -5,13 +5,13 @@ decision about NaN) is not: each rank would get its own answer. So it is refused
 that is not of the part's shape. Code that knows what it holds asks for the plain tensor: `to_local()`.
 
 A part may also stand where a gradient is not, or not yet: then it has a shape, and its `why` answers everything else.
-An optimizer's step never meets a part: it updates plain parameters in their place (`fsdp.step`).
+An optimizer's step never meets a part: it updates pieces, which are plain parameters (`fsdp.step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,18 +90,45 @@ class Part(Tensor):
         return tree_map(lambda one: _marked(one, shapes, name), result)
 
 
+class OwnPiece(NamedTuple):
+    """What this rank owns of one parameter: of a bucket of ZeRO, or of a unit of FullyShard.
+
+    Attributes:
+        name: of the whole parameter.
+        slot: place of the parameter in its bucket or unit.
+        start: first element of the parameter, seen as a row.
+        stop: one past its last element.
+        parameter: shares the memory of those elements; what an optimizer's step updates.
+    """
+
+    name: str
+    slot: int
+    start: int
+    stop: int
+    parameter: nn.Parameter
+
+
 class FlatShard(Part, nn.Parameter):
     """A parameter in which several whole ones lie end to end, this rank's part of them.
 
     Attributes:
         is_shard: checkpoints refuse to take rank 0's for all.
-        parts: which tensors lie in it, and which of them have no gradient.
-        twin: the plain parameter, in the same memory, that an optimizer's step updates.
+        pieces: of those parameters, in order; padding comes after them.
+        unused: slots of pieces that no rank has a gradient of.
     """
 
     is_shard = True
-    parts: Any = None
-    twin: Any = None
+    pieces: Sequence[OwnPiece] = ()
+    unused: Collection[int] = ()
+
+    def cut(self, row: Tensor) -> Sequence[Tensor]:
+        """Return what belongs to each piece, of a row that is laid out as the shard is.
+
+        Shapes: row [L] -> [stop - start] each
+        """
+        sizes = [one.stop - one.start for one in self.pieces]
+        parts: Sequence[Tensor] = row.split([*sizes, len(row) - sum(sizes)])
+        return parts[:-1]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -122,7 +149,7 @@ def as_part(values: Tensor) -> Part:
     return part
 
 
-def taken_over(now: Tensor | None, gradient: Tensor) -> Tensor | None:
+def replaced(now: Tensor | None, gradient: Tensor) -> Tensor | None:
     """Return the gradient of a piece with the values that a user has put in its place; None where it was taken away.
 
     Shapes: any; the same

@@ -12,7 +12,7 @@ def adam(parameters):
 
 
 class Net(nn.Module):
-    """Layers of uneven sizes; one that a batch may leave out, one frozen, one of another type."""
+    """Layers of uneven sizes; one that a batch may leave out, one frozen, one of a different type."""
 
     def __init__(self, seed=0):
         super().__init__()

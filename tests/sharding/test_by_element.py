@@ -165,7 +165,7 @@ def sharded(name, split):
 @pytest.mark.parametrize("name", ["Lamb", "ByHand", "Clips"])
 def test_shards_refuse_it_on_every_rank_before_they_change(ranks, name):
     for rank, (text, is_untouched) in enumerate(ranks(2).run(steps_on_shards, name)):
-        assert text.startswith(f"ValueError: rank {rank}: {name} updates a part of a tensor in another way")
+        assert text.startswith(f"ValueError: rank {rank}: {name} updates a part of a tensor in a different way")
         assert is_untouched
     for split in ("elements", "tensors"):
         texts = ranks(2).run(sharded, name, split)

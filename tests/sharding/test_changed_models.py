@@ -37,41 +37,52 @@ def test_what_was_unfrozen_is_named_on_every_rank(ranks, stage):
         assert texts[1].startswith(f"RuntimeError: rank {rank}: step 0: 0.weight was frozen when ShardedOptimizer")
 
 
+def one_memory(first, second):
+    second.weight.data = first.weight.data
+
+
+def a_part_of_it(first, second):
+    second.bias.data = first.weight.data[3]
+
+
+def columns_beside_columns(first, second):
+    first.weight.data, second.weight.data = torch.randn(4, 8).chunk(2, 1)
+
+
+def columns_of_columns(first, second):
+    both = torch.randn(4, 7)
+    first.weight.data, second.weight.data = both[:, :4], both[:, 3:]
+
+
+def tied(first, second):
+    second.weight = first.weight
+
+
+def end_to_end(first, second):
+    first.weight.data, second.weight.data = torch.randn(2, 4, 4).unbind()
+
+
+CASES = [one_memory, a_part_of_it, columns_of_columns, columns_beside_columns, tied, end_to_end]
+
+
 def model_of(case):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if case == "one memory":
-        model[1].weight.data = model[0].weight.data
-    if case == "a part of it":
-        model[1].bias.data = model[0].weight.data[3]
-    if case == "columns beside columns":
-        both = torch.randn(4, 8)
-        model[0].weight.data, model[1].weight.data = both[:, :4], both[:, 4:]
-    if case == "columns of columns":
-        both = torch.randn(4, 7)
-        model[0].weight.data, model[1].weight.data = both[:, :4], both[:, 3:]
-    if case == "tied":
-        model[1].weight = model[0].weight
-    if case == "end to end":
-        row = torch.randn(32)
-        model[0].weight.data, model[1].weight.data = row[:16].view(4, 4), row[16:].view(4, 4)
+    case(*model)
     return model
-
-
-CASES = ["one memory", "a part of it", "columns of columns", "columns beside columns", "tied", "end to end"]
 
 
 def built(technique):
     make = FullyShard if technique == "FullyShard" else lambda model: ShardedOptimizer(model, sgd)
-    return {case: message(lambda case=case: make(model_of(case))) for case in CASES}
+    return [message(lambda case=case: make(model_of(case))) for case in CASES]
 
 
 @pytest.mark.parametrize("technique", ["FullyShard", "ZeRO"])
 def test_two_parameters_in_one_memory_are_refused_and_neighbours_are_not(ranks, technique):
     for texts in ranks(2).run(built, technique):
-        for case in CASES[:4]:
-            assert "lie in the same memory, and are two parameters" in texts[case], case
-            assert "Give the layers one parameter" in texts[case]
-        assert [texts[case] for case in CASES[4:]] == ["no error"] * 2
+        for text in texts[:4]:
+            assert "lie in the same memory, and are two parameters" in text
+            assert "Give the layers one parameter" in text
+        assert texts[4:] == ["no error"] * 2
 
 
 def copies():

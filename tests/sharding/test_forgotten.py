@@ -1,4 +1,4 @@
-"""Gradients that a loop forgets before `synchronize()`, sets by hand, or asks for in another way than by backward."""
+"""Gradients that a loop forgets before `synchronize()`, sets by hand, or asks for without backward."""
 
 import contextlib
 
@@ -156,7 +156,7 @@ def other_ways_to_a_gradient():
 def test_what_would_pass_shards_by_is_refused(ranks):
     for rank, (texts, right) in enumerate(ranks(2).run(other_ways_to_a_gradient)):
         assert (
-            f"rank {rank}: shards.0 was added after FullyShard was built, or replaced by another tensor (by f"
+            f"rank {rank}: shards.0 was added after FullyShard was built, or replaced by a different tensor (by f"
             in texts[0]
         )
         assert f"rank {rank}: torch.autograd.grad by a shard" in texts[1]

@@ -32,7 +32,7 @@ class Encoder(nn.Module):
     nothing that was updated.
     """
 
-    def __init__(self, seed=0, shape=()):
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(11, 5)
@@ -40,7 +40,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(5, 7), "no": nn.Linear(5, 3)}) for _ in range(2))
         self.layers[1]["up"].bias.requires_grad_(False)
         self.down, self.sometimes, self.late = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-        self.scale, self.empty = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.zeros(0, 3))
+        self.scale, self.empty = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0, 3))
         self.head = nn.Linear(5, 11)
         self.head.weight = self.embedding.weight
         self.never = nn.Linear(5, 40)
@@ -75,10 +75,6 @@ class Replicas:
         return (self.model.state_dict(),)
 
 
-def net(name, seed=0):
-    return Encoder(seed, (1,) if name == "NAdam" else ())  # NAdam keeps a product, which is no tensor of such a scale
-
-
 def trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -89,7 +85,7 @@ def batch(step, rank=0, num_ranks=1):
 
 def alone(name, steps=range(STEPS), start=None, *, to_zeros=False):
     """Train in one process; return the model's state and the optimizer's."""
-    model = net(name)
+    model = Encoder()
     optimizer = OPTIMIZERS[name](trained(model))
     if start is not None:
         model.load_state_dict(start[0])
@@ -106,7 +102,7 @@ def train(way, name, steps=range(STEPS), *, start=None, shards=None, passes=1, z
     if replicas:
         options |= dict(zip(("group", "replicas"), square(), strict=True))
     place = dist.get_rank(), dist.get_world_size()
-    one = WAYS[way](net(name, place[0]), OPTIMIZERS[name], **options)
+    one = WAYS[way](Encoder(place[0]), OPTIMIZERS[name], **options)
     if start is not None:
         one.load(*start)
     if shards is not None:

@@ -74,3 +74,23 @@ def test_shards_of_any_number_of_ranks_are_cut_anew(ranks, tmp_path):
             assert full["state"].keys() == saved["state"].keys()
             for name, entry in saved["state"].items():
                 assert all(torch.equal(value, full["state"][name][key]) for key, value in entry.items()), name
+
+
+def resumed(stage):
+    """Save after two steps, go on; then go on from what was saved in a new optimizer of a model that is elsewhere."""
+    model = Net()
+    optimizer = ShardedOptimizer(model, adam, stage=stage, split="tensors", bucket_bytes=700)
+    run_steps(model, optimizer, range(2))
+    state, start = optimizer.state_dict(), {name: one.clone() for name, one in model.state_dict().items()}
+    run_steps(model, optimizer, range(2, 4))
+    other = Net(seed=5)
+    again = ShardedOptimizer(other, adam, stage=stage, split="tensors", bucket_bytes=700)
+    other.load_state_dict(start)
+    again.load_state_dict(state)
+    run_steps(other, again, range(2, 4))
+    return same(model.state_dict(), other.state_dict()), same(start, model.state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whole_tensors_go_on_bit_for_bit(ranks, stage):
+    assert ranks(3).run(resumed, stage) == [(True, False)] * 3

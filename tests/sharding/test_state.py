@@ -1,9 +1,12 @@
 """A sharded model's state, whole or in shards, means the same on any number of ranks, and refuses what it is not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from equal import square
+from refused import message
 
 from distlab.comm import RankError, Ranks
 from distlab.models import GPT, GPTConfig
@@ -89,7 +92,7 @@ def read(directory, num_ranks, ranks=None):
 
 
 def load(directory, num_ranks, optimizer_name, units=None, *, own=False, ranks=None, hybrid=False):
-    """Load into another model, save again for the next number of ranks; return the whole, then train on."""
+    """Load into a different model, save again for the next number of ranks; return the whole, then train on."""
     model, optimizer = sharded(seed=9, optimizer=optimizer_name, units=units, **sets(hybrid))
     rank = dist.get_rank()
     load_sharded_state_dict(model, read(directory, num_ranks, [rank] if own else ranks), optimizer)
@@ -187,73 +190,6 @@ def test_the_whole_state_is_the_modules_own_and_comes_back(ranks, tmp_path):
     assert ranks(2).run(load_whole) == [(True, True)] * 2  # saved by 4
 
 
-def refusals():
-    """Each bad state, on one rank or on all: the words of the error, and proof that nothing has changed."""
-    rank = dist.get_rank()
-    model, optimizer = sharded()
-    train(model, optimizer, range(1))
-    mine = sharded_state_dict(model, optimizer)
-    states = [None, None]
-    dist.all_gather_object(states, mine)
-    train(model, optimizer, range(1, 2))
-    later = [None, None]
-    dist.all_gather_object(later, sharded_state_dict(model, optimizer))
-    wide = FullyShard(awkward(hidden_size=16))
-    wide_optimizer = torch.optim.AdamW(p for p in wide.parameters() if p.requires_grad)
-    half, half_optimizer = sharded(dtype=torch.bfloat16)
-    unlike = torch.optim.AdamW([{"params": [p]} for p in model.parameters() if p.requires_grad])
-    full, kept = full_state_dict(model), full_optimizer_state(model, optimizer)
-    two = {**full, "output.weight": full["output.weight"] + 1}
-    more = {**full, "head.weight": torch.zeros(2)}
-    foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-    wide_units, _ = sharded(units=[])
-    two_of_them = {
-        **kept,
-        "param_groups": [{**kept["param_groups"][0], "params": kept["param_groups"][0]["params"][:2]}],
-    }
-    no_groups = [{**one, "groups": None, "digests": []} for one in states]
-    shapes = "token_embedding.weight is [31, 16] in the model and [31, 12] in the saved state"
-    kinds = "is bfloat16 in the model and float32 in the saved state"
-    extra = "1 has an extra state (get_extra_state), which shards do not save"
-    counts = FullyShard(torch.nn.Sequential(torch.nn.Linear(2, 3), Counts(3, 3)))
-    cases = [
-        ("elements of token_embedding.weight were not", lambda: load_sharded_state_dict(wide_units, states[:1])),
-        ("1 of 2 are from different", lambda: load_sharded_state_dict(model, [states[0], later[1]], optimizer)),
-        (shapes, lambda: load_sharded_state_dict(wide, states)),
-        (kinds, lambda: load_sharded_state_dict(half, states, half_optimizer)),
-        ("the optimizer's groups have", lambda: load_sharded_state_dict(model, states, unlike)),
-        ("no optimizer was saved with these", lambda: load_sharded_state_dict(model, no_groups, optimizer)),
-        ("load_full_state_dict", lambda: load_sharded_state_dict(model, [full])),
-        ("rank 1: no saved shard was given", lambda: load_sharded_state_dict(model, [] if rank else states, optimizer)),
-        ("a parameter [3] that is not a shard of the model", lambda: sharded_state_dict(model, foreign)),
-        ("head.weight is a tensor in the state and nothing", lambda: load_full_state_dict(model, more)),
-        (shapes, lambda: load_full_state_dict(wide, full)),
-        (kinds, lambda: load_full_state_dict(half, full)),
-        ("output.weight and token_embedding.weight are one", lambda: load_full_state_dict(model, two)),
-        ("the state is NoneType; pass a module's", lambda: load_full_state_dict(model, None)),
-        ("rank 2 is none of the group's 0..1", lambda: full_state_dict(model, to_rank=2)),
-        ("ranks disagree on the call of full_state_dict", lambda: full_state_dict(model, to_rank=rank)),
-        ("rank 0: head.weight is a tensor", lambda: load_full_state_dict(model, full if rank else more)),
-        (
-            "exp_avg of token_embedding.weight is [31, 12]",
-            lambda: load_full_optimizer_state(wide, wide_optimizer, kept),
-        ),
-        ("not an optimizer's state", lambda: load_full_optimizer_state(model, optimizer, full)),
-        ("groups of [2] parameters, and this one of", lambda: load_full_optimizer_state(model, optimizer, two_of_them)),
-        (extra, lambda: full_state_dict(counts)),
-        (extra, lambda: sharded_state_dict(counts)),
-        (extra, lambda: load_full_state_dict(counts, {})),
-    ]
-    before = whole(model, optimizer)
-    texts = []
-    for words, call in cases:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 (looked at below)
-            call()
-        texts.append((words, str(caught.value)))
-    assert same(whole(model, optimizer), before)
-    return texts
-
-
 class Counts(torch.nn.Linear):
     """Keeps a scale that is no buffer, as quantised layers do."""
 
@@ -261,10 +197,83 @@ class Counts(torch.nn.Linear):
         return {"scale": 1.0}
 
 
+def prepared():
+    """Return a model with its states now and earlier, and models and optimizers that these do not fit."""
+    s = SimpleNamespace(rank=dist.get_rank())
+    s.model, s.optimizer = sharded()
+    s.states, s.later = [None, None], [None, None]
+    for step, found in enumerate((s.states, s.later)):
+        train(s.model, s.optimizer, [step])
+        dist.all_gather_object(found, sharded_state_dict(s.model, s.optimizer))
+    s.full, s.kept = full_state_dict(s.model), full_optimizer_state(s.model, s.optimizer)
+    s.wide = FullyShard(awkward(hidden_size=16))
+    s.wide_optimizer = torch.optim.AdamW(p for p in s.wide.parameters() if p.requires_grad)
+    s.half, s.half_optimizer = sharded(dtype=torch.bfloat16)
+    s.one_unit, _ = sharded(units=[])
+    s.by_shard = torch.optim.AdamW([{"params": [p]} for p in s.model.parameters() if p.requires_grad])
+    s.foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    s.more = {**s.full, "head.weight": torch.zeros(2)}
+    s.two = {**s.full, "output.weight": s.full["output.weight"] + 1}
+    (group,) = s.kept["param_groups"]
+    s.fewer = {**s.kept, "param_groups": [{**group, "params": group["params"][:2]}]}
+    s.no_groups = [{**one, "groups": None, "digests": []} for one in s.states]
+    s.counts = FullyShard(torch.nn.Sequential(torch.nn.Linear(2, 3), Counts(3, 3)))
+    return s
+
+
+SHAPES = "token_embedding.weight is [31, 16] in the model and [31, 12] in the saved state"
+KINDS = "is bfloat16 in the model and float32 in the saved state"
+EXTRA = "1 has an extra state (get_extra_state), which shards do not save"
+WHOLE_NOW = "is not in a shard now; save and load outside of summon() and of forward"
+REFUSED = [
+    ("elements of token_embedding.weight were not", lambda s: load_sharded_state_dict(s.one_unit, s.states[:1])),
+    ("1 of 2 are from different", lambda s: load_sharded_state_dict(s.model, [s.states[0], s.later[1]], s.optimizer)),
+    (SHAPES, lambda s: load_sharded_state_dict(s.wide, s.states)),
+    (KINDS, lambda s: load_sharded_state_dict(s.half, s.states, s.half_optimizer)),
+    ("the optimizer's groups have", lambda s: load_sharded_state_dict(s.model, s.states, s.by_shard)),
+    ("no optimizer was saved with these", lambda s: load_sharded_state_dict(s.model, s.no_groups, s.optimizer)),
+    ("load_full_state_dict", lambda s: load_sharded_state_dict(s.model, [s.full])),
+    ("rank 1: no saved shard was given", lambda s: load_sharded_state_dict(s.model, [] if s.rank else s.states)),
+    ("a parameter [3] that is not a shard of the model", lambda s: sharded_state_dict(s.model, s.foreign)),
+    ("head.weight is a tensor in the state and nothing", lambda s: load_full_state_dict(s.model, s.more)),
+    (SHAPES, lambda s: load_full_state_dict(s.wide, s.full)),
+    (KINDS, lambda s: load_full_state_dict(s.half, s.full)),
+    ("output.weight and token_embedding.weight are one", lambda s: load_full_state_dict(s.model, s.two)),
+    ("the state is NoneType; pass a module's", lambda s: load_full_state_dict(s.model, None)),
+    ("rank 2 is none of the group's 0..1", lambda s: full_state_dict(s.model, to_rank=2)),
+    ("ranks disagree on the call of full_state_dict", lambda s: full_state_dict(s.model, to_rank=s.rank)),
+    ("rank 0: head.weight is a tensor", lambda s: load_full_state_dict(s.model, s.full if s.rank else s.more)),
+    (
+        "exp_avg of token_embedding.weight is [31, 12]",
+        lambda s: load_full_optimizer_state(s.wide, s.wide_optimizer, s.kept),
+    ),
+    ("not an optimizer's state", lambda s: load_full_optimizer_state(s.model, s.optimizer, s.full)),
+    ("groups of [2] parameters, and this one of", lambda s: load_full_optimizer_state(s.model, s.optimizer, s.fewer)),
+    (EXTRA, lambda s: full_state_dict(s.counts)),
+    (EXTRA, lambda s: sharded_state_dict(s.counts)),
+    (EXTRA, lambda s: load_full_state_dict(s.counts, {})),
+    (WHOLE_NOW, lambda s: inside_summon(s.model)),
+]
+
+
+def inside_summon(model):
+    with model.summon():
+        full_state_dict(model)
+
+
+def refusals():
+    s = prepared()
+    before = whole(s.model, s.optimizer)
+    texts = [message(lambda call=call: call(s)) for _, call in REFUSED]
+    assert same(whole(s.model, s.optimizer), before)
+    return texts
+
+
 def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(ranks):
-    results = ranks(2).run(refusals)
-    assert results[0] == results[1]  # the same words on every rank
-    for words, text in results[0]:
+    texts, others = ranks(2).run(refusals)
+    assert texts == others  # the same words on every rank
+    for text, (words, _) in zip(texts, REFUSED, strict=True):
+        assert text.startswith("ValueError: ")
         assert words in text, (words, text)
 
 

@@ -25,7 +25,7 @@ CHOICES = {
     "any of these": (["head", nn.Linear, "stages.1.*"], ["head", "stages.0.up", "stages.1.up", "stages.1.norm"]),
 }
 WRONG = {
-    "class": (nn.GELU, "no part that GELU chooses; its lists are stages.*"),
+    "class": (nn.GELU, "no part that GELU chooses; its lists are stages.0.*, stages.1.*"),
     "pattern": (["head", "layers.*"], "no part that 'layers.*' chooses"),
     "name": (["heads"], "'heads' is not a submodule"),
     "owns nothing": (nn.ReLU, "'stages.0.act' (ReLU) owns no parameters"),

@@ -19,7 +19,7 @@ REFUSED = {
     ("FullyShard", "parameter of a class of its own"): "marked is a Marked, and a flat shard is cut from plain tensors",
     ("FullyShard", "hook on a parameter's gradient"): "has a hook on its gradient, and a flat shard has the gradients",
     ("FullyShard", "block under vmap"): "unit 'blocks.0' is called in a transform of torch.func",
-    ("FullyShard", "blocks in threads"): "is called in another thread than its model",
+    ("FullyShard", "blocks in threads"): "is called in a different thread than its model",
     ("FullyShard", "block of torch.jit"): "compiled by torch.jit.*shard the Python module",
     ("FullyShard", "functional_call of a block"): r"blocks.0.0.weight \(unit 'blocks.0'\) is not here now",
     ("FullyShard", "weights changed in forward"): "a change of it would be lost",

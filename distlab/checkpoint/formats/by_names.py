@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from distlab.checkpoint.parts import Parts, Sharded
-from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, kept_once, whole_shard
+from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, whole_shard
 
 METADATA = ".metadata"  # of torch's layout: which box of which tensor lies where
 Place = tuple[str | int, ...]
@@ -156,7 +156,7 @@ def as_saved(part: Sharded, name: str, tree: Mapping[str, Any]) -> list[dict[str
     has_optimizer = any(shard.groups is not None for shard in own)
     groups = [_as_group(one) for one in optimizer.get("param_groups", ())] if has_optimizer else []
     shapes = {key: one.shape for key, one in parts.items()}
-    saved = whole_shard(whole, groups or None, shapes, kept_once(whole, shapes) - {PARAMETER})
+    saved = whole_shard(whole, groups or None, shapes)
     found = replace(saved, buffers={key: model[key] for key in buffers if key in model}).to_dict()
     return [{"shards": [found]} if "shards" in state else found]
 

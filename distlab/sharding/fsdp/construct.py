@@ -5,14 +5,10 @@ Here each parameter moves to the "meta" device as soon as the module gets it: it
 the shards are laid out. Every rank draws every weight, one layer after the other, copies its own part and frees the
 rest. All ranks draw the same numbers, so nothing is sent.
 
-Which numbers? Where one generator serves all weights, the order of drawing is part of what a seed means. Two ways:
+Each parameter (each layer, where layers draw their own) has a generator, seeded by the seed and its name. Its values
+then do not depend on what else the model has. `draw_weights` draws the same for an unsharded module.
 
-- `seed=7`: each parameter (each layer, where layers draw their own) has a generator of its own, seeded by 7 and its
-  name. Its values then do not depend on what else the model has. `draw_weights` draws the same for an unsharded module.
-- `seed=generator`: all from this one, in the order of `named_parameters()`: the numbers of a module that draws in that
-  order when it is made, as `GPT(config, generator)` and plain stacks of torch's layers do.
-
-Who draws? `draw`, or the module's own `draw_weight(name, parameter, generator)` (GPT has one), or else each layer's
+Who draws? The module's own `draw_weight(name, parameter, generator)` (GPT has one), or else each layer's
 `reset_parameters()`, as when torch makes it. A weight that is tied is drawn where it comes first.
 """
 
@@ -23,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -32,18 +27,13 @@ from distlab.comm.agree import group_device
 from distlab.modules.every_parameter import every_parameter
 from distlab.rng import generator
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.part import plain
-
-Draw = Callable[[str, Tensor, torch.Generator], None]
-Seed = int | torch.Generator
 
 
 def build_sharded(
     make_module: Callable[[], nn.Module],
     group: ProcessGroup | None = None,
     *,
-    seed: Seed,
-    draw: Draw | None = None,
+    seed: int,
     **options: Any,
 ) -> FullyShard:
     """Build a sharded model without ever holding the whole of it.
@@ -51,11 +41,10 @@ def build_sharded(
     Args:
         make_module: makes the module; called twice, and the values of its parameters are lost.
         group: as `FullyShard`.
-        seed: where the numbers come from, the same on every rank: see above.
-        draw: fills one parameter: `draw(name, parameter, generator)`.
+        seed: where the numbers come from, the same on every rank.
         options: of `FullyShard`.
 
-    Cost: nothing of the model is sent. Memory: the shards, and one layer's own parameters (one parameter with `draw`).
+    Cost: nothing of the model is sent. Memory: the shards, and one layer's own parameters.
         Every rank draws all weights, in the host's memory.
     Error: the same bits as `draw_weights` of an unsharded module.
 
@@ -68,50 +57,39 @@ def build_sharded(
             module, template = make_module(), make_module()
     finally:
         handle.remove()
-    check_drawable(template, draw)
+    _refuse_undrawable(template)
     device = group_device(group)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
     model = FullyShard(module, group, **options)
-    places = {name: (unit, index) for unit in model.units for index, name in enumerate(unit.layout.names)}
-    for name, values in _drawn(template, seed, draw):
-        unit, tensor = places[name]
-        with torch.no_grad():
-            for piece in unit.layout.pieces(dist.get_rank(group)):
-                if piece.tensor == tensor:
-                    part = values.flatten()[piece.start : piece.stop]
-                    plain(unit.shard)[piece.offset : piece.offset + part.numel()] = part.to(unit.shard.dtype)
-                    del part
+    pieces = {piece.name: piece for unit in model.units for piece in unit.shard.pieces}
+    for name, values in _drawn(template, seed):
+        if name in pieces:
+            with torch.no_grad():
+                pieces[name].parameter.copy_(values.flatten()[pieces[name].start : pieces[name].stop])
         del values  # before the next is drawn
     return model
 
 
 @torch.no_grad()
-def draw_weights(module: nn.Module, *, seed: Seed, draw: Draw | None = None) -> None:
+def draw_weights(module: nn.Module, *, seed: int) -> None:
     """Draw a module's weights in place: the numbers that `build_sharded` gives to shards.
 
     Raises:
         ValueError: as `build_sharded`.
     """
-    check_drawable(module, draw)
+    _refuse_undrawable(module)
     named = dict(every_parameter(module))
-    for name, values in _drawn(module, seed, draw):
+    for name, values in _drawn(module, seed):
         named[name].copy_(values)
 
 
-def check_drawable(module: nn.Module, draw: Draw | None) -> None:
-    """Refuse a module with layers that do not know how to draw their weights.
-
-    Raises:
-        ValueError: the text names the first such layer.
-    """
-    if draw is not None or hasattr(module, "draw_weight"):
-        return
-    for path, layer, _ in _layers(module):
+def _refuse_undrawable(module: nn.Module) -> None:
+    for path, layer, _ in _layers(module) if not hasattr(module, "draw_weight") else ():
         if not hasattr(layer, "reset_parameters"):
             raise ValueError(
                 f"{path or 'the module'} ({type(layer).__name__}) has parameters and no reset_parameters() that gives "
-                "them random start values; pass draw=, or give the module a draw_weight(name, parameter, generator)"
+                "them random start values; give it one, or the module a draw_weight(name, parameter, generator)"
             )
 
 
@@ -125,24 +103,17 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]
             yield path, layer, own
 
 
-def _drawn(module: nn.Module, seed: Seed, draw: Draw | None) -> Iterator[tuple[str, Tensor]]:
+def _drawn(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter's name and its values, in host memory, in the order of `named_parameters()`."""
-    draw = draw or getattr(module, "draw_weight", None)
+    draw: Callable[[str, Tensor, torch.Generator], None] | None = getattr(module, "draw_weight", None)
     for path, layer, own in _layers(module):
         if draw is None:
-            source = generator(seed, 0, f"weights of {path}") if isinstance(seed, int) else seed
-            yield from _reset(layer, own, source)
+            yield from _reset(layer, own, generator(seed, 0, f"weights of {path}"))
             continue
         for key, name in own.items():
-            source = generator(seed, 0, f"weights of {name}") if isinstance(seed, int) else seed
-            yield name, _filled(draw, name, layer._parameters[key], source)
-
-
-def _filled(draw: Draw, name: str, like: Tensor | None, source: torch.Generator) -> Tensor:
-    assert like is not None, "it has a name"
-    values = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
-    draw(name, values, source)
-    return values
+            values = torch.zeros_like(layer._parameters[key], device="cpu", requires_grad=False)  # type: ignore[arg-type]
+            draw(name, values, generator(seed, 0, f"weights of {name}"))
+            yield name, values
 
 
 def _reset(layer: nn.Module, own: dict[str, str], source: torch.Generator) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +121,6 @@ def _reset(layer: nn.Module, own: dict[str, str], source: torch.Generator) -> It
     with _in_memory(layer), torch.random.fork_rng(devices=[]):
         torch.set_rng_state(source.get_state())
         layer.reset_parameters()  # type: ignore[operator]
-        source.set_state(torch.get_rng_state())
         drawn = [(name, layer._parameters[key].detach()) for key, name in own.items()]  # type: ignore[union-attr]
     while drawn:
         yield drawn.pop(0)  # and hold on to none: the next layer needs the memory

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather, DirectScatter
@@ -27,9 +27,16 @@ from distlab.comm.device import CopyStream
 from distlab.comm.p2p import needs_batches
 from distlab.plan import FlatLayout, Precision
 from distlab.replicate import broadcast_each
-from distlab.sharding.fsdp.gradient import Coming, GradientMemory, HostGradient, Pieces, mark, put_end_to_end
+from distlab.sharding.fsdp.gradient import (
+    GradientMemory,
+    HostGradient,
+    PendingGradient,
+    mark,
+    note_unused,
+    put_end_to_end,
+)
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
-from distlab.sharding.part import FlatShard, plain
+from distlab.sharding.part import FlatShard, OwnPiece, plain
 from distlab.shared_memory.group_base import zeros
 from distlab.trace import OpenCall, SpanWriter
 
@@ -97,7 +104,7 @@ class Unit:
         if self._is_offloaded:
             memory = device.pinned_empty(memory.shape, kept).zero_()
         self.shard = FlatShard(memory, requires_grad=members.parameters[0].requires_grad)
-        self.shard.parts = Pieces(self.layout, dist.get_rank(options.group))
+        self.shard.pieces = self._own_pieces()
         hooks = [(at, one._backward_hooks or {}) for at, one in enumerate(members.parameters)]
         self._hooks = [(at, hook) for at, own in hooks for hook in own.values()]
         self.reshard_after_forward = True
@@ -113,11 +120,19 @@ class Unit:
         self._call: OpenCall | None = None  # of the gather
         self._sum_call: OpenCall | None = None
         self._host_gradient = HostGradient(options.to_host)
-        self._coming = Coming(self.shard, memory)
-        self._left_out: set[int] = set()  # tensors that got no gradient here: of what comes next,
-        self._left_out_of_sum: set[int] = set()  # and of the sum on its way
+        self._pending = PendingGradient(self.shard)
+        self._unused: set[int] = set()  # tensors that got no gradient here: of what comes next,
+        self._unused_in_sum: set[int] = set()  # and of the sum on its way
         self._scatter: DirectScatter | None = None
         self._replica_sum: tuple[Tensor, dist.Work] | None = None
+
+    def _own_pieces(self) -> list[OwnPiece]:
+        """Return the tensors that have elements in the shard, as plain parameters in its memory."""
+        memory, trains = plain(self.shard), self.shard.requires_grad
+        return [
+            OwnPiece(self.layout.names[at], at, start, stop, nn.Parameter(memory[offset:][: stop - start], trains))
+            for at, start, stop, offset in self.layout.pieces(dist.get_rank(self.options.group))
+        ]
 
     # Parameters: gather, use, free
 
@@ -129,9 +144,8 @@ class Unit:
     @torch.no_grad()
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Take this rank's part of whole parameters, given in the order of the layout; sends nothing."""
-        for piece in self.layout.pieces(dist.get_rank(self.options.group)):
-            values = tensors[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
-            plain(self.shard)[piece.offset : piece.offset + len(values)].copy_(values)
+        for _, slot, start, stop, parameter in self.shard.pieces:
+            parameter.copy_(tensors[slot].detach().reshape(-1)[start:stop])
 
     @torch.no_grad()
     def fill_from_first(self, parameters: Sequence[Tensor]) -> None:
@@ -211,7 +225,7 @@ class Unit:
     @property
     def gradient_tensors(self) -> list[Tensor]:
         """Whole gradients that are kept or travel, and what arrives of other ranks'."""
-        kept = [] if self._coming.whole is None else [self._coming.whole]
+        kept = [] if self._pending.whole is None else [self._pending.whole]
         return [*kept, *([] if self._scatter is None else [self._scatter._full, *self._scatter.arriving])]
 
     # Gradients: sum over the ranks, keep the own part
@@ -219,24 +233,24 @@ class Unit:
     @torch.no_grad()
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put backward's gradients end to end, and start to reduce them unless they are to be kept whole."""
-        self._coming.check()
-        left_out = {number for number, one in enumerate(gradients) if one is None}
-        self._left_out = left_out if self._coming.whole is None else left_out & self._left_out
+        self._pending.check()
+        unused = {number for number, one in enumerate(gradients) if one is None}
+        self._unused = unused if self._pending.whole is None else unused & self._unused
         size, dtype = self.layout.padded_size, self.reduce_dtype
         if self.sends:
             flat = self.options.gradients.take(size, dtype)
         else:
             flat = torch.empty(size, dtype=dtype, device=self._full.device)
         put_end_to_end(flat, gradients, self.layout)
-        if self._coming.whole is not None:
-            flat.add_(self._coming.whole)
-            self._coming.whole = None
-        self._coming.begin(sums=self.sends)
+        if self._pending.whole is not None:
+            flat.add_(self._pending.whole)
+            self._pending.whole = None
+        self._pending.begin()
         if self.sends:
             self.start_scatter(flat)
-            self._left_out = set()
+            self._unused = set()
         else:
-            self._coming.whole = flat
+            self._pending.whole = flat
 
     def start_scatter(self, flat: Tensor) -> None:
         """Begin to sum a flat gradient over the group.
@@ -247,8 +261,8 @@ class Unit:
         self.finish_replica_sum()
         if self.reduce_dtype is torch.float16:  # its sum could overflow: divide before, and lose small numbers instead
             flat.div_(self.options.num_gradients).add_(0.0)  # what becomes -0.0 is 0.0
-        self._left_out_of_sum = self._left_out
-        mark(flat, self.layout, self._left_out)
+        self._unused_in_sum = self._unused
+        mark(flat, self.layout, self._unused)
         self._sum_call = self._started_call()
         self._scatter = DirectScatter(flat, self.options.group)
         if self._sum_call is not None:
@@ -286,31 +300,36 @@ class Unit:
     def _keep(self, total: Tensor) -> None:
         """Divide, once, and add to the shard's gradient."""
         self.finish_host_copy()
-        assert self.shard.parts is not None, "made with it"
-        self.shard.parts.note(total, self._left_out_of_sum, adds=self._coming.summed is not None)
+        note_unused(self.shard, total, self._unused_in_sum, adds=self._pending.summed is not None)
         if self.reduce_dtype is not torch.float16:
             total.div_(self.options.num_gradients)
         total = total.to(self.shard.dtype)
         if self._is_offloaded:
-            self._host_gradient.start(total, self._coming.summed)
+            self._host_gradient.start(total, self._pending.summed)
         else:
-            self._coming.add(total)
+            self._pending.add(total)
 
     @torch.no_grad()
     def finish_host_copy(self) -> None:
         """Let the host wait for an offloaded gradient that is on its way."""
         arrived = self._host_gradient.finish()
         if arrived is not None:
-            self._coming.add(arrived)
+            self._pending.add(arrived)
 
-    def check_gradient(self) -> None:
-        """Refuse a gradient that was forgotten while it was on its way."""
-        self._coming.check()
+    def finish_gradient(self) -> None:
+        """Wait for all sums, and put the gradient in its place; refuse one that was forgotten on its way."""
+        self._wait_for_sums()
+        self._pending.settle()
+
+    def _wait_for_sums(self) -> None:
+        for finish in (self.finish_scatter, self.finish_replica_sum, self.finish_host_copy):
+            finish()
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop accumulated gradients, also those on their way; or, without set_to_none, make them zeros."""
         if set_to_none:
-            self._coming.forget(self.finish_scatter, self.finish_replica_sum, self.finish_host_copy)
+            self._wait_for_sums()
+            self._pending.forget()
         elif self.shard.grad is not None:
             self.shard.grad.zero_()
 

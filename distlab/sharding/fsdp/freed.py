@@ -39,6 +39,8 @@ INSTEAD = {
 class FreedParameter(NotHere):
     """A parameter without memory; see above."""
 
+    unit = ""
+
     @staticmethod
     def __new__(cls: type, unit: Unit, tensor: int) -> FreedParameter:  # noqa: PYI034
         """Make one that torch takes for a parameter: tensor number so many of a unit."""
@@ -50,7 +52,7 @@ class FreedParameter(NotHere):
             requires_grad=unit.shard.requires_grad,
         )
         one._is_param = True  # isinstance(one, nn.Parameter)
-        one.label = f"{unit.layout.names[tensor]} (unit {unit.name or 'root'!r})"
+        one.label, one.unit = unit.layout.names[tensor], unit.name or "root"
         return one
 
     def __init__(self, *_: object) -> None:
@@ -59,7 +61,7 @@ class FreedParameter(NotHere):
     def why(self, use: str) -> str:
         """Return where the values are, and what to do."""
         is_change = use.endswith("_") and not use.endswith("__")
-        return f"{self.label} is not here now: " + INSTEAD.get(
+        return f"{self.label} (unit {self.unit!r}) is not here now: " + INSTEAD.get(
             use,
             CHANGE
             if is_change
@@ -93,10 +95,10 @@ def refuse_others(names: Iterator[str]) -> None:
     """
     for name in names:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: {name} was added after FullyShard was built, or replaced by another tensor (by "
-            "functional_call, or load_state_dict(assign=True)?). FullyShard computes with its own shards, and ranks "
-            "do not average others' gradients. Add it before; change values in place; give a tensor to forward; or "
-            "leave its module to no unit: name others in units=[...]"
+            f"rank {dist.get_rank()}: {name} was added after FullyShard was built, or replaced by a different tensor "
+            "(by functional_call, or load_state_dict(assign=True)?). FullyShard computes with its own shards, and "
+            "ranks do not average others' gradients. Add it before; change values in place; give a tensor to forward; "
+            "or leave its module to no unit: name others in units=[...]"
         )
 
 

@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
 from distlab.modules.blocks import Choice
 from distlab.modules.moved import NotCopied, mark_moved
 from distlab.plan import Precision
-from distlab.replicate import agree_on_parameters, broadcast_each
+from distlab.replicate import agree_on_build, broadcast_each
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Options, Unit
@@ -29,7 +28,7 @@ from distlab.sharding.fsdp.freed import STATE, names_of_others, refuse_others, r
 from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.prefetch import Order
-from distlab.sharding.fsdp.step import step_on_plain_parameters
+from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
@@ -104,10 +103,10 @@ class FullyShard(NotCopied, nn.Module):
         super().__init__()
         named = parameters_to_shard(module, plain=True)
         names = automatic_units(module) if units is None else chosen_units(module, units)
-        options = [units if units is None else names, reshard_after_forward, prefetch, str(precision), offload]
-        for ranks in (group, *([] if replicas is None else [replicas])):
-            agree_on_parameters(named, ranks)
-            agree(options, ranks, what="units, reshard_after_forward, prefetch, precision and offload")
+        options: dict[str, Any] = {"units": units if units is None else names, "precision": str(precision)}
+        options |= {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "offload": offload}
+        everyone = (group, *([] if replicas is None else [replicas]))
+        agree_on_build(named, *everyone, **options)
         _check_options(prefetch, precision)
         found = assign(module, names, automatic=units is None)
         self.module, self.group, self.replicas, self.precision = module, group, replicas, precision
@@ -123,10 +122,10 @@ class FullyShard(NotCopied, nn.Module):
         self._last: Unit | None = None
         self.shards = nn.ParameterList([unit.shard for unit in self.units])
         buffers = [buffer for buffer in module.buffers() if buffer.device.type != "meta"]
-        for ranks in (group, *([] if replicas is None else [replicas])):
+        for ranks in everyone:
             broadcast_each(buffers, ranks)
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
-        step_on_plain_parameters()
+        step_on_pieces()
 
     def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
@@ -185,13 +184,13 @@ class FullyShard(NotCopied, nn.Module):
         """Finish what is on its way: each shard's gradient is the mean over all ranks."""
         self.order.end_step()
         self._free_all()
-        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_host_copy, Unit.check_gradient):
+        for finish in (Unit.finish_scatter, Unit.finish_replica_sum, Unit.finish_gradient):
             for unit in self.units:
                 finish(unit)
         self._last, self.step = None, self.step + 1
 
     def free_finished(self, *, root: bool = False) -> None:
-        """Free units whose gradients exist, once another begins: backward has passed their inputs. The root stays."""
+        """Free units whose gradients exist, once the next begins: backward has passed their inputs. The root stays."""
         for one in self.finished:
             if one.open == 0 and (one.name or root):
                 one.free()
@@ -310,5 +309,5 @@ def _check_options(prefetch: int, precision: Precision | None) -> None:
     if precision is not None and precision.gradients != kept:
         raise ValueError(
             f"precision: gradients are kept as {precision.gradients} and shards as {kept}, and an optimizer wants one "
-            f"type; pass gradients={kept!r} or another master"
+            f"type; pass gradients={kept!r} or a different master"
         )

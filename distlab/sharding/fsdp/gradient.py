@@ -1,17 +1,17 @@
 """A unit's gradient, from backward to its shard: end to end, on its way, in the host's memory.
 
-1. `put_end_to_end`, `mark` and `Pieces`: several tensors lie in one flat gradient. Which of them has no rank a gradient
-   of? A rank without one adds -0.0 to the sum; no rank adds it otherwise. A sum is -0.0 only if all its parts are. So
-   the sum itself tells, and nothing more is sent. A step passes such tensors by, as in one process: see `step`.
+1. `put_end_to_end`, `mark` and `note_unused`: several tensors lie in one flat gradient. Which of them has no rank a
+   gradient of? A rank without one adds -0.0 to the sum; no rank adds it otherwise. A sum is -0.0 only if all its parts
+   are. So the sum itself tells, and nothing more is sent. A step passes such tensors by, as in one process: see `step`.
 2. `GradientMemory`: where a whole gradient waits to be summed.
-3. `Coming`: until a sum has come, a mark stands in the gradient's place. It refuses a step that comes too early, and
-   tells of an optimizer's zero_grad(), which would forget what is not there yet.
+3. `PendingGradient`: until `synchronize()` a mark stands in the gradient's place. It refuses a step that comes too
+   early, and tells of an optimizer's zero_grad(), which would forget what is not there yet.
 4. `HostGradient`: an offloaded gradient is copied to the host's memory while backward goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.device import CopyStream, event, host_memory_for, wait_for_event
 from distlab.plan import FlatLayout
-from distlab.sharding.part import FlatShard, absent, as_part
+from distlab.sharding.part import FlatShard, absent, as_part, plain
 from distlab.shared_memory.group_base import buffer_of
 
 ON_THEIR_WAY = (
@@ -29,33 +29,6 @@ ON_THEIR_WAY = (
     "step outside of no_sync(), and call synchronize() after it, before clipping, step() and an optimizer's "
     "zero_grad(); to forget them earlier call the FullyShard's own zero_grad()"
 )
-
-
-class Pieces:
-    """Which tensors a shard holds a piece of, and which of these no rank has a gradient of.
-
-    Attributes:
-        names: of the tensors, by their number.
-        pieces: of this rank.
-        unused: numbers of tensors.
-    """
-
-    def __init__(self, layout: FlatLayout, rank: int) -> None:
-        self.names, self.pieces = layout.names, layout.pieces(rank)
-        self.unused: set[int] = set()
-
-    def note(self, total: Tensor, left_out: set[int], *, adds: bool) -> None:
-        """Read from a sum over ranks which tensors no rank had a gradient of.
-
-        Args:
-            total: the sum, before anything else is done to it.
-            left_out: tensors that this rank had no gradient of; no others are looked at.
-            adds: it is added to a gradient that the shard has.
-
-        Shapes: total [L]
-        """
-        found = {one.tensor for one in self.pieces if one.tensor in left_out and is_marked(total[one.offset])}
-        self.unused = self.unused & found if adds else found
 
 
 def put_end_to_end(flat: Tensor, gradients: Sequence[Tensor | None], layout: FlatLayout) -> None:
@@ -83,13 +56,29 @@ def put_end_to_end(flat: Tensor, gradients: Sequence[Tensor | None], layout: Fla
     flat.add_(0.0)  # -0.0 becomes 0.0
 
 
-def mark(flat: Tensor, layout: FlatLayout, left_out: Iterable[int]) -> None:
-    """Make the gradients of tensors that were left out -0.0; no other number is.
+def mark(flat: Tensor, layout: FlatLayout, unused: Iterable[int]) -> None:
+    """Make the gradients of tensors that this rank did not use -0.0; no other number is.
 
     Shapes: flat [n L]
     """
-    for tensor in left_out:
+    for tensor in unused:
         flat[layout.offsets[tensor] :][: layout.sizes[tensor]].fill_(-0.0)
+
+
+def note_unused(shard: FlatShard, total: Tensor, unused_here: set[int], *, adds: bool) -> None:
+    """Read from a sum over ranks which tensors no rank had a gradient of.
+
+    Args:
+        shard: whose gradient it is.
+        total: the sum, before anything else is done to it.
+        unused_here: tensors that this rank had no gradient of; no others are looked at.
+        adds: it is added to a gradient that the shard has.
+
+    Shapes: total [L]
+    """
+    parts = zip(shard.pieces, shard.cut(total), strict=True) if unused_here else ()
+    found = {piece.slot for piece, part in parts if piece.slot in unused_here and is_marked(part[0])}
+    shard.unused = found.intersection(shard.unused) if adds else found
 
 
 def is_marked(number: Tensor) -> bool:
@@ -131,44 +120,40 @@ class GradientMemory:
         return self._buffer[: numel * dtype.itemsize].view(dtype)
 
 
-class Coming:
+class PendingGradient:
     """What there is of one shard's gradient until all parts have come.
 
     Args:
         shard: whose gradient it is.
-        memory: the shard's own values.
 
     Attributes:
         whole: the sum of passes that no_sync keeps whole on this rank.
-        summed: what was summed over the ranks before, while the mark stands in its place.
+        summed: what was summed over the ranks so far, while the mark stands in its place.
     """
 
-    def __init__(self, shard: FlatShard, memory: Tensor) -> None:
+    def __init__(self, shard: FlatShard) -> None:
         self.whole: Tensor | None = None
         self.summed: Tensor | None = None
-        self._shard, self._mark = shard, absent(memory, memory, ON_THEIR_WAY)
-        self._is_under_way = self._drops = False
-        self._num_sums = 0
+        self._shard, self._mark, self._is_marked = shard, absent(shard, plain(shard), ON_THEIR_WAY), False
 
-    def begin(self, *, sums: bool) -> None:
+    def begin(self) -> None:
         """Put the mark in the gradient's place: a sum will come, or a gradient is about to be kept whole."""
         self.check()
-        if not self._is_under_way:
-            self.summed, self._shard.grad, self._is_under_way = self._shard.grad, self._mark, True
-        self._num_sums += sums
+        if not self._is_marked:
+            self.summed, self._shard.grad, self._is_marked = self._shard.grad, self._mark, True
 
     def add(self, total: Tensor) -> None:
-        """Add a sum that has come; with the last one the gradient is back in its place.
+        """Add a sum that has come.
 
         Shapes: total [L]
         """
-        self._num_sums -= 1
-        if self._drops:
-            return
-        self.check()
         self.summed = as_part(total) if self.summed is None else self.summed.add_(total)
-        if self.whole is None and not self._num_sums:
-            self._shard.grad, self.summed, self._is_under_way = self.summed, None, False
+
+    def settle(self) -> None:
+        """Put the gradient back in its place: all sums have come."""
+        self.check()
+        if self._is_marked and self.whole is None:
+            self._shard.grad, self.summed, self._is_marked = self.summed, None, False
 
     def check(self) -> None:
         """Refuse a gradient that was forgotten, or replaced, while parts of it are on their way.
@@ -176,17 +161,12 @@ class Coming:
         Raises:
             RuntimeError: the mark is not in its place.
         """
-        if self._is_under_way and self._shard.grad is not self._mark:
+        if self._is_marked and self._shard.grad is not self._mark:
             raise RuntimeError(f"rank {dist.get_rank()}: a gradient was forgotten or replaced: {ON_THEIR_WAY}")
 
-    def forget(self, *finish: Callable[[], None]) -> None:
-        """Forget the gradient, also what is on its way; `finish` wait for that."""
-        if self._is_under_way:
-            self._drops = True
-            for wait in finish:
-                wait()
-        self.whole, self.summed, self._shard.grad = None, None, None
-        self._is_under_way = self._drops = False
+    def forget(self) -> None:
+        """Forget the gradient; nothing is on its way any more."""
+        self.whole, self.summed, self._shard.grad, self._is_marked = None, None, None, False
 
 
 class HostGradient:

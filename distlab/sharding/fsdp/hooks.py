@@ -24,7 +24,7 @@ from distlab.modules.moved import NotHere
 from distlab.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.freed import FreedParameter, refuse_others
-from distlab.sharding.fsdp.prefetch import Order, SubmoduleUnits
+from distlab.sharding.fsdp.prefetch import SubmoduleUnits
 
 Views = list[tuple[Tensor, ...]]
 
@@ -66,7 +66,8 @@ class ForwardCall:
         watched.model.free_finished()
         watched.finish_gather()
         watched.show(views)
-        for one in Order.before(self.ended, self.place, watched.model.order.prefetch):
+        first = max(0, self.place - watched.model.order.prefetch)
+        for one in reversed(self.ended[first : self.place]):  # the nearest first
             one.start_gather()
 
     def on_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
@@ -139,7 +140,7 @@ class WatchedModule(SubmoduleUnits):
         self.show(self._freed)
 
     def settle(self) -> None:
-        """Free the units after a forward, unless another call of them runs or they are to stay."""
+        """Free the units after a forward, unless a different call of them runs or they are to stay."""
         if self._calls or self.stays or runs_in_backward():
             return
         self.hide()
@@ -160,7 +161,11 @@ class WatchedModule(SubmoduleUnits):
             return None
         running = self._begin() if module is self.module else None  # a copy of the module has parameters of its own
         if model.precision is not None and self.units:
-            args, kwargs = cast_inputs((args, kwargs), self.units[0].compute_dtype)
+            dtype = self.units[0].compute_dtype
+            args, kwargs = replace(
+                (args, kwargs),
+                lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one,
+            )
         frozen = [unit for unit in self.units if not unit.shard.requires_grad]
         if running is not None and frozen and torch.is_grad_enabled():
             is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
@@ -187,14 +192,16 @@ class WatchedModule(SubmoduleUnits):
         return running
 
     def _check_place(self) -> None:
-        """Refuse a call from where the unit cannot be gathered, or with another tensor in a parameter's place.
+        """Refuse a call from where the unit cannot be gathered, or with a different tensor in a parameter's place.
 
         Raises:
             RuntimeError: it is called inside a transform of torch.func, in a second thread, or by functional_call.
         """
         inside, thread = torch._C._functorch.peek_interpreter_stack() is not None, self.model.order.thread
         if inside or thread not in (None, threading.get_ident()):
-            where = "a transform of torch.func (vmap, grad, jvp, ...)" if inside else "another thread than its model"
+            where = (
+                "a transform of torch.func (vmap, grad, jvp, ...)" if inside else "a different thread than its model"
+            )
             raise RuntimeError(
                 f"unit {self.name or 'root'!r} is called in {where}, where it cannot be gathered in the order of all "
                 "ranks. Name other units in units=[...], such as the module that does so and not this part of it"
@@ -258,11 +265,6 @@ def put(module: nn.Module, attribute: str, value: Any) -> None:
 def runs_in_backward() -> bool:
     """Return whether autograd's backward is running now, and what runs here runs in it."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def cast_inputs(inputs: tuple[Any, Any], dtype: torch.dtype) -> Any:
-    """Return positional and keyword inputs with floating point tensors of this type."""
-    return replace(inputs, lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one)
 
 
 def made_by(output: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:

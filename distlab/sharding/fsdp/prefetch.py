@@ -167,8 +167,3 @@ class Order:
     def _compare(self, coming: str) -> None:
         names = [one.name or "root" for one in self.begun]
         agree([*names, coming], self.group, what="the units that this forward pass runs, in order")
-
-    @staticmethod
-    def before(ended: list[SubmoduleUnits], place: int, prefetch: int) -> list[SubmoduleUnits]:
-        """Return the units to gather ahead when backward reaches the one at `place`: the nearest first."""
-        return ended[max(0, place - prefetch) : place][::-1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distlab.modules.blocks import Choice, find_blocks
+from distlab.modules.blocks import Choice, find_blocks, is_called
 
 ROOT = ""
 
@@ -53,8 +53,8 @@ def automatic_units(module: nn.Module) -> list[str]:
 
     What stands in the model under several names counts under the first one.
     """
-    names = {path for path, _ in module.named_modules()}
-    return [path for path in _items(module, "") if path in names]
+    shown = dict(module.named_modules())
+    return [path for path, one in find_blocks(module).items() if path in shown and _owns(one)]
 
 
 def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
@@ -76,19 +76,19 @@ def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
             names.append(one)
             continue
         found = find_blocks(module, one)
-        owners = [name for name, part in found.items() if next(part.parameters(), None) is not None]
+        owners = [name for name, part in found.items() if _owns(part)]
         names += [name for name in owners or found if name not in names]
     known = dict(module.named_modules())
     for name in names:
         if name == ROOT or name not in known:
             near = [one for one in known if one and one.split(".")[-1] == name.split(".")[-1]] or list(known)[1:6]
             raise ValueError(f"units: {name!r} is not a submodule; there are {', '.join(near)}, ...")
-        if next(known[name].parameters(), None) is None:
+        if not _owns(known[name]):
             raise ValueError(
                 f"units: {name!r} ({type(known[name]).__name__}) owns no parameters, so there is nothing to gather; "
                 "leave it out"
             )
-        if not _is_called(known[name]):
+        if not is_called(known[name]):
             raise ValueError(
                 f"units: {name!r} ({type(known[name]).__name__}) is never called, and a unit is gathered when it is; "
                 f"name its items: '{name}.*'"
@@ -99,20 +99,8 @@ def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
     return names
 
 
-def _items(module: nn.Module, prefix: str, *, is_list: bool = False) -> list[str]:
-    """Name the items of lists; a list, or a dict, in a list is never called, so its own items count."""
-    found = []
-    for name, child in module.named_children():
-        path, is_item = f"{prefix}{name}", is_list or isinstance(module, (nn.ModuleList, nn.Sequential))
-        if not is_item or not _is_called(child):
-            found += _items(child, f"{path}.", is_list=is_item)
-        elif next(child.parameters(), None) is not None:
-            found.append(path)
-    return found
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[tuple[str, bool], Members]:

@@ -19,42 +19,44 @@ one rank must refuse, all refuse, before anything has changed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import agree
 from distlab.comm.together import together
 from distlab.modules.every_parameter import every_parameter
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, kept_once, whole_shard
+from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, whole_shard
+from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.state.assemble import HeldRow
-from distlab.sharding.state.optimizer_parts import (
-    Groups,
+from distlab.sharding.state.parts import (
     Optimizer,
-    Rows,
+    OwnPieces,
+    SavedInShards,
     by_names,
     gather_parts,
+    is_kept,
     optimizer_state,
     prepare,
+    read_shards,
     save_parts,
 )
 
 Result = TypeVar("Result")
 
 
-def rows_of(model: FullyShard) -> Rows:
-    """Return what this rank holds: one row per unit."""
-    rank = dist.get_rank(model.group)
-    layouts = [(unit.shard, unit.layout) for unit in model.units]
-    held = [HeldRow(shard, layout.names, layout.shapes, layout.pieces(rank)) for shard, layout in layouts]
-    shapes = {name: shape for row in held for name, shape in zip(row.names, row.shapes, strict=True)}
-    return Rows(held, shapes, model.cut)
+def pieces_of(model: FullyShard) -> OwnPieces:
+    """Return what this rank holds: pieces of all units."""
+    layouts = [(unit.layout, unit.shard.dtype) for unit in model.units]
+    tensors = {
+        name: (shape, dtype) for one, dtype in layouts for name, shape in zip(one.names, one.shapes, strict=True)
+    }
+    return OwnPieces([piece for unit in model.units for piece in unit.shard.pieces], tensors, model.cut)
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -63,10 +65,11 @@ def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[s
     Raises:
         ValueError: the optimizer is of a different model, or keeps what cannot be cut.
     """
-    parts, groups = save_parts(rows_of(model), optimizer, parameters=True)
+    aliases, buffers = _state_of(model)
+    parts, groups = save_parts(pieces_of(model), optimizer, parameters=True)
     shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
-    tied = {name: same for name, same in aliases(model).items() if name != same}
-    return SavedShard(shard, num_shards, parts, groups, copied_buffers(model), aliases=tied).to_dict()
+    tied = {name: same for name, same in aliases.items() if name != same}
+    return SavedShard(shard, num_shards, parts, groups, _copied(buffers), aliases=tied).to_dict()
 
 
 def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -106,13 +109,7 @@ def load_sharded_state_dict(
             shard, shards of two saves, or an optimizer of other groups.
     """
     agree(["load_sharded_state_dict", optimizer is not None], model.group, what="load_sharded_state_dict")
-    refuse_together(model, "load the shards", lambda: prepare_model(model, _checked(states), optimizer))()
-
-
-def _checked(states: Sequence[Mapping[str, Any]]) -> list[SavedShard]:
-    saved = [SavedShard.from_dict(state) for state in states]
-    check_saves(saved)
-    return saved
+    refuse_together(model, "load the shards", lambda: prepare_model(model, read_shards(states), optimizer))()
 
 
 def prepare_model(
@@ -123,10 +120,10 @@ def prepare_model(
     Raises:
         ValueError: they do not fit; nothing has changed.
     """
-    load = prepare(rows_of(model), optimizer, saved, parameters=True)
+    load = prepare(pieces_of(model), optimizer, saved, parameters=True)
     rank = dist.get_rank(model.group)
     own = min(saved, key=lambda one: (one.shard != rank, one.shard))  # buffers: its own, or those of the first shard
-    here, there = _buffers(model), own.buffers or {}
+    here, there = _state_of(model)[1], own.buffers or {}
     for name in [*here, *there]:
         mine, its = (list(one[name].shape) if name in one else "nothing" for one in (here, there))
         if mine != its:
@@ -141,7 +138,7 @@ def prepare_model(
     return take
 
 
-class ShardedState:
+class ShardedState(SavedInShards):
     """A sharded model and its optimizer, as one part of a checkpoint: each rank saves its own shard.
 
         parts = {"training": ShardedState(model, optimizer), "schedule": schedule}
@@ -157,17 +154,9 @@ class ShardedState:
         """Return this rank's state: views, to save or copy before the next update."""
         return shard_state(self.model, self.optimizer)
 
-    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse states that do not fit, before anything has changed.
-
-        Raises:
-            ValueError: as `load_sharded_state_dict`.
-        """
-        prepare_model(self.model, _checked(states), self.optimizer)
-
-    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load this rank's shard from the states of all ranks, or from the state that this rank saved."""
-        prepare_model(self.model, _checked(states), self.optimizer)()
+    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        """Assemble this rank's pieces and buffers from saved shards; return a function that loads them."""
+        return prepare_model(self.model, saved, self.optimizer)
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
@@ -187,13 +176,14 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     Raises:
         ValueError: on every rank: ranks call it with other options, or `to_rank` is outside the group.
     """
-    keeps = _keeps(model, "full_state_dict", to_rank)
-    parts, _ = save_parts(rows_of(model), None, parameters=True)
+    keeps = is_kept("full_state_dict", model.group, to_rank)
+    aliases, buffers = _state_of(model)
+    parts, _ = save_parts(pieces_of(model), None, parameters=True)
     whole = _gather(model, parts, keeps=keeps)
     if not keeps:
         return {}
-    found = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()} | copied_buffers(model)
-    return {name: found[same] for name, same in aliases(model).items()}
+    found = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()} | _copied(buffers)
+    return {name: found[same] for name, same in aliases.items()}
 
 
 def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: int | None = None) -> dict[str, Any]:
@@ -210,12 +200,12 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
     Raises:
         ValueError: on every rank: the optimizer is of a different model, or keeps what belongs to no element.
     """
-    keeps = _keeps(model, "full_optimizer_state", to_rank)
+    keeps = is_kept("full_optimizer_state", model.group, to_rank)
     parts, groups = refuse_together(
-        model, "gather the optimizer's state", lambda: save_parts(rows_of(model), optimizer, parameters=False)
+        model, "gather the optimizer's state", lambda: save_parts(pieces_of(model), optimizer, parameters=False)
     )
     whole = _gather(model, parts, keeps=keeps)
-    return optimizer_state(whole, groups or (), _in_order(model, groups or ())) if keeps else {}
+    return optimizer_state(whole, groups or (), _names_in_groups(model, optimizer)) if keeps else {}
 
 
 def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None:
@@ -243,41 +233,24 @@ def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Ma
     """
 
     def look() -> Callable[[], None]:
-        rows = rows_of(model)
-        _, groups = save_parts(rows, optimizer, parameters=False)
-        kept, its_groups = by_names(state, _in_order(model, groups or ()))
-        values = [(key, value) for one in kept.values() for key, value in one.items()]
-        per_element = {key for key, value in values if isinstance(value, Tensor) and value.dim()}
-        shapes = rows.whole_shapes()
-        whole = whole_shard(kept, its_groups, shapes, kept_once(kept, shapes) - per_element)
-        return prepare(rows, optimizer, [whole], parameters=False)
+        own = pieces_of(model)
+        kept, groups = by_names(state, _names_in_groups(model, optimizer))
+        return prepare(own, optimizer, [whole_shard(kept, groups, own.whole_shapes())], parameters=False)
 
     agree(["load_full_optimizer_state"], model.group, what="load_full_optimizer_state")
     refuse_together(model, "load the optimizer's state", look)()
 
 
-def _keeps(model: FullyShard, what: str, to_rank: int | None) -> bool:
-    """Return whether this rank keeps what all gather, which is the same call on every rank."""
-    agree([what, to_rank], model.group, what=f"the call of {what}")
-    num_ranks = dist.get_world_size(model.group)
-    if to_rank is not None and not 0 <= to_rank < num_ranks:
-        raise ValueError(f"{what}: rank {to_rank!r} is none of the group's 0..{num_ranks - 1}")
-    return to_rank in (None, dist.get_rank(model.group))
-
-
 def _gather(model: FullyShard, parts: Mapping[str, SavedPart], *, keeps: bool) -> dict[str, SavedPart]:
     groups: list[ProcessGroup | None] = [model.group, *([] if model.cut.group is None else [model.cut.group])]
-    whole: dict[str, SavedPart] = {}
-    for unit in model.units:
-        whole |= gather_parts(parts, unit.layout.names, groups, keeps=keeps)
-    return whole
+    return gather_parts(parts, [unit.layout.names for unit in model.units], groups, keeps=keeps)
 
 
 def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
     """Read a module's state as a save of one shard."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is {type(state).__name__}; pass a module's state_dict() on every rank")
-    known, buffers = aliases(model), _buffers(model)
+    known, buffers = _state_of(model)
     for name in [*known, *state]:
         if name not in known or name not in state:
             here, there = ("nothing" if name not in one else "a tensor" for one in (known, state))
@@ -292,10 +265,12 @@ def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
     return dataclasses.replace(whole, buffers={name: state[name] for name in buffers})
 
 
-def _in_order(model: FullyShard, groups: Groups) -> list[list[str]]:
+def _names_in_groups(model: FullyShard, optimizer: Optimizer) -> list[list[str]]:
     """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
+    names = {id(unit.shard): unit.layout.names for unit in model.units}
     places = {name: place for place, (name, _) in enumerate(every_parameter(model.module))}
-    return [sorted(group["names"], key=places.__getitem__) for group in groups]
+    groups = [[name for one in group["params"] for name in names.get(id(one), ())] for group in optimizer.param_groups]
+    return [sorted(group, key=places.__getitem__) for group in groups]
 
 
 def refuse_together(model: FullyShard, what: str, action: Callable[[], Result]) -> Result:
@@ -313,44 +288,24 @@ def refuse_together(model: FullyShard, what: str, action: Callable[[], Result]) 
     return kept[0]
 
 
-def _buffers(model: FullyShard) -> dict[str, Tensor]:
-    """Return the module's buffers that belong to its state, by name: each rank has its own.
+def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return every name of the module's state, with the one under which its shards know it (tied: the first); buffers.
 
     Raises:
-        ValueError: a module keeps more than tensors in its state.
+        ValueError: a module keeps more than tensors in its state, or parameters are whole now.
     """
-    modules = [*model.module.named_modules(remove_duplicate=False)]
-    for path, one in modules:
-        if type(one).get_extra_state is not nn.Module.get_extra_state:
+    for name in names_of_others(model.module, model.units, model.shards):
+        raise ValueError(f"{name} is not in a shard now; save and load outside of summon() and of forward")
+    state = model.module.state_dict(keep_vars=True)
+    for name in state:
+        path, _, key = name.rpartition(".")
+        if key == "_extra_state":
             raise ValueError(
                 f"{path} has an extra state (get_extra_state), which shards do not save; keep it in a buffer"
             )
-    return {name: buffer for path, one in modules for name, buffer in _own_buffers(path, one)}
+    aliases = {name: one.label if isinstance(one, FreedParameter) else name for name, one in state.items()}
+    return aliases, {name: one for name, one in state.items() if not isinstance(one, FreedParameter)}
 
 
-def copied_buffers(model: FullyShard) -> dict[str, Tensor]:
-    """Return copies of the module's buffers in host memory."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in _buffers(model).items()}
-
-
-def aliases(model: FullyShard) -> dict[str, str]:
-    """Return every name of the module's state, with the one under which its shards know it (tied: the first)."""
-    own: dict[nn.Module, list[tuple[str, str]]] = {}
-    for unit in model.units:
-        for place in unit.members.places:
-            own.setdefault(place.module, []).append((place.attribute, unit.layout.names[place.tensor]))
-    names: dict[str, str] = {}
-    for path, one in model.module.named_modules(remove_duplicate=False):
-        names |= {_join(path, attribute): name for attribute, name in own.get(one, ())}
-        names |= {name: name for name, _ in _own_buffers(path, one)}
-    return names
-
-
-def _own_buffers(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield _join(path, key), buffer
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in buffers.items()}

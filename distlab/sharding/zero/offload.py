@@ -49,23 +49,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Make an optimizer's update in the host's memory.
 
     A step copies gradients to the host, updates the host's copy of the parameters, and copies those back. The host
-    waits once in a step: for the gradients. Groups and
-    their options (`param_groups`) are those of any optimizer, so schedules of the learning rate work.
+    waits once in a step: for the gradients. Groups and their options (`param_groups`) are those of any optimizer, so
+    schedules of the learning rate work; a group is not added later.
 
     Args:
         parameters: what to update; floating point, on any device.
-        make_optimizer: called once with the host's copies; makes the optimizer that does the work.
+        make_optimizer: makes the optimizer that does the work, of these parameters; it gets the host's copies of them.
 
     Attributes:
         inner: that optimizer; its state is in the host's memory.
-        host_bytes: the host's copies of parameters and gradients, and the state so far.
+        host_bytes: the host's copies of parameters and gradients, which the first step makes, and the state so far.
 
     Cost: in the host's memory a copy of the parameters, one of their gradients and the optimizer's state. Each step
         sends the gradients over the bus to the host, and the parameters back.
     Error: exact: the same update of the same numbers. A CPU and a GPU may round the update itself differently.
 
     Raises:
-        ValueError: no parameters, or `make_optimizer` made no optimizer of exactly these.
+        ValueError: no parameters, shards, or `make_optimizer` made no optimizer of exactly these.
 
     Source: Ren et al. 2021, ZeRO-Offload (2101.06840), section 4; without the update of one step delayed.
     """
@@ -74,29 +74,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         mine = list(parameters)
         if not mine:
             raise ValueError("OffloadedOptimizer: no parameters; pass those that the optimizer shall update")
-        self._host = [nn.Parameter(to_host(parameter)) for parameter in mine]
-        self.inner = make_optimizer(list(self._host))
-        places = {id(host): index for index, host in enumerate(self._host)}
-        taken = [[places.get(id(p)) for p in group["params"]] for group in self.inner.param_groups]
-        if sorted(index if index is not None else -1 for group in taken for index in group) != [*range(len(mine))]:
+        if any(getattr(one, "is_shard", False) for one in mine):
+            raise ValueError("OffloadedOptimizer: these are shards; build FullyShard(module, offload=True)")
+        self.inner = make_optimizer(list(mine))
+        if {id(one) for group in self.inner.param_groups for one in group["params"]} != {id(one) for one in mine}:
             raise ValueError(
                 f"OffloadedOptimizer: make_optimizer was given {len(mine)} parameters and made an optimizer of others; "
                 "build it of the parameters that it is called with"
             )
-        self._pairs = [(device, host) for device, host in zip(mine, self._host, strict=True)]
-        self._gradients = [host_memory_for(device) for device, _ in self._pairs]
+        self._copies: dict[Tensor, tuple[nn.Parameter, Tensor]] = {}  # in the host's memory: parameter and gradient
         self._returned: list[Any] = []  # events: the host's copies have been read by the last step
-        groups = [
-            {**_options(group), "params": [mine[index] for index in indices if index is not None]}
-            for group, indices in zip(self.inner.param_groups, taken, strict=True)
-        ]
+        groups = [{**group, "params": [*group["params"]]} for group in self.inner.param_groups]
         super().__init__(groups, dict(self.inner.defaults))
+        self.state = self.inner.state
 
     @property
     def host_bytes(self) -> int:
         """Bytes held in the host's memory."""
         state = [value for kept in self.inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*self._host, *self._gradients, *state])
+        copies = [tensor for pair in self._copies.values() for tensor in pair]
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*copies, *state])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -107,32 +104,43 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("OffloadedOptimizer: step takes no closure; compute the loss before the step")
-        for (device, host), room in zip(self._pairs, self._gradients, strict=True):
+        self._move_to_host()
+        for device, (host, room) in self._copies.items():
             host.grad = None if device.grad is None else room.copy_(device.grad, non_blocking=True)
         # The host must not read what has not arrived, nor write what the last step's copies may still read.
         for reached in (*self._returned, *self._events()):
             wait_for_event(reached)
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_options(group))  # a schedule may have changed the learning rate
         self.inner.step()
-        for device, host in self._pairs:
+        for device, (host, _) in self._copies.items():
             if host.grad is not None:
                 device.copy_(host, non_blocking=True)
         self._returned = self._events()
 
+    def _move_to_host(self) -> None:
+        """Let the optimizer that does the work hold copies of what the groups hold now, with the groups' options."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for one in group["params"]:
+                if one not in self._copies:
+                    host = nn.Parameter(to_host(one))
+                    self._copies[one] = host, host_memory_for(one)
+                    for key, value in self.state.pop(one, {}).items():  # Adagrad makes it when it is built
+                        self.state[host][key] = to_host(value) if isinstance(value, Tensor) else value
+            inner.update(_options(group), params=[self._copies[one][0] for one in group["params"]])
+
     def _events(self) -> list[Any]:
-        return [event(place) for place in {device.device for device, _ in self._pairs if is_gpu(device)}]
+        return [event(place) for place in {device.device for device in self._copies if is_gpu(device)}]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer that does the work: in the form that it would have without offload."""
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_options(group))
+        self._move_to_host()
         return self.inner.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state back, also one that was saved without offload; the parameters are read from the device again."""
+        self._move_to_host()
         self.inner.load_state_dict(state_dict)
+        self.state = self.inner.state
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
         self.reload()
@@ -140,18 +148,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def reload(self) -> None:
         """Copy the parameters to the host again: call it when something other than `step` has changed them."""
-        for device, host in self._pairs:
+        for device, (host, _) in self._copies.items():
             host.copy_(device)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later it is refused, since the host has no copy of its parameters.
-
-        Raises:
-            ValueError: the optimizer was built already.
-        """
-        if any(id(p) not in {id(device) for device, _ in self._pairs} for p in param_group["params"]):
-            raise ValueError("OffloadedOptimizer: pass all parameters when it is built; build another one")
-        super().add_param_group(param_group)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

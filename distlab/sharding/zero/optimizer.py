@@ -12,17 +12,17 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `groups` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how), `state`.
+Then `group_pieces` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how), `state`.
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,12 @@ from distlab.comm import agree
 from distlab.gradients.flat_gradients import refuse_second
 from distlab.gradients.gradient_status import find_faults
 from distlab.modules.moved import NotCopied
-from distlab.replicate import agree_on_parameters
+from distlab.replicate import agree_on_build
+from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
-from distlab.sharding.part import SCALER
-from distlab.sharding.zero.groups import MakeOptimizer, check_by_element, group_pieces
+from distlab.sharding.part import SCALER, OwnPiece
+from distlab.sharding.zero.offload import MakeOptimizer
 from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
@@ -118,7 +119,7 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
 
     instead = (
         "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank, or "
-        "full_state_dict(); build another for a copy of the module"
+        "full_state_dict(); build a new one for a copy of the module"
     )
 
     def __init__(
@@ -137,8 +138,8 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
         self.module, self.group, self.stage, self.split, self._has_means = module, group, stage, split, False
         self.unused, self.check_finite, self.spans, self.step_number = unused, check_finite, spans, 0
         self.cut = cut_layers_of(module)
-        agree_on_parameters(named := parameters_to_shard(module), group)
-        agree([stage, bucket_bytes, split, unused, check_finite], group, what="stage, bucket_bytes, split, ...")
+        options = {"stage": stage, "bucket_bytes": bucket_bytes, "split": split, "unused": unused}
+        agree_on_build(named := parameters_to_shard(module), group, **options, check_finite=check_finite)
         _check_options(stage, split, unused)
         trained = [(name, one) for name, one in named if one.requires_grad]
         if not trained:
@@ -181,8 +182,7 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
     @property
     def gradient_tensors(self) -> list[Tensor]:
         """All buffers for gradients: those of buckets, those lent while they travel, and those where others' arrive."""
-        lent = self.buckets[0].lent
-        return [*(bucket.shard for bucket in self.buckets), *lent.gradients.made, *lent.landings.made]
+        return [*(bucket.shard for bucket in self.buckets), *self.buckets[0].pool.made]
 
     def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and piece of each parameter of which this rank owns a piece; the piece's gradient is the mean."""
@@ -293,6 +293,71 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
         agree([type(optimizer).__name__, options, self.group_names], self.group, what="optimizer")
         check_by_element(optimizer, self.split)
         return optimizer
+
+
+class Origin(NamedTuple):
+    """Name and shape of a parameter: `p.origin`, for `make_optimizer` to tell them apart."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def group_pieces(
+    named: Sequence[tuple[str, nn.Parameter]],
+    pieces: Sequence[OwnPiece],
+    make_optimizer: MakeOptimizer,
+) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """Build the optimizer of whole parameters, then give it the pieces in their place.
+
+    Shapes: parameters of any shape -> pieces of [stop - start], or of the parameter's shape
+
+    Returns:
+        The optimizer of this rank's pieces; the names of all parameters in each of its groups, in the order in which
+        they were given: the same on all ranks.
+
+    Raises:
+        ValueError: the optimizer is of other parameters.
+    """
+    for name, parameter in named:
+        parameter.origin = Origin(name, tuple(parameter.shape))  # type: ignore[attr-defined]
+    optimizer = make_optimizer([parameter for _, parameter in named])
+    known, own = {id(parameter): name for name, parameter in named}, {piece.name: piece for piece in pieces}
+    groups = [group["params"] for group in optimizer.param_groups]
+    if any(id(parameter) not in known for group in groups for parameter in group):
+        raise ValueError(
+            "make_optimizer made an optimizer of other parameters; build it of those that it is called with, or of "
+            "the module's own that require a gradient"
+        )
+    names = [[known[id(parameter)] for parameter in group] for group in groups]
+    for group, members in zip(groups, names, strict=True):
+        for name, whole in zip(members, list(group), strict=True):
+            state = optimizer.state.pop(whole, None)
+            if state and name in own:  # Adagrad makes its state when it is built
+                optimizer.state[own[name].parameter] = _cut(state, whole, own[name])
+        group[:] = [own[name].parameter for name in members if name in own]
+    return optimizer, names
+
+
+def _cut(state: Mapping[str, Any], whole: Tensor, piece: OwnPiece) -> dict[str, Any]:
+    return {
+        key: value.reshape(-1)[piece.start : piece.stop].reshape(piece.parameter.shape).clone()
+        if isinstance(value, Tensor) and value.shape == whole.shape and value.dim() > 0
+        else value
+        for key, value in state.items()
+    }
+
+
+def check_by_element(optimizer: torch.optim.Optimizer, split: str) -> None:
+    """Refuse an optimizer that looks at more than its own piece.
+
+    Raises:
+        ValueError: its update of a piece differs from its update of the whole.
+    """
+    name, needs = type(optimizer).__name__, what_it_needs(optimizer)
+    if split == "elements" and needs == "tensors":
+        raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
+    if needs == "all":
+        raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")
 
 
 def _check_options(stage: int, split: str, unused: str) -> None:

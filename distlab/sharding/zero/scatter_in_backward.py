@@ -1,6 +1,6 @@
 """ScatterInBackward: buckets are summed during backward, in one order on all ranks, and few at once.
 
-At most `MAX_UNDER_WAY` sums are under way. Backward waits for an earlier one before it fills another bucket. Otherwise
+At most `MAX_UNDER_WAY` sums are under way. Backward waits for an earlier one before it fills a new bucket. Otherwise
 a slow link would let buffers pile up until, with ZeRO-2 too, whole gradients were in memory after all.
 """
 
@@ -19,7 +19,7 @@ from distlab.gradients.gradient_status import UNUSED
 from distlab.modules.every_parameter import every_parameter
 from distlab.plan import assign_buckets
 from distlab.replicate import Registered, broadcast_each
-from distlab.sharding.zero.shard_bucket import Buffers, Kind, Lent, ShardBucket
+from distlab.sharding.zero.shard_bucket import BufferPool, Kind, ShardBucket
 from distlab.trace import SpanWriter
 
 MAX_UNDER_WAY = 2
@@ -78,7 +78,7 @@ class ScatterInBackward:
             bucket.take_rest()
             self._sending.start_full()
         self._finish(len(self.buckets))
-        self.buckets[0].lent.landings.free()  # the update wants the memory
+        self.buckets[0].pool.free("arriving")  # the update wants the memory
         self._sending.reset()
         self._num_finished = 0
 
@@ -155,7 +155,7 @@ def make_buckets(
         ValueError: bucket_bytes is less than one.
     """
     buckets: list[ShardBucket] = []
-    lent = Lent(Buffers(), Buffers())
+    pool = BufferPool()
     kinds: dict[Kind, list[Named]] = {}
     for name, parameter in named:
         kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
@@ -166,7 +166,7 @@ def make_buckets(
         for planned in assign_buckets(sizes, bucket_bytes):
             members = [same[index] for index in planned.parameters]
             own = None if owners is None else [owners[index] for index in planned.parameters]
-            buckets.append(ShardBucket(len(buckets), members, own, group, keep=keep, lent=lent))
+            buckets.append(ShardBucket(len(buckets), members, own, group, keep=keep, pool=pool))
     return buckets
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,58 +25,47 @@ from distlab.comm.p2p import started
 from distlab.gradients.flat_gradients import GradientSlots
 from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.plan import FlatLayout
-from distlab.sharding.part import NO_MEANS, absent, as_part, taken_over
-from distlab.sharding.zero.groups import Origin, OwnPiece
+from distlab.sharding.part import NO_MEANS, OwnPiece, absent, as_part, replaced
 from distlab.trace import SpanWriter
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
+Use: TypeAlias = tuple[str, Kind]  # "gradients" that travel until they are summed, "arriving" parts of other ranks
 
 
-class Buffers:
-    """Buffers that gradients travel in, used again and again: as many as are under way at once, and no more.
+class BufferPool:
+    """Where all buckets of a model get their buffers, used again and again: as many as are under way, and no more.
 
     Attributes:
-        made: all of them, lent or not.
+        made: all of them, in use or not.
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[Kind, int] = {}
-        self._spare: dict[Kind, list[Tensor]] = {}
+        self._sizes: dict[Use, int] = {}
+        self._spare: dict[Use, list[Tensor]] = {}
         self.made: list[Tensor] = []
 
-    def add(self, kind: Kind, size: int) -> None:
-        """Announce how many elements a bucket of this dtype and device will need; call it before anything is lent."""
-        self._sizes[kind] = max(self._sizes.get(kind, 0), size)
-        self._spare.setdefault(kind, [])
+    def reserve(self, use: Use, size: int) -> None:
+        """Announce how many elements a bucket will need; call it before anything is taken."""
+        self._sizes[use] = max(self._sizes.get(use, 0), size)
+        self._spare.setdefault(use, [])
 
-    def lend(self, kind: Kind) -> Tensor:
+    def take(self, use: Use) -> Tensor:
         """Return a buffer; what it holds is of no use."""
-        if self._spare[kind]:
-            return self._spare[kind].pop()
-        self.made.append(torch.empty(self._sizes[kind], dtype=kind[0], device=kind[1]))
-        return self.made[-1]
+        if not self._spare[use]:
+            self.made.append(torch.empty(self._sizes[use], dtype=use[1][0], device=use[1][1]))
+            return self.made[-1]
+        return self._spare[use].pop()
 
-    def take_back(self, buffer: Tensor) -> None:
+    def give_back(self, use: Use, buffer: Tensor) -> None:
         """Take a buffer that is not needed any more."""
-        self._spare[buffer.dtype, buffer.device].append(buffer)
+        self._spare[use].append(buffer)
 
-    def free(self) -> None:
-        """Free the memory of all buffers that are not lent."""
-        for spare in self._spare.values():
-            self.made = [buffer for buffer in self.made if not any(buffer is one for one in spare)]
-            spare.clear()
-
-
-class Lent(NamedTuple):
-    """Where all buckets of a model get their buffers.
-
-    Attributes:
-        gradients: for gradients that travel, until they are summed.
-        landings: for other ranks' parts, until they are added up.
-    """
-
-    gradients: Buffers
-    landings: Buffers
+    def free(self, what: str) -> None:
+        """Free the memory of all buffers for one purpose that are not in use."""
+        for use in [use for use in self._spare if use[0] == what]:
+            spare = {id(buffer) for buffer in self._spare[use]}
+            self.made = [buffer for buffer in self.made if id(buffer) not in spare]
+            self._spare[use].clear()
 
 
 class ShardBucket(GradientSlots):
@@ -96,7 +85,7 @@ class ShardBucket(GradientSlots):
         owners: the rank that owns each parameter; None cuts equal shards.
         group: ranks that own a part each.
         keep: keep a buffer for all gradients between steps (stage 1), or one for the own part (stage 2).
-        lent: where it gets buffers.
+        pool: where it gets buffers.
     """
 
     def __init__(
@@ -107,9 +96,9 @@ class ShardBucket(GradientSlots):
         group: ProcessGroup | None,
         *,
         keep: bool,
-        lent: Lent,
+        pool: BufferPool,
     ) -> None:
-        self.index, self.group, self.keep, self.lent = index, group, keep, lent
+        self.index, self.group, self.keep, self.pool = index, group, keep, pool
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.equal = owners is None
         if owners is not None:  # what one rank owns lies side by side
@@ -138,8 +127,8 @@ class ShardBucket(GradientSlots):
         self._is_marked = [False] * len(named)  # with a mark (`absent`), since `hand_out`
         self._carried: Tensor | None = None
         self._absent = [absent(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
-        lent.gradients.add(self.kind, self.whole.numel())
-        lent.landings.add(self.kind, self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
+        pool.reserve(("gradients", self.kind), self.whole.numel())
+        pool.reserve(("arriving", self.kind), self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -211,7 +200,7 @@ class ShardBucket(GradientSlots):
         if not self.whole.numel():  # parameters without elements, on every rank
             return
         if self.equal:
-            self._landing = self.lent.landings.lend(self.kind)
+            self._landing = self.pool.take(("arriving", self.kind))
             whole = buffer[: self.whole.numel()]
             self._scatter = DirectScatter(whole, self.group, landing=self._landing, in_place=True)
             if self._call is not None:
@@ -239,10 +228,10 @@ class ShardBucket(GradientSlots):
         elif self.shard.data_ptr() != total.data_ptr():
             self.shard.copy_(total)
         if self._landing is not None:
-            self.lent.landings.take_back(self._landing)
+            self.pool.give_back(("arriving", self.kind), self._landing)
         if not self.keep:
             self._buffer = None
-            self.lent.gradients.take_back(buffer)
+            self.pool.give_back(("gradients", self.kind), buffer)
         self.held = True
         self._scatter, self._landing, self._reduces = None, None, []
         self.empty()
@@ -271,7 +260,7 @@ class ShardBucket(GradientSlots):
         for piece in self.pieces:
             if self.has_gradient[piece.slot]:
                 gradient = self.gradient_of(piece)
-                piece.parameter.grad = as_part(gradient) if refusing else taken_over(piece.parameter.grad, gradient)
+                piece.parameter.grad = as_part(gradient) if refusing else replaced(piece.parameter.grad, gradient)
 
     def note_not_finite(self) -> None:
         """Enter which of this rank's mean gradients are NaN or infinite."""
@@ -289,7 +278,7 @@ class ShardBucket(GradientSlots):
     def _open(self) -> None:
         """Have a buffer for the gradients that are about to come."""
         if self._buffer is None:
-            self._buffer = self.lent.gradients.lend(self.kind)
+            self._buffer = self.pool.take(("gradients", self.kind))
             self._buffer[self.layout.num_elements : self.whole.numel()].zero_()  # padding travels too
         elif self.held:  # the own part of the buffer is about to be written, and holds what was summed before
             self._carried = self.shard.clone()
@@ -327,7 +316,5 @@ class ShardBucket(GradientSlots):
             start, stop = max(offset, low), min(offset + size, high)
             if start < stop:
                 values = self.whole[start:stop] if self.equal else self.whole[start:stop].view(shape)
-                piece = nn.Parameter(values)
-                piece.origin = Origin(self.names[slot], shape)  # type: ignore[attr-defined]
-                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, piece))
+                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, nn.Parameter(values)))
         return found

@@ -9,18 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from distlab.comm import agree
-from distlab.modules.named_parts import SavedPart, SavedShard, check_saves, kept_once, whole_shard
-from distlab.plan.sharding import Piece
+from distlab.modules.named_parts import SavedShard, whole_shard
 from distlab.sharding.cut_layers import CutLayers
-from distlab.sharding.state.assemble import HeldRow
-from distlab.sharding.state.optimizer_parts import (
-    Rows,
+from distlab.sharding.state.parts import (
+    OwnPieces,
+    SavedInShards,
     by_names,
     gather_parts,
+    is_kept,
     optimizer_state,
     prepare,
     save_parts,
@@ -29,11 +27,8 @@ from distlab.sharding.zero.scatter_in_backward import KeptAlike
 from distlab.sharding.zero.shard_bucket import ShardBucket
 
 
-class SavesShards:
-    """The states of an optimizer that works on this rank's pieces of buckets.
-
-    As a part of a checkpoint each rank writes its own shard; a different number of ranks takes the shards of all.
-    """
+class SavesShards(SavedInShards):
+    """The states of an optimizer that works on this rank's pieces of buckets."""
 
     optimizer: torch.optim.Optimizer
     buckets: Sequence[ShardBucket]
@@ -63,28 +58,13 @@ class SavesShards:
                     f"rank {first.rank}: the state's {what} is {got}, expected {expected}; load the state of this "
                     "model, rank and number of ranks, or a full one with load_full_state_dict"
                 )
-        check_saves([saved])
-        self.prepare_shards([saved])()
+        self.load_shards([state_dict])
 
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
         first = self.buckets[0]
-        parts, groups = save_parts(self._rows(), self.optimizer, parameters=False)
+        parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
         return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
-
-    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse the shards of a different model; change nothing.
-
-        Raises:
-            ValueError: they do not fit, or shards are missing.
-        """
-        saved = [SavedShard.from_dict(state) for state in states]
-        check_saves(saved)
-        self.prepare_shards(saved)
-
-    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load this rank's parts out of all ranks' states, or its own state as it saved it."""
-        self.prepare_shards([SavedShard.from_dict(state) for state in states])()
 
     def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
         """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
@@ -98,13 +78,10 @@ class SavesShards:
         Shapes: pieces -> moments in the parameter's whole shape, in host memory.
         Cost: one all-gather per bucket of all moments; where layers are cut, one more over the tensor ranks.
         """
-        agree("full_state_dict", self.group, what="the call that is made")
-        keeps = to_rank in (None, dist.get_rank(self.group))
-        parts, groups = save_parts(self._rows(), self.optimizer, parameters=False)
+        keeps = is_kept("full_state_dict", self.group, to_rank)
+        parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
         ranks = [self.group, *([] if self.cut.group is None else [self.cut.group])]
-        whole: dict[str, SavedPart] = {}
-        for bucket in self.buckets:
-            whole |= gather_parts(parts, bucket.names, ranks, keeps=keeps)
+        whole = gather_parts(parts, [bucket.names for bucket in self.buckets], ranks, keeps=keeps)
         return optimizer_state(whole, groups or (), self.group_names) if keeps else None
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -117,8 +94,7 @@ class SavesShards:
             ValueError: the state is of other parameters or shapes; nothing was loaded then. The same on every rank.
         """
         state, groups = by_names(state_dict, self.group_names)
-        shapes = self._rows().whole_shapes()
-        self.prepare_shards([whole_shard(state, groups, shapes, kept_once(state, shapes))])()
+        self.prepare_shards([whole_shard(state, groups, self._pieces().whole_shapes())])()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
         """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
@@ -126,7 +102,7 @@ class SavesShards:
         Raises:
             ValueError: they do not fit, or shards are missing.
         """
-        take = prepare(self._rows(), self.optimizer, saved, parameters=False)
+        take = prepare(self._pieces(), self.optimizer, saved, parameters=False)
 
         def taking() -> None:
             take()
@@ -134,12 +110,9 @@ class SavesShards:
 
         return taking
 
-    def _rows(self) -> Rows:
-        layouts = [bucket.layout for bucket in self.buckets]
-        shapes = {name: shape for one in layouts for name, shape in zip(one.names, one.shapes, strict=True)}
-        held = [
-            HeldRow(one.parameter, (one.name,), (shapes[one.name],), (Piece(0, one.start, one.stop, 0),))
-            for bucket in self.buckets
-            for one in bucket.pieces
-        ]
-        return Rows(held, shapes, self.cut)
+    def _pieces(self) -> OwnPieces:
+        layouts = [(bucket.layout, bucket.kind[0]) for bucket in self.buckets]
+        tensors = {
+            name: (shape, dtype) for one, dtype in layouts for name, shape in zip(one.names, one.shapes, strict=True)
+        }
+        return OwnPieces([piece for bucket in self.buckets for piece in bucket.pieces], tensors, self.cut)
