@@ -14,9 +14,8 @@ from distlab.comm import Ranks, run
 from distlab.data_parallel import DataParallel
 from distlab.flat import all_gather_single, reduce_scatter_single
 from distlab.sharding import FullyShard
-from distlab.shared_memory.collectives import buffers
-from distlab.shared_memory.collectives.collectives import SMALL_BYTES, Collectives
-from distlab.shared_memory.group_base import zeros
+from distlab.shared_memory.collectives import SMALL_BYTES, Buffers, Collectives
+from distlab.shared_memory.group import zeros
 
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 
@@ -164,14 +163,14 @@ def test_the_buckets_of_data_parallel_are_buffers_and_train_as_on_gloo(shared_ra
 def halves():
     """Gather and scatter buffers, their beginnings and other memory; return what differs from tensors of one's own."""
     me, n, wrong, found = dist.get_rank(), dist.get_world_size(), [], []
-    real = buffers.Buffers.of_all
+    real = Buffers.of_all
 
     def noting(self, *what):
         all_of_them = real(self, *what)
         found.append(len(all_of_them))
         return all_of_them
 
-    buffers.Buffers.of_all = noting
+    Buffers.of_all = noting
     for numel, dtype in ((n * 40_000, torch.float32), (n * 100_001, torch.bfloat16), (n * 300_000, torch.int64)):
         buffer = zeros(numel + 64, dtype=dtype, device=torch.device("cpu"), group=None)
         for turn, (op, length) in enumerate(((dist.ReduceOp.SUM, numel + 0), (dist.ReduceOp.MAX, numel - 7 * n))):
@@ -194,7 +193,7 @@ def halves():
             mine.copy_(plain)
             reduce_scatter_single(own, mine, op)  # into one's own part of what the others read
             wrong += [("into itself", length, dtype)] if not torch.equal(own, sums[0]) else []
-    buffers.Buffers.of_all = real
+    Buffers.of_all = real
     return wrong, found
 
 
@@ -208,14 +207,14 @@ def test_gathers_and_scatters_of_buffers_have_the_bits_of_any_other(shared_ranks
 
 def sharded(whole):
     """Return the shards after three steps of FullyShard, and how many gathers and scatters read them where they lie."""
-    found, real = [], buffers.Buffers.of_all
+    found, real = [], Buffers.of_all
 
     def noting(self, *what):
         all_of_them = real(self, *what)
         found.append(len(all_of_them))
         return all_of_them
 
-    buffers.Buffers.of_all = noting
+    Buffers.of_all = noting
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60)) for _ in range(3)]
     model = FullyShard(nn.Sequential(*layers), units=["0", "1", "2"], reshard_after_forward=not whole)
@@ -228,7 +227,7 @@ def sharded(whole):
                 model(torch.randn(8, 60, generator=generator)).square().mean().backward()
         model.synchronize()
         optimizer.step()
-    buffers.Buffers.of_all = real
+    Buffers.of_all = real
     return torch.cat([shard.detach().to_local() for shard in model.shards]), found
 
 

@@ -30,7 +30,7 @@ from distlab.replicate import broadcast_each
 from distlab.sharding.fsdp.gradient import Coming, GradientMemory, HostGradient, Pieces, mark, put_end_to_end
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.part import FlatShard, plain
-from distlab.shared_memory.group_base import zeros
+from distlab.shared_memory.group import zeros
 from distlab.trace import OpenCall, SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]

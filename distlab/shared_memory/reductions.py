@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.shared_memory.collectives.dense import unseen
+from distlab.shared_memory.dense import unseen
 
 _Combine = Callable[..., torch.Tensor]
 
@@ -87,8 +87,8 @@ def reduction_of(op: Any, dtype: torch.dtype, who: str) -> Reduction:
 def _why_not(reduction: Reduction, dtype: torch.dtype) -> str:
     """Return why torch's arithmetic refuses values of a dtype, or ""."""
     with unseen():
-        one, other, out = (torch.zeros(1, device="cpu").to(dtype) for _ in range(3))
         try:
+            one, other, out = (torch.zeros(1, device="cpu").to(dtype) for _ in range(3))
             reduction.of([one, other], out)
         except RuntimeError as error:  # torch's NotImplementedError is one
             return str(error).splitlines()[0]
