@@ -148,14 +148,10 @@ def map_file(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     base = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
     if base in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory: ctypes.Array[ctypes.c_char] = _weakly_held(num_bytes).from_address(base)
+    watched: Any = type("Memory", (ctypes.c_char * num_bytes,), {})  # ctypes' own arrays cannot be watched
+    memory: ctypes.Array[ctypes.c_char] = watched.from_address(base)
     weakref.finalize(memory, libc.munmap, base, num_bytes).atexit = False
     return memory
-
-
-def _weakly_held(num_bytes: int) -> Any:
-    """Return a type of arrays that, unlike ctypes' own, can be watched until nobody uses them."""
-    return type("Memory", (ctypes.c_char * num_bytes,), {})
 
 
 def start_of(pid: int) -> str:

@@ -43,7 +43,6 @@ class Collectives:
         self.buffers = Buffers(meeting)
         self._slot_bytes = meeting.arena.layout.slot_bytes
         self._share_bytes = self._slot_bytes // self.size // ALIGN * ALIGN  # of a slot, for one rank
-        self._views: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
 
     def barrier(self) -> None:
         """Wait until all are here."""
@@ -98,25 +97,14 @@ class Collectives:
 
     def _combine(self, mine: torch.Tensor, part: tuple[int, int], reduction: Reduction, share: int) -> None:
         """Combine this rank's part of all ranks' data into its place of its next slot."""
-        meeting, me, (start, length) = self.meeting, self.rank, part
+        meeting, me, view, (start, length) = self.meeting, self.rank, self.meeting.arena.view, part
         meeting.open()
         if not length:
             return
-        parity, at = meeting.parity, me * share
-        shown = self._shares(mine.dtype, parity, share)
-        if length < share:
-            shown = [view[:length] for view in shown]
-        values = [mine[start : start + length] if rank == me else shown[rank] for rank in range(self.size)]
-        target = meeting.arena.view(mine.dtype, me, 1 - parity)
-        reduction.of(values, target[at : at + length])
-
-    def _shares(self, dtype: torch.dtype, parity: int, share: int) -> list[torch.Tensor]:
-        """Every rank's slot where the data for this rank stand."""
-        key = (dtype, parity, share)
-        if key not in self._views:
-            view, at = self.meeting.arena.view, self.rank * share
-            self._views[key] = [view(dtype, rank, parity)[at : at + share] for rank in range(self.size)]
-        return self._views[key]
+        parity, at, end = meeting.parity, me * share, me * share + length
+        values = [view(mine.dtype, rank, parity)[at:end] for rank in range(self.size)]
+        values[me] = mine[start : start + length]
+        reduction.of(values, view(mine.dtype, me, 1 - parity)[at:end])
 
     def _collect(self, base: int, parts: Sequence[tuple[int, int]], itemsize: int, root: int) -> None:
         """Copy out the results of the others' shares."""
@@ -254,7 +242,8 @@ class Collectives:
                         f"rank {meeting.me}: all_to_all: rank {members[source]} gives {sent} bytes to rank "
                         f"{members[destination]}, which expects {taken}; let input and output split sizes match"
                     )
-        return max(max(row[:size]) for row in shown)
+        most: int = max(max(row[:size]) for row in shown)
+        return most
 
 
 class _Known(NamedTuple):

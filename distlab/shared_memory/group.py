@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,26 +34,40 @@ from distlab.shared_memory.dense import (
     unseen,
 )
 from distlab.shared_memory.join import CannotShare
-from distlab.shared_memory.meeting import Call, CallRecord, Meeting, RecordTable, meet, shapes_of
+from distlab.shared_memory.meeting import CallRecord, Meeting, meet, record_of
 from distlab.shared_memory.messages import Message, Messages
 from distlab.shared_memory.reductions import Reduction, reduction_of
-from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, end_threads, keep_untraced
+from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
+
+END_S = 5.0  # how long a group that is left waits for its threads
 
 
 class Wire(Protocol):
-    """What takes time in a group some of whose ranks are far apart (`distlab.nodes`)."""
+    """What takes time in a group some of whose ranks are far apart: see `distlab.nodes.group.NodeWire`."""
 
     def collective(self, op: str, sent: int | Sequence[int], since_s: float) -> None:
-        """Sleep until a collective that began at a moment is through.
-
-        Args:
-            op: plain name of the call ("all_reduce", ...).
-            sent: bytes that this rank hands to the call; of an all_to_all, for each rank.
-            since_s: the moment, the same on all ranks, on the monotonic clock.
-        """
+        """Sleep until a collective that began at a moment is through."""
 
     def message(self, peer: int, num_bytes: int) -> tuple[float, float]:
         """Send a message now; return the moments when its sender is rid of it, and when it arrives; 0: at once."""
+
+
+class Call(NamedTuple):
+    """A collective.
+
+    Attributes:
+        op: its name, which begins with the plain one.
+        tensors: whose shapes and dtypes the ranks must agree on.
+        root: the root's number in the group; -1: there is none.
+        reduction: plain name of the ReduceOp.
+        gives: of an all_to_all, which may be uneven: bytes that this rank gives to each.
+    """
+
+    op: str
+    tensors: Sequence[torch.Tensor] = ()
+    root: int = -1
+    reduction: str = ""
+    gives: Sequence[int] = ()
 
 
 class SharedGroup(dist.ProcessGroup):
@@ -69,7 +84,6 @@ class SharedGroup(dist.ProcessGroup):
         self._meeting, self._members = meeting, meeting.members
         self._collectives, self._messages = Collectives(meeting), Messages(meeting)
         self._queue = CallQueue(f"shared-calls-{meeting.members}")
-        self._records = RecordTable()
         self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, meeting, self._queue, self._messages)
@@ -127,21 +141,6 @@ class SharedGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def buffer(self, num_bytes: int) -> torch.Tensor | None:
-        """Return this rank's buffer of bytes, of zeros, whose collectives copy least; every rank calls this alike.
-
-        None where the group has one rank.
-        """
-        if self._meeting.size == 1:
-            return None
-        made, buffers = [], self._collectives.buffers
-
-        def do(_: Tensors, __: Tensors) -> None:
-            made.append(buffers.make(num_bytes))
-
-        self._start(Call(f"buffer of {num_bytes} bytes"), do, [], [], None).wait()
-        return made[0]
-
     def _who(self, op: str) -> str:
         return f"rank {self._meeting.me}: {op}"
 
@@ -165,7 +164,8 @@ class SharedGroup(dist.ProcessGroup):
         for tensor in writes:
             check(tensor, who, written=True)
         self._num_calls += 1
-        record = self._records.of(call.key, functools.partial(call.text, self._members))
+        root = self._members[call.root] if call.root >= 0 else -1
+        record = record_of(call.op, root, call.reduction, *[(t.shape, t.dtype) for t in call.tensors])
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
         call_it = functools.partial(self._do, call, record, do, reads, writes)
@@ -286,10 +286,10 @@ class SharedGroup(dist.ProcessGroup):
             fit_each(inputs, output, size, self._who("reduce_scatter"), "input")
         reads = [tensor for inputs in input_lists for tensor in inputs]
 
-        def parts(sources: Tensors) -> list[Tensors]:
+        def cut(sources: Tensors) -> list[Tensors]:
             return [sources[start : start + size] for start in range(0, len(sources), size)]
 
-        return self._scatter_sums(outputs, reads, parts, opts)
+        return self._scatter_sums(outputs, reads, cut, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Combine a tensor of all ranks; rank r gets the r-th part."""
@@ -303,12 +303,12 @@ class SharedGroup(dist.ProcessGroup):
         return self._scatter_sums(outputs, inputs, lambda flats: [flat.view(size, -1).unbind() for flat in flats], opts)
 
     def _scatter_sums(
-        self, outputs: Tensors, reads: Tensors, parts: Callable[[Tensors], list[Sequence[torch.Tensor]]], opts: Any
+        self, outputs: Tensors, reads: Tensors, cut: Callable[[Tensors], Sequence[Sequence[torch.Tensor]]], opts: Any
     ) -> Any:
         reductions = self._reductions("reduce_scatter", outputs, opts)
 
         def do(sources: Tensors, targets: Tensors) -> None:
-            for target, inputs, reduction in zip(targets, parts(sources), reductions, strict=True):
+            for target, inputs, reduction in zip(targets, cut(sources), reductions, strict=True):
                 self._collectives.reduce_scatter(target, inputs, reduction)
 
         return self._start(Call("reduce_scatter to", outputs, -1, reductions[0].name), do, reads, outputs, opts)
@@ -404,9 +404,8 @@ class SharedGroup(dist.ProcessGroup):
             towards = "to" if op == "send" else "from"
             raise ValueError(f"{self._who(op)} {towards} this rank itself: a message needs two ranks; keep the tensor")
         self._meeting.require_usable(op)
-        meets = (tensor.numel(), tensor.dtype)
-        mark = self._records.of(meets, lambda: f"{tensor.numel()} {tensor.dtype}").mark
-        text = self._records.of((op, tensor.shape, tensor.dtype), lambda: f"{op} {shapes_of([tensor])}").text
+        mark = record_of("message", -1, "", ((tensor.numel(),), tensor.dtype)).mark
+        text = record_of(op, -1, "", (tensor.shape, tensor.dtype)).text
         with unseen():
             return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
 
@@ -431,7 +430,10 @@ def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     meeting.leave(LEFT)
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):
-            end_threads(ending.close, ending.threads)
+            ending.close()
+            for thread in ending.threads:
+                if thread is not threading.current_thread():
+                    thread.join(END_S)
 
 
 def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
@@ -474,10 +476,15 @@ def buffer_of(
 ) -> torch.Tensor | None:
     """Return a 1-d tensor of zeros in the group's shared buffer, or None if it has none. All ranks call this alike."""
     place = dist.group.WORLD if group is None else group
-    if device.type != "cpu" or not isinstance(place, SharedGroup) or not numel:
+    if device.type != "cpu" or not isinstance(place, SharedGroup) or not numel or place.size() == 1:
         return None
-    buffer = place.buffer(numel * dtype.itemsize)
-    return None if buffer is None else buffer.view(dtype)
+    made, num_bytes = [], numel * dtype.itemsize
+
+    def do(_: Tensors, __: Tensors) -> None:
+        made.append(place._collectives.buffers.make(num_bytes))
+
+    place._start(Call(f"buffer of {num_bytes} bytes"), do, [], [], None).wait()
+    return made[0].view(dtype)
 
 
 def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:

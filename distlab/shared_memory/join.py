@@ -6,7 +6,6 @@ stands; they map it and say so in it. Where one of them cannot, all are told the
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
@@ -20,7 +19,6 @@ from distlab.shared_memory import futex
 from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, Arena, ArenaLayout, start_of
 
 PASS_GLOO = "pass backend='gloo'"
-TOO_LITTLE = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG)
 
 
 class CannotShare(RuntimeError):
@@ -54,12 +52,7 @@ def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: st
         finally:
             os.close(file)
     except OSError as error:
-        text = (
-            f"backend 'shared': rank {members[rank]} may not map the memory of rank {members[0]} (process "
-            f"{told['pid']}): {error.strerror}; run both as one user in one container, or {PASS_GLOO}"
-        )
-        if error.errno in TOO_LITTLE:
-            text = _too_little(members[rank], len(members), error)
+        text = _cannot_map(members[rank], len(members), error)
         store.set("refused", text)
         raise CannotShare(text) from error
     arena.change_state(PRESENT)
@@ -80,7 +73,7 @@ def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
                 os.ftruncate(file, ArenaLayout(size).num_bytes)
                 arena = Arena(file, 0, size, pids)
             except OSError as error:
-                text = _too_little(members[0], size, error)
+                text = _cannot_map(members[0], size, error)
         store.set("arena", json.dumps(text or {"pid": os.getpid(), "file": file, "pids": pids}))
         if text:
             raise CannotShare(text)
@@ -124,11 +117,12 @@ def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeo
     return json.loads(store.get(key))
 
 
-def _too_little(rank: int, size: int, error: OSError) -> str:
+def _cannot_map(rank: int, size: int, error: OSError) -> str:
     num_bytes = ArenaLayout(size).num_bytes
     return (
         f"backend 'shared': rank {rank} cannot map {num_bytes >> 20} MiB of addresses, of which {size} ranks use "
-        f"what their calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or {PASS_GLOO}"
+        f"what their calls need: {error.strerror}; run all as one user in one container, raise the limits (ulimit -v, "
+        f"ulimit -f), or {PASS_GLOO}"
     )
 
 

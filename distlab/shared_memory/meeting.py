@@ -11,11 +11,12 @@ reads compares it with its own.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,33 +27,6 @@ from distlab.shared_memory.join import join
 RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16  # of a record: the number that stands for it, and the length of its text
-_MAX_KNOWN = 4096
-
-
-class Call(NamedTuple):
-    """What the ranks of a group must agree on: equal calls have equal keys.
-
-    Attributes:
-        gives: of an all_to_all, which may be uneven: bytes that this rank gives to each.
-    """
-
-    op: str
-    tensors: Sequence[torch.Tensor] = ()
-    root: int = -1
-    reduction: str = ""
-    gives: Sequence[int] = ()
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What is equal where calls are."""
-        return self.op, self.root, self.reduction, *[(t.shape, t.dtype) for t in self.tensors]
-
-    def text(self, members: Sequence[int]) -> str:
-        """Return the call in words, with global ranks."""
-        words = [f"{self.op} {shapes_of(self.tensors)}" if self.tensors else self.op]
-        words += [f"root {members[self.root]}"] if self.root >= 0 else []
-        words += [self.reduction] if self.reduction not in ("", "sum") else []
-        return ", ".join(words)
 
 
 class CallRecord:
@@ -68,31 +42,20 @@ class CallRecord:
         self.mark = int.from_bytes(mark, "little")
 
 
-def record_at(address: int) -> str:
+def text_at(address: int) -> str:
     """Return the text of a record in shared memory."""
     length = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
     return ctypes.string_at(address + _HEAD, min(length, RECORD_BYTES - _HEAD)).decode(errors="replace")
 
 
-def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return dtype and shape of each tensor, such as "float32[2, 3]"."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-
-
-class RecordTable:
-    """Records of calls made before, so that the second call of a kind need not be described."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, CallRecord] = {}
-
-    def of(self, key: object, text: Callable[[], str]) -> CallRecord:
-        """Return the record of a call; `text` describes it where the key is new."""
-        record = self._known.get(key)
-        if record is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            record = self._known[key] = CallRecord(text())
-        return record
+@functools.lru_cache(4096)
+def record_of(op: str, root: int, reduction: str, *shown: tuple[Sequence[int], torch.dtype]) -> CallRecord:
+    """Return the record of a call: its name, the root's global rank or -1, the reduction or "", shapes and dtypes."""
+    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shown)
+    words = [f"{op} {shapes}" if shapes else op]
+    words += [f"root {root}"] if root >= 0 else []
+    words += [reduction] if reduction not in ("", "sum") else []
+    return CallRecord(", ".join(words))
 
 
 class Meeting:
@@ -212,7 +175,7 @@ class Meeting:
             while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
                 futex.wait(self._steps[rank], self._words[rank].value, self._look)
             is_here = not self._is_behind(rank)
-            calls[self.members[rank]] = record_at(self._slots[rank][self.parity]) if is_here else None
+            calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
 
     def _differs(self, rank: int) -> bool:

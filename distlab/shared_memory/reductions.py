@@ -36,16 +36,9 @@ class Reduction(NamedTuple):
             combine(values[0], values[1], out=out)
         for value in values[2:]:
             combine(out, value, out=out)
-        if self.divides:
-            divide(out, len(values))
-
-
-def divide(values: torch.Tensor, count: int) -> None:
-    """Divide in place; whole numbers lose what is behind the point, as in C++."""
-    if values.is_floating_point() or values.is_complex():
-        values.div_(count)
-    else:
-        values.div_(count, rounding_mode="trunc")
+        if self.divides:  # whole numbers lose what is behind the point, as in C++
+            has_point = out.is_floating_point() or out.is_complex()
+            out.div_(len(values), rounding_mode=None if has_point else "trunc")
 
 
 _TABLE = {

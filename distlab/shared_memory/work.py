@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from torch.futures import Future
 
 Tensors = list[torch.Tensor]
 End = concurrent.futures.Future  # of a call: it holds none of the call's tensors, whose memory is the caller's to free
-END_S = 5.0  # how long a group that is left waits for its threads
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -91,11 +90,8 @@ class SharedWork(dist.Work):
         """Wait: there is no stream on a CPU."""
         self.wait()
 
-    def source_rank(self) -> int:
-        """Which rank of the group a message came from."""
+    def _source_rank(self) -> int:
         return self.source
-
-    _source_rank = source_rank
 
     def get_future(self) -> Future[Tensors]:
         """A future of the tensors that the call writes.
@@ -128,14 +124,6 @@ class GroupThread(threading.Thread):
         """Do what it was made for; nothing here is to be differentiated."""
         torch.set_grad_enabled(False)
         super().run()
-
-
-def end_threads(close: Callable[[], None], threads: Sequence[threading.Thread]) -> None:
-    """Tell threads to end, and wait until they have."""
-    close()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(END_S)
 
 
 class CallQueue:
