@@ -16,11 +16,12 @@ Buckets of `DataParallel`, and shards and gradients of `FullyShard`, lie where a
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64; not tuned for more ranks than a machine has
 cores. A process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named,
-all take gloo (`group.meet_if_possible`).
+all take gloo (`meeting.meet_if_possible`).
 
 Read `arena` (the memory), `join` (how ranks come to map it) and `meeting` (steps). Then `collectives`, `reductions`
 (how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and
-`group` (what torch sees). `dense` takes tensors as blocks of bytes, `futex` talks to the kernel.
+`group` (what torch sees). `dense` takes tensors as blocks of bytes, `mismatch` says which calls
+do not agree, `futex` talks to the kernel.
 """
 
 from __future__ import annotations

@@ -14,31 +14,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from distlab.shared_memory import dense
 from distlab.shared_memory.arena import LEFT
 from distlab.shared_memory.collectives import Collectives
-from distlab.shared_memory.dense import (
-    bytes_of,
-    check,
-    fit_each,
-    fits,
-    flat_of,
-    listed,
-    parts,
-    settle,
-    split_bytes,
-    unseen,
-)
-from distlab.shared_memory.join import CannotShare
-from distlab.shared_memory.meeting import CallRecord, Meeting, meet, record_of
+from distlab.shared_memory.meeting import Call, CallRecord, Meeting, meet, record_of
 from distlab.shared_memory.messages import Message, Messages
 from distlab.shared_memory.reductions import Reduction, reduction_of
 from distlab.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
 
+Do = Callable[[Tensors, Tensors], None]  # a call's work, with what it reads and writes as flat tensors
 END_S = 5.0  # how long a group that is left waits for its threads
 
 
@@ -52,26 +41,8 @@ class Wire(Protocol):
         """Send a message now; return the moments when its sender is rid of it, and when it arrives; 0: at once."""
 
 
-class Call(NamedTuple):
-    """A collective.
-
-    Attributes:
-        op: its name, which begins with the plain one.
-        tensors: whose shapes and dtypes the ranks must agree on.
-        root: the root's number in the group; -1: there is none.
-        reduction: plain name of the ReduceOp.
-        gives: of an all_to_all, which may be uneven: bytes that this rank gives to each.
-    """
-
-    op: str
-    tensors: Sequence[torch.Tensor] = ()
-    root: int = -1
-    reduction: str = ""
-    gives: Sequence[int] = ()
-
-
 class SharedGroup(dist.ProcessGroup):
-    """A process group whose ranks meet in shared memory.
+    """A process group whose ranks meet in shared memory. No method that torch knows calls a second: each is recorded.
 
     Attributes:
         wire: what takes time between its ranks; None: nothing but memory.
@@ -154,18 +125,15 @@ class SharedGroup(dist.ProcessGroup):
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return [reduction_of(getattr(kind, "op", kind), tensor.dtype, self._who(op)) for tensor in tensors]
 
-    def _start(
-        self, call: Call, do: Callable[[Tensors, Tensors], None], reads: Tensors, writes: Tensors, opts: Any
-    ) -> Any:
-        """Have a call done, here or on the group's thread; `do` gets what it reads and writes as flat tensors."""
+    def _start(self, call: Call, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> Any:
+        """Have a call done, here or on the group's thread."""
         who = self._who(call.op)
         for tensor in reads:
-            check(tensor, who)
+            dense.check(tensor, who)
         for tensor in writes:
-            check(tensor, who, written=True)
+            dense.check(tensor, who, written=True)
         self._num_calls += 1
-        root = self._members[call.root] if call.root >= 0 else -1
-        record = record_of(call.op, root, call.reduction, *[(t.shape, t.dtype) for t in call.tensors])
+        record = call.record(self._members)
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
         call_it = functools.partial(self._do, call, record, do, reads, writes)
@@ -176,39 +144,27 @@ class SharedGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _do(
-        self,
-        call: Call,
-        record: CallRecord,
-        do: Callable[[Tensors, Tensors], None],
-        reads: Tensors,
-        writes: Tensors,
-    ) -> None:
+    def _do(self, call: Call, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
         """Do a call; where it fails the group is of no use any more, and the others learn why."""
         self._meeting.begin(record)
         try:
-            with unseen():
-                sources, targets = [flat_of(tensor) for tensor in reads], [flat_of(tensor) for tensor in writes]
+            with dense.unseen():
+                sources, targets = ([dense.flat_of(tensor) for tensor in tensors] for tensors in (reads, writes))
                 if self.wire is not None:
                     self._collectives.barrier()  # so that all count the time from one moment
                     since_s = time.monotonic()
                 do(sources, targets)
                 if self.wire is not None:
-                    self.wire.collective(call.op.partition(" ")[0], self._handed(call), since_s)
+                    self.wire.collective(call.op.partition(" ")[0], call.handed(self._meeting.size), since_s)
                 for tensor, flat in zip(writes, targets, strict=True):
-                    settle(tensor, flat)
+                    dense.settle(tensor, flat)
         except BaseException as error:
             self._meeting.fail(error)
             raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)
 
-    def _handed(self, call: Call) -> int | Sequence[int]:
-        """Return the bytes that this rank hands to a call."""
-        num_bytes = sum(bytes_of(tensor) for tensor in call.tensors)
-        return call.gives or (num_bytes * self._meeting.size if call.op.startswith("reduce_scatter") else num_bytes)
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Combine a tensor of all ranks."""
-        return self._reduce_all("all_reduce", listed(tensors), opts, -1)
+        return self._reduce_all("all_reduce", dense.listed(tensors), opts, -1)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Combine several tensors."""
@@ -216,7 +172,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         """Combine a tensor of all ranks at the root."""
-        return self._reduce_all("reduce", listed(tensors), opts, self._root(opts))
+        return self._reduce_all("reduce", dense.listed(tensors), opts, self._root(opts))
 
     def _reduce_all(self, op: str, tensors: Tensors, opts: Any, root: int) -> Any:
         reductions = self._reductions(op, tensors, opts)
@@ -229,7 +185,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copy the root's tensor to all."""
-        tensors, root = listed(tensors), self._root(opts)
+        tensors, root = dense.listed(tensors), self._root(opts)
 
         def do(_: Tensors, flats: Tensors) -> None:
             for flat in flats:
@@ -241,7 +197,7 @@ class SharedGroup(dist.ProcessGroup):
         """Copy every rank's tensor to all."""
         if output_lists and isinstance(output_lists[0], torch.Tensor):
             output_lists = [output_lists]
-        return self._gather_all(output_lists, listed(inputs), opts)
+        return self._gather_all(output_lists, dense.listed(inputs), opts)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Copy several tensors of every rank to all; `output_lists` has one list for each rank."""
@@ -250,7 +206,7 @@ class SharedGroup(dist.ProcessGroup):
     def _gather_all(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
         size = self._meeting.size
         for outputs, source in zip(output_lists, inputs, strict=True):
-            fit_each(outputs, source, size, self._who("all_gather"), "output")
+            dense.fit_each(outputs, source, size, self._who("all_gather"), "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             for number, source in enumerate(sources):
@@ -262,28 +218,31 @@ class SharedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
-        return self.all_gather_single_coalesced([output], [source], opts)
+        return self._gather_single([output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """As `all_gather_single`, for several tensors."""
+        return self._gather_single(outputs, inputs, opts)
+
+    def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         size = self._meeting.size
         for output, source in zip(outputs, inputs, strict=True):
-            fits(output, source, size, self._who("all_gather"), "output")
+            dense.fits(output, source, size, self._who("all_gather"), "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             for target, source in zip(targets, sources, strict=True):
-                first, length = target.data_ptr(), bytes_of(source)
+                first, length = target.data_ptr(), dense.bytes_of(source)
                 self._collectives.all_gather([first + rank * length for rank in range(size)], source)
 
         return self._start(Call("all_gather", inputs), do, inputs, outputs, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Combine each rank's list; rank r gets the r-th of the results."""
-        outputs, size = listed(outputs), self._meeting.size
+        outputs, size = dense.listed(outputs), self._meeting.size
         if input_lists and isinstance(input_lists[0], torch.Tensor):
             input_lists = [input_lists]
         for output, inputs in zip(outputs, input_lists, strict=True):
-            fit_each(inputs, output, size, self._who("reduce_scatter"), "input")
+            dense.fit_each(inputs, output, size, self._who("reduce_scatter"), "input")
         reads = [tensor for inputs in input_lists for tensor in inputs]
 
         def cut(sources: Tensors) -> list[Tensors]:
@@ -293,13 +252,16 @@ class SharedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Combine a tensor of all ranks; rank r gets the r-th part."""
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
+        return self._scatter_single([output], [source], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """As `reduce_scatter_single`, for several tensors."""
+        return self._scatter_single(outputs, inputs, opts)
+
+    def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         size = self._meeting.size
         for output, source in zip(outputs, inputs, strict=True):
-            fits(source, output, size, self._who("reduce_scatter"), "input")
+            dense.fits(source, output, size, self._who("reduce_scatter"), "input")
         return self._scatter_sums(outputs, inputs, lambda flats: [flat.view(size, -1).unbind() for flat in flats], opts)
 
     def _scatter_sums(
@@ -315,10 +277,10 @@ class SharedGroup(dist.ProcessGroup):
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to the root's list."""
-        source, root = listed(inputs)[0], self._root(opts)
+        source, root = dense.listed(inputs)[0], self._root(opts)
         outputs = list(output_lists[0]) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            fit_each(outputs, source, self._meeting.size, self._who("gather"), "output")
+            dense.fit_each(outputs, source, self._meeting.size, self._who("gather"), "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.gather(targets, sources[0], root)
@@ -327,10 +289,10 @@ class SharedGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy the root's r-th tensor to rank r."""
-        output, root = listed(outputs)[0], self._root(opts)
+        output, root = dense.listed(outputs)[0], self._root(opts)
         inputs = list(input_lists[0]) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            fit_each(inputs, output, self._meeting.size, self._who("scatter"), "input")
+            dense.fit_each(inputs, output, self._meeting.size, self._who("scatter"), "input")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.scatter(targets[0], sources, root)
@@ -347,10 +309,10 @@ class SharedGroup(dist.ProcessGroup):
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.all_to_all(
-                *([(t.data_ptr(), bytes_of(t)) for t in flats] for flats in (targets, sources))
+                *([(t.data_ptr(), dense.bytes_of(t)) for t in flats] for flats in (targets, sources))
             )
 
-        call = Call(f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=[*map(bytes_of, inputs)])
+        call = Call(f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=[*map(dense.bytes_of, inputs)])
         return self._start(call, do, inputs, outputs, opts)
 
     def all_to_all_single(
@@ -358,11 +320,13 @@ class SharedGroup(dist.ProcessGroup):
     ) -> Any:
         """Cut a tensor in parts along its first dimension, one for each rank, and get one from each."""
         who, size = self._who("all_to_all"), self._meeting.size
-        takes = split_bytes(output, output_sizes, size, who, "output")
-        gives = split_bytes(source, input_sizes, size, who, "input")
+        takes = dense.split_bytes(output, output_sizes, size, who, "output")
+        gives = dense.split_bytes(source, input_sizes, size, who, "input")
 
         def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.all_to_all(parts(targets[0].data_ptr(), takes), parts(sources[0].data_ptr(), gives))
+            self._collectives.all_to_all(
+                dense.parts(targets[0].data_ptr(), takes), dense.parts(sources[0].data_ptr(), gives)
+            )
 
         call = Call(f"all_to_all {str(source.dtype).removeprefix('torch.')}", gives=gives)
         return self._start(call, do, [source], [output], opts)
@@ -379,7 +343,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """Send a tensor to a rank of the group."""
-        check(tensors[0], self._who("send"))
+        dense.check(tensors[0], self._who("send"))
         message = self._message(tensors[0], destination, tag, "send")
         if self.wire is not None:
             message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
@@ -388,14 +352,17 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """Receive a tensor from a rank of the group."""
-        check(tensors[0], self._who("recv"), written=True)
-        message = self._message(tensors[0], source, tag, "recv")
-        self._messages.receive(message)
-        return self._with(message)
+        return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """Receive a tensor from whichever rank sends one."""
-        return self.recv(tensors, -1, tag)
+        return self._receive(tensors, -1, tag)
+
+    def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
+        dense.check(tensors[0], self._who("recv"), written=True)
+        message = self._message(tensors[0], source, tag, "recv")
+        self._messages.receive(message)
+        return self._with(message)
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, op: str) -> Message:
         if not -1 <= peer < self._meeting.size:
@@ -406,7 +373,7 @@ class SharedGroup(dist.ProcessGroup):
         self._meeting.require_usable(op)
         mark = record_of("message", -1, "", ((tensor.numel(),), tensor.dtype)).mark
         text = record_of(op, -1, "", (tensor.shape, tensor.dtype)).text
-        with unseen():
+        with dense.unseen():
             return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -434,23 +401,6 @@ def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
             for thread in ending.threads:
                 if thread is not threading.current_thread():
                     thread.join(END_S)
-
-
-def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
-    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
-
-    Args:
-        store: through which the ranks find each other.
-        rank: of this process.
-        world_size: number of ranks.
-        timeout_s: how long a call may wait for a different rank.
-        reason: why this rank does not want to; one that has a reason is enough.
-    """
-    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
-    try:
-        return meet(part, rank, list(range(world_size)), timeout_s, reason)
-    except CannotShare:
-        return None
 
 
 def make(options: Any, met: Meeting | None) -> SharedGroup:

@@ -15,16 +15,17 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from distlab.shared_memory import futex
 from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
-from distlab.shared_memory.join import join
+from distlab.shared_memory.join import CannotShare, join
+from distlab.shared_memory.mismatch import not_the_same
 
-RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16  # of a record: the number that stands for it, and the length of its text
 
@@ -56,6 +57,34 @@ def record_of(op: str, root: int, reduction: str, *shown: tuple[Sequence[int], t
     words += [f"root {root}"] if root >= 0 else []
     words += [reduction] if reduction not in ("", "sum") else []
     return CallRecord(", ".join(words))
+
+
+class Call(NamedTuple):
+    """A collective.
+
+    Attributes:
+        op: its name, which begins with the plain one.
+        tensors: whose shapes and dtypes the ranks must agree on.
+        root: the root's number in the group; -1: there is none.
+        reduction: plain name of the ReduceOp.
+        gives: of an all_to_all, which may be uneven: bytes that this rank gives to each.
+    """
+
+    op: str
+    tensors: Sequence[torch.Tensor] = ()
+    root: int = -1
+    reduction: str = ""
+    gives: Sequence[int] = ()
+
+    def record(self, members: Sequence[int]) -> CallRecord:
+        """Return what the ranks compare, with global ranks."""
+        root = members[self.root] if self.root >= 0 else -1
+        return record_of(self.op, root, self.reduction, *[(t.shape, t.dtype) for t in self.tensors])
+
+    def handed(self, size: int) -> int | Sequence[int]:
+        """Return the bytes that a rank hands to the call in a group of so many; of an all_to_all, to each of them."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return self.gives or (num_bytes * size if self.op.startswith("reduce_scatter") else num_bytes)
 
 
 class Meeting:
@@ -209,16 +238,18 @@ def meet(store: Any, rank: int, members: list[int], timeout_s: float, reason: st
     return Meeting(join(store, rank, members, timeout_s, reason), members, timeout_s)
 
 
-def not_the_same(members: Sequence[int], calls: Mapping[int, object], number: int | None = None) -> str:
-    """Say which ranks of a group call what: the one sentence about it, whoever finds it.
+def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
+    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
 
     Args:
-        members: global ranks of the group.
-        calls: by global rank, the call in words; None where a rank has not come.
-        number: of the call in the group, where it is known.
+        store: through which the ranks find each other.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long a call may wait for a different rank.
+        reason: why this rank does not want to; one that has a reason is enough.
     """
-    at = "" if number is None else f", at their call #{number}"
-    lines = [
-        f"  rank {rank} has not called it yet" if c is None else f"  rank {rank}: {c}" for rank, c in calls.items()
-    ]
-    return "\n".join([f"the ranks of group {list(members)} do not make the same call{at}:", *lines, RULE])
+    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
+    try:
+        return meet(part, rank, list(range(world_size)), timeout_s, reason)
+    except CannotShare:
+        return None

@@ -47,9 +47,12 @@ class Header(ctypes.Structure):
     )
 
 
-def end_of(start: int, num_bytes: int) -> int:
-    """Return where a message ends that begins at a count of bytes."""
-    return start + HEADER_BYTES - (-num_bytes // HEADER_BYTES) * HEADER_BYTES
+def span_of(start: int, num_bytes: int) -> tuple[int, int]:
+    """Return where the bytes of a message begin whose header begins at a count of bytes, and where the message ends."""
+    first = start + HEADER_BYTES
+    if num_bytes > PAGE:  # a processor copies faster between places that are alike within their pages
+        first = -(-first // PAGE) * PAGE
+    return first, first - (-num_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
 class Message(SharedWork):
@@ -80,9 +83,10 @@ class Message(SharedWork):
     def _stand(self, limit_s: float) -> bool:
         return self._messages.drive(self, limit_s)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Say that the message is over, and how."""
-        self.end.set_result(None) if error is None else self.end.set_exception(error)
+    def arrive(self) -> None:
+        """End a receive, which has all its bytes."""
+        settle(self.tensor, self.memory)
+        self.end.come()
 
 
 class _Ring:
@@ -108,7 +112,7 @@ class _Ring:
     def piece(self, left: int, free: int) -> tuple[int, int]:
         """Return address and length of what can be moved at once: of bytes that are left, and free at this position."""
         at = self.position % self.num_bytes
-        return self.data + at, min(left, free, self._piece_bytes, self.num_bytes - at)
+        return self.data + at, min(left, free, self._piece_bytes - at % self._piece_bytes)
 
 
 class Outgoing(_Ring):
@@ -124,7 +128,7 @@ class Outgoing(_Ring):
         """Do what can be done now; return whether the receiver should look."""
         read, changed = self.read.value, False
         while self.sent and self.sent[0][0] <= read:
-            self.sent.popleft()[1].finish()
+            self.sent.popleft()[1].end.come()
         while self.waiting and self._begin(self.waiting[0]):
             changed = True
             if not self._write(self.waiting[0]):
@@ -142,8 +146,8 @@ class Outgoing(_Ring):
         header = self.header()
         header.tag, header.num_bytes, header.mark = message.tag, message.num_bytes, message.mark
         header.arrives_s, header.text = message.arrives_s, message.text.encode()[:TEXT_BYTES]
-        self._moved, self._end = 0, end_of(self.position, message.num_bytes)
-        self.position += HEADER_BYTES
+        self._moved = 0
+        self.position, self._end = span_of(self.position, message.num_bytes)
         self.written.value = self.position
         return True
 
@@ -171,13 +175,13 @@ class Incoming(_Ring):
         super().__init__(arena, source, destination)
         self.source = source
         self.taking: Message | None = None  # the receive that takes the message at the head
-        self._header: Header | None = None  # of the message that is being taken, for a receive or aside
+        self._left = -1  # bytes of the message that is being taken, for a receive or aside; -1: none is
         self._aside: list[tuple[Header, Any]] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether a message is half taken."""
-        return self._header is not None
+        return self._left >= 0
 
     def advance(self, receives: list[Message]) -> bool:
         """Do what can be done now; takes receives out of the list; return whether the sender should look.
@@ -185,11 +189,13 @@ class Incoming(_Ring):
         Raises:
             ValueError: a receive does not fit the message that it takes.
         """
-        changed = bool(self._aside) and self._take_aside(receives)
-        while self._header is not None or self._begin(receives):
+        changed = False
+        self._take_aside(receives)
+        while self._left >= 0 or self._begin(receives):
             changed |= self._read()
-            if self._header is not None:
+            if self._left >= 0:
                 break
+            self._take_aside(receives)
         return changed
 
     def _match(self, header: Header, receives: list[Message]) -> Message | None:
@@ -217,53 +223,47 @@ class Incoming(_Ring):
         if self.taking is not None:
             self._address = self.taking.address
         else:
-            more = written > end_of(self.position, header.num_bytes) or written - self.position >= self.num_bytes
+            more = written > span_of(self.position, header.num_bytes)[1] or written - self.position >= self.num_bytes
             if not more or not any(m.peer in (-1, self.source) for m in receives):
                 return False
             self._memory = ctypes.create_string_buffer(header.num_bytes)
-            self._address = ctypes.addressof(self._memory)
-        self._header, self._moved = Header.from_buffer_copy(header), 0
-        self._end = end_of(self.position, header.num_bytes)
-        self.position += HEADER_BYTES
+            self._address, self._header = ctypes.addressof(self._memory), Header.from_buffer_copy(header)
+        self._left = header.num_bytes
+        self.position, self._end = span_of(self.position, header.num_bytes)
         return True
 
     def _read(self) -> bool:
         """Read what is there of the message; end it where that is all. Return whether the sender should look."""
-        assert self._header is not None, "a message has begun"
-        num_bytes, first = self._header.num_bytes, self.position
-        while self._moved < num_bytes and (there := self.written.value - self.position) > 0:
-            place, length = self.piece(num_bytes - self._moved, there)
-            copy(self._address + self._moved, place, length)
-            self._moved += length
+        first = self.position
+        while self._left > 0 and (there := self.written.value - self.position) > 0:
+            place, length = self.piece(self._left, there)
+            copy(self._address, place, length)
+            is_awaited = self._left > self.num_bytes  # by the sender: it has more than the ring holds
+            self._address += length
+            self._left -= length
             self.position += length
             self.read.value = self.position
-            if self.written.value < self._end:
-                self.ring_bell()  # the sender has waited for this place
-        if self._moved < num_bytes:
+            if is_awaited:
+                self.ring_bell()
+        if self._left > 0:
             return self.position > first
         self.read.value = self.position = self._end
-        header, self._header = self._header, None
+        self._left = -1
         if self.taking is None:
-            self._aside.append((header, self._memory))
+            self._aside.append((self._header, self._memory))
         else:
-            self._end_receive()
+            self.taking.arrive()
+            self.taking = None
         return True
 
-    def _end_receive(self) -> None:
-        message, self.taking = self.taking, None
-        assert message is not None, "a receive takes the message"
-        settle(message.tensor, message.memory)
-        message.finish()
-
-    def _take_aside(self, receives: list[Message]) -> bool:
-        """Give messages that were put aside to the receives that are there now; return False: no sender waits."""
+    def _take_aside(self, receives: list[Message]) -> None:
+        """Give messages that were put aside to the receives that are there now."""
         for header, memory in list(self._aside):
-            self.taking = self._match(header, receives)
-            if self.taking is not None:
-                copy(self.taking.address, memory, header.num_bytes)
+            found = self._match(header, receives)
+            if found is not None:
+                copy(found.address, memory, header.num_bytes)
                 self._aside.remove((header, memory))
-                self._end_receive()
-        return False
+                found.arrive()
 
 
 class Messages:
@@ -309,15 +309,15 @@ class Messages:
 
     def drive(self, message: Message, limit_s: float) -> bool:
         """Move messages on until one is over, or for a limit above 0; return whether it is over."""
-        end_s, is_over = time.monotonic() + limit_s if limit_s > 0 else 0.0, message.end.done
+        end_s, end = time.monotonic() + limit_s if limit_s > 0 else 0.0, message.end
         with self._lock:
             self._drivers += 1
         try:
-            while not is_over():
+            while not end.is_over:
                 seen = self._word.value
                 with self._lock:
                     self._advance()
-                if not is_over():
+                if not end.is_over:
                     self._sleep(seen)
                 if end_s and time.monotonic() > end_s:
                     break
@@ -327,7 +327,7 @@ class Messages:
                 is_left = not self._drivers and next(self._open(), None) is not None
             if is_left:
                 self._wanted.set()
-        return is_over()
+        return end.is_over
 
     def _sleep(self, seen: int) -> None:
         """Sleep until a different rank rings; after a long silence, look whether the others still live."""
@@ -360,7 +360,7 @@ class Messages:
         """End every message with an error; the group is not used any more."""
         self.meeting.fail(error)
         for message in list(self._open()):
-            message.finish(error)
+            message.end.come(error)
         self._out, self._in, self._receives = {}, {}, []
 
     def _give_up(self) -> None:
@@ -383,7 +383,7 @@ class Messages:
         return timed_out if time.monotonic() > message.deadline_s else ""
 
     def _leave_to_thread(self, message: Message) -> None:
-        if message.end.done():
+        if message.end.is_over:
             return
         if not self.threads:
             self.threads.append(GroupThread(self._serve, f"shared-messages-{self.meeting.members}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import queue
 import threading
@@ -10,7 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,24 +17,43 @@ from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 Tensors = list[torch.Tensor]
-End = concurrent.futures.Future  # of a call: it holds none of the call's tensors, whose memory is the caller's to free
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class End:
+    """Whether and how a call has ended. It holds none of the call's tensors, whose memory is the caller's to free."""
+
+    def __init__(self) -> None:
+        self.is_over, self.error = False, cast("BaseException | None", None)
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def come(self, error: BaseException | None = None) -> None:
+        """Say that the call is over, with its error if it failed."""
+        self.error, self.is_over = error, True
+        self._latch.release()
+
+    def stand(self, limit_s: float) -> bool:
+        """Stand still until the call is over, or for a limit above 0; return whether it is over."""
+        if self._latch.acquire(timeout=limit_s if limit_s > 0 else -1):
+            self._latch.release()  # for whoever else waits
+        return self.is_over
 
 
 class SharedWork(dist.Work):
     """A call that is over, or under way on a different thread.
 
     Attributes:
-        end: when and how the call ends.
+        end: whether and how the call has ended.
         source: which rank of the group a message came from.
         until_s: the moment, on the monotonic clock, before which the call is not over; 0: there is none.
     """
 
     source, until_s = -1, 0.0
 
-    def __init__(self, results: Tensors, end: End[None] | None = None) -> None:
+    def __init__(self, results: Tensors, end: End | None = None) -> None:
         super().__init__()
-        self.end = End[None]() if end is None else end
+        self.end = End() if end is None else end
         self._results = results
         self._future: Future[Tensors] | None = None
 
@@ -52,31 +70,26 @@ class SharedWork(dist.Work):
 
     def _outcome(self, limit_s: float = 0.0) -> BaseException | None:
         """Wait until the call is over, or for a limit above 0; return what it raised."""
-        if not (self.end.done() or self._stand(limit_s)):
+        if not (self.end.is_over or self._stand(limit_s)):
             return RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
         if self.until_s and (left_s := self.until_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        return self.end.exception()
+        return self.end.error
 
     def _stand(self, limit_s: float) -> bool:
-        """Stand still until the call has ended, or for a limit above 0; return whether it has."""
-        try:
-            self.end.exception(limit_s or None)
-        except TimeoutError:
-            return False
-        return True
+        return self.end.stand(limit_s)
 
     def is_completed(self) -> bool:
         """Whether the call is over."""
-        return self.end.done() and time.monotonic() >= self.until_s
+        return self.end.is_over and time.monotonic() >= self.until_s
 
     def is_success(self) -> bool:
         """Whether the call is over and raised nothing."""
-        return self.is_completed() and self.end.exception() is None
+        return self.is_completed() and self.end.error is None
 
     def exception(self) -> BaseException | None:
         """What the call raised."""
-        return self.end.exception() if self.end.done() else None
+        return self.end.error
 
     def result(self) -> Tensors:
         """The tensors that the call writes."""
@@ -137,7 +150,7 @@ class CallQueue:
         self.name = name
         self._turn, self._count = threading.Lock(), threading.Lock()
         self._pending = 0
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], End[None]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], End] | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
 
     def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork:
@@ -173,7 +186,7 @@ class CallQueue:
         item = self._calls.get()
         if item is None:
             return False
-        (call, end), error = item, None
+        (call, end), error = item, cast("BaseException | None", None)
         with self._turn:
             try:
                 call()
@@ -182,12 +195,12 @@ class CallQueue:
         with self._count:
             self._pending -= 1
         del call, item
-        end.set_result(None) if error is None else end.set_exception(error)
+        end.come(error)
         return True
 
 
-_OVER = End[None]()
-_OVER.set_result(None)
+_OVER = End()
+_OVER.come()
 
 
 def keep_untraced(*kinds: type) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distlab.comm import run
 from distlab.shared_memory import futex, join
-from distlab.shared_memory.group import meet_if_possible
+from distlab.shared_memory.meeting import meet_if_possible
 
 
 @pytest.fixture(autouse=True)
