@@ -108,7 +108,7 @@ def init_group(
         store: through which the ranks find each other.
         rank: of this process.
         world_size: number of ranks.
-        timeout_s: how long a call may wait for another rank.
+        timeout_s: how long a call may wait for a different rank.
         why_not: why "cpu" is not to become "shared".
     """
     options: Any = None
@@ -151,7 +151,7 @@ def process_group(
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
         RuntimeError: a group exists already, the port is taken, or rank 0 does not answer.
-        RankError: calls in the block have returned and do not fit together (made in another order).
+        RankError: calls in the block have returned and do not fit together (made in a different order).
     """
     timeout_s = check_timeout(timeout_s)
     address = read_environment()

@@ -116,7 +116,7 @@ def future_of_a_message():
     return work.get_future().then(lambda future: float(landing.sum())).wait()
 
 
-def test_a_message_from_another_node_has_a_future():
+def test_a_message_from_a_different_node_has_a_future():
     assert run(future_of_a_message, 2, nodes=WIRE, record=False) == [3.0, 3.0]
 
 
@@ -179,7 +179,7 @@ def test_a_lab_runs_in_nodes_over_a_wire(lab):
     assert "on 2 ranks, cpu, nodes; functions: reference" in said
 
 
-def test_ranks_in_nodes_refuse_another_backend(lab):
+def test_ranks_in_nodes_refuse_a_different_backend(lab):
     status, _, errors = lab("--nodes", "2", "--backend", "gloo")
     assert status == 2
     assert "which have a backend of their own" in errors
