@@ -46,7 +46,6 @@ def refused_before():
             "recv": lambda: dist.recv(shared, (me + 1) % n),
         },
         "moves dense CPU tensors with memory of their own": {
-            "quantized": lambda: group.allreduce([small]),
             "quantized, gathered": lambda: group.allgather([[small] * n], [small]),
             "quantized, sent": lambda: group.send([small], (me + 1) % n, 0),
             "nested": lambda: dist.all_reduce(nested),
@@ -58,6 +57,7 @@ def refused_before():
             "vmap": lambda: torch.vmap(lambda row: dist.all_reduce(row))(torch.ones(3, 4)),
         },
         "convert the tensor first": {
+            "quantized": lambda: group.allreduce([small]),
             "sum": lambda: dist.all_reduce(torch.ones(4, dtype=torch.uint16)),
             "eight bits": lambda: dist.reduce(torch.ones(4).to(torch.float8_e4m3fn), 0),
             "mean": lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG),

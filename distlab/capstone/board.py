@@ -13,7 +13,7 @@ from typing import NamedTuple
 from distlab.capstone.judge import Verdict
 
 
-class Row(NamedTuple):
+class BoardRow(NamedTuple):
     """An attempt on the board."""
 
     name: str
@@ -33,7 +33,7 @@ def add_row(path: Path, name: str, verdict: Verdict) -> None:
         OSError: the file cannot be written.
     """
     safe = f"'{name}" if name[:1] in ("=", "+", "-", "@") else name  # no formula in a spreadsheet
-    row = Row(
+    row = BoardRow(
         " ".join(safe.split()),
         date.today().isoformat(),
         verdict.is_kept,
@@ -43,7 +43,7 @@ def add_row(path: Path, name: str, verdict: Verdict) -> None:
         verdict.seed,
         verdict.plan,
     )
-    head = () if path.exists() and path.stat().st_size else (Row._fields,)
+    head = () if path.exists() and path.stat().st_size else (BoardRow._fields,)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows((*head, row))
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -53,21 +53,21 @@ def add_row(path: Path, name: str, verdict: Verdict) -> None:
         os.close(descriptor)
 
 
-def read_board(path: Path) -> list[Row]:
+def read_board(path: Path) -> list[BoardRow]:
     """Return the attempts, the best one of each name: budgets kept before others, then the shortest time.
 
     Raises:
         ValueError: it is not a board.
         OSError: it cannot be read.
     """
-    best: dict[str, Row] = {}
+    best: dict[str, BoardRow] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for number, line in enumerate(csv.reader(file), start=1):
-            if tuple(line) == Row._fields:
+            if tuple(line) == BoardRow._fields:
                 continue
             try:
                 name, day, kept, time, sent, repeated, seed, plan = line
-                row = Row(name, day, kept == "True", float(time), int(sent), int(repeated), int(seed), plan)
+                row = BoardRow(name, day, kept == "True", float(time), int(sent), int(repeated), int(seed), plan)
             except ValueError:
                 raise ValueError(
                     f"{path}, line {number}: {','.join(line)[:60]!r} is not an attempt; pass a file that --board made"
@@ -77,11 +77,11 @@ def read_board(path: Path) -> list[Row]:
     return sorted(best.values(), key=_order)
 
 
-def _order(row: Row) -> tuple[bool, float]:
+def _order(row: BoardRow) -> tuple[bool, float]:
     return not row.kept, row.time
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[BoardRow]) -> str:
     """Return the board as text."""
     lines = [f"{'':3} {'name':20} {'time':>5} {'kB out':>7} {'twice':>5}  plan"]
     for place, row in enumerate(rows, start=1):

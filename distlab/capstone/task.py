@@ -95,7 +95,7 @@ def read_entry(path: Path | str, save_every: int) -> Entry:
         )
     workload, fixed = entry.file.workload, first_entry().file.workload
     if replace(workload, microbatch_size=fixed.microbatch_size) != fixed:
-        raise ValueError(f"{path}: [workload] is of another model; change microbatch_size alone")
+        raise ValueError(f"{path}: [workload] is of a different model; change microbatch_size alone")
     samples = entry.plan.num_replicas * entry.plan.num_microbatches * workload.microbatch_size
     if samples != BATCH:
         parts = entry.plan.num_replicas * entry.plan.num_microbatches

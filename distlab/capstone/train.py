@@ -47,7 +47,7 @@ def train(entry: Entry, folder: Path, updates: int, faults: Sequence[Fault] = ()
         for number in range(start, updates):
             plan.before_step(number, rank, NUM_RANKS)
             start_s, batch = time.monotonic(), corpus.batch(number, BATCH)
-            with recorded() if number == start else nullcontext() as seen:  # one update's calls are like another's
+            with recorded() if number == start else nullcontext() as seen:  # all updates make the same calls
                 loss = float(hybrid.train_step(*batch))
             if seen is not None:
                 recording = seen

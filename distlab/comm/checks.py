@@ -70,7 +70,7 @@ def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str |
         if backend not in (None, "shared"):
             raise ValueError(
                 f"backend is {backend!r} and the ranks make {num_nodes} nodes, which have a backend of their own "
-                "(shared memory inside, sockets between); leave backend out"
+                "(shared memory inside, a wire between); leave backend out"
             )
         backend = "shared"  # whatever the environment says
     what, outside = "backend", os.environ.get(BACKEND_VARIABLE)

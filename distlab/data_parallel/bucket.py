@@ -21,7 +21,7 @@ from distlab.gradient_hook import GradientBucket, GradientHook, Pending
 from distlab.gradients.flat_gradients import GradientSlots, TimedWork
 from distlab.gradients.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.precision import HALF
-from distlab.shared_memory.group_base import zeros
+from distlab.shared_memory.group import zeros
 from distlab.trace import SpanWriter
 
 CACHE_LINE_BYTES = 64

@@ -36,8 +36,8 @@ class CommonSettings:
         trace: folder for each rank's trace, all of them merged (timeline.json) and a picture (timeline.png).
         device: cpu or cuda; auto takes GPUs when every rank has its own.
         backend: auto takes nccl on GPUs, else shared (ranks of a Linux host meet in memory) where it works, else gloo.
-        nodes: nodes that the ranks make: shared memory inside each, sockets between them.
-        between: the wire of each rank to other nodes, such as 40MB/s,200us; empty: the sockets as they are.
+        nodes: nodes that the ranks make: shared memory inside each, a wire between them.
+        between: the wire of each rank to other nodes, such as 40MB/s,200us; empty: 1GB/s,50us.
         limit_s: seconds after which `distlab lab` ends a lab that hangs; torchrun itself has no such limit.
         json: print the results as JSON.
     """

@@ -1,18 +1,17 @@
-"""Nodes on one machine: ranks of a node meet in shared memory, and ranks of different nodes through sockets.
+"""Nodes on one machine: what goes from one node to a different one takes the time of a wire.
 
-    run(train, 8, nodes=2)                                     # two nodes of four ranks, loopback sockets between them
+    run(train, 8, nodes=2)                                     # two nodes of four ranks, 1GB/s,50us between them
     run(train, 8, nodes=Nodes(2, between="40MB/s,200us"))      # each rank has a wire of that speed to other nodes
 
-It is a backend of torch.distributed, "nodes". A group within a node is one of backend "shared". A group that crosses
-nodes moves its data between them with gloo, over sockets, and inside them through memory. A wire slows down all that
-goes to other nodes: collectives by the time of a ring on it, messages by their bytes behind those before. Every rank
-has a wire of its own, as each GPU of a large machine has a network card of its own.
+It is a backend of torch.distributed, "nodes". All bytes move through shared memory, as on backend "shared". A call that
+leaves a node is over when a wire of that speed would be through: collectives by the time of a ring over the nodes,
+messages by their bytes behind those before. Every rank has a wire of its own, as each GPU of a large machine has a
+network card of its own.
 
-What is not as on real nodes: the ranks agree on each collective call through memory before the data move, which takes
-some 50 us and lets a call that does not fit be named. All nodes share this machine's cores.
+What is not as on real nodes: the ranks meet before each collective, which takes some 50 us and lets a call that does
+not fit be named. All nodes share this machine's cores and memory: a wire faster than these is not reached.
 
-Read `place` (who sits where), `wire` (times), `sockets` (bytes to other nodes), `crossing` (collectives), `messages`,
-and `group` (what torch gets).
+Read `place` (who sits where), `wire` (times), and `group` (what torch gets).
 """
 
 from __future__ import annotations

@@ -1,32 +1,52 @@
-"""The process group that torch gets: one of shared memory within a node, or one that crosses nodes."""
+"""The process group that torch gets: one of shared memory, in which what leaves a node takes the time of a wire."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from distlab.nodes.crossing import CrossingCollectives
-from distlab.nodes.messages import CrossingMessages
 from distlab.nodes.place import NodePlacement, Nodes
-from distlab.nodes.sockets import Sockets
 from distlab.nodes.wire import Pace
-from distlab.shared_memory.collectives.collectives import Collectives
-from distlab.shared_memory.group import SharedGroup, shared_group
+from distlab.shared_memory.group import SharedGroup
 from distlab.shared_memory.meeting import meet
 
 
-class World(SharedGroup):
-    """The group of all ranks, which knows the nodes; a rank's groups share its wire.
+class NodeWire:
+    """This rank's wire to other nodes, as one group uses it.
 
     Attributes:
         each: ranks in a node.
-        pace: this rank's end of its wire to other nodes; None: there is no wire but the sockets.
+        pace: this rank's end of the wire, which all of its groups share.
     """
 
-    each: int = 0
-    pace: Pace | None = None
+    def __init__(self, members: Sequence[int], rank: int, each: int, pace: Pace) -> None:
+        self.each, self.pace = each, pace
+        self._place = NodePlacement.of(members, rank, each)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in which the group has ranks."""
+        return len(self._place.nodes)
+
+    def collective(self, op: str, sent: int | Sequence[int], since_s: float) -> None:
+        """Sleep until a collective that began at a moment is through: a ring over the nodes takes its time.
+
+        The ranks of a node share an all_reduce and a reduce_scatter: each takes its part across. Of an all_to_all, only
+        what goes to other nodes takes time.
+        """
+        num_ranks = self.num_nodes
+        if isinstance(sent, int):
+            num_bytes = self._place.part(op, sent)
+        else:
+            away = [number for number in range(len(sent)) if number not in self._place.mates]
+            num_bytes, num_ranks, op = sum(sent[number] for number in away), len(away) + 1, "gather"  # of these bytes
+        self.pace.collective(op, num_bytes, num_ranks, since_s)
+
+    def message(self, peer: int, num_bytes: int) -> tuple[float, float]:
+        """Send a message now; return the moments when its sender is rid of it, and when it arrives; 0: at once."""
+        return (0.0, 0.0) if peer in self._place.mates else self.pace.message(num_bytes)
 
 
 def make(options: Any, nodes: Nodes | None) -> SharedGroup:
@@ -36,34 +56,17 @@ def make(options: Any, nodes: Nodes | None) -> SharedGroup:
         ValueError: there is no group of all ranks that was told the nodes.
     """
     members, rank = list(options.global_ranks_in_group), options.group_rank
-    store, timeout_s = options.store, options.timeout.total_seconds()
     if nodes is not None:
         members = list(range(options.group_size))
         chosen = Nodes.for_ranks(nodes, len(members))
-        each, pace = len(members) // chosen.count, Pace(chosen.between) if chosen.between else None
+        wire = NodeWire(members, rank, len(members) // chosen.count, Pace(chosen.wire))
     else:
-        world = distributed_c10d._get_default_group()
-        if not isinstance(world, World):
+        world = getattr(distributed_c10d._get_default_group(), "wire", None)
+        if not isinstance(world, NodeWire):
             raise ValueError(
                 "backend 'nodes' needs to know the nodes: init_process_group('nodes', pg_options=Nodes(2)), or "
                 "run(..., nodes=2)"
             )
-        each, pace = world.each, world.pace
-    meeting = meet(store, rank, members, timeout_s)
-    place = NodePlacement.of(members, rank, each)
-    if len(place.nodes) == 1 and nodes is None:
-        return shared_group(meeting)
-    inside = None
-    if len(place.mates) > 1:
-        mates = [members[number] for number in place.mates]
-        part = dist.PrefixStore(f"node{mates}", store)  # type: ignore[attr-defined]
-        meeting.tied = meet(part, place.mates.index(rank), mates, timeout_s)
-        inside = Collectives(meeting.tied)
-    sockets = Sockets(store, rank, len(members), timeout_s, pace)
-    group = (SharedGroup if nodes is None else World)(
-        CrossingCollectives(meeting, inside, place, sockets),
-        CrossingMessages(meeting, f"node-messages-{members}", place, sockets),
-    )
-    if isinstance(group, World):
-        group.each, group.pace = each, pace
-    return group
+        wire = NodeWire(members, rank, world.each, world.pace)
+    meeting = meet(options.store, rank, members, options.timeout.total_seconds())
+    return SharedGroup(meeting, None if wire.num_nodes == 1 and nodes is None else wire)

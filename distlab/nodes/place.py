@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from distlab.nodes.wire import Wire, ring_bytes
 
+DEFAULT_WIRE = Wire(1e9, 50e-6)  # about what sockets of one machine take
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -14,7 +16,7 @@ class Nodes:
 
     Attributes:
         count: how many.
-        between: the wire of each rank to other nodes, such as "40MB/s,200us"; None: sockets, as fast as they are.
+        between: the wire of each rank to other nodes, such as "40MB/s,200us"; None: "1GB/s,50us".
     """
 
     count: int
@@ -25,6 +27,11 @@ class Nodes:
             raise ValueError(f"nodes is {count!r}; pass a whole number of nodes, such as 2")
         object.__setattr__(self, "count", count)
         object.__setattr__(self, "between", Wire.of(between) if isinstance(between, str) else between)
+
+    @property
+    def wire(self) -> Wire:
+        """The wire of each rank to other nodes."""
+        return self.between or DEFAULT_WIRE
 
     @classmethod
     def for_ranks(cls, nodes: Nodes | int, world_size: int) -> Nodes:
@@ -59,14 +66,11 @@ class NodePlacement:
 
     Attributes:
         nodes: the group's ranks in each node that has some, by their numbers in the group.
-        row: those of this rank's node that it shares its part of a collective with.
-        column: those that it exchanges its part with, one in each node, itself too. Where the nodes have unequal
-            numbers of ranks, a row is one rank and the column is the whole group.
+        mates: those in the node of this rank, itself too.
     """
 
     nodes: tuple[tuple[int, ...], ...]
-    row: tuple[int, ...]
-    column: tuple[int, ...]
+    mates: tuple[int, ...]
 
     @classmethod
     def of(cls, members: Sequence[int], rank: int, each: int) -> NodePlacement:
@@ -75,16 +79,12 @@ class NodePlacement:
         for number, member in enumerate(members):
             by_node.setdefault(member // each, []).append(number)
         nodes = tuple(tuple(numbers) for numbers in by_node.values())
-        if len({len(numbers) for numbers in nodes}) > 1:
-            return cls(nodes, (rank,), tuple(range(len(members))))
-        row = next(numbers for numbers in nodes if rank in numbers)
-        return cls(nodes, row, tuple(numbers[row.index(rank)] for numbers in nodes))
+        return cls(nodes, next(numbers for numbers in nodes if rank in numbers))
 
-    @property
-    def mates(self) -> tuple[int, ...]:
-        """The group's ranks in the node of this rank, itself too."""
-        me = set(self.row)
-        return next(numbers for numbers in self.nodes if me <= set(numbers))
+    def part(self, op: str, num_bytes: int) -> int:
+        """Return this rank's part of what goes across: the ranks of a node add up first, where all nodes are equal."""
+        is_even = len({len(numbers) for numbers in self.nodes}) == 1
+        return num_bytes // len(self.mates) if op in ("all_reduce", "reduce_scatter") and is_even else num_bytes
 
     def bytes_out(self, op: str, num_bytes: int) -> int:
         """Return the bytes that this rank sends to other nodes for a collective, as `wire.ring_bytes` counts them.
@@ -93,5 +93,4 @@ class NodePlacement:
             op: plain name of the call ("all_reduce", ...).
             num_bytes: payload that the rank hands to the call.
         """
-        is_shared = op in ("all_reduce", "reduce_scatter")  # the ranks of a node add up first, each its part
-        return ring_bytes(op, num_bytes // len(self.row) if is_shared else num_bytes, len(self.nodes))
+        return ring_bytes(op, self.part(op, num_bytes), len(self.nodes))

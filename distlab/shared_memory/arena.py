@@ -3,11 +3,9 @@
 The group's first rank makes it (memfd: it has no name in any folder) and tells the others where it stands under
 `/proc`. Once all have mapped it, nobody holds it open: it is gone with the last of them, however they end.
 
-    headers     one page per rank: its step, its state, its bell, who it is
-    roll        of even and of odd steps: how many all ranks together have posted, and what each calls; how many ranks
-                have gone
+    headers     one page per rank: its step, its state, its bell, why it failed
     slots       two per rank: what it shows to the others in even and in odd steps
-    lanes       one for each ordered pair of ranks: messages from the one to the other
+    rings       one for each ordered pair of ranks: messages from the one to the other
 
 Only pages that are used take memory.
 """
@@ -15,7 +13,6 @@ Only pages that are used take memory.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -27,20 +24,15 @@ import torch
 from distlab.shared_memory import futex
 
 PAGE = 4096
-STEP, STATE, BELL, REASON = 0, 64, 128, 256  # places in a header
-_NUM_GONE, _MARKS, _MARK_BYTES = 8, 64, 8  # places in the roll, behind the two counts
+STEP, STATE, BELL, GONE, REASON = 0, 64, 128, 192, 256  # places in a header
 PRESENT, LEFT, FAILED = 1, 2, 3
 REASON_BYTES = 1024
 LOOK_S = 0.05  # how often a rank that waits looks whether the others still live
 MAX_SLOT_BYTES, MIN_SLOT_BYTES = 4 << 20, 256 << 10
 MAX_SLOTS_BYTES = 128 << 20  # of all ranks together, as far as the least of a slot allows
 RECORD_BYTES = 512  # at the head of a slot: what its rank calls
-NUM_PIECES = 8  # of a lane
-MAX_LANE_BYTES = 2 << 20
-MAX_LANES_BYTES = 64 << 20
-MIN_PIECE_BYTES = 16 << 10
-TOO_LITTLE = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG)
-LANE_HEAD_BYTES = 5 * PAGE  # counters and letters
+MAX_RING_BYTES, MIN_RING_BYTES = 2 << 20, 128 << 10
+MAX_RINGS_BYTES = 64 << 20  # of all rings together, as far as the least of a ring allows
 
 
 @dataclass(frozen=True)
@@ -48,53 +40,35 @@ class ArenaLayout:
     """Where things stand in the arena of a group."""
 
     size: int
-    piece_bytes: int = field(init=False)
     slot_bytes: int = field(init=False)
+    ring_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * self.size) // PAGE * PAGE))
+        ring_bytes = max(MIN_RING_BYTES, min(MAX_RING_BYTES, MAX_RINGS_BYTES // self.size**2 // PAGE * PAGE))
         object.__setattr__(self, "slot_bytes", slot_bytes)
-        share = min(MAX_LANE_BYTES, MAX_LANES_BYTES // self.size**2) // NUM_PIECES
-        object.__setattr__(self, "piece_bytes", max(MIN_PIECE_BYTES, share // PAGE * PAGE))
+        object.__setattr__(self, "ring_bytes", ring_bytes)
 
     def header(self, rank: int) -> int:
         """Where a rank's header begins."""
         return rank * PAGE
 
-    @property
-    def roll(self) -> int:
-        """Where the roll begins, with the counts first."""
-        return self.size * PAGE
-
-    def count(self, parity: int) -> int:
-        """Where the number of steps stands that all ranks together have posted."""
-        return self.roll + 4 * parity
-
-    def marks(self, parity: int) -> int:
-        """Where the marks of all ranks' calls stand, one after the other."""
-        return self.roll + _MARKS + parity * _MARK_BYTES * self.size
-
     def slot(self, rank: int, parity: int) -> int:
         """Where a rank's slot begins, with its record first."""
-        pages_before = self.size + -(-(self.marks(2) - self.roll) // PAGE)
-        return (pages_before + (2 * rank + parity) * (1 + self.slot_bytes // PAGE)) * PAGE
+        return self.size * PAGE + (2 * rank + parity) * (PAGE + self.slot_bytes)
 
     def data(self, rank: int, parity: int) -> int:
         """Where the data of a rank's slot begins."""
         return self.slot(rank, parity) + PAGE
 
-    def lane(self, source: int, destination: int) -> int:
-        """Where the lane from one rank to another begins."""
-        return self.slot(self.size, 0) + (source * self.size + destination) * self._lane_bytes
-
-    @property
-    def _lane_bytes(self) -> int:
-        return LANE_HEAD_BYTES + NUM_PIECES * self.piece_bytes
+    def ring(self, source: int, destination: int) -> int:
+        """Where the ring from one rank to a different one begins, with a page for its two counts first."""
+        return self.slot(self.size, 0) + (source * self.size + destination) * (PAGE + self.ring_bytes)
 
     @property
     def num_bytes(self) -> int:
         """The arena's length."""
-        return self.lane(self.size, 0)
+        return self.ring(self.size, 0)
 
 
 class Arena:
@@ -108,7 +82,7 @@ class Arena:
         self.owner = os.getpid()
         self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         self._states = [futex.word_at(self.header(r) + STATE) for r in range(size)]
-        self._num_gone = futex.word_at(self.base + self.layout.roll + _NUM_GONE)
+        self._is_anyone_gone = futex.word_at(self.header(0) + GONE)
 
     def header(self, rank: int) -> int:
         """Address of a rank's header."""
@@ -129,7 +103,7 @@ class Arena:
     @property
     def is_anyone_gone(self) -> bool:
         """Whether a rank has left or failed."""
-        return self._num_gone.value > 0
+        return bool(self._is_anyone_gone.value)
 
     def change_state(self, state: int, reason: str = "") -> None:
         """Say how this rank stands to the group, and let everyone look who waits for it."""
@@ -138,10 +112,8 @@ class Arena:
         ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
         self._states[self.rank].value = state
         if state > PRESENT:
-            futex.count(ctypes.addressof(self._num_gone))
+            self._is_anyone_gone.value = 1
         futex.wake(mine + STEP)
-        for parity in (0, 1):
-            futex.wake(self.base + self.layout.count(parity))
         for rank in range(self.size):
             futex.add(self.header(rank) + BELL)
 
@@ -151,10 +123,16 @@ class Arena:
         length = int.from_bytes(ctypes.string_at(head, 4), "little")
         return ctypes.string_at(head + 4, min(length, REASON_BYTES)).decode(errors="replace")
 
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is gone."""
-        pid, started = self.pids[rank]
-        return start_of(pid) != started
+    def why_gone(self, rank: int, members: list[int]) -> str:
+        """Return why a rank will never come, or "" where it may; begins as gloo's message does."""
+        if self.state(rank) > PRESENT:
+            reason = self.reason(rank)
+            what = f"failed before ({reason})" if reason else "has left the group"
+        elif start_of(self.pids[rank][0]) != self.pids[rank][1]:
+            what = f"(process {self.pids[rank][0]}) has ended"
+        else:
+            return ""
+        return f"connection closed by peer: rank {members[rank]} {what}"
 
 
 def map_file(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
@@ -170,14 +148,10 @@ def map_file(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     base = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
     if base in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory: ctypes.Array[ctypes.c_char] = _weakly_held(num_bytes).from_address(base)
+    watched: Any = type("Memory", (ctypes.c_char * num_bytes,), {})  # ctypes' own arrays cannot be watched
+    memory: ctypes.Array[ctypes.c_char] = watched.from_address(base)
     weakref.finalize(memory, libc.munmap, base, num_bytes).atexit = False
     return memory
-
-
-def _weakly_held(num_bytes: int) -> Any:
-    """Return a type of arrays that, unlike ctypes' own, can be watched until nobody uses them."""
-    return type("Memory", (ctypes.c_char * num_bytes,), {})
 
 
 def start_of(pid: int) -> str:
@@ -191,8 +165,3 @@ def start_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in b"ZX" else fields[19].decode()
-
-
-def look_s(size: int) -> float:
-    """Return how often a rank that waits looks; all ranks of a large group together no more often than eight would."""
-    return LOOK_S * max(1.0, size / 8)

@@ -10,7 +10,6 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable
 
 _NUMBER = 202  # of the system call on x86-64
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
@@ -35,27 +34,15 @@ def why_not_here() -> str:
     return "" if word.value == 1 else "this kernel does not let processes wake each other (futex)"
 
 
-def _system_call() -> Callable[..., int]:
-    call = ctypes.CDLL(None).syscall
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    call.restype = ctypes.c_long
-    call.argtypes = (ctypes.c_long, pointer, number, number, pointer, pointer, number)
-    return call
-
-
-_unused = ctypes.c_int32()
-_nobody = ctypes.addressof(_unused)  # a word on which nobody sleeps
-_call = _system_call()
+_call = ctypes.CDLL(None).syscall
+_call.restype = ctypes.c_long
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_call.argtypes = (ctypes.c_long, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT)
 
 
 def add(address: int) -> None:
     """Raise the word by one and wake everyone who sleeps on it."""
     _call(_NUMBER, address, _WAKE_OP, _ALL, None, address, _ADD_ONE)
-
-
-def count(address: int) -> None:
-    """Raise the word by one and wake nobody who sleeps on it."""
-    _call(_NUMBER, _nobody, _WAKE_OP, 0, None, address, _ADD_ONE)
 
 
 def wake(address: int) -> None:

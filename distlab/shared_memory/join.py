@@ -10,60 +10,49 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, TOO_LITTLE, Arena, ArenaLayout, start_of
-from distlab.shared_memory.room import memory_bytes
+from distlab.shared_memory.arena import BELL, LOOK_S, PRESENT, Arena, ArenaLayout, start_of
 
 PASS_GLOO = "pass backend='gloo'"
-SPARE = 8  # an arena takes at most 1/8 of the memory where the caller named no backend
 
 
 class CannotShare(RuntimeError):
     """The ranks cannot share memory: every rank of the group is told the same line."""
 
 
-def join(
-    store: Any, rank: int, members: list[int], timeout_s: float, *, insists: bool = True, reason: str = ""
-) -> Arena:
+def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Arena:
     """Make the arena of a group, or map it; every member calls this.
 
     Args:
         store: through which the members find each other.
         rank: this process's number among the members.
         members: global rank of each.
-        timeout_s: how long to wait for another rank.
-        insists: whether the caller named this backend; else little memory is a reason to take another.
+        timeout_s: how long to wait for each other rank.
         reason: why this rank does not want to share memory.
 
     Raises:
         CannotShare: on every rank.
         RuntimeError: one does not come in time, or has ended.
     """
-    size = len(members)
     store.set(f"place{rank}", json.dumps(_own_place(reason)))
     if rank == 0:
-        return _make(store, members, timeout_s, insists)
+        return _make(store, members, timeout_s)
     told = _told(store, "arena", rank, members, 0, timeout_s)
     if isinstance(told, str):
         raise CannotShare(told)
     try:
         file = os.open(f"/proc/{told['pid']}/fd/{told['file']}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            arena = Arena(file, rank, size, [tuple(pid) for pid in told["pids"]])
+            arena = Arena(file, rank, len(members), [tuple(pid) for pid in told["pids"]])
         finally:
             os.close(file)
     except OSError as error:
-        text = (
-            f"backend 'shared': rank {members[rank]} may not map the memory of rank {members[0]} (process "
-            f"{told['pid']}): {error.strerror}; run both as one user in one container, or {PASS_GLOO}"
-        )
-        if error.errno in TOO_LITTLE:
-            text = _too_little(members[rank], size, error)
+        text = _cannot_map(members[rank], len(members), error)
         store.set("refused", text)
         raise CannotShare(text) from error
     arena.change_state(PRESENT)
@@ -71,12 +60,12 @@ def join(
     return arena
 
 
-def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Arena:
+def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
     """Make the arena, hand it to the others and wait until all have it."""
     size, file = len(members), -1
     places = [_told(store, f"place{rank}", 0, members, rank, timeout_s) for rank in range(size)]
     pids = [(place["pid"], place["start"]) for place in places]
-    text = _why_not(places, members, 1 if insists else SPARE)
+    text = _why_not(places, members)
     try:
         if not text:
             try:
@@ -84,11 +73,10 @@ def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Ar
                 os.ftruncate(file, ArenaLayout(size).num_bytes)
                 arena = Arena(file, 0, size, pids)
             except OSError as error:
-                text = _too_little(members[0], size, error)
+                text = _cannot_map(members[0], size, error)
+        store.set("arena", json.dumps(text or {"pid": os.getpid(), "file": file, "pids": pids}))
         if text:
-            store.set("arena", json.dumps(text))
             raise CannotShare(text)
-        store.set("arena", json.dumps({"pid": os.getpid(), "file": file, "pids": pids}))
         _await_all(arena, store, members, timeout_s, range(1, size))
     finally:
         if file >= 0:
@@ -97,29 +85,24 @@ def _make(store: Any, members: list[int], timeout_s: float, insists: bool) -> Ar
     return arena
 
 
-def _why_not(places: Sequence[dict[str, Any]], members: list[int], spare: int) -> str:
-    """Return why ranks at these places cannot share memory, or ""; `spare` times the arena must fit the memory."""
-    first, num_bytes = places[0], ArenaLayout(len(places)).num_bytes
+def _why_not(places: Sequence[dict[str, Any]], members: list[int]) -> str:
+    """Return why ranks at these places cannot share memory, or ""."""
+    names = {"boot": "kernel", "processes": "container (process namespace)", "user": "user"}
     for place, member in zip(places, members, strict=True):
-        host, reason = place["host"], place["reason"]
-        if reason:
-            return f"backend 'shared' does not work for rank {member} on {host}: {reason}; {PASS_GLOO}"
-        if place["place"] != first["place"]:
+        host, here, there = place["host"], place["place"], places[0]["place"]
+        if place["reason"]:
+            return f"backend 'shared' does not work for rank {member} on {host}: {place['reason']}; {PASS_GLOO}"
+        if here != there:
             return (
                 f"backend 'shared' needs all ranks on one host, in one container, of one user: rank {member} runs on "
-                f"{host} and rank {members[0]} on {first['host']}, which differ in "
-                f"{_difference(place['place'], first['place'])}; {PASS_GLOO}"
-            )
-        if place["room"] < spare * num_bytes:
-            return (
-                f"backend 'shared': rank {member} has {place['room'] >> 20} MiB of memory, and the group may come to "
-                f"use {num_bytes >> 20} MiB; {PASS_GLOO}"
+                f"{host} and rank {members[0]} on {places[0]['host']}, which differ in "
+                f"{' and '.join(names[key] for key in here if here[key] != there[key])}; {PASS_GLOO}"
             )
     return ""
 
 
 def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeout_s: float) -> Any:
-    """Return what another rank has said through the store.
+    """Return what a different rank has said through the store.
 
     Raises:
         RuntimeError: it says nothing in time.
@@ -134,44 +117,39 @@ def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeo
     return json.loads(store.get(key))
 
 
-def _too_little(rank: int, size: int, error: OSError) -> str:
+def _cannot_map(rank: int, size: int, error: OSError) -> str:
     num_bytes = ArenaLayout(size).num_bytes
     return (
         f"backend 'shared': rank {rank} cannot map {num_bytes >> 20} MiB of addresses, of which {size} ranks use "
-        f"what their calls need: {error.strerror}; raise the limits (ulimit -v, ulimit -f), or {PASS_GLOO}"
+        f"what their calls need: {error.strerror}; run all as one user in one container, raise the limits (ulimit -v, "
+        f"ulimit -f), or {PASS_GLOO}"
     )
 
 
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    names = {"boot": "kernel", "processes": "container (process namespace)", "user": "user"}
-    return " and ".join(names[key] for key in one if one[key] != other[key])
-
-
-def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, ranks: Any) -> None:
+def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, ranks: Iterable[int]) -> None:
     """Wait until some ranks have said that they are present.
 
     Raises:
         CannotShare: one may not map the memory.
         RuntimeError: one has ended or does not come in time.
     """
-    deadline, me = time.monotonic() + timeout_s, members[arena.rank]
-    bell = futex.word_at(arena.header(arena.rank) + BELL)
+    deadline, me, mine = time.monotonic() + timeout_s, members[arena.rank], arena.header(arena.rank) + BELL
+    bell = futex.word_at(mine)
     for rank in ranks:
         while True:
             seen = bell.value
             if arena.state(rank):
                 break
-            futex.wait(arena.header(arena.rank) + BELL, seen, futex.timeout_at(LOOK_S))
+            futex.wait(mine, seen, futex.timeout_at(LOOK_S))
             if arena.state(rank):
                 break
             if store.check(["refused"]):
                 raise CannotShare(store.get("refused").decode())
-            if arena.has_ended(rank):
-                raise RuntimeError(f"rank {me}: connection closed by peer: rank {members[rank]} has ended")
+            reason = arena.why_gone(rank, members)
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank {me}: timed out waiting {timeout_s * 1000:.0f} ms for rank {members[rank]} to join the group"
-                )
+                reason = f"timed out waiting {timeout_s * 1000:.0f} ms for rank {members[rank]} to join the group"
+            if reason:
+                raise RuntimeError(f"rank {me}: {reason}")
 
 
 def kernel_and_user() -> dict[str, str | int]:
@@ -193,5 +171,10 @@ def _own_place(reason: str) -> dict[str, Any]:
             place = kernel_and_user()
         except OSError as error:
             reason = f"it needs {error.filename}, and this system has none ({error.strerror})"
-    me = {"host": platform.node(), "pid": os.getpid(), "start": start_of(os.getpid()), "room": memory_bytes()}
-    return {"place": place, "reason": reason, **me}
+    return {
+        "place": place,
+        "reason": reason,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "start": start_of(os.getpid()),
+    }

@@ -4,32 +4,30 @@ In a step a rank writes into one of its two slots, by turns, and then posts: its
 others wrote in their step of the same number, once they have posted it. It begins to write the next step when all have
 posted the last one. So no rank is more than one step ahead, and a slot is written again only after all have read it.
 
-With each step a rank shows a record of its call: operation, dtype, shape, root, reduction. A number that stands for it
-is entered on a roll; who reads compares it with its own.
+With each step a rank shows a record of its call: operation, dtype, shape, root, reduction. A number stands for it; who
+reads compares it with its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import FAILED, PRESENT, RECORD_BYTES, STEP, Arena, look_s
-from distlab.shared_memory.join import join
+from distlab.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
+from distlab.shared_memory.join import CannotShare, join
 from distlab.shared_memory.mismatch import not_the_same
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
-_HEAD = 8
-_MAX_KNOWN = 4096
-_ALL = -1  # in place of a rank
-MANY = 8  # ranks; of more one may wait for all and speak for them, and who waits for all sleeps until the last has come
+_HEAD = 16  # of a record: the number that stands for it, and the length of its text
 
 
 class CallRecord:
@@ -40,36 +38,53 @@ class CallRecord:
     def __init__(self, text: str) -> None:
         self.text = text
         whole = text.encode()
-        shown = whole[: RECORD_BYTES - _HEAD]
-        self.data = len(shown).to_bytes(_HEAD, "little") + shown
-        self.mark = int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little")
+        shown, mark = whole[: RECORD_BYTES - _HEAD], hashlib.blake2b(whole, digest_size=8).digest()
+        self.data = mark + len(shown).to_bytes(8, "little") + shown
+        self.mark = int.from_bytes(mark, "little")
 
 
-def record_at(address: int) -> str:
+def text_at(address: int) -> str:
     """Return the text of a record in shared memory."""
-    length = int.from_bytes(ctypes.string_at(address, _HEAD), "little")
+    length = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
     return ctypes.string_at(address + _HEAD, min(length, RECORD_BYTES - _HEAD)).decode(errors="replace")
 
 
-def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return dtype and shape of each tensor, such as "float32[2, 3]"."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+@functools.lru_cache(4096)
+def record_of(op: str, root: int, reduction: str, *shown: tuple[Sequence[int], torch.dtype]) -> CallRecord:
+    """Return the record of a call: its name, the root's global rank or -1, the reduction or "", shapes and dtypes."""
+    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shown)
+    words = [f"{op} {shapes}" if shapes else op]
+    words += [f"root {root}"] if root >= 0 else []
+    words += [reduction] if reduction not in ("", "sum") else []
+    return CallRecord(", ".join(words))
 
 
-class RecordTable:
-    """RecordTable of calls made before, so that the second call of a kind need not be described."""
+class Call(NamedTuple):
+    """A collective.
 
-    def __init__(self) -> None:
-        self._known: dict[object, CallRecord] = {}
+    Attributes:
+        op: its name, which begins with the plain one.
+        tensors: whose shapes and dtypes the ranks must agree on.
+        root: the root's number in the group; -1: there is none.
+        reduction: plain name of the ReduceOp.
+        gives: of an all_to_all, which may be uneven: bytes that this rank gives to each.
+    """
 
-    def of(self, key: object, text: Callable[[], str]) -> CallRecord:
-        """Return the record of a call; `text` describes it where the key is new."""
-        record = self._known.get(key)
-        if record is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            record = self._known[key] = CallRecord(text())
-        return record
+    op: str
+    tensors: Sequence[torch.Tensor] = ()
+    root: int = -1
+    reduction: str = ""
+    gives: Sequence[int] = ()
+
+    def record(self, members: Sequence[int]) -> CallRecord:
+        """Return what the ranks compare, with global ranks."""
+        root = members[self.root] if self.root >= 0 else -1
+        return record_of(self.op, root, self.reduction, *[(t.shape, t.dtype) for t in self.tensors])
+
+    def handed(self, size: int) -> int | Sequence[int]:
+        """Return the bytes that a rank hands to the call in a group of so many; of an all_to_all, to each of them."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return self.gives or (num_bytes * size if self.op.startswith("reduce_scatter") else num_bytes)
 
 
 class Meeting:
@@ -80,23 +95,19 @@ class Meeting:
         self.rank, self.size = arena.rank, arena.size
         self.me = members[arena.rank]
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        self.is_many = self.size > MANY
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
-        self.tied: Meeting | None = None  # of some of these ranks, which fails and is left with this one
         self.record = CallRecord("")
         self._posted = self.record  # the record shown with the last step
         self._all_came = True
-        layout, base, both = arena.layout, arena.base, (0, 1)
-        self._steps = [arena.header(rank) + STEP for rank in range(self.size)]
+        layout, base, ranks, both = arena.layout, arena.base, range(self.size), (0, 1)
+        self._steps = [arena.header(rank) + STEP for rank in ranks]
         self._words = [futex.word_at(address) for address in self._steps]
-        self._counts = [base + layout.count(parity) for parity in both]
-        self._counted = [futex.word_at(address) for address in self._counts]
-        self._slots = [[base + layout.slot(rank, parity) for parity in both] for rank in range(self.size)]
-        self._data = [[base + layout.data(rank, parity) for parity in both] for rank in range(self.size)]
-        self._marks = [(ctypes.c_uint64 * self.size).from_address(base + layout.marks(parity)) for parity in both]
-        self._look = futex.timeout_at(look_s(self.size))
+        self._slots = [[base + layout.slot(rank, parity) for parity in both] for rank in ranks]
+        self._marks = [[ctypes.c_uint64.from_address(slot) for slot in slots] for slots in self._slots]
+        self._data = [[base + layout.data(rank, parity) for parity in both] for rank in ranks]
+        self._look = futex.timeout_at(LOOK_S)
 
     def begin(self, record: CallRecord) -> None:
         """Begin a call.
@@ -131,92 +142,54 @@ class Meeting:
         """Show what was written since `open`, and the call's record with it."""
         record, parity = self.record, 1 - self.parity
         ctypes.memmove(self._slots[self.rank][parity], record.data, len(record.data))
-        self._marks[parity][self.rank] = record.mark
         self.step, self.parity, self._posted = self.step + 1, parity, record
         self._all_came = self.size == 1
         futex.add(self._steps[self.rank])
-        if self.is_many:
-            futex.count(self._counts[parity])
-            if not self._is_behind(_ALL, self.step):
-                futex.wake(self._counts[parity])  # this rank is the last one
 
     def read(self, rank: int) -> int:
         """Wait until a rank has posted this step too; return where its data stand.
 
         Raises:
-            ValueError: it makes another call.
+            ValueError: it makes a different call.
             RuntimeError: it has ended, left or failed, or does not come in time.
         """
-        if not self._all_came:
-            self._await(rank, self.step)
-            if self._differs(rank):
-                self._refuse()
+        if (self._words[rank].value - self.step) & 0x80000000:
+            self._await(rank)
+        if self._marks[rank][self.parity].value != self._posted.mark:
+            self._refuse()
         return self._data[rank][self.parity]
 
-    def hear(self, leader: int) -> int:
-        """Wait for the next step of a rank that waits for all in this one; return where its data stand.
-
-        This rank posts that step too, with nothing to show. After it, it need not wait for the others: what it has
-        shown, the leader alone was to read.
-
-        Raises:
-            ValueError: the ranks do not make the same call.
-            RuntimeError: the leader has ended, left or failed, or a rank does not come in time.
-        """
-        self._await(leader, self.step + 1)
-        self.post()
-        place = self.read(leader)
-        self._all_came = True
-        return place
-
     def read_each(self) -> Iterator[tuple[int, int]]:
-        """Yield the other ranks and where their data stand: of few ranks each as soon as it has come."""
-        if self.is_many:
-            self.read_all()
+        """Yield the other ranks and where their data stand, each as soon as it has come."""
         for rank in self.others:
             yield rank, self.read(rank)
 
     def read_all(self) -> list[int]:
         """Wait for all; return where each rank's data stand, one's own too."""
-        step, mark, marks, words = self.step, self._posted.mark, self._marks[self.parity], self._words
-        if self.is_many:
-            self._await(_ALL, step)
-            if bytes(marks) != mark.to_bytes(8, sys.byteorder) * self.size:
-                self._refuse()
-        for rank in () if self.is_many else self.others:  # as `read`, which takes twice as long for one of several
-            if (words[rank].value - step) & 0x80000000:
-                self._await(rank, step)
-            if marks[rank] != mark:
-                self._refuse()
+        for rank in self.others:
+            self.read(rank)
         self._all_came = True
         return [places[self.parity] for places in self._data]
 
-    def _await(self, rank: int, step: int) -> None:
-        """Sleep until a rank, or _ALL, have posted a step."""
-        address, word, deadline, looks = self._steps[rank], self._words[rank], 0.0, 0
-        if rank == _ALL:
-            address, word = self._counts[step & 1], self._counted[step & 1]
+    def _await(self, rank: int) -> None:
+        """Sleep until a rank has posted this step."""
+        address, word, deadline = self._steps[rank], self._words[rank], 0.0
         while True:
             seen = word.value
-            if not self._is_behind(rank, step):
+            if not self._is_behind(rank):
                 break
             futex.wait(address, seen, self._look)
-            if word.value != seen:  # else: do they still live? To read that of one takes 25 us
+            if word.value != seen:  # else: does it still live? To read that takes 25 us
                 continue
-            if any(not self._is_behind(other, self.step) and self._differs(other) for other in self.others):
+            if any(not self._is_behind(other) and self._differs(other) for other in self.others):
                 self._refuse()
-            late = [other for other in self.others if rank in (other, _ALL) and self._is_behind(other, step)]
-            if not late:
-                continue
             now = time.monotonic()
-            deadline, looks = deadline or now + self.timeout_s, looks + 1
-            gone = next((one for one in late if self.arena.state(one) > PRESENT), late[looks % len(late)])
-            reason = self.failure or why_gone(self.arena, gone, self.members)
+            deadline = deadline or now + self.timeout_s
+            reason = self.failure or self.arena.why_gone(rank, self.members)
             if now > deadline:
-                for_whom = next((one for one in (*late, *self.others) if self._is_behind(one, self.step)), late[0])
-                whom, call = self.members[for_whom], self._posted.text  # the leader waits for others
+                whom, call = self.members[rank], self._posted.text
                 reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {whom} to make its call of {call}"
-            if reason and self._is_behind(rank, step):
+            if reason and self._is_behind(rank):
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
 
     def _refuse(self) -> None:
@@ -228,28 +201,24 @@ class Meeting:
         limit = time.monotonic() + GRACE_S
         calls: dict[int, object] = {}
         for rank in range(self.size):
-            while self._is_behind(rank, self.step) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
+            while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
                 futex.wait(self._steps[rank], self._words[rank].value, self._look)
-            is_here = not self._is_behind(rank, self.step)
-            calls[self.members[rank]] = record_at(self._slots[rank][self.parity]) if is_here else None
+            is_here = not self._is_behind(rank)
+            calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
 
     def _differs(self, rank: int) -> bool:
-        return self._marks[self.parity][rank] != self._posted.mark
+        return self._marks[rank][self.parity].value != self._posted.mark
 
-    def _is_behind(self, rank: int, step: int) -> bool:
-        """Whether a rank, or any (_ALL), has yet to post a step; words go on from their largest value to the least."""
-        if rank == _ALL:  # even and odd steps count apart: one rank may post the next step before all post this one
-            return bool((self._counted[step & 1].value - (step + 1) // 2 * self.size) & 0x80000000)
-        return bool((self._words[rank].value - step) & 0x80000000)
+    def _is_behind(self, rank: int) -> bool:
+        """Whether a rank has yet to post this step; words go on from their largest value to the least."""
+        return bool((self._words[rank].value - self.step) & 0x80000000)
 
     def fail(self, error: BaseException) -> None:
         """Remember that a call failed, and let the others know, who may wait for this rank."""
         if not self.failure:
             self.failure = f"{type(error).__name__}: {error}"
             self.arena.change_state(FAILED, self.failure)
-        if self.tied is not None:
-            self.tied.fail(error)
 
     def leave(self, state: int) -> None:
         """Say that this rank makes no calls any more."""
@@ -257,27 +226,30 @@ class Meeting:
             self.failure = "this rank has left it (destroy_process_group)"
             if self.arena.owner == os.getpid():
                 self.arena.change_state(state)
-        if self.tied is not None:
-            self.tied.leave(state)
 
 
-def meet(store: Any, rank: int, members: list[int], timeout_s: float, **how: Any) -> Meeting:
+def meet(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Meeting:
     """Make or map the memory of a group and meet there; every member calls this, with the arguments of `join`.
 
     Raises:
         CannotShare: on every rank.
         RuntimeError: one does not come in time, or has ended.
     """
-    return Meeting(join(store, rank, members, timeout_s, **how), members, timeout_s)
+    return Meeting(join(store, rank, members, timeout_s, reason), members, timeout_s)
 
 
-def why_gone(arena: Arena, rank: int, members: list[int]) -> str:
-    """Return why a rank will never come, or "" where it may; begins as gloo's message does."""
-    state = arena.state(rank)
-    if state > PRESENT:
-        reason = arena.reason(rank)
-        what = f"failed before ({reason})" if reason else "has left the group"
-        return f"connection closed by peer: rank {members[rank]} {what}"
-    if arena.has_ended(rank):
-        return f"connection closed by peer: rank {members[rank]} (process {arena.pids[rank][0]}) has ended"
-    return ""
+def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
+    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
+
+    Args:
+        store: through which the ranks find each other.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: how long a call may wait for a different rank.
+        reason: why this rank does not want to; one that has a reason is enough.
+    """
+    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
+    try:
+        return meet(part, rank, list(range(world_size)), timeout_s, reason)
+    except CannotShare:
+        return None

@@ -2,92 +2,60 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 Tensors = list[torch.Tensor]
-END_S = 5.0  # how long a group that is left waits for its threads
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class End:
-    """Whether and how a call has ended: what the thread that does it keeps of the caller's work.
+    """Whether and how a call has ended. It holds none of the call's tensors, whose memory is the caller's to free."""
 
-    It does not hold the work's tensors, so that their memory is the caller's alone to free once the call is over.
-    """
-
-    _guard: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, *, is_over: bool = False) -> None:
-        self.is_over = is_over
-        self.error: BaseException | None = None
-        self._then: Callable[[], None] | None = None
-        self._latch: threading.Lock | None = None
-        if not is_over:
-            self._latch = threading.Lock()
-            self._latch.acquire()
+    def __init__(self) -> None:
+        self.is_over, self.error = False, cast("BaseException | None", None)
+        self._latch = threading.Lock()
+        self._latch.acquire()
 
     def come(self, error: BaseException | None = None) -> None:
-        """Mark the call as over, with its error if it failed; of two reports the first counts."""
-        with self._guard:
-            if self.is_over:
-                return
-            self.error, self.is_over = error, True
-            then, self._then = self._then, None
-        if self._latch is not None:
-            self._latch.release()
-        if then is not None:
-            then()
-
-    def then(self, do: Callable[[], None]) -> None:
-        """Do something at the end, or at once if that has come."""
-        with self._guard:
-            if not self.is_over:
-                self._then = do
-                return
-        do()
-
-    @property
-    def has_sequel(self) -> bool:
-        """Whether something is to be done at the end."""
-        return self._then is not None
+        """Say that the call is over, with its error if it failed."""
+        self.error, self.is_over = error, True
+        self._latch.release()
 
     def stand(self, limit_s: float) -> bool:
         """Stand still until the call is over, or for a limit above 0; return whether it is over."""
-        assert self._latch is not None, "a call under way has a latch"
         if self._latch.acquire(timeout=limit_s if limit_s > 0 else -1):
             self._latch.release()  # for whoever else waits
-            return True
-        return False
+        return self.is_over
 
 
 class SharedWork(dist.Work):
-    """A call that is over, or under way on another thread."""
+    """A call that is over, or under way on a different thread.
 
-    def __init__(self, results: Tensors, *, is_over: bool = False) -> None:
+    Attributes:
+        end: whether and how the call has ended.
+        source: which rank of the group a message came from.
+        until_s: the moment, on the monotonic clock, before which the call is not over; 0: there is none.
+    """
+
+    source, until_s = -1, 0.0
+
+    def __init__(self, results: Tensors, end: End | None = None) -> None:
         super().__init__()
-        self.end = End(is_over=is_over)
-        self.source = -1
-        self.under_way: Any = None  # of a message to another node: what is waited for
+        self.end = End() if end is None else end
         self._results = results
         self._future: Future[Tensors] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the call has ended."""
-        return self.end.is_over
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Say that the call is over, and how."""
-        self.end.come(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is over; raise what it raised.
@@ -95,24 +63,29 @@ class SharedWork(dist.Work):
         Raises:
             RuntimeError: it is not over in time.
         """
-        if not self.end.is_over:
-            limit_s = 0.0 if timeout is None else timeout.total_seconds()
-            if not self._stand(limit_s):
-                raise RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
-        if self.end.error is not None:
-            raise self.end.error
+        error = self._outcome(0.0 if timeout is None else timeout.total_seconds())
+        if error is not None:
+            raise error
         return True
+
+    def _outcome(self, limit_s: float = 0.0) -> BaseException | None:
+        """Wait until the call is over, or for a limit above 0; return what it raised."""
+        if not (self.end.is_over or self._stand(limit_s)):
+            return RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
+        if self.until_s and (left_s := self.until_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        return self.end.error
 
     def _stand(self, limit_s: float) -> bool:
         return self.end.stand(limit_s)
 
     def is_completed(self) -> bool:
         """Whether the call is over."""
-        return self.end.is_over
+        return self.end.is_over and time.monotonic() >= self.until_s
 
     def is_success(self) -> bool:
         """Whether the call is over and raised nothing."""
-        return self.end.is_over and self.end.error is None
+        return self.is_completed() and self.end.error is None
 
     def exception(self) -> BaseException | None:
         """What the call raised."""
@@ -130,27 +103,28 @@ class SharedWork(dist.Work):
         """Wait: there is no stream on a CPU."""
         self.wait()
 
-    def source_rank(self) -> int:
-        """Which rank of the group a message came from."""
-        return self.source
-
     def _source_rank(self) -> int:
         return self.source
 
     def get_future(self) -> Future[Tensors]:
-        """A future of the tensors that the call writes."""
+        """A future of the tensors that the call writes.
+
+        A thread of its own settles it, so what is done then may wait for later calls, as some of torch's hooks do.
+        """
         if self._future is None:
             self._future = Future()
-            self.end.then(functools.partial(_settle, self._future, self.end, self._results))
+            if self.is_completed():
+                self._settle(self._future)
+            else:
+                GroupThread(functools.partial(self._settle, self._future), "shared-future").start()
         return self._future
 
-
-def _settle(future: Future[Tensors], end: End, results: Tensors) -> None:
-    if end.error is None:
-        future.set_result(results)
-    else:
-        error = end.error if isinstance(end.error, Exception) else RuntimeError(repr(end.error))
-        future.set_exception(error)  # type: ignore[arg-type]
+    def _settle(self, future: Future[Tensors]) -> None:
+        error = self._outcome()
+        if error is None:
+            future.set_result(self._results)
+        else:
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
 
 
 class GroupThread(threading.Thread):
@@ -159,27 +133,22 @@ class GroupThread(threading.Thread):
     def __init__(self, do: Callable[[], Any], name: str) -> None:
         super().__init__(target=do, name=name, daemon=True)
 
-
-def end_threads(close: Callable[[], None], threads: Sequence[threading.Thread]) -> None:
-    """Tell threads to end, and wait until they have."""
-    close()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(END_S)
+    def run(self) -> None:
+        """Do what it was made for; nothing here is to be differentiated."""
+        torch.set_grad_enabled(False)
+        super().run()
 
 
 class CallQueue:
     """The calls of one group, one at a time and in order.
 
     A call that the caller waits for runs on the caller's own thread where none is under way; others run on a thread of
-    their own, so that the caller can compute meanwhile. What is to be done at a call's end may wait for later calls, as
-    some of torch's hooks do: a second thread makes those.
+    the group, so that the caller can compute meanwhile.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._turn, self._order = threading.Lock(), threading.Lock()
-        self._count = threading.Lock()
+        self._turn, self._count = threading.Lock(), threading.Lock()
         self._pending = 0
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], End] | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
@@ -190,47 +159,64 @@ class CallQueue:
             try:
                 if not self._pending:
                     call()
-                    return SharedWork(results, is_over=True)
+                    return SharedWork(results, _OVER)
             finally:
                 self._turn.release()
         work = SharedWork(results)
         with self._count:
             self._pending += 1
-            self._have_threads(1)
+            if not self.threads:
+                self.threads.append(GroupThread(self._serve, self.name))
+                self.threads[0].start()
             self._calls.put((call, work.end))
         if not is_async:
             work.wait()
         return work
 
     def close(self) -> None:
-        """Let the threads end after the calls that they have."""
+        """Let the thread end after the calls that it has."""
         self._calls.put(None)
 
-    def _have_threads(self, number: int) -> None:
-        while len(self.threads) < number:
-            self.threads.append(GroupThread(self._serve, self.name))
-            self.threads[-1].start()
-
     def _serve(self) -> None:
-        torch.set_grad_enabled(False)
-        while True:
-            with self._order:  # so that calls keep theirs, whichever thread makes them
-                item = self._calls.get()
-                if item is None:
-                    self._calls.put(None)  # for the other thread
-                    return
-                self._turn.acquire()
-            call, end = item
-            error: BaseException | None = None
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:
+        """Make the next call; return False once the queue is closed. Nothing here holds a tensor after a call's end."""
+        item = self._calls.get()
+        if item is None:
+            return False
+        (call, end), error = item, cast("BaseException | None", None)
+        with self._turn:
             try:
                 call()
             except BaseException as raised:
                 error = raised
-            with self._count:
-                self._pending -= 1
-                if end.has_sequel:
-                    self._have_threads(2)
-            self._turn.release()
-            del call, item  # they hold the caller's tensors
-            with contextlib.suppress(Exception):  # a future's callbacks are the caller's business
-                end.come(error)
+        with self._count:
+            self._pending -= 1
+        del call, item
+        end.come(error)
+        return True
+
+
+_OVER = End()
+_OVER.come()
+
+
+def keep_untraced(*kinds: type) -> None:
+    """Keep torch.compile out of all methods of classes, and of what they call; it costs nothing at a call.
+
+    A graph of a model ends at a call of torch.distributed that it cannot hold. The call then runs as it is. But what
+    runs is Python here, C++ in gloo: torch.compile would try to make a graph of that, too, and fail.
+    """
+    for kind in kinds:
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType):
+                untraced(method)
+
+
+def untraced(function: _Function) -> _Function:
+    """Mark a function: torch.compile follows neither it nor what it calls."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function

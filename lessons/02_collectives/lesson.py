@@ -707,7 +707,7 @@ show(
 # - **Memory.** `backend="shared"`: ranks copy straight through memory that all of them map. Ranks of one Linux
 #   machine do so if you name no backend.
 # - **Throttled.** `nodes=4` puts each rank into a **[node](../GLOSSARY.md#node)** of its own, as if it were a
-#   machine, with sockets between the nodes. `between="10MB/s,1ms"` slows the sockets down: a rank's message waits
+#   machine. `between="10MB/s,1ms"` is the speed of its wire to the other nodes: a rank's message waits
 #   until those before it are through its wire.
 #
 # Both need Linux: on macOS read the outputs of `solution.ipynb`, and go on at "Production".

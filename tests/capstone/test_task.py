@@ -41,7 +41,7 @@ def test_the_first_plan_is_written_once_and_can_be_read(tmp_path, capsys):
         ("data = 8", "data = 4", "num_devices = 8"),
         ("num_devices = 8", "num_devices = 4", "8"),
         ("microbatch_size = 4\n", "microbatch_size = 8\n", "make 64; the batch has 32: write microbatch_size = 4"),
-        ("num_layers = 4", "num_layers = 2", "another model"),
+        ("num_layers = 4", "num_layers = 2", "a different model"),
         ("data = 8", "dp = 8", "did you mean 'data'"),
         ("num_microbatches = 1", "num_microbatches = 3", "fewer replicas or micro-batches"),
     ],

@@ -1,6 +1,8 @@
 """Measured memory: a hand count to the byte, every kind in its place, limits that name what is held, real ranks."""
 
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 from distlab.data_parallel import DataParallel
 from distlab.measure import KINDS, MemoryLimitError, storage_bytes, track_memory, workload_from_module
+from distlab.measure.machine import facts
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from distlab.precision import MasterWeights
@@ -266,3 +269,14 @@ def test_on_a_gpu_the_allocator_has_the_last_word():
         step(model, optimizer, inputs, targets)
         assert memory.peak_bytes == torch.cuda.max_memory_allocated()
     assert memory.at_peak["parameters"] == sum(p.numel() for p in model.parameters()) * FLOAT
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
+    limits = [tmp_path / "own", tmp_path / "around"]
+    limits[0].write_text("max\n")
+    limits[1].write_text(f"{300 << 20}\n")
+    monkeypatch.setattr(facts, "_limits", lambda: [*limits, tmp_path / "none"])
+    assert facts.memory_bytes() == 300 << 20
+    monkeypatch.setattr(facts, "_limits", list)
+    machine = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert facts.memory_bytes() >= int(machine[1]) << 10

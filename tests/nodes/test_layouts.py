@@ -8,14 +8,13 @@ from torch import nn
 
 from distlab.collectives import hierarchical_all_reduce
 from distlab.comm import Nodes, Ranks, mesh_groups, node_groups
-from distlab.nodes.crossing import CrossingCollectives
 from distlab.plan import Mesh, Plan, Sharding
 
 
 def crossing_axes(axes):
     """Return the axes whose group leaves this rank's node."""
     groups = mesh_groups(Mesh(axes))
-    return [axis for axis, group in groups.items() if isinstance(group._collectives, CrossingCollectives)]
+    return [axis for axis, group in groups.items() if group.wire is not None]
 
 
 def test_the_last_axis_stays_inside(node_ranks):

@@ -1,16 +1,11 @@
 """What a wire takes, how it is written, and who sits where."""
 
-import threading
-import time
-from types import SimpleNamespace
-
 import pytest
 
 from distlab.nodes import Nodes
-from distlab.nodes.messages import CrossingMessages
+from distlab.nodes.group import NodeWire
 from distlab.nodes.place import NodePlacement
 from distlab.nodes.wire import Pace, Wire
-from distlab.shared_memory.work import SharedWork
 
 
 @pytest.mark.parametrize(
@@ -47,17 +42,41 @@ def test_ranks_fill_nodes_in_their_order():
         "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2",
     }
-    assert NodePlacement.of(range(8), 5, 4) == NodePlacement(((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7), (1, 5))
-    assert NodePlacement.of([1, 3, 4, 6], 2, 4) == NodePlacement(((0, 1), (2, 3)), (2, 3), (0, 2)), (
-        "numbers within the group"
-    )
-    across = NodePlacement.of([1, 5], 0, 4)
-    assert (across.row, across.column, across.mates) == ((0,), (0, 1), (0,))
+    assert NodePlacement.of(range(8), 5, 4) == NodePlacement(((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7))
+    assert NodePlacement.of([1, 3, 4, 6], 2, 4) == NodePlacement(((0, 1), (2, 3)), (2, 3)), "numbers within the group"
+    assert NodePlacement.of([1, 5], 0, 4).mates == (0,)
 
 
-def test_uneven_nodes_make_one_ring():
-    place = NodePlacement.of([0, 1, 4], 1, 4)
-    assert (place.row, place.column, place.mates) == ((1,), (0, 1, 2), (0, 1))
+def test_ranks_of_unequal_nodes_share_nothing():
+    assert NodePlacement.of([0, 1, 4, 5], 1, 4).part("all_reduce", 100) == 50
+    assert NodePlacement.of([0, 1, 4], 1, 4).part("all_reduce", 100) == 100
+    assert NodePlacement.of([0, 1, 4, 5], 1, 4).part("all_gather", 100) == 100
+
+
+@pytest.mark.parametrize(
+    ("op", "sent", "seconds"),
+    [
+        ("all_reduce", 4000, 2 * 1.0 + 2.0),  # each of two ranks takes half of it, half of that twice
+        ("all_gather", 4000, 1.0 + 4.0),
+        ("broadcast", 4000, 1.0 + 4.0),
+        ("barrier", 0, 1.0),
+        ("all_to_all", [7000, 9000, 1000, 2000], 2 * 1.0 + 3.0),  # ranks 2 and 3 sit in the other node
+    ],
+)
+def test_a_collective_takes_the_time_of_a_ring_over_the_nodes(monkeypatch, op, sent, seconds):
+    pace, until = Pace(Wire(1000.0, 1.0)), []
+    monkeypatch.setattr("distlab.nodes.wire.sleep_until", until.append)
+    NodeWire(range(4), 1, 2, pace).collective(op, sent, 10.0)
+    assert until == [pytest.approx(10.0 + seconds)]
+
+
+def test_a_message_is_on_the_wire_where_it_leaves_the_node():
+    pace = Pace(Wire(1000.0, 1.0))
+    wire = NodeWire(range(4), 1, 2, pace)
+    assert wire.message(0, 500) == (0.0, 0.0)
+    sent_s, arrives_s = wire.message(2, 500)
+    assert arrives_s == sent_s + 1.0
+    assert wire.message(3, 500)[0] == pytest.approx(sent_s + 0.5), "behind the first"
 
 
 @pytest.mark.parametrize(
@@ -76,31 +95,3 @@ def test_nodes_that_do_not_fit_the_ranks_are_refused(nodes, match):
 def test_a_number_of_nodes_is_a_number(count):
     with pytest.raises(ValueError, match="pass a whole number of nodes"):
         Nodes(count)
-
-
-class SlowToSay(SharedWork):
-    """A message whose state takes its time to be read: two threads can see it before either takes it."""
-
-    @property
-    def under_way(self):
-        found = self._under_way
-        time.sleep(0.05)
-        return found
-
-    @under_way.setter
-    def under_way(self, value):
-        self._under_way = value
-
-
-def test_of_two_that_wait_for_a_message_one_drives_it():
-    driven = []
-    messages, work = object.__new__(CrossingMessages), SlowToSay([])
-    messages._lock, messages._drivers = threading.Lock(), 0
-    messages._sending, messages._taking, messages._receives = set(), set(), []  # nothing else is open
-    notice = SimpleNamespace(work=SharedWork([], is_over=True))
-    work.under_way = SimpleNamespace(wait=driven.append, notice=notice)
-    other = threading.Thread(target=messages.drive, args=(work, 0.0))
-    other.start()
-    assert messages.drive(work, 0.0)
-    other.join()
-    assert driven == [0.0]

@@ -14,23 +14,37 @@ from distlab.comm import Ranks, run
 from distlab.data_parallel import DataParallel
 from distlab.flat import all_gather_single, reduce_scatter_single
 from distlab.sharding import FullyShard
-from distlab.shared_memory.collectives import buffers
-from distlab.shared_memory.collectives.collectives import SMALL_BYTES, Collectives
-from distlab.shared_memory.group_base import zeros
+from distlab.shared_memory.collectives import SMALL_BYTES, Buffers, Collectives
+from distlab.shared_memory.group import zeros
 
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 
 
-def count_in_place():
-    """Return a list that grows by each all-reduce of buffers on this rank."""
-    seen, real = [], Collectives._in_place
+@contextlib.contextmanager
+def noted(kind, name, note):
+    """Yield a list that gets `note(arguments, result)` of each call of a method on this rank."""
+    seen, real = [], getattr(kind, name)
 
-    def noting(self, flats, reduction):
-        seen.append(len(flats))
-        return real(self, flats, reduction)
+    def noting(*arguments):
+        result = real(*arguments)
+        seen.append(note(arguments, result))
+        return result
 
-    Collectives._in_place = noting
-    return seen, real
+    setattr(kind, name, noting)
+    try:
+        yield seen
+    finally:
+        setattr(kind, name, real)
+
+
+def in_place():
+    """Note of each all-reduce of buffers how many there are."""
+    return noted(Collectives, "_in_place", lambda arguments, _: len(arguments[1]))
+
+
+def read_where_they_lie():
+    """Note of each call that asks for buffers how many it found."""
+    return noted(Buffers, "of_all", lambda _, found: len(found))
 
 
 def values(numel, dtype, salt):
@@ -39,9 +53,13 @@ def values(numel, dtype, salt):
 
 
 def differences():
-    """All-reduce buffers of several lengths and types beside tensors; return what differs, or went another way."""
-    (seen, real), n, wrong = count_in_place(), dist.get_world_size(), []
-    cpu, expected = torch.device("cpu"), 0
+    """All-reduce buffers of several lengths and types beside tensors; return what differs, or went a different way."""
+    with in_place() as seen:
+        return different_from_tensors(seen)
+
+
+def different_from_tensors(seen):
+    n, wrong, cpu, expected = dist.get_world_size(), [], torch.device("cpu"), 0
     for numel in (20_000, 100_003, 300_000):
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
             buffer = zeros(numel, dtype=dtype, device=cpu, group=None)
@@ -57,7 +75,6 @@ def differences():
                 expected += n > 1
                 if not torch.equal(plain, buffer) or len(seen) != expected:
                     wrong.append((numel, dtype, op, len(seen), expected))
-    Collectives._in_place = real
     return wrong
 
 
@@ -67,8 +84,13 @@ def test_an_all_reduce_of_buffers_gives_the_bits_of_any_other(shared_ranks, worl
 
 
 def mixed():
-    """Some ranks pass their buffer, others a tensor, another buffer, or a part of one; return each sum and the ways."""
-    (seen, real), me, cpu = count_in_place(), dist.get_rank(), torch.device("cpu")
+    """Some ranks pass their buffer, others a tensor, a second buffer or a part of one; return sums and ways."""
+    with in_place() as seen:
+        return sums_of_mixed(seen)
+
+
+def sums_of_mixed(seen):
+    me, cpu = dist.get_rank(), torch.device("cpu")
     one, two = (zeros(30_000, dtype=torch.float32, device=cpu, group=None) for _ in range(2))
     cases = {
         "all the first": [one, one, one],
@@ -90,7 +112,6 @@ def mixed():
         dist.all_reduce(mine, group=part)
         dist.all_reduce(one.fill_(1.0), group=part)  # the world's, which is none of this group
         found["a group"] = (mine.unique().tolist() + one.unique().tolist(), seen[-1])
-    Collectives._in_place = real
     return found
 
 
@@ -136,18 +157,17 @@ def test_a_buffer_is_gone_with_the_last_view_of_it():
 
 def trained():
     """Return the weights after three steps of DataParallel, all-reduces through buffers, and large buckets."""
-    (seen, real), me = count_in_place(), dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 5))
     replicas = DataParallel(model, bucket_bytes=100_000, first_bucket_bytes=40_000)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    generator = torch.Generator().manual_seed(me)
-    for _ in range(3):
-        optimizer.zero_grad()
-        replicas.module(torch.randn(8, 60, generator=generator)).square().mean().backward()
-        replicas.synchronize()
-        optimizer.step()
-    Collectives._in_place = real
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with in_place() as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            replicas.module(torch.randn(8, 60, generator=generator)).square().mean().backward()
+            replicas.synchronize()
+            optimizer.step()
     large = [bucket for bucket in replicas._buckets if bucket.flat.num_bytes * dist.get_world_size() > SMALL_BYTES]
     return torch.cat([p.detach().flatten() for p in model.parameters()]), len(seen), len(large)
 
@@ -163,15 +183,12 @@ def test_the_buckets_of_data_parallel_are_buffers_and_train_as_on_gloo(shared_ra
 
 def halves():
     """Gather and scatter buffers, their beginnings and other memory; return what differs from tensors of one's own."""
-    me, n, wrong, found = dist.get_rank(), dist.get_world_size(), [], []
-    real = buffers.Buffers.of_all
+    with read_where_they_lie() as found:
+        return different_halves(), found
 
-    def noting(self, *what):
-        all_of_them = real(self, *what)
-        found.append(len(all_of_them))
-        return all_of_them
 
-    buffers.Buffers.of_all = noting
+def different_halves():
+    me, n, wrong = dist.get_rank(), dist.get_world_size(), []
     for numel, dtype in ((n * 40_000, torch.float32), (n * 100_001, torch.bfloat16), (n * 300_000, torch.int64)):
         buffer = zeros(numel + 64, dtype=dtype, device=torch.device("cpu"), group=None)
         for turn, (op, length) in enumerate(((dist.ReduceOp.SUM, numel + 0), (dist.ReduceOp.MAX, numel - 7 * n))):
@@ -194,8 +211,7 @@ def halves():
             mine.copy_(plain)
             reduce_scatter_single(own, mine, op)  # into one's own part of what the others read
             wrong += [("into itself", length, dtype)] if not torch.equal(own, sums[0]) else []
-    buffers.Buffers.of_all = real
-    return wrong, found
+    return wrong
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -208,27 +224,19 @@ def test_gathers_and_scatters_of_buffers_have_the_bits_of_any_other(shared_ranks
 
 def sharded(whole):
     """Return the shards after three steps of FullyShard, and how many gathers and scatters read them where they lie."""
-    found, real = [], buffers.Buffers.of_all
-
-    def noting(self, *what):
-        all_of_them = real(self, *what)
-        found.append(len(all_of_them))
-        return all_of_them
-
-    buffers.Buffers.of_all = noting
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60)) for _ in range(3)]
     model = FullyShard(nn.Sequential(*layers), units=["0", "1", "2"], reshard_after_forward=not whole)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(3):
-        optimizer.zero_grad()
-        for keeps_whole in (True, False) if step == 1 else (False,):
-            with model.no_sync() if keeps_whole else contextlib.nullcontext():
-                model(torch.randn(8, 60, generator=generator)).square().mean().backward()
-        model.synchronize()
-        optimizer.step()
-    buffers.Buffers.of_all = real
+    with read_where_they_lie() as found:
+        for step in range(3):
+            optimizer.zero_grad()
+            for keeps_whole in (True, False) if step == 1 else (False,):
+                with model.no_sync() if keeps_whole else contextlib.nullcontext():
+                    model(torch.randn(8, 60, generator=generator)).square().mean().backward()
+            model.synchronize()
+            optimizer.step()
     return torch.cat([shard.detach().to_local() for shard in model.shards]), found
 
 

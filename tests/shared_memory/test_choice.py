@@ -1,7 +1,6 @@
 """Ranks for which nobody names a backend: shared memory where all can have it, else gloo, and all go the same way."""
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import run
-from distlab.shared_memory import futex, join, room
-from distlab.shared_memory.group import meet_if_possible
+from distlab.shared_memory import futex, join
+from distlab.shared_memory.meeting import meet_if_possible
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +47,13 @@ def place_with(**changes):
 HINDRANCES = {
     "no Linux": (1, lambda patch: patch.setattr(futex.sys, "platform", "darwin")),
     "rank 0 is no Linux": (0, lambda patch: patch.setattr(futex.sys, "platform", "darwin")),
-    "another processor": (1, lambda patch: patch.setattr(futex.platform, "machine", lambda: "riscv64")),
+    "a different processor": (1, lambda patch: patch.setattr(futex.platform, "machine", lambda: "riscv64")),
     "a kernel without futex": (0, lambda patch: patch.setattr(futex, "add", lambda address: None)),
     "no nameless files": (0, lambda patch: patch.setattr(os, "memfd_create", raises)),
     "a file that may not be opened": (1, lambda patch: patch.setattr(os, "open", raises)),
     "no /proc": (1, lambda patch: patch.setattr(os, "readlink", raises)),
-    "another host": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"boot": "another"}))),
-    "another user": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"user": 12345}))),
-    "a small container": (1, lambda patch: patch.setattr(join, "memory_bytes", lambda: 150 << 20)),
+    "a different host": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"boot": "other"}))),
+    "a different user": (1, lambda patch: patch.setattr(join, "_own_place", place_with(place={"user": 12345}))),
 }
 
 
@@ -124,14 +122,3 @@ def test_ranks_of_a_job_choose_the_same(tmp_path):
         said, errors = program.communicate(timeout=120)
         assert [line.split()[0] for line in said.splitlines()] == ["shared", "gloo", "gloo"], errors
         assert said.count("[2.0, 2.0]") == 3
-
-
-def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
-    limits = [tmp_path / "own", tmp_path / "around"]
-    limits[0].write_text("max\n")
-    limits[1].write_text(f"{300 << 20}\n")
-    monkeypatch.setattr(room, "_limits", lambda: [*limits, tmp_path / "none"])
-    assert room.memory_bytes() == 300 << 20
-    monkeypatch.setattr(room, "_limits", list)
-    machine = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
-    assert room.memory_bytes() >= int(machine[1]) << 10

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from distlab.comm import RankError, run
 from distlab.shared_memory import futex, join
-from distlab.shared_memory.work import End
 
 
 def raised(call, *args, **named):
@@ -167,14 +166,6 @@ def test_a_call_that_is_not_waited_for_is_refused_after_leaving():
         assert "this rank has left it" in told
 
 
-def test_what_was_said_first_of_a_calls_end_counts():
-    end = End()
-    end.come(ValueError("first"))
-    end.come()
-    assert str(end.error) == "first"
-    assert end.stand(1.0)
-
-
 def refusals():
     x, n = torch.ones(4), dist.get_world_size()
     return {
@@ -237,10 +228,10 @@ def test_elsewhere_there_is_one_clear_line(monkeypatch):
 @pytest.mark.parametrize(
     ("difference", "what"),
     [
-        ({"boot": "another"}, "kernel"),
+        ({"boot": "other"}, "kernel"),
         ({"user": 12345}, "user"),
         ({"processes": "pid:[1]"}, r"container \(process namespace\)"),
-        ({"boot": "another", "user": 12345}, "kernel and user"),
+        ({"boot": "other", "user": 12345}, "kernel and user"),
     ],
 )
 def test_ranks_of_two_hosts_users_or_containers_are_told_which(difference, what):

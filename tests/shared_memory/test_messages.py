@@ -1,4 +1,4 @@
-"""Sends and receives: tags, order, any source, sizes beyond a lane, many at once, and what a send's end means."""
+"""Sends and receives: tags, order, any source, sizes beyond a ring, many at once, and what a send's end means."""
 
 import os
 import time
@@ -10,22 +10,8 @@ from collective_programs import backwards
 
 from distlab.comm import Ranks, run
 from distlab.shared_memory import arena, futex
-from distlab.shared_memory.messages.lanes import InLane, Message, OutLane
-from distlab.shared_memory.work import SharedWork
-
-
-def tags_in_another_order():
-    if dist.get_rank() == 0:
-        works = [dist.isend(torch.full((3,), float(tag)), 1, tag=tag) for tag in range(5)]
-        for work in works:
-            work.wait()
-        return None
-    found = []
-    for tag in (3, 1, 0, 4, 2):
-        x = torch.empty(3)
-        dist.recv(x, 0, tag=tag)
-        found.append(x[0].item())
-    return found
+from distlab.shared_memory.meeting import Meeting
+from distlab.shared_memory.messages import MIN_PIECE_BYTES, PIECES_PER_RING, Incoming, Message, Messages, Outgoing
 
 
 def many_tags_in_reverse(num_elements):
@@ -46,10 +32,6 @@ def many_tags_in_reverse(num_elements):
 @pytest.mark.parametrize("num_elements", [3, 40_000])
 def test_any_number_of_messages_waits_for_other_tags(shared_ranks, num_elements):
     assert shared_ranks(2).run(many_tags_in_reverse, num_elements) == [True, True]
-
-
-def test_a_receive_takes_the_message_with_its_tag(shared_ranks):
-    assert shared_ranks(2).run(tags_in_another_order)[1] == [3.0, 1.0, 0.0, 4.0, 2.0]
 
 
 def from_anyone():
@@ -83,27 +65,13 @@ def ring(numel, dtype):
     return bool(torch.equal(theirs, torch.arange(numel).to(dtype) + (me - 1) % n))
 
 
-def test_a_ring_of_messages_smaller_and_larger_than_a_lane(shared_ranks):
+def test_a_ring_of_messages_smaller_and_larger_than_a_ring(shared_ranks):
     for numel, dtype in ((0, torch.float32), (1, torch.int8), (1000, torch.bfloat16), (3_000_001, torch.float32)):
         assert shared_ranks(3).run(ring, numel, dtype) == [True] * 3, (numel, dtype)
 
 
-def many_at_once():
-    me, other = dist.get_rank(), 1 - dist.get_rank()
-    receives = [torch.empty(10 + k) for k in range(300)]
-    works = [dist.isend(torch.full((10 + k,), float(1000 * me + k)), other) for k in range(300)]
-    works += [dist.irecv(x, other) for x in receives]
-    for work in reversed(works):
-        work.wait()
-    return all(bool((x == 1000 * other + k).all()) for k, x in enumerate(receives))
-
-
-def test_hundreds_of_messages_under_way_in_both_directions(shared_ranks):
-    assert shared_ranks(2).run(many_at_once) == [True] * 2
-
-
-def test_any_number_of_messages_may_be_received_in_another_order(shared_ranks):
-    for numel in (3, 100_000):  # the larger ones have two pieces each, and all together ten times what a lane holds
+def test_any_number_of_messages_may_be_received_in_a_different_order(shared_ranks):
+    for numel in (3, 100_000):  # the larger ones have two pieces each, and all together ten times what a ring holds
         assert shared_ranks(2).run(backwards, 200, numel) == [True] * 2
     assert shared_ranks(2).run(backwards, 1500, 1) == [True] * 2
 
@@ -112,52 +80,37 @@ def test_a_rank_that_leaves_at_once_has_told_which_messages_it_took():
     assert run(backwards, 2, args=(1500, 1, True), timeout_s=60, backend="shared") == [True] * 2
 
 
-def both_ends():
-    """Return both ends of a lane, how often each rank was rung, and the memory, for as long as they are used."""
-    file = os.memfd_create("lane")
+@pytest.mark.parametrize("ring_bytes", [arena.MAX_RING_BYTES, 2 * MIN_PIECE_BYTES])
+def test_each_side_is_rung_at_every_piece_that_it_can_move(monkeypatch, ring_bytes):
+    """So that one piece is read while the next is written."""
+    monkeypatch.setattr(arena, "MAX_RING_BYTES", ring_bytes)
+    file, piece_bytes = os.memfd_create("ring"), max(MIN_PIECE_BYTES, ring_bytes // PIECES_PER_RING)
     os.ftruncate(file, arena.ArenaLayout(2).num_bytes)
     ends = [arena.Arena(file, rank, 2, [(os.getpid(), "")] * 2) for rank in range(2)]
     os.close(file)
     bells = [futex.word_at(ends[0].header(rank) + arena.BELL) for rank in range(2)]
-    return OutLane(ends[0], 0, 1), InLane(ends[1], 0, 1), lambda: [bell.value for bell in bells], ends
-
-
-def test_each_side_is_rung_at_every_piece_that_it_can_move():
-    """So that one piece is read while the next is written."""
-    out, lane, rung, _memory = both_ends()
-    piece_bytes = arena.ArenaLayout(2).piece_bytes
-    source = torch.arange(3 * arena.NUM_PIECES * piece_bytes // 8)  # three times what the lane holds
+    out, into = Outgoing(ends[0], 0, 1), Incoming(ends[1], 0, 1)
+    source = torch.arange(3 * ring_bytes // 8)  # three times what the ring holds
     target = torch.zeros_like(source)
-    send, receive = (Message(1 - k, 0, one, 0, "", SharedWork([]), 0.0) for k, one in enumerate((source, target)))
+    send, receive = (
+        Message(Messages(Meeting(ends[k], [0, 1], 1.0)), one, peer=1 - k, tag=0, mark=0, text="")
+        for k, one in enumerate((source, target))
+    )
     out.waiting.append(send)
+    receives, pieces = [receive], ring_bytes // piece_bytes
     assert out.advance()
-    assert rung() == [0, arena.NUM_PIECES], "the receiver, at each piece"
-    assert lane.advance([receive])
-    assert rung() == [arena.NUM_PIECES, arena.NUM_PIECES], "the sender, at each place that it can fill"
-    while not receive.work.is_over:
-        out.advance()
-        lane.advance([])
+    assert bells[0].value == 0
+    assert bells[1].value >= pieces, "the receiver, at each piece"
+    assert into.advance(receives)
+    assert bells[0].value >= pieces, "the sender, at each place that it can fill"
+    while not receive.is_completed():
+        assert out.advance(), "the receiver should look"
+        assert into.advance(receives), "the sender should look"
     assert torch.equal(source, target)
-    assert rung()[0] == 2 * arena.NUM_PIECES, "it has nothing to write into the last places"
-    assert rung()[1] == 3 * arena.NUM_PIECES - 1, "the caller rings at the end"
-
-
-def test_small_pieces_are_moved_together_before_the_other_side_is_rung(monkeypatch):
-    """In a large group: to wake the other side takes longer than to copy some of them."""
-    monkeypatch.setattr(arena, "MAX_LANE_BYTES", arena.NUM_PIECES * arena.MIN_PIECE_BYTES)
-    out, lane, rung, _memory = both_ends()
-    source = torch.arange(3 * arena.MAX_LANE_BYTES // 8)
-    target = torch.zeros_like(source)
-    send, receive = (Message(1 - k, 0, one, 0, "", SharedWork([]), 0.0) for k, one in enumerate((source, target)))
-    out.waiting.append(send)
-    turns = 0
-    while not receive.work.is_over:
-        assert out.advance(), "the caller rings"
-        assert lane.advance([] if turns else [receive])
-        turns += 1
-    assert turns == 3
-    assert rung() == [0, 0]
-    assert torch.equal(source, target)
+    assert not send.is_completed()
+    out.advance()
+    assert send.is_completed(), "its bytes have left the ring"
+    assert bells[1].value <= 3 * (pieces + 2), "no more often than it helps"
 
 
 def send_to_a_late_receiver():

@@ -22,7 +22,7 @@ def test_an_asynchronous_call_returns_before_the_others_come(shared_ranks):
     assert shared_ranks(2).run(early_and_late) == [(False, True, 2.0)] * 2
 
 
-def waits_in_another_order():
+def waits_in_a_different_order():
     tensors = [torch.full((k + 1,), float(k)) for k in range(20)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     total = torch.tensor([1.0])
@@ -34,7 +34,7 @@ def waits_in_another_order():
 
 
 def test_calls_run_in_their_order_whatever_the_order_of_waits(shared_ranks):
-    for behind, total, values in shared_ranks(2).run(waits_in_another_order):
+    for behind, total, values in shared_ranks(2).run(waits_in_a_different_order):
         assert behind
         assert total == 2.0
         assert values == [2.0 * k for k in range(20)]
@@ -77,7 +77,7 @@ def test_groups_may_be_called_from_two_threads(shared_ranks):
 
 
 def sequel_of_a_call():
-    """What is done at a call's end makes another call and waits for it, as torch's hook for PowerSGD does."""
+    """What is done at a call's end makes a second call and waits for it, as torch's hook for PowerSGD does."""
 
     def again(future):
         total = future.value()[0]

@@ -1,4 +1,4 @@
-"""Little room: limits of a process, a full /dev/shm, and memory that is written while others may still read."""
+"""Little room: limits of a process, and memory that is written while others may still read."""
 
 import re
 import subprocess
@@ -68,31 +68,3 @@ def test_a_rank_with_too_little_room_is_named_on_all(tmp_path, limited, kind):
             rf"backend 'shared': rank {limited} cannot map \d+ MiB of addresses, of which 2 ranks use", said
         )
         assert "pass backend='gloo'" in said
-
-
-FULL = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
-# Another /dev, which this process alone sees, with what Python needs and without shm.
-MISSING = """
-mount -t tmpfs tmpfs {folder}
-for name in null zero random urandom; do touch {folder}/$name && mount --bind /dev/$name {folder}/$name; done
-ln -s /proc/self/fd {folder}/fd
-mount --rbind {folder} /dev
-test ! -e /dev/shm"""
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [FULL, MISSING], ids=["full", "missing"])
-def test_a_dev_shm_that_is_full_or_missing_is_no_matter(tmp_path, command):
-    """As in a container, where /dev/shm has 64 MB: the memory lies in no folder."""
-    script, folder = tmp_path / "sums.py", tmp_path / "dev"
-    folder.mkdir()
-    script.write_text(
-        "import torch, torch.distributed as dist\nfrom distlab.comm import run\n"
-        "def total():\n    x = torch.ones(9_000_000)\n    dist.all_reduce(x)\n    return float(x.mean())\n"
-        "print(run(total, 2, backend='shared'))\n"
-    )
-    lines = f"set -e\n{command.format(folder=folder)}\nexec {sys.executable} {script}"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", lines], capture_output=True, text=True, timeout=250)
-    if "unshare failed" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"this user may not mount: {done.stderr.splitlines()[0]}")
-    assert done.stdout == "[2.0, 2.0]\n", done.stderr

@@ -36,22 +36,9 @@ def with_ddp(group, **options):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def both(program):
-    """Return what a program computes on gloo and on shared memory."""
-    gloo = dist.new_group(backend="gloo")
-    return program(gloo), program(dist.group.WORLD)
-
-
-def ddp_on_both():
+def with_ddps(group):
     options = ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}, {"static_graph": True})
-    return [both(lambda group, named=named: with_ddp(group, **named)) for named in options]
-
-
-def test_ddp(shared_ranks):
-    for n in (2, 3):
-        for pairs in shared_ranks(n).run(ddp_on_both):
-            for there, here in pairs:
-                torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
+    return torch.stack([with_ddp(group, **named) for named in options])
 
 
 def with_fsdp2(group):
@@ -66,16 +53,6 @@ def with_fsdp2(group):
     return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
 
 
-def fsdp2_on_both():
-    return both(with_fsdp2)
-
-
-def test_fsdp2(shared_ranks):
-    for n in (2, 3):
-        for there, here in shared_ranks(n).run(fsdp2_on_both):
-            torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
-
-
 def with_dtensor(group):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -86,19 +63,8 @@ def with_dtensor(group):
     columns = distribute_tensor(torch.arange(35.0).reshape(5, 7), mesh, [Shard(1)])
     rows = columns.redistribute(placements=[Shard(0)]).redistribute(placements=[Replicate()]).to_local()
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().flatten() for p in full]), rows
-
-
-def dtensor_on_both():
-    return both(with_dtensor)
-
-
-def test_dtensor_and_its_tensor_parallelism(shared_ranks):
-    for n in (2, 4):  # with uneven shards torch's own linear layers fail, on gloo as well
-        for (there, rows_there), (here, rows_here) in shared_ranks(n).run(dtensor_on_both):
-            torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
-            assert torch.equal(rows_here, rows_there)
-            assert torch.equal(rows_here, torch.arange(35.0).reshape(5, 7))
+    assert torch.equal(rows, torch.arange(35.0).reshape(5, 7))
+    return torch.cat([p.detach().flatten() for p in full])
 
 
 def with_pipelining(group):
@@ -116,40 +82,34 @@ def with_pipelining(group):
     return torch.cat([p.grad.flatten() for p in stage.submod.parameters()])
 
 
-def pipelining_on_both():
-    return both(with_pipelining)
+def on_both(program):
+    """Return what a program computes on gloo and on shared memory."""
+    return program(dist.new_group(backend="gloo")), program(dist.group.WORLD)
 
 
-def test_pipelining(shared_ranks):
-    for there, here in shared_ranks(2).run(pipelining_on_both):
-        torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
+@pytest.mark.parametrize(
+    ("program", "sizes"),
+    [
+        (with_ddps, (2, 3)),
+        (with_fsdp2, (2, 3)),
+        (with_dtensor, (2, 4)),  # with uneven shards torch's own linear layers fail, on gloo as well
+        (with_pipelining, (2,)),
+    ],
+    ids=["DDP", "FSDP2", "DTensor", "pipelining"],
+)
+def test_torchs_products_compute_what_they_compute_on_gloo(shared_ranks, program, sizes):
+    for n in sizes:
+        for there, here in shared_ranks(n).run(on_both, program):
+            torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
 
 
 def with_dcp(folder):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    saved = distribute_tensor(torch.arange(30.0).reshape(5, 6), mesh, [Shard(0)])
-    dcp.save({"x": saved, "step": 7}, checkpoint_id=folder)
-    state = {"x": distribute_tensor(torch.zeros(5, 6), mesh, [Shard(1)]), "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    return state["x"].redistribute(placements=[Replicate()]).to_local(), state["step"]
-
-
-def test_dcp_saves_and_loads_in_another_layout(shared_ranks):
-    with tempfile.TemporaryDirectory() as folder:
-        for x, step in shared_ranks(3).run(with_dcp, folder):
-            assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
-            assert step == 7
-
-
-def with_async_save(folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     saved = distribute_tensor(torch.arange(30.0).reshape(5, 6), mesh, [Shard(0)])
+    dcp.save({"x": saved, "step": 3}, checkpoint_id=folder)
     dcp.async_save({"x": saved, "step": 7}, checkpoint_id=folder).result()
     state = {"x": distribute_tensor(torch.zeros(5, 6), mesh, [Shard(1)]), "step": 0}
     dcp.load(state, checkpoint_id=folder)
@@ -157,9 +117,9 @@ def with_async_save(folder):
 
 
 @pytest.mark.parametrize("where", [{"backend": "shared"}, {"nodes": 2}], ids=["shared", "nodes"])
-def test_dcp_saves_while_the_ranks_go_on(where):
+def test_dcp_saves_also_while_the_ranks_go_on_and_loads_in_a_different_layout(where):
     with tempfile.TemporaryDirectory() as folder:
-        for x, step in run(with_async_save, 2, args=(folder,), timeout_s=60, **where):
+        for x, step in run(with_dcp, 2, args=(folder,), timeout_s=60, **where):
             assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
             assert step == 7
 

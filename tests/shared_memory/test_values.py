@@ -24,10 +24,6 @@ def means_of_whole_numbers():
     return x.tolist()
 
 
-def test_a_mean_of_whole_numbers_loses_what_is_behind_the_point(shared_ranks):
-    assert shared_ranks(2).run(means_of_whole_numbers) == [[1, 3, -7]] * 2
-
-
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("numel", [0, 1, 13, 5000])
@@ -47,25 +43,12 @@ def uneven_exchange():
     source = torch.full((sum(gives), 2), float(me))
     output = torch.empty(sum(takes), 2)
     dist.all_to_all_single(output, source, takes, gives)
-    return output[:, 0].tolist(), [float(s) for s, count in enumerate(takes) for _ in range(count)]
-
-
-def test_an_uneven_exchange(shared_ranks):
-    for found, expected in shared_ranks(3).run(uneven_exchange):
-        assert found == expected
-
-
-def test_tensors_that_lie_scattered_in_memory(shared_ranks):
-    assert shared_ranks(3).run(scattered_in_memory) == [[]] * 3
+    return output[:, 0].tolist() == [float(s) for s, count in enumerate(takes) for _ in range(count)]
 
 
 def test_what_cannot_be_sent_or_written_is_refused_before_the_call():
     with Ranks(2, timeout_s=60, backend="shared", record=False) as ranks:
         assert ranks.run(refused_before) == [([], [2.0, 2.0])] * 2
-
-
-def test_results_of_functional_collectives_are_waited_for_and_used(shared_ranks):
-    assert shared_ranks(2).run(results_of_functional_collectives) == [[[6.0], [3.0], [3.0]]] * 2
 
 
 def test_modes_of_the_caller_do_not_see_what_a_call_computes():
@@ -82,10 +65,6 @@ def complex_values():
     return z.tolist(), gathered[1].tolist()
 
 
-def test_complex_numbers(shared_ranks):
-    assert shared_ranks(2).run(complex_values) == [([2 + 1j] * 3, [1 + 1j] * 3)] * 2
-
-
 def test_bits_repeat_and_are_equal_on_all_ranks(shared_ranks):
     of_ranks = shared_ranks(4).run(bits, 3)
     for first, again in zip(of_ranks[0][::2], of_ranks[0][1::2], strict=True):
@@ -95,7 +74,7 @@ def test_bits_repeat_and_are_equal_on_all_ranks(shared_ranks):
 
 
 def in_groups():
-    """Two groups at once, of which one has its ranks in another order than the world."""
+    """Two groups at once, of which one has its ranks in a different order than the world."""
     me = dist.get_rank()
     groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
     mine = groups[0 if me in (1, 3) else 1]
@@ -106,11 +85,6 @@ def in_groups():
     parts = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(parts, torch.tensor([me]), group=mine)
     return x.item(), y.item(), [p.item() for p in parts]
-
-
-def test_groups_of_some_ranks(shared_ranks):
-    of_1_and_3, of_0_and_2 = (4.0, 1, [1, 3]), (2.0, 0, [0, 2])
-    assert shared_ranks(4).run(in_groups) == [of_0_and_2, of_1_and_3, of_0_and_2, of_1_and_3]
 
 
 def objects_and_coalesced():
@@ -131,9 +105,27 @@ def objects_and_coalesced():
     return gathered, told, [t.tolist() for t in many], [t.tolist() for t in outputs]
 
 
-def test_objects_and_calls_that_torch_gathers_into_one(shared_ranks):
-    for gathered, told, sums, outputs in shared_ranks(2).run(objects_and_coalesced):
-        assert gathered == [{"rank": 0}, {"rank": 1}]
-        assert told == ["from 0"]
-        assert sums == [[1.0], [1.0] * 5, []]
-        assert outputs == [[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0]]
+OF_1_AND_3, OF_0_AND_2 = (4.0, 1, [1, 3]), (2.0, 0, [0, 2])
+GATHERED = (
+    [{"rank": 0}, {"rank": 1}],
+    ["from 0"],
+    [[1.0], [1.0] * 5, []],
+    [[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0]],
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "on_ranks"),
+    [
+        (means_of_whole_numbers, [[1, 3, -7]] * 2),  # a mean loses what is behind the point
+        (uneven_exchange, [True] * 3),
+        (scattered_in_memory, [[]] * 3),
+        (results_of_functional_collectives, [[[6.0], [3.0], [3.0]]] * 2),
+        (complex_values, [([2 + 1j] * 3, [1 + 1j] * 3)] * 2),
+        (in_groups, [OF_0_AND_2, OF_1_AND_3, OF_0_AND_2, OF_1_AND_3]),
+        (objects_and_coalesced, [GATHERED] * 2),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_program_gets_these_values(shared_ranks, program, on_ranks):
+    assert shared_ranks(len(on_ranks)).run(program) == on_ranks

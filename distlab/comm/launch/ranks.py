@@ -70,8 +70,8 @@ def run(
         backend: "shared" (ranks meet in shared memory: one Linux host, CPU tensors), "gloo", "nccl", or "cpu": shared
             where that works, else gloo. None: nccl when each rank has its own GPU; gloo when ranks share one; else
             "cpu".
-        nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`. Ranks of a node meet in shared
-            memory, those of different nodes through sockets, or a wire of that speed.
+        nodes: how many nodes the ranks make, or `Nodes(2, between="40MB/s,200us")`. What leaves a node
+            takes the time of a wire of that speed, else of 1 GB/s and 50 us.
         watching: `record` (True): whether calls of torch.distributed are recorded, so that a hang is explained in words
             and ended early; `echo` (True): whether what ranks print is shown.
 

@@ -12,8 +12,7 @@ from distlab.comm.record.call_site import blocks_rank
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING
 from distlab.comm.record.operations import OPERATIONS, Operation, Terms, name_of_reduction, refuse_peer
 from distlab.shared_memory.group import SharedGroup
-from distlab.shared_memory.untraced import untraced
-from distlab.shared_memory.work import SharedWork
+from distlab.shared_memory.work import SharedWork, untraced
 
 # Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
@@ -30,7 +29,7 @@ _NAMES = {operator.removesuffix("_"): operator for operator in _BY_OPERATOR} | N
 METHODS = tuple(
     _BY_OPERATOR[operator]._replace(operator=name, raw=())
     for name, operator in _NAMES.items()
-    if any(name in vars(kind) for kind in SharedGroup.__mro__[:2])
+    if name in vars(SharedGroup)
 )
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 

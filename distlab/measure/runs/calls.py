@@ -29,7 +29,7 @@ from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine import speed
 from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now
 from distlab.plan import Link, Plan
-from distlab.shared_memory.group_base import zeros
+from distlab.shared_memory.group import zeros
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 from simulator import fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps

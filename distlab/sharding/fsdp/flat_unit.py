@@ -37,7 +37,7 @@ from distlab.sharding.fsdp.gradient import (
 )
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.part import FlatShard, OwnPiece, plain
-from distlab.shared_memory.group_base import zeros
+from distlab.shared_memory.group import zeros
 from distlab.trace import OpenCall, SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]

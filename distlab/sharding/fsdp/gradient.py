@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm.device import CopyStream, event, host_memory_for, wait_for_event
 from distlab.plan import FlatLayout
 from distlab.sharding.part import FlatShard, absent, as_part, plain
-from distlab.shared_memory.group_base import buffer_of
+from distlab.shared_memory.group import buffer_of
 
 ON_THEIR_WAY = (
     "the gradients of FullyShard's shards are on their way, or no_sync() keeps them whole. Run the last backward of a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,13 +38,13 @@ def check(tensor: torch.Tensor, who: str, *, written: bool = False) -> None:
     Raises:
         ValueError: it lies on a different device, is sparse, quantized, nested or expanded, or has no values here.
     """
-    kind = f"{type(tensor).__name__} of layout {str(tensor.layout).removeprefix('torch.')} on {tensor.device}"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not _has_memory(tensor):
+        kind = f"{type(tensor).__name__} of layout {str(tensor.layout).removeprefix('torch.')} on {tensor.device}"
         raise ValueError(
             f"{who}: got a {kind}; backend 'shared' moves dense CPU tensors with memory of their own: call .cpu(), "
             ".to_dense(), .dequantize() or, of a DTensor, .to_local(); or use gloo or nccl"
         )
-    if written and 0 in tensor.stride() and is_expanded(tensor):
+    if written and 0 in tensor.stride() and _is_expanded(tensor):
         raise ValueError(
             f"{who}: got an expanded tensor (shape {list(tensor.shape)}, strides {list(tensor.stride())}) to write "
             "into, of whose elements several lie at one place; pass .clone() or .contiguous()"
@@ -58,14 +59,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself; of a functional collective's result what it stands for, once that is there."""
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several elements lie at one place."""
-    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,27 +76,12 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.contiguous().view(-1)
 
 
-class Landings:
-    """Blocks that a call writes, for tensors that may lie scattered in memory."""
-
-    def __init__(self) -> None:
-        self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's block: its memory, or a copy that `settle` writes back."""
-        tensor = memory_of(tensor)
-        flat = flat_of(tensor)
-        if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-            self._scattered.append((tensor, flat))
-        return flat
-
-    def settle(self) -> None:
-        """Write back what does not lie in one block."""
-        if not self._scattered:
-            return
+def settle(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write a block that `flat_of` gave back to its tensor, where that does not lie in one block."""
+    tensor = memory_of(tensor)
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         with torch.no_grad(), unseen():
-            for tensor, flat in self._scattered:
-                tensor.detach().copy_(flat.view(tensor.shape))
+            tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -109,15 +94,10 @@ def listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def places(flats: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return address and length of each block."""
-    return [(flat.data_ptr(), bytes_of(flat)) for flat in flats]
-
-
 def parts(address: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Return address and length of each part of one block."""
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    return [(address + start, length) for start, length in zip(starts, lengths, strict=True)]
+    starts = itertools.accumulate(lengths, initial=address)
+    return list(zip(starts, lengths))  # noqa: B905 (the last start is the block's end)
 
 
 def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str) -> None:
@@ -133,17 +113,15 @@ def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str
         )
 
 
-def check_list(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, who: str, what: str) -> None:
+def fit_each(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, who: str, what: str) -> None:
     """Refuse a list that has not one tensor of the right size for each rank; `what`: "input" or "output".
 
     Raises:
         ValueError: naming what is wrong.
     """
-    check(like, who, written=what == "input")
     if len(tensors) != size:
         raise ValueError(f"{who}: pass {size} {what} tensors, one for each rank; got {len(tensors)}")
     for number, tensor in enumerate(tensors):
-        check(tensor, who, written=what == "output")
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
             raise ValueError(
                 f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)} and must be of the size and dtype of "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.shared_memory.collectives.dense import unseen
+from distlab.shared_memory.dense import unseen
 
 _Combine = Callable[..., torch.Tensor]
 
@@ -36,16 +36,9 @@ class Reduction(NamedTuple):
             combine(values[0], values[1], out=out)
         for value in values[2:]:
             combine(out, value, out=out)
-        if self.divides:
-            divide(out, len(values))
-
-
-def divide(values: torch.Tensor, count: int) -> None:
-    """Divide in place; whole numbers lose what is behind the point, as in C++."""
-    if values.is_floating_point() or values.is_complex():
-        values.div_(count)
-    else:
-        values.div_(count, rounding_mode="trunc")
+        if self.divides:  # whole numbers lose what is behind the point, as in C++
+            has_point = out.is_floating_point() or out.is_complex()
+            out.div_(len(values), rounding_mode=None if has_point else "trunc")
 
 
 _TABLE = {
@@ -87,8 +80,8 @@ def reduction_of(op: Any, dtype: torch.dtype, who: str) -> Reduction:
 def _why_not(reduction: Reduction, dtype: torch.dtype) -> str:
     """Return why torch's arithmetic refuses values of a dtype, or ""."""
     with unseen():
-        one, other, out = (torch.zeros(1, device="cpu").to(dtype) for _ in range(3))
         try:
+            one, other, out = (torch.zeros(1, device="cpu").to(dtype) for _ in range(3))
             reduction.of([one, other], out)
         except RuntimeError as error:  # torch's NotImplementedError is one
             return str(error).splitlines()[0]
