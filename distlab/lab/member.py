@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import io
 import json
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +20,23 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab.comm import Records, agree, process_group, read_records
+from distlab.comm import RankTimeout, Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
 from distlab.comm.launch.torchrun import REFUSED, SAID, launcher_folder, record_failure
 from distlab.comm.rendezvous import read_environment
-from distlab.comm.watch.watch import watching
+from distlab.comm.watch.watch import LOOK_S, end, stack_of, watching
+from distlab.comm.where.frames import is_machinery
 from distlab.grading import NotYet
 from distlab.lab.pictures import StepWindow, write_pictures
 from distlab.lab.report import Report, read_reference
 from distlab.lab.settings import CommonSettings, parse, what_is_run
-from distlab.lab.watch import Guard, own_traceback
 from distlab.measure.machine.others import OtherProcesses
 from distlab.trace import Trace
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
+LOCK_GRACE_S = 10.0
 
 
 @dataclass
@@ -147,20 +151,28 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
     prog = f"lab {number}"
-    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_another_than_rank_0() else contextlib.nullcontext()
+    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_not_rank_0() else contextlib.nullcontext()
     with quiet:
         chosen = parse(settings, None, prog)
     try:
         status = _work(number, chosen, run)
     except Exception as error:
-        if not record_failure(error, own_traceback(error)):  # no launcher will show it
+        if not record_failure(error, _own_traceback(error)):  # no launcher will show it
             raise
         status = 1
     if status:
         sys.exit(status)
 
 
-def _is_another_than_rank_0() -> bool:
+def _own_traceback(error: BaseException) -> str:
+    """Write an exception's traceback without the frames that lead every lab to its own code."""
+    trace = error.__traceback__
+    while trace is not None and is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _is_not_rank_0() -> bool:
     try:
         return read_environment().rank > 0
     except ValueError:  # told by process_group
@@ -169,7 +181,7 @@ def _is_another_than_rank_0() -> bool:
 
 def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None]) -> int:
     beside = Path(run.__code__.co_filename).resolve().parent
-    with Guard(f"lab {number}", settings.limit_s), contextlib.ExitStack() as group:
+    with _limited(f"lab {number}", settings.limit_s), contextlib.ExitStack() as group:
         try:
             functions = load_functions(settings.impl, number)
             member = group.enter_context(_group(settings))
@@ -191,6 +203,31 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
         for line in write_pictures(settings.trace, member.world_size, lab.window):
             print(line, file=sys.stderr if settings.json else sys.stdout, flush=True)
     return SAID if wrong else 0
+
+
+@contextlib.contextmanager
+def _limited(what: str, limit_s: float) -> Iterator[None]:
+    """End a lab that takes too long, with the line where this rank stands.
+
+    A thread looks four times a second. A rank that holds the interpreter lock forever is ended by faulthandler, a
+    little later and with its stack alone. Learner code is tried out inside of `Lab.watched`: there the ranks see a
+    deadlock from their records within seconds; in timed code nothing is recorded, and the limit ends it.
+    """
+    done, main, deadline = threading.Event(), threading.get_ident(), time.monotonic() + limit_s
+
+    def look() -> None:
+        while not done.wait(LOOK_S):
+            if time.monotonic() > deadline:
+                words = f"{what} did not finish in {limit_s:g} s (--limit-s)"
+                end(RankTimeout(words), stack_of(main), aloud=False)
+
+    faulthandler.dump_traceback_later(limit_s + LOCK_GRACE_S, exit=True)
+    threading.Thread(target=look, name="limit", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _group(settings: CommonSettings) -> contextlib.AbstractContextManager[Member]:

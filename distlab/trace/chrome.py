@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from distlab.trace.foreign import read_foreign
 from distlab.trace.span import Span, Trace
 
 _VERSION = 1
@@ -112,18 +111,15 @@ def _fits(stack: list[int] | None, start_ns: int, end_ns: int) -> bool:
 def read_chrome(path: str | Path) -> dict[str, Trace]:
     """Read the traces of a Chrome JSON file, plain or gzipped, by name; the exact inverse of `write_chrome`.
 
-    A file that another program wrote comes back as one trace named "trace": each process is a rank, each thread a lane,
-    a category a kind.
-
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not JSON, or no Chrome trace.
+        ValueError: the file is not JSON, or no Chrome trace, or a different program wrote it.
     """
     document, events = load_events(path)
     try:
         other = document.get("otherData") if isinstance(document, dict) else None
         header = other.get(_KEY) if isinstance(other, dict) else None
-        return read_foreign(events) if header is None else _read_own(header, events)
+        return _read_own(header, events)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -157,6 +153,10 @@ def load_events(path: str | Path) -> tuple[Any, list[Any]]:
 
 
 def _read_own(header: Any, events: list[Any]) -> dict[str, Trace]:
+    if header is None:
+        raise ValueError(
+            "a different program wrote it; write_chrome's files are read, and torch.profiler's by `profile`"
+        )
     if not isinstance(header, dict) or header.get("version") != _VERSION:
         raise ValueError(f"the trace was written as {str(header)[:80]}; this program reads version {_VERSION}")
     titles = header.get("traces")

@@ -99,9 +99,10 @@ def test_a_deadlock_is_told_with_who_waits_for_whom(forked, failed):
 
 def test_a_function_that_never_ends_is_stopped_at_the_limit_with_its_line(forked, failed):
     text = (
-        "\nfrom distlab.lab import watch\n\n\nclass AfterTheLimit:\n    sleep = time.sleep\n\n"
+        "\nfrom distlab.lab import member\n\n\nclass AfterTheLimit:\n"
+        "    sleep, perf_counter, monotonic_ns = time.sleep, time.perf_counter, time.monotonic_ns\n\n"
         "    @staticmethod\n    def monotonic():\n        return time.monotonic() + 300\n\n\n"
-        "def shift(tensor):\n    watch.time = AfterTheLimit\n"  # what watches the rank: its limit passes now
+        "def shift(tensor):\n    member.time = AfterTheLimit\n"  # what watches the rank: its limit passes now
         "    while dist.get_rank() == 1:\n        pass\n    return tensor\n"
     )
     told = failed(text, 2, "--limit-s", "300")

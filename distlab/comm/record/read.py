@@ -8,7 +8,7 @@ many rows were overwritten.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,17 +173,16 @@ class Records:
         """
         return self._total(rank, "ring")
 
-    def to_trace(self) -> Trace:
-        """Return the calls as spans on the lane "communication", and the time blocked in wait() on the lane "wait".
+    def to_trace(self, lane_of: Callable[[Call], str] = lambda call: "communication") -> Trace:
+        """Return the calls as spans on the lanes that `lane_of` says, and the time blocked in wait() on "wait".
 
-        A call without a wait, whose end was not seen, ends at the last look that found it unfinished.
+        A call whose end was not seen ends where the rank began to wait for it, or at once.
         """
         spans = []
-        rows = [row for record in self.by_rank.values() for row in record.rows]
-        for call, row in zip(self, rows, strict=True):
+        for call in self:
             name = f"{call.op} #{call.number}"
-            end = call.end_ns or max(call.start_ns, int(row["open"]), call.wait_ns)
-            spans.append(Span(call.rank, "communication", name, call.op, call.start_ns, end, call.num_bytes))
+            end = call.end_ns or max(call.start_ns, call.wait_ns)
+            spans.append(Span(call.rank, lane_of(call), name, call.op, call.start_ns, end, call.num_bytes))
             if 0 < call.wait_ns < call.end_ns:
                 spans.append(Span(call.rank, "wait", name, "wait", call.wait_ns, call.end_ns))
         return Trace.from_spans(spans)
