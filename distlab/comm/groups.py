@@ -144,9 +144,9 @@ def process_group(
         timeout_s: how long a collective may wait.
         trace_dir: folder in which each rank saves a trace of its calls and of `member.spans`, to be read by
             `distlab.trace.load_folder`.
-        watch: whether every call is recorded and the ranks of each machine watch each other: calls that do not fit, and
-            a wait that can never end, are told on every rank with file and line, within seconds, and end the job. Some
-            30 us per call; False where calls are timed. None: yes, except for nccl.
+        watch: whether every call is recorded and the ranks, if all are on one machine, watch each other: calls that do
+            not fit, and a wait that can never end, are told on every rank with file and line, within seconds, and end
+            the job. Some 30 us per call; False where calls are timed. None: yes, except for nccl.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.

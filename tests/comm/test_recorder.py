@@ -426,7 +426,7 @@ def test_a_group_that_a_rank_is_not_in_is_destroyed_as_torch_does():
 
 MANY_ASK_AT_ONCE = """
 import gc, sys, threading, time
-from distlab.comm.record.call_site import main_frame
+from distlab.comm.where.frames import main_frame
 
 class Finalized:
     def __init__(self):

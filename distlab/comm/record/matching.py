@@ -82,14 +82,9 @@ def known_call(
 
 
 class Ledger:
-    """Calls of the ranks of one job; feed it rows as they appear.
+    """Calls of the ranks of one job; feed it rows as they appear."""
 
-    Args:
-        unseen: ranks whose rows never come, as they are on another machine: calls meet without them.
-    """
-
-    def __init__(self, unseen: Collection[int] = ()) -> None:
-        self.unseen = frozenset(unseen)
+    def __init__(self) -> None:
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
@@ -119,8 +114,6 @@ class Ledger:
         self._numbers[rank].update(zip(channels, rows["seq"].tolist(), strict=True))
         for row in rows[is_pair(rows) & (rows["parties"] == 0)]:
             self._open_ends.add((names[row["group"]], rank))
-        if self.unseen:
-            rows = self._without_unseen(rows, names)
         meeting = rows["parties"] > 1
         self._rows = np.concatenate([self._rows, rows[meeting]])
         self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
@@ -128,20 +121,8 @@ class Ledger:
         numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
         self._sites = np.concatenate([self._sites, np.array(numbers, np.int64)[inverse]])
 
-    def _without_unseen(self, rows: NDArray[Any], names: list[str]) -> NDArray[Any]:
-        """Return rows in which only the ranks that are seen count as parties."""
-        rows = rows.copy()
-        for group in np.unique(rows["group"]).tolist():
-            seen = len(set(group_ranks(names[group])) - self.unseen)
-            chosen = (rows["group"] == group) & ~is_pair(rows)
-            rows["parties"][chosen] = np.minimum(rows["parties"][chosen], seen)
-        rows["parties"][is_pair(rows) & np.isin(rows["peer"], [*self.unseen])] = 1
-        return rows
-
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
-        if rank in self.unseen:
-            return True
         number = self._numbers[rank].get((int(row["channel"]), receive))
         if number is None:
             return rank in self._incomplete
@@ -174,7 +155,7 @@ class Ledger:
         return None
 
     def misfit(self, *, is_over: bool) -> str:
-        """Say which calls do not fit though they are alike: made in another order, or giving other amounts.
+        """Say which calls do not fit though they are alike: made in a different order, or giving other amounts.
 
         `disagreement` finds them on its way. `is_over`: no other rank will arrive, so look at those that have.
         """
@@ -244,7 +225,7 @@ def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str
         rule = "give both the same number of elements and the same dtype"
         return "\n".join([head, *(f"  rank {r}: {call}" for r, call in calls.items()), rule])
     members = group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]])
-    calls |= {rank: None for rank in members if rank not in calls and rank not in ledger.unseen}
+    calls |= {rank: None for rank in members if rank not in calls}
     return not_the_same(members, calls, int(rows[0]["seq"]))
 
 
