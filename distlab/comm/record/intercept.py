@@ -63,7 +63,6 @@ class FrontEnd:
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
         self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first; `_live` alone keeps them
         self._over: Any = weakref.WeakKeyDictionary()  # those that were seen to be over before a wait
-        self._over_at: dict[int, list[Token]] = {}  # the same by the address of the result
         self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
         self._addresses: dict[Any, int] = {}
         self._real_wait = vars(dist.Work)["wait"]
@@ -241,10 +240,7 @@ class FrontEnd:
             if not work.is_completed():
                 self._unwaited.appendleft(oldest)
                 return
-            address = self._addresses.get(work, 0)
-            self._over[work] = self._over_at[address] = tokens = self._forget(work)
-            if len(self._over_at) > MAX_UNWAITED:
-                del self._over_at[next(iter(self._over_at))]
+            self._over[work] = tokens = self._forget(work)
             self._close(tokens, DONE)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,8 +281,6 @@ class FrontEnd:
 
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
             address = tensor.data_ptr() if tensor.layout is torch.strided else -1
-            for writer, number in () if address in self._works else self._over_at.pop(address, ()):
-                writer.wait(number, DONE)
             return wait(self._works.get(address), keys.remove(key), tensor)
 
         return kernel
