@@ -111,8 +111,8 @@ class Watchdog:
                 self._ledger.add(rank, rows, names, dropped=lost)
         found = self._ledger.disagreement()
         if found is None:
-            if misfit := self._ledger.misfit(is_over=not patient):
-                return misfit
+            if exchange := self._ledger.exchange():
+                return exchange
             before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
             return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()

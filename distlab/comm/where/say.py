@@ -112,7 +112,7 @@ def mismatch(records: Records) -> str:
     """Return which calls meet and do not fit, or are alike and in a different order; "" where all fit."""
     ledger = ledger_of(records)
     found = ledger.disagreement()
-    return ledger.misfit(is_over=True) if found is None else explain(ledger, *found)
+    return ledger.exchange() if found is None else explain(ledger, *found)
 
 
 def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands], waits: Mapping[int, Wait]) -> str:
