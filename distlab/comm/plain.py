@@ -15,7 +15,6 @@ pickle may also set attributes of what the list has.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import io
 import pickle
 import sys
@@ -144,8 +143,6 @@ def _reduced(obj: Any, kind: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         data = numpy.ascontiguousarray(numpy.asarray(obj)).tobytes()
         return _array, (obj.dtype.str, obj.shape, data, issubclass(kind, numpy.generic))
     if kind.__module__.startswith(RECORDS):
-        if issubclass(kind, enum.Enum):
-            return _record, (kind.__module__, kind.__qualname__, obj.name)
         names = getattr(kind, "_fields", None) or tuple(f.name for f in dataclasses.fields(kind))
         return _record, (kind.__module__, kind.__qualname__, {name: getattr(obj, name) for name in names})
     for base, convert in _BASES:
@@ -194,13 +191,11 @@ def _same(value: Any) -> Any:
 def _record(module: str, qualname: str, fields: Any) -> Any:
     """Build a NamedTuple or a dataclass of distlab, the simulator or a lesson from its fields; no method of it runs.
 
-    Of an enumeration, return the member with this name. Only a class that this process has loaded counts.
+    Only a class that this process has loaded counts.
     """
     kind: Any = sys.modules[module] if module.startswith(RECORDS) else None
     for name in qualname.split("."):
         kind = vars(kind)[name]
-    if issubclass(kind, enum.Enum):
-        return kind[fields]
     declared = kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
     if tuple(fields) != declared:
         raise ValueError(f"{qualname} has other fields")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from distlab.comm.agree import ranks_in_words
 from distlab.comm.record.file import OPS
 from distlab.comm.record.matching import explain, ledger_of
-from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, read_records, short
+from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
 from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
 from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, owner_of, traceback_lines
@@ -65,14 +65,11 @@ def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
 def records_of(job: RunningJob) -> Records:
     """Return the calls of a job's ranks, as far as our recorder has written them."""
     found: dict[int, RankRecord] = {}
-    for folder in {process.folder for process in job.ranks if process.folder is not None}:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # just being made, or just removed
-            found.update(read_records(folder).by_rank)
     for process in job.ranks:
-        if process.record is not None and process.rank not in found:
-            with contextlib.suppress(OSError, RuntimeError, ValueError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # just being made, or just ended
+            if process.record is not None and RecordReader.is_ready(process.record[0]):
                 found[process.rank] = read_record(RecordReader(*process.record, process.rank))
-    return Records({rank: found[rank] for rank in sorted(found)})
+    return Records(found)
 
 
 def place_of(stack: RankStack) -> WhereItStands:
