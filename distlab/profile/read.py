@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -109,10 +108,9 @@ def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
 
 
 def _notes(ranks: tuple[int, ...], world_size: int, offsets: dict[int, Offset]) -> Iterator[str]:
-    if (num_missing := world_size - sum(rank < world_size for rank in ranks)) > 0:
-        missing = itertools.islice((rank for rank in range(world_size) if rank not in ranks), MOST_NAMED)
-        who = ranks_in_words(missing) if num_missing <= MOST_NAMED else f"{num_missing:,} ranks"
-        verb = "has" if num_missing == 1 else "have"
+    if missing := {*range(world_size)} - {*ranks}:
+        who = ranks_in_words(missing) if len(missing) <= MOST_NAMED else f"{len(missing):,} ranks"
+        verb = "has" if len(missing) == 1 else "have"
         yield f"{who} of {world_size:,} {verb} no trace here and {verb} not been looked at"
     if len(ranks) == 1:
         yield f"this is rank {ranks[0]} alone: whether it waits for bytes or for other ranks cannot be told"

@@ -10,7 +10,7 @@ from distlab.comm import read_records
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
 from distlab.comm.watch import watchdog as module
-from distlab.comm.watch.waits import describe, standings_of
+from distlab.comm.watch.waits import describe
 from distlab.comm.watch.watchdog import Watchdog, find_deadlock
 
 
@@ -83,7 +83,7 @@ def mismatch(job):
 
 def deadlock(job, finished=()):
     """Judge what is recorded so far."""
-    return find_deadlock(standings_of(job.records), ledger_of(job.records), finished)
+    return find_deadlock(job.records.by_rank, ledger_of(job.records), finished)
 
 
 def test_describe_says_who_waits_for_whom(job):

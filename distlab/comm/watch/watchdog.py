@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from distlab.comm.record.file import FAILED, WAITING, Header
 from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
-from distlab.comm.record.read import RecordReader, call_of
-from distlab.comm.watch.waits import Standing, find_deadlock, waits_for
+from distlab.comm.record.read import RankRecord, RecordReader, call_of
+from distlab.comm.watch.waits import find_deadlock, waits_for
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
@@ -46,12 +46,11 @@ class _Follower:
         self._open = open_rows["n"].copy()
         return open_rows
 
-    def standing(self) -> Standing:
-        """Return where the rank stands now."""
-        unfinished = self.unfinished()
-        last = self.reader.rows(self.header, self.header.newest - 1)
-        row = last[-1] if len(last) else None
-        return Standing(self.reader.read_names(), unfinished, row, self.header)
+    def standing(self) -> RankRecord:
+        """Return where the rank stands now: of its rows those that are not known to be over, and the last."""
+        unfinished, last = self.unfinished(), self.reader.rows(self.header, self.header.newest - 1)
+        rows = np.concatenate([unfinished[unfinished["n"] < self.header.newest], last])
+        return RankRecord(self.header, rows, self.reader.totals(), self.reader.read_names())
 
 
 class Watchdog:
@@ -136,11 +135,12 @@ class Watchdog:
     def failed(self, rank: int) -> str:
         """Say which ranks had no part in the call of a rank that failed last, or ""."""
         self.mismatch()
-        follower = self._followers.get(rank)
-        last = None if follower is None else follower.standing().last
-        if last is None or last["state"] != FAILED:
+        if (follower := self._followers.get(rank)) is None:
             return ""
-        names = self._ledger.names.get(rank, [""])
+        rows = follower.standing().rows
+        if not len(rows) or rows[-1]["state"] != FAILED:
+            return ""
+        last, names = rows[-1], self._ledger.names.get(rank, [""])
         absent = waits_for(rank, last, names, self._ledger)
         done = [other for other, one in self._followers.items() if one.header.is_finished]
         reasons = ", ".join(absences(absent, done))

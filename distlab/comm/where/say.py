@@ -10,7 +10,7 @@ from distlab.comm.agree import ranks_in_words
 from distlab.comm.record.file import OPS
 from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
-from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
+from distlab.comm.watch.waits import Wait, describe, waits_of
 from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, owner_of, traceback_lines
 from distlab.comm.where.stacks import RankStack, stacks_of
@@ -46,10 +46,8 @@ def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
     records = records_of(job)
-    blocked = {
-        rank: wait for rank, wait in waits_of(standings_of(records), ledger_of(records)).items() if wait.is_blocked
-    }
-    waits = {**by_stacks(places), **blocked}
+    recorded = waits_of(records.by_rank, ledger_of(records))
+    waits = by_stacks(places) | {rank: wait for rank, wait in recorded.items() if wait.is_blocked}
     size, source = len(job.ranks), "from distlab's recorder" if len(records) else "are not recorded"
     yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {source}"
     words = describe(records, job.world_size) if len(records) else []
