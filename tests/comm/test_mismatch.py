@@ -307,3 +307,12 @@ def test_a_place_is_known_by_function_text_and_branch():
     assert first.branches != second.branches
     assert place_of("?:0") is None
     assert place_of(f"{__file__}.nothing:3") is None
+
+
+def test_where_the_lines_above_leave_a_doubt_no_place_is_known(tmp_path):
+    source = 'class A:\n    def f(\n        self\n    ):\n        go(1)\n        """\ntext\n"""\n        go(2)\n'
+    source += "if x: go(3)\n"
+    (tmp_path / "a.py").write_text(source)
+    known, after_text, in_a_branch = (place_of(f"{tmp_path / 'a.py'}:{line}") for line in (5, 9, 10))
+    assert (known.function[1], known.text, known.is_inner) == (2, "go(1)", True)
+    assert after_text is in_a_branch is None

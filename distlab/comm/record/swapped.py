@@ -27,6 +27,7 @@ _BARRIER = OPS.index("barrier")
 _KEPT = 64  # forked calls of a group that are remembered
 _FUNCTION = re.compile(r"(async\s+)?def\s")
 _BRANCH = re.compile(r"(if|elif|else|while|try|except|finally|match|case)\b")
+_HEADER = re.compile(r":\s*(#.*)?$")
 
 Calls = Mapping[int, Any]  # the rows of calls that met, by rank
 
@@ -129,6 +130,8 @@ def place_of(site: str) -> SourceLine | None:
             return SourceLine((file, at), text, frozenset(branches), depth > 0 or "lambda" in text)
         if begins[0] in ")]}":  # the end of a header of several lines
             depth += 1
+        elif not _HEADER.search(begins):  # such as a line of a string
+            return None
         elif _BRANCH.match(begins):
             branches.add(at)
     return SourceLine((file, 0), text, frozenset(branches), "lambda" in text)

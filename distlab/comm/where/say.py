@@ -94,7 +94,7 @@ def _is_call(name: str) -> bool:
 
 
 def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
-    """Return which ranks wait, by their stacks: for all that are elsewhere; whom a message needs no stack tells."""
+    """Return which ranks wait, by their stacks: for all that are elsewhere; for whom a message waits no stack tells."""
     found = {}
     for rank, place in places.items():
         if place.call not in ("", "wait", "backward"):
@@ -124,7 +124,11 @@ def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStan
         are = "is" if len(stopped) == 1 else "are"
         return f"{ranks_in_words(stopped)} {are} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}"
     elsewhere = f"; {ranks_in_words(lost)} run on other machines and are not seen from here" if lost else ""
-    return (_chain(waits, places) or "nothing is wrong: no rank waits for one that does not come") + elsewhere
+    well, unknown = "nothing is wrong: no rank waits for one that does not come", waits.keys() - records.by_rank.keys()
+    if messages := [rank for rank in unknown if waits[rank].op in _PAIRS]:
+        verb = "waits" if len(messages) == 1 else "wait"
+        well = f"{ranks_in_words(messages)} {verb} in a message, and no record tells whether its other end comes"
+    return (_chain(waits, places) or well) + elsewhere
 
 
 def _who_waits(waits: Mapping[int, Wait]) -> str:
