@@ -3,7 +3,7 @@
 A rank's step is cut where anything begins or ends. Between two cuts nothing changes, so one question settles each
 piece. The first line that holds names its section:
 
-    blocked in a call, and some rank has not come yet   idle       (it waits for another rank, not for bytes)
+    blocked in a call, and some rank has not come yet   idle       (it waits for a rank, not for bytes)
     blocked in a call                                   sync
     computing: the span's own kind                      data, forward, backward, optimizer, other
     bytes on the way, and nothing computed              sync       (a GPU does not block: it just has nothing to do)

@@ -117,7 +117,7 @@ def load_folder(folder: str | Path) -> Trace:
 
     Raises:
         FileNotFoundError: the folder, its clocks, or the trace of a rank is missing.
-        ValueError: a file is damaged, or holds spans of another rank.
+        ValueError: a file is damaged, or holds spans of a different rank.
     """
     folder = Path(folder)
     if not folder.is_dir():

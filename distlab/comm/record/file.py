@@ -259,4 +259,4 @@ class RecordWriter:
         with self._lock:
             self._first = 1 << 62
             self._file.close()
-            self._names.close()  # the mapping goes with its last user: a call may be on its way in another thread
+            self._names.close()  # the mapping goes with its last user: a call may be on its way in a different thread

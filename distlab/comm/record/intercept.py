@@ -232,7 +232,7 @@ class FrontEnd:
         while self._unwaited:
             try:
                 oldest = self._unwaited.popleft()
-            except IndexError:  # another thread looked too
+            except IndexError:  # a different thread looked too
                 return
             work = oldest()
             if work is None or work not in self._live:  # the program has waited for it

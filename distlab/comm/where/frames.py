@@ -92,7 +92,7 @@ def find_site(frame: FrameType | None) -> Site:
 
 
 def main_frame(main: int) -> FrameType | None:
-    """Return the frame in which the main thread stands, asked from another thread.
+    """Return the frame in which the main thread stands, asked from a different thread.
 
     Before Python 3.12, sys._current_frames makes frame objects while it holds the interpreter's list of threads. A
     garbage collection there may run a finalizer that releases the interpreter lock. Another thread that starts, or asks
