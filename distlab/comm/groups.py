@@ -231,7 +231,7 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[Path | No
     folder = Path(trace_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if member.rank == 0:
-        for path in folder.glob("rank*.trace.npz"):  # a former run's, perhaps with more ranks
+        for path in folder.glob("rank*.trace.json.gz"):  # a former run's, perhaps with more ranks
             path.unlink(missing_ok=True)
     offsets = clock_offsets_ns(member.group)  # also holds the others back until the folder is clean
     if member.rank == 0:

@@ -11,7 +11,7 @@ from distlab.comm.agree import ranks_in_words
 from distlab.profile.align import Offset, align
 from distlab.profile.kineto import events_of, is_kineto, read_rank
 from distlab.profile.profile import Profile
-from distlab.trace import Trace, load_folder, load_trace, read_chrome
+from distlab.trace import Trace, load_folder, read_chrome
 from distlab.trace.chrome import load_events
 
 PREDICTED = "predicted"
@@ -80,7 +80,7 @@ def _files_in(path: Path) -> list[Path]:
     """Return a file as it is, and of a folder the traces in it; a folder with clocks is one trace."""
     if not path.is_dir():
         return [path]
-    if any(path.glob("rank*.trace.npz")):
+    if any(path.glob("rank*.trace.json.gz")):
         return [path]
     return sorted({*path.glob("*.json"), *path.glob("*.json.gz")})
 
@@ -89,8 +89,6 @@ def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
     """Return the traces of a file by name, and what it says about its run; `free` is a rank that it may take."""
     if path.is_dir():
         return {"measured": load_folder(path)}, Run(is_aligned=True)
-    if path.suffix == ".npz":
-        return {"measured": load_trace(path)}, Run()
     document, events = load_events(path)
     if not is_kineto(document, events):
         return read_chrome(path), Run(is_aligned=True)

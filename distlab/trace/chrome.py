@@ -34,15 +34,19 @@ def write_chrome(path: str | Path, /, **traces: Trace) -> Path:
         raise ValueError(
             'write_chrome got no trace; name at least one, as in write_chrome("step.json", measured=trace)'
         )
-    events = list(_events(traces))
+    path = Path(path)
+    path.write_bytes(chrome_json(traces))
+    return path
+
+
+def chrome_json(traces: dict[str, Trace]) -> bytes:
+    """Return what `write_chrome` writes."""
     document = {
-        "traceEvents": events,
+        "traceEvents": list(_events(traces)),
         "displayTimeUnit": "ns",
         "otherData": {_KEY: {"version": _VERSION, "traces": list(traces)}},
     }
-    path = Path(path)
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return path
+    return json.dumps(document).encode()
 
 
 def _events(traces: dict[str, Trace]) -> Iterator[dict[str, Any]]:
