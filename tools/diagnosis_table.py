@@ -29,7 +29,7 @@ error; the longest ones wait two seconds in which nothing moves, since a slow jo
 every rank that has a part in it with file and line; `tests/comm/test_faults_told.py` holds this, and the limit of
 {limit} seconds. Written by `python tools/diagnosis_table.py`, {date}, {machine}.
 
-The same is watched in every script with `process_group`, also under torchrun, on the ranks of each machine
+The same is watched in every script with `process_group`, also under torchrun, if all ranks are on one machine
 (`distlab.comm.watch`); with nccl only where `watch=True`.
 
 | fault | {backends} | what is said (first line; lines and stacks follow) |

@@ -144,9 +144,9 @@ def process_group(
         timeout_s: how long a collective may wait.
         trace_dir: folder in which each rank saves a trace of its calls and of `member.spans`, to be read by
             `distlab.trace.load_folder`.
-        watch: whether every call is recorded and the ranks of each machine watch each other: calls that do not fit, and
-            a wait that can never end, are told on every rank with file and line, within seconds, and end the job. Some
-            30 us per call; False where calls are timed. None: yes, except for nccl.
+        watch: whether every call is recorded and the ranks, if all are on one machine, watch each other: calls that do
+            not fit, and a wait that can never end, are told on every rank with file and line, within seconds, and end
+            the job. Some 30 us per call; False where calls are timed. None: yes, except for nccl.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
@@ -231,7 +231,7 @@ def _tracing(member: Member, trace_dir: str | Path | None) -> Iterator[Path | No
     folder = Path(trace_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if member.rank == 0:
-        for path in folder.glob("rank*.trace.npz"):  # a former run's, perhaps with more ranks
+        for path in folder.glob("rank*.trace.json.gz"):  # a former run's, perhaps with more ranks
             path.unlink(missing_ok=True)
     offsets = clock_offsets_ns(member.group)  # also holds the others back until the folder is clean
     if member.rank == 0:

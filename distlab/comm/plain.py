@@ -15,7 +15,6 @@ pickle may also set attributes of what the list has.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import io
 import pickle
 import sys
@@ -24,7 +23,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 RECORDS = ("distlab", "simulator")  # packages whose own records come back as what they are
-ITERABLES = ("dict_keys", "dict_values", "dict_items", "map", "filter", "zip", "generator", "list_reverseiterator")
 _AS_THEY_ARE = (complex, range, slice)  # what these are pickled with runs nothing
 _BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # what a subclass of a builtin counts as, by its own methods
     (int, int.__int__),
@@ -50,7 +48,7 @@ class Foreign:
     kind: str
 
     def __repr__(self) -> str:
-        if self.kind in ITERABLES:
+        if self.kind.startswith("dict_"):  # a view
             return f"<{self.kind}: write list(...) around it>"
         return f"an object of class {self.kind}, which is not a plain value or tensor"
 
@@ -94,9 +92,10 @@ def restricted_load(file: BinaryIO, allowed: Mapping[tuple[str, str], object], w
 
 
 def pack(value: object) -> bytes:
-    """Return a value as bytes for `unpack`; an object of another class leaves its class's name only (`Foreign`).
+    """Return a value as bytes for `unpack`; an object of any other class leaves its class's name only (`Foreign`).
 
-    Subclasses of numbers, text and containers count as what they are based on, and those of tensors as plain tensors.
+    Subclasses of numbers, text and containers count as what they are based on, and dense tensors as plain ones. A
+    tensor without memory, or in a sparse layout, leaves its name too.
 
     Raises:
         Exception: the value is nested too deeply, or a tensor in it cannot be read.
@@ -144,8 +143,6 @@ def _reduced(obj: Any, kind: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         data = numpy.ascontiguousarray(numpy.asarray(obj)).tobytes()
         return _array, (obj.dtype.str, obj.shape, data, issubclass(kind, numpy.generic))
     if kind.__module__.startswith(RECORDS):
-        if issubclass(kind, enum.Enum):
-            return _record, (kind.__module__, kind.__qualname__, obj.name)
         names = getattr(kind, "_fields", None) or tuple(f.name for f in dataclasses.fields(kind))
         return _record, (kind.__module__, kind.__qualname__, {name: getattr(obj, name) for name in names})
     for base, convert in _BASES:
@@ -164,31 +161,20 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
     import torch
 
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        is_parameter = type(tensor) is torch.nn.Parameter
-        plain = tensor.detach() if is_parameter or type(tensor) is torch.Tensor else torch.Tensor.clone(tensor)
-        dense = (plain if plain.layout is torch.strided else plain.to_dense()).as_subclass(torch.Tensor)
-        data = None
-        if not dense.is_meta:
-            row = dense.cpu().resolve_conj().resolve_neg().contiguous()  # of one element with any stride
-            data = row.as_strided((row.numel(),), (1,)).view(torch.uint8).numpy().tobytes() if row.numel() else b""
-        is_sparse = plain.layout is torch.sparse_coo
-        return dense.dtype, tuple(dense.shape), data, is_sparse, bool(tensor.requires_grad), is_parameter
+        exact = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        plain = tensor.detach() if exact else torch.Tensor.clone(tensor)
+        row = plain.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        row = row.as_strided((row.numel(),), (1,))  # one element may have any stride
+        data = row.view(torch.uint8).numpy().tobytes() if row.numel() else b""
+        return tensor.dtype, tuple(tensor.shape), data, bool(tensor.requires_grad)
 
 
-def _tensor(
-    dtype: Any, shape: tuple[int, ...], data: bytes | None, is_sparse: bool, wants_grad: bool, is_parameter: bool
-) -> Any:
-    """Build a tensor from its bytes; None: it has none, on device "meta"."""
+def _tensor(dtype: Any, shape: tuple[int, ...], data: bytes, wants_grad: bool) -> Any:
+    """Build a tensor from its bytes."""
     import torch
 
-    if data:
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-    elif data is None or 0 in shape:
-        tensor = torch.empty(shape, dtype=dtype, device="meta" if data is None else "cpu")
-    else:
-        raise ValueError(f"no bytes for a tensor of shape {list(shape)}")
-    tensor = tensor.to_sparse() if is_sparse else tensor
-    return torch.nn.Parameter(tensor, wants_grad) if is_parameter else tensor.requires_grad_(wants_grad)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape).requires_grad_(wants_grad)
 
 
 def _array(dtype: str, shape: tuple[int, ...], data: bytes, is_scalar: bool) -> Any:
@@ -205,13 +191,11 @@ def _same(value: Any) -> Any:
 def _record(module: str, qualname: str, fields: Any) -> Any:
     """Build a NamedTuple or a dataclass of distlab, the simulator or a lesson from its fields; no method of it runs.
 
-    Of an enumeration, return the member with this name. Only a class that this process has loaded counts.
+    Only a class that this process has loaded counts.
     """
     kind: Any = sys.modules[module] if module.startswith(RECORDS) else None
     for name in qualname.split("."):
         kind = vars(kind)[name]
-    if issubclass(kind, enum.Enum):
-        return kind[fields]
     declared = kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
     if tuple(fields) != declared:
         raise ValueError(f"{qualname} has other fields")

@@ -35,6 +35,7 @@ from distlab.trace import Trace
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
+LOCK_GRACE_S = 10.0
 
 
 @dataclass
@@ -149,7 +150,7 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
     prog = f"lab {number}"
-    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_other_than_rank_0() else contextlib.nullcontext()
+    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_not_rank_0() else contextlib.nullcontext()
     with quiet:
         chosen = parse(settings, None, prog)
     try:
@@ -170,7 +171,7 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
-def _is_other_than_rank_0() -> bool:
+def _is_not_rank_0() -> bool:
     try:
         return read_environment().rank > 0
     except ValueError:  # told by process_group

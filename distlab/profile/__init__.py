@@ -1,8 +1,8 @@
 """Where the time of a training step goes, rank by rank, and what makes it slow.
 
-Start at `sections`: how a step is taken apart. Then read `steps` (where one begins), `calls` (what ranks do together),
+Start at `sections`: where a step begins, and how it is taken apart. Then read `calls` (what ranks do together),
 `profile` (all of it) and `findings` (what makes steps slow); `words` says it. Traces come from a `live` program
-(`recorded` reads its calls) or are `read` from files: `kineto` knows torch.profiler's, `align` brings clocks together.
+or are `read` from files: `kineto` knows torch.profiler's, `align` brings clocks together.
 Names load on first use: files are read without torch.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from distlab.faces import lazy
 
 if TYPE_CHECKING:
-    from distlab.profile.findings.finding import Finding as Finding
+    from distlab.profile.findings import Finding as Finding
     from distlab.profile.live import Profiler as Profiler
     from distlab.profile.profile import Profile as Profile
     from distlab.profile.read import read_files as read_files

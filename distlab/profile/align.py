@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.profile.calls import TOGETHER, Calls, calls_of
-from distlab.profile.steps import windows_of
+from distlab.profile.sections import windows_of
 from distlab.trace import Trace
 
 Ints = NDArray[np.int64]
@@ -87,7 +87,7 @@ def _without_calls(trace: Trace, first: int, rank: int) -> Offset:
     if max(starts) >= min(ends):
         apart_s = (max(starts) - min(ends)) / 1e9
         raise ValueError(
-            f"rank {rank}'s trace has another clock than rank {first}'s (they are {apart_s:.3g} s apart), and no "
+            f"rank {rank}'s trace has a different clock than rank {first}'s (they are {apart_s:.3g} s apart), and no "
             "collective to align them on; give traces of the same steps of one run, with their collectives"
         )
     return Offset(0, 0, 0)

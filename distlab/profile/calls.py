@@ -60,7 +60,7 @@ class Calls:
 
     @property
     def late(self) -> Trace:
-        """The calls while they wait for another rank: until the last one has come."""
+        """The calls while they wait for a different rank: until the last one has come."""
         return _with(self.spans, end_ns=self.arrival_ns)
 
     @property

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
-from distlab.comm import Recorder, clock_offsets_ns, read_records
+from distlab.comm import Recorder, Records, clock_offsets_ns, read_records
 from distlab.comm.device import is_gpu, span_writer
+from distlab.comm.record.read import Call
 from distlab.comm.together import together
 from distlab.profile.profile import Profile
-from distlab.profile.recorded import trace_of
-from distlab.profile.sections import KIND_OF
-from distlab.profile.steps import STEP
-from distlab.trace import Trace, merge, rank_file, save_clocks, save_trace
+from distlab.profile.sections import KIND_OF, STEP
+from distlab.trace import Span, Trace, merge, rank_file, save_clocks, save_trace
 
 Batch = TypeVar("Batch")
+LEAST_WAIT_NS = 20_000
 
 
 class Profiler:
@@ -150,8 +152,7 @@ class Profiler:
         self._on = False
         if self._recorder is not None:
             self._recorder.stop()
-            records = read_records(self._folder.name)
-            self._calls.append(trace_of(records, self._rank, dist.get_world_size(), self.spans.trace()))
+            self._calls += _calls_and_waits(read_records(self._folder.name), self.spans.trace())
             self._recorder.close()
             self._folder.cleanup()
             self._recorder = None
@@ -160,3 +161,37 @@ class Profiler:
 def _is_profiler_enabled() -> bool:
     """Whether torch.profiler runs: then its trace shows the sections too."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+
+
+def _calls_and_waits(records: Records, sections: Trace) -> Iterator[Trace]:
+    """Yield a rank's calls with its waits in Python, and those inside of DDP's reducer.
+
+    torch's DDP makes its calls in C++, under the line that runs backward, and waits for them there when backward ends.
+    The last of them starts when the last gradient is ready; from then on backward waits, as long as that call lasts.
+    """
+    yield records.to_trace(_lane)
+    unwaited = [call for call in records if not call.wait_ns and not call.via and _is_under_backward(call)]
+    starts, waits = np.array([call.start_ns for call in unwaited], np.int64), []
+    for backward in sections.select(sections.is_word("kind", "B")):
+        last = int(np.searchsorted(starts, backward.end_ns)) - 1
+        if last >= 0 and starts[last] >= backward.start_ns:
+            call = unwaited[last]
+            end_ns = min(call.end_ns, backward.end_ns)
+            if end_ns - call.start_ns >= LEAST_WAIT_NS:
+                waits.append(Span(call.rank, "wait", f"{call.op} #{call.number}", "wait", call.start_ns, end_ns))
+    yield Trace.from_spans(waits)
+
+
+def _lane(call: Call) -> str:
+    """Return the lane of a call: one for each group, and for each pair of ranks that send."""
+    if call.op in ("send", "recv"):
+        return f"{call.rank} to {call.peer}" if call.op == "send" else f"{call.peer} to {call.rank}"
+    is_all = len(call.group) == dist.get_world_size()
+    return "communication" if is_all else f"communication of ranks {call.group}"
+
+
+def _is_under_backward(call: Call) -> bool:
+    """Whether a call was made in C++ under a line that runs backward, not by Python code in a hook or in that line."""
+    file, _, number = call.site.rpartition(":")
+    line = linecache.getline(file, int(number) if number.isdigit() else 0)
+    return call.op not in ("send", "recv") and "backward" in line and call.op not in line

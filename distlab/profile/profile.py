@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.profile.calls import Calls, calls_of
-from distlab.profile.sections import SECTIONS, Moments, covers, moments_of
-from distlab.profile.steps import STEP, windows_of
+from distlab.profile.sections import SECTIONS, STEP, Moments, covers, moments_of, windows_of
 from distlab.trace import Trace
 
 Floats = NDArray[np.float64]

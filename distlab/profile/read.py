@@ -1,28 +1,21 @@
-"""Files in, a profile out: traces of torch.profiler, of this project or of other programs, of one rank or many."""
+"""Files in, a profile out: traces of torch.profiler or of this project, of one rank or many."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distlab.comm.agree import ranks_in_words
 from distlab.profile.align import Offset, align
-from distlab.profile.findings.finding import name_ranks
-from distlab.profile.kineto.event import call_kind, events_of, is_call, is_kineto
-from distlab.profile.kineto.host import section_of
-from distlab.profile.kineto.spans import read_rank
+from distlab.profile.kineto import events_of, is_kineto, read_rank
 from distlab.profile.profile import Profile
-from distlab.profile.sections import KIND_OF
-from distlab.profile.steps import STEP
-from distlab.trace import Trace, load_folder, load_trace, read_chrome
+from distlab.trace import Trace, load_folder, read_chrome
 from distlab.trace.chrome import load_events
 
 PREDICTED = "predicted"
 MOST_NAMED = 8  # of ranks without a trace, by number; of more ranks only how many they are
-_STEP = re.compile(r"(?:ProfilerStep|step)\W*(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"rank[\W_]*(\d+)", re.IGNORECASE)
 
 
@@ -87,7 +80,7 @@ def _files_in(path: Path) -> list[Path]:
     """Return a file as it is, and of a folder the traces in it; a folder with clocks is one trace."""
     if not path.is_dir():
         return [path]
-    if any(path.glob("rank*.trace.npz")):
+    if any(path.glob("rank*.trace.json.gz")):
         return [path]
     return sorted({*path.glob("*.json"), *path.glob("*.json.gz")})
 
@@ -96,15 +89,9 @@ def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
     """Return the traces of a file by name, and what it says about its run; `free` is a rank that it may take."""
     if path.is_dir():
         return {"measured": load_folder(path)}, Run(is_aligned=True)
-    if path.suffix == ".npz":
-        return {"measured": load_trace(path)}, Run()
-    if _is_binary(path):
-        raise ValueError(
-            f"{path} is no Chrome trace in JSON; of a trace in Perfetto's own format make one with `traceconv json`"
-        )
     document, events = load_events(path)
     if not is_kineto(document, events):
-        return {name: _understood(trace, path) for name, trace in read_chrome(path).items()}, Run(is_aligned=True)
+        return read_chrome(path), Run(is_aligned=True)
     told = document.get("distributedInfo") if isinstance(document, dict) else None
     told = told if isinstance(told, dict) else {}
     rank, world_size = told.get("rank"), told.get("world_size")
@@ -118,44 +105,10 @@ def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _is_binary(path: Path) -> bool:
-    """Whether a file that is there begins neither as JSON does (in UTF-8, 16 or 32), nor as gzip."""
-    begin = b"{"
-    if path.is_file():
-        with path.open("rb") as file:
-            begin = file.read(64)
-    text = begin.decode(json.detect_encoding(begin), "replace")
-    return begin[:2] != b"\x1f\x8b" and text.strip()[:1] not in ("{", "[", "")
-
-
-def _understood(trace: Trace, path: Path) -> Trace:
-    """Keep a trace of this project as it is; of another program's, what names a step, a section or a call."""
-    if trace.is_word("lane", "compute", "communication").any() or not len(trace):
-        return trace
-    spans = []
-    for span in trace:
-        section = section_of(span.name)
-        if match := _STEP.fullmatch(span.name):
-            spans.append(span._replace(lane=STEP, name=f"step {match[1]}", kind=STEP))
-        elif section:
-            spans.append(span._replace(lane="wait" if section == "sync" else "compute", kind=KIND_OF[section]))
-        elif is_call(span.name) or call_kind(span.name, {}) == span.name:
-            spans.append(span._replace(lane="communication", kind=call_kind(span.name, {})))
-    if not spans:
-        raise ValueError(
-            f"{path} names no section of a step; name spans forward, backward, sync, optimizer and data, or use "
-            "torch.profiler"
-        )
-    if len(trace.ranks) == 1 and (named := _RANK.search(path.name)):  # in containers all may have one process number
-        spans = [span._replace(rank=int(named[1])) for span in spans]
-    return Trace.from_spans(spans)
-
-
 def _notes(ranks: tuple[int, ...], world_size: int, offsets: dict[int, Offset]) -> Iterator[str]:
-    if (num_missing := world_size - sum(rank < world_size for rank in ranks)) > 0:
-        missing = itertools.islice((rank for rank in range(world_size) if rank not in ranks), MOST_NAMED)
-        who = name_ranks([*missing]) if num_missing <= MOST_NAMED else f"{num_missing:,} ranks"
-        verb = "has" if num_missing == 1 else "have"
+    if missing := {*range(world_size)} - {*ranks}:
+        who = ranks_in_words(missing) if len(missing) <= MOST_NAMED else f"{len(missing):,} ranks"
+        verb = "has" if len(missing) == 1 else "have"
         yield f"{who} of {world_size:,} {verb} no trace here and {verb} not been looked at"
     if len(ranks) == 1:
         yield f"this is rank {ranks[0]} alone: whether it waits for bytes or for other ranks cannot be told"

@@ -1,7 +1,7 @@
 """What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto.
 
-Read `span` (`Trace`), `writer` (a rank notes what it does), `merge` (one trace of all ranks), `chrome` (the format of
-ui.perfetto.dev) and `foreign` (traces that other programs wrote).
+Read `span` (`Trace`), `writer` (a rank notes what it does), `chrome` (the format of ui.perfetto.dev)
+and `merge` (one trace of all ranks).
 """
 
 from distlab.trace.chrome import read_chrome as read_chrome, write_chrome as write_chrome

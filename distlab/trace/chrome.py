@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from distlab.trace.foreign import read_foreign
 from distlab.trace.span import Span, Trace
 
 _VERSION = 1
@@ -35,15 +34,19 @@ def write_chrome(path: str | Path, /, **traces: Trace) -> Path:
         raise ValueError(
             'write_chrome got no trace; name at least one, as in write_chrome("step.json", measured=trace)'
         )
-    events = list(_events(traces))
+    path = Path(path)
+    path.write_bytes(chrome_json(traces))
+    return path
+
+
+def chrome_json(traces: dict[str, Trace]) -> bytes:
+    """Return what `write_chrome` writes."""
     document = {
-        "traceEvents": events,
+        "traceEvents": list(_events(traces)),
         "displayTimeUnit": "ns",
         "otherData": {_KEY: {"version": _VERSION, "traces": list(traces)}},
     }
-    path = Path(path)
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return path
+    return json.dumps(document).encode()
 
 
 def _events(traces: dict[str, Trace]) -> Iterator[dict[str, Any]]:
@@ -112,18 +115,15 @@ def _fits(stack: list[int] | None, start_ns: int, end_ns: int) -> bool:
 def read_chrome(path: str | Path) -> dict[str, Trace]:
     """Read the traces of a Chrome JSON file, plain or gzipped, by name; the exact inverse of `write_chrome`.
 
-    A file that another program wrote comes back as one trace named "trace": each process is a rank, each thread a lane,
-    a category a kind.
-
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not JSON, or no Chrome trace.
+        ValueError: the file is not JSON, or no Chrome trace, or a different program wrote it.
     """
     document, events = load_events(path)
     try:
         other = document.get("otherData") if isinstance(document, dict) else None
         header = other.get(_KEY) if isinstance(other, dict) else None
-        return read_foreign(events) if header is None else _read_own(header, events)
+        return _read_own(header, events)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -157,6 +157,10 @@ def load_events(path: str | Path) -> tuple[Any, list[Any]]:
 
 
 def _read_own(header: Any, events: list[Any]) -> dict[str, Trace]:
+    if header is None:
+        raise ValueError(
+            "a different program wrote it; write_chrome's files are read, and torch.profiler's by `profile`"
+        )
     if not isinstance(header, dict) or header.get("version") != _VERSION:
         raise ValueError(f"the trace was written as {str(header)[:80]}; this program reads version {_VERSION}")
     titles = header.get("traces")

@@ -7,41 +7,31 @@ each rank, the nanoseconds to add to its times.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from distlab.trace.span import NUMBERS, WORDS, Span, Trace
+from distlab.trace.chrome import chrome_json, read_chrome
+from distlab.trace.span import Trace
 
 CLOCKS_FILE = "clocks.json"
-_VERSION = 1
-_RANK_FILE = re.compile(r"rank(0|[1-9][0-9]*)\.trace\.npz")
-_DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError)
+_RANK_FILE = re.compile(r"rank(0|[1-9][0-9]*)\.trace\.json\.gz")
 
 
 def rank_file(folder: str | Path, rank: int) -> Path:
     """Name the file in which a rank saves its trace."""
-    return Path(folder) / f"rank{rank}.trace.npz"
+    return Path(folder) / f"rank{rank}.trace.json.gz"
 
 
 def save_trace(trace: Trace, path: str | Path) -> Path:
-    """Save a trace as a file of numpy arrays; a reader never sees half a file."""
+    """Save a trace as Chrome JSON, gzipped: damage is noticed, and a reader never sees half a file."""
     path = Path(path)
-    words = np.frombuffer(json.dumps(trace.words).encode("ascii"), np.uint8)  # JSON keeps every character of a name
-    columns = {field: getattr(trace, field) for field in Span._fields}
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez(file, version=np.int64(_VERSION), words=words, **columns)
-
-    _replace(path, write)
+    _replace(path, gzip.compress(chrome_json({"trace": trace}), 5))
     return path
 
 
@@ -52,38 +42,12 @@ def load_trace(path: str | Path) -> Trace:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, or holds something else.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no trace at {path}; save one with save_trace(trace, path)")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-        return _trace_from(stored)
-    except _DAMAGE as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be read as a trace ({reason}); delete it and record the run again") from error
-
-
-def _trace_from(stored: dict[str, Any]) -> Trace:
-    expected = {"version", "words", *Span._fields}
-    if set(stored) != expected:
-        raise ValueError(f"it holds the arrays {sorted(stored)}, expected {sorted(expected)}")
-    if stored["version"] != _VERSION:
-        raise ValueError(f"it is of version {stored['version']}, this program reads version {_VERSION}")
-    words = json.loads(stored["words"].tobytes())
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ValueError("its list of words is not a list of texts")
-    columns = {}
-    for field in Span._fields:
-        column, dtype = stored[field], np.dtype(NUMBERS.get(field, np.int32))
-        if column.ndim != 1 or column.dtype != dtype or len(column) != len(stored["rank"]):
-            raise ValueError(f"its column {field} has shape {column.shape} and type {column.dtype}, expected {dtype}")
-        if field in WORDS and len(column) and not 0 <= column.min() <= column.max() < len(words):
-            raise ValueError(f"its column {field} points outside the list of words")
-        columns[field] = column
-    if (columns["end_ns"] < columns["start_ns"]).any():
-        raise ValueError("it holds a span that ends before it starts")
-    return Trace(**columns, words=tuple(words))
+    traces = read_chrome(path)
+    if len(traces) != 1:
+        raise ValueError(
+            f"{path} holds the traces {', '.join(traces) or 'of nobody'}; expected one, as save_trace saves it"
+        )
+    return next(iter(traces.values()))
 
 
 def merge(traces: Iterable[Trace], clock_offsets_ns: Sequence[int] | None = None) -> Trace:
@@ -108,7 +72,7 @@ def save_clocks(clock_offsets_ns: Sequence[int], folder: str | Path) -> Path:
     """Save the nanoseconds to add to each rank's clock, rank 0 first, where `load_folder` looks for them."""
     path = Path(folder) / CLOCKS_FILE
     text = json.dumps([int(offset) for offset in clock_offsets_ns])
-    _replace(path, lambda temporary: temporary.write_text(text + "\n"))
+    _replace(path, f"{text}\n".encode())
     return path
 
 
@@ -117,7 +81,7 @@ def load_folder(folder: str | Path) -> Trace:
 
     Raises:
         FileNotFoundError: the folder, its clocks, or the trace of a rank is missing.
-        ValueError: a file is damaged, or holds spans of another rank.
+        ValueError: a file is damaged, or holds spans of a different rank.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -161,11 +125,11 @@ def _is_offset(value: object) -> bool:
     return type(value) is int and abs(value) < 2**62
 
 
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write next to the final place, then move: the file is whole, or not there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        write(temporary)
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

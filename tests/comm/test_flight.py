@@ -1,6 +1,5 @@
 """Dumps of torch's flight recorder: read whoever wrote them, and no code of them runs."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -62,7 +61,7 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "collective: nccl:all_reduce\nmissing ranks: {1}" in text
     assert "step at /home/me/train.py:30" in text
-    (tmp_path / "fr_1").write_text(json.dumps(dump_of(1, shape=(5,))))
+    (tmp_path / "fr_1").write_bytes(pickle.dumps(dump_of(1, shape=(5,))))
     assert main(["where", "--dumps", str(tmp_path / "fr_")]) == 0
     text = capsys.readouterr().out
     assert "Collective sequence number: 1 has errors" in text
@@ -78,7 +77,8 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
         b"{",
         b"\x80\x04.",
         pickle.dumps([1]),
-        json.dumps({"pg_config": {}}).encode(),
+        b'{"pg_config": {}}',
+        pickle.dumps({"pg_config": {}}),
     ],
 )
 def test_no_code_of_a_dump_runs_and_damage_is_told(data):

@@ -13,31 +13,16 @@ from distlab.comm.record.operations import splits_given, splits_of
 from distlab.comm.record.swapped import place_of
 
 
-def halves(rank):
-    x = torch.ones(4, dtype=torch.float16 if rank == 0 else torch.bfloat16)
-    dist.all_reduce(x)
-    return x
-
-
 def reductions_of_a_reduce(rank):
     x = torch.ones(4)
     dist.reduce(x, 0, dist.ReduceOp.PRODUCT if rank == 0 else dist.ReduceOp.SUM)
     return x
 
 
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [
-        (halves, r"float16\[4\].*bfloat16\[4\]"),
-        (reductions_of_a_reduce, r"float32\[4\], product, group .*float32\[4\], group"),
-    ],
-)
-def test_a_mismatch_that_ends_at_once_is_told(fn, says):
-    with (
-        Ranks(2, timeout_s=60) as ranks,
-        pytest.raises(RankError, match=f"(?s)ranks of group .* do not make the same call.*{says}") as caught,
-    ):
-        ranks.run(lambda: fn(dist.get_rank()))
+def test_a_mismatch_that_ends_at_once_is_told():
+    says = r"(?s)ranks of group .* do not make the same call.*float32\[4\], product, group .*float32\[4\], group"
+    with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match=says) as caught:
+        ranks.run(lambda: reductions_of_a_reduce(dist.get_rank()))
     assert "test_mismatch.py:" in str(caught.value)
 
 
@@ -322,3 +307,12 @@ def test_a_place_is_known_by_function_text_and_branch():
     assert first.branches != second.branches
     assert place_of("?:0") is None
     assert place_of(f"{__file__}.nothing:3") is None
+
+
+def test_where_the_lines_above_leave_a_doubt_no_place_is_known(tmp_path):
+    source = 'class A:\n    def f(\n        self\n    ):\n        go(1)\n        """\ntext\n"""\n        go(2)\n'
+    source += "if x: go(3)\n"
+    (tmp_path / "a.py").write_text(source)
+    known, after_text, in_a_branch = (place_of(f"{tmp_path / 'a.py'}:{line}") for line in (5, 9, 10))
+    assert (known.function[1], known.text, known.is_inner) == (2, "go(1)", True)
+    assert after_text is in_a_branch is None

@@ -44,7 +44,7 @@ def test_plain_values_come_back(value):
     [
         *(X, X.view(2, 3).T, X[::2], torch.tensor(3), torch.empty(0, 4), torch.ones(2, 2, 1, 3, dtype=torch.bfloat16)),
         *(torch.tensor([True, False]), torch.tensor([1 + 2j]).conj(), X.clone().requires_grad_(), (2 * X).expand(4, 6)),
-        *(torch.eye(3).to_sparse(), X.view(3, 2)[:1, 1]),
+        X.view(3, 2)[:1, 1],
     ],
     ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)} {tensor.layout}",
 )
@@ -53,12 +53,13 @@ def test_tensors_come_back(tensor):
     assert type(got) is torch.Tensor
     assert (got.dtype, got.shape, got.layout) == (tensor.dtype, tensor.shape, tensor.layout)
     assert got.requires_grad == tensor.requires_grad
-    assert torch.equal(got.to_dense(), tensor.to_dense())
+    assert torch.equal(got, tensor)
 
 
 def test_tensors_of_other_kinds():
-    assert isinstance(again(nn.Parameter(X)), nn.Parameter)
-    assert again(torch.empty(3, device="meta")).is_meta
+    assert again(nn.Parameter(X)).requires_grad
+    for tensor in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
+        assert again([tensor]) == [Foreign("Tensor")]
     array = np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::2]
     assert (again(array) == array).all()
     assert again(array).dtype == array.dtype
@@ -109,7 +110,7 @@ def test_objects_of_other_classes_leave_their_name_only():
     assert again({"a": collections.OrderedDict(b=1)}) == {"a": {"b": 1}}
     assert again(collections.deque([1])) == Foreign("deque")
     assert not isinstance(again({"a": 1}.values()), tuple), "its class's name is not its contents"
-    assert repr(again([zip([1], [2], strict=False)])) == "[<zip: write list(...) around it>]"
+    assert repr(again([{}.values()])) == "[<dict_values: write list(...) around it>]"
     got = again(X.as_subclass(Liar))
     assert type(got) is torch.Tensor
     assert torch.equal(got, X)

@@ -224,20 +224,6 @@ def test_a_wait_for_what_is_over_already_is_seen():
     assert not FrontEnd._active or not FrontEnd._active._live
 
 
-def test_a_wait_for_a_functional_collective_that_is_over_already_is_seen():
-    with recorded() as seen:
-        result = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
-        work = next(iter(FrontEnd._active._live))
-        while not work.is_completed():
-            pass
-        del work
-        dist.barrier()  # before a call, those that are over are noted
-        assert not FrontEnd._active._works
-        assert (result + 1).tolist() == [2.0] * 4
-    first, _ = seen.records
-    assert first.wait_ns > first.end_ns > 0
-
-
 def test_torch_is_not_kept_alive_by_finished_calls(tmp_path):
     recorder = Recorder(tmp_path, 0).start()
     front = FrontEnd._active
@@ -426,7 +412,7 @@ def test_a_group_that_a_rank_is_not_in_is_destroyed_as_torch_does():
 
 MANY_ASK_AT_ONCE = """
 import gc, sys, threading, time
-from distlab.comm.record.call_site import main_frame
+from distlab.comm.where.frames import main_frame
 
 class Finalized:
     def __init__(self):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from distlab.comm import RankError, read_records, run
 from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter
-from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import known_call
+from distlab.comm.record.read import RecordReader
 
 
 def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):

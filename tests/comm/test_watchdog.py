@@ -10,8 +10,7 @@ from distlab.comm import read_records
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
 from distlab.comm.watch import watchdog as module
-from distlab.comm.watch.waits import describe, standings_of
-from distlab.comm.watch.watch import TELL_S, Watch
+from distlab.comm.watch.waits import describe
 from distlab.comm.watch.watchdog import Watchdog, find_deadlock
 
 
@@ -84,7 +83,7 @@ def mismatch(job):
 
 def deadlock(job, finished=()):
     """Judge what is recorded so far."""
-    return find_deadlock(standings_of(job.records), ledger_of(job.records), finished)
+    return find_deadlock(job.records.by_rank, ledger_of(job.records), finished)
 
 
 def test_describe_says_who_waits_for_whom(job):
@@ -335,23 +334,6 @@ def test_ranks_seen_before_they_took_up_the_job_are_followed_into_it(tmp_path):
     assert "do not make the same call" in (watchdog.check() or "")
 
 
-def test_of_ranks_on_another_machine_nothing_is_claimed_and_nothing_is_kept(job, quick):
-    job = job(3)
-    watchdog = Watchdog(job.folder, 3, since_ns=0, ranks=[0, 1])
-    for rank in (0, 1):
-        job.whole(rank, "all_reduce")
-    job.wait(0, "all_reduce")
-    job.wait(1, "recv", peer=2)
-    for _ in range(6):
-        assert watchdog.check() is None, "rank 1 may hear from rank 2"
-        time.sleep(0.03)
-    assert len(watchdog._ledger._rows) == 1, "only the call that rank 1 has not made yet"
-    job.whole(1, "barrier", ())
-    message = watchdog.mismatch()
-    assert "do not make the same call" in message
-    assert "rank 2" not in message
-
-
 def test_a_rank_that_says_itself_that_it_has_finished_is_taken_for_finished(job, quick):
     job = job()
     job.whole(1, "all_reduce", group=(1,))
@@ -369,9 +351,3 @@ def test_who_asks_whether_one_rank_has_finished_opens_no_other_record(job):
     assert watchdog.is_finished(0)
     assert set(watchdog._readers) == {0}
     assert not Watchdog(job.folder / "nowhere", 4, since_ns=0).is_finished(0)
-
-
-def test_ranks_of_a_large_job_look_less_often_and_before_one_that_ends_is_gone(job, tmp_path):
-    seconds = [Watch(0, Watchdog(tmp_path, ranks, since_ns=0), tmp_path / "board").look_s for ranks in (2, 16, 32, 999)]
-    assert seconds == [0.25, 0.25, 0.5, 0.75]
-    assert seconds[-1] < TELL_S

@@ -14,10 +14,10 @@ import pytest
 
 import distlab
 from distlab.cli import main
-from distlab.comm import Ranks
+from distlab.comm import Ranks, Records
 from distlab.comm.where import stacks
-from distlab.comm.where.find import find_jobs, status
-from distlab.comm.where.say import report
+from distlab.comm.where.find import JobRank, RunningJob, find_jobs, status
+from distlab.comm.where.say import WhereItStands, by_stacks, report, sentence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where reads /proc")
 SPY = stacks.find_py_spy()
@@ -220,6 +220,13 @@ def test_without_py_spy_ranks_of_process_group_answer_and_live_on(with_process_g
     verdict = next(line for line in lines if line.startswith("=> "))
     assert re.search(rf"rank 0 waits for rank 1 in {call}; rank 1 has not called it: ", verdict), text
     assert verdict.endswith(" in load")
+
+
+def test_of_a_message_that_no_record_tells_of_nothing_is_claimed():
+    places = {0: WhereItStands("a.py:3", "f", "recv"), 1: WhereItStands("a.py:9", "g", "")}
+    ranks = tuple(JobRank(rank, rank, 0, "S", None, None, {}) for rank in places)
+    said = sentence(RunningJob((), "", 2, ranks, frozenset()), Records({}), places, by_stacks(places))
+    assert said == "rank 0 waits in a message, and no record tells whether its other end comes"
 
 
 def test_mistakes_are_one_line(capsys, tmp_path):

@@ -1,8 +1,7 @@
-"""Chrome JSON: what a viewer needs is there, what was written is read, and foreign traces are understood."""
+"""Chrome JSON: what a viewer needs is there, and what was written is read."""
 
 import gzip
 import json
-import random
 from itertools import combinations
 
 import pytest
@@ -101,57 +100,6 @@ def test_nothing_to_write(tmp_path):
         write_chrome(tmp_path / "step.json")
 
 
-FOREIGN = [
-    {"ph": "M", "name": "process_name", "pid": 3, "args": {"name": "python"}},
-    {"ph": "M", "name": "thread_name", "pid": 3, "tid": 7, "args": {"name": "main"}},
-    {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 3, "tid": 7, "ts": 10.5, "dur": 2.25, "args": {"x": []}},
-    {"ph": "B", "name": "outer", "pid": "GPU", "tid": "s0", "ts": "1"},
-    {"ph": "B", "name": "inner", "pid": "GPU", "tid": "s0", "ts": 2},
-    {"ph": "E", "pid": "GPU", "tid": "s0", "ts": 3},
-    {"ph": "E", "pid": "GPU", "tid": "s0", "ts": 4},
-    {"ph": "E", "pid": "GPU", "tid": "s0", "ts": 5},
-    {"ph": "i", "name": "mark", "pid": 3, "tid": 7, "ts": 1, "s": "g"},
-]
-
-
-@pytest.mark.parametrize("wrap", [lambda events: {"traceEvents": events}, lambda events: events])
-def test_a_foreign_trace(tmp_path, wrap):
-    path = tmp_path / "foreign.json"
-    path.write_text(json.dumps(wrap(FOREIGN)))
-    assert list(read_chrome(path)["trace"]) == [
-        Span(3, "main", "aten::mm", "cpu_op", 10500, 12750),
-        Span(0, "s0", "inner", "", 2000, 3000),
-        Span(0, "s0", "outer", "", 1000, 4000),
-    ]
-
-
-def test_marks_need_no_order_and_what_the_recording_cut_is_passed_over(tmp_path):
-    """Sections that touch, one inside another, one that ended while recording began, one that was open at its end."""
-    times = {"outer": (1, 9), "a": (2, 5), "b": (5, 8), "next": (9, 12)}
-    marks = [
-        {"ph": phase, "name": name, "ts": at}
-        for name, pair in times.items()
-        for phase, at in zip("BE", pair, strict=True)
-    ]
-    marks += [{"ph": "E", "ts": 0.5}, {"ph": "B", "name": "open", "ts": 20}]
-    for seed in range(50):
-        random.Random(seed).shuffle(marks)
-        marks.sort(key=lambda mark: mark["name"] == "open" if "name" in mark else -1)  # what was cut stands at the ends
-        (tmp_path / "foreign.json").write_text(json.dumps(marks))
-        trace = read_chrome(tmp_path / "foreign.json")["trace"]
-        assert {span.name: (span.start_ns / 1000, span.end_ns / 1000) for span in trace} == times, marks
-
-
-def test_torch_profiler(tmp_path):
-    torch = pytest.importorskip("torch")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        torch.ones(3, 3) @ torch.ones(3, 3)
-    profile.export_chrome_trace(str(tmp_path / "torch.json"))
-    trace = read_chrome(tmp_path / "torch.json")["trace"]
-    assert trace.is_word("name", "aten::mm").any()
-    assert 0 < trace.select(trace.is_word("name", "aten::mm")).duration_s < 10
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -162,13 +110,8 @@ def test_torch_profiler(tmp_path):
         (b"3", "is no Chrome trace: expected a list of events"),
         (b'{"traceEvents": {}}', "is no Chrome trace"),
         (b'{"events": []}', "is no Chrome trace"),
-        (b'[{"ph": "X"}]', "event 0: ts is 'None'; expected a number of microseconds"),
-        (b'[{"ph": "X", "ts": NaN}]', "event 0: ts is 'nan'"),
-        (b'[{"ph": "X", "ts": 1e300}]', "event 0: ts is"),
-        (b'[{"ph": "X", "ts": [1]}]', "event 0: ts is"),
-        (b'[{"ph": "X", "ts": 1, "dur": -1}]', "event 0 lasts -1 us"),
-        (b'[{"ph": "B", "ts": 4}, {"ph": "E", "ts": 3}]', "event 1 ends event 0 before it starts"),
-        (b"[1]", "event 0 is 1; expected an object"),
+        (b"[]", "a different program wrote it"),
+        (b'{"traceEvents": [], "otherData": {}}', "a different program wrote it"),
         (b'{"traceEvents": [], "otherData": {"distlab": {"version": 99}}}', "reads version 1"),
         (b'{"traceEvents": [], "otherData": {"distlab": {"version": 1}}}', "list of the traces' names, got None"),
         (b'{"traceEvents": [1], "otherData": {"distlab": {"version": 1, "traces": []}}}', "event 0 is damaged"),

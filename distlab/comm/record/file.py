@@ -31,14 +31,13 @@ ISSUED, WAITING, DONE, FAILED, ASIDE = 1, 2, 3, 4, 5
 MAX_TEXTS = 1 << 16  # a job may run for weeks, and its shapes change at each call
 FINISHED = 4  # a bit of the same number as the header's `aside`
 HEADER = struct.Struct("<8sQQQQqQQQQQ")  # a magic text, then what Header holds
-MAGIC = b"distrec4"
+MAGIC = b"distrec5"
 
 ROW = np.dtype(
     [
         ("n", "u8"),  # 1 for the first call that this file ever held; tells a row from the one that it overwrote
         ("start", "i8"),  # clock of time.monotonic_ns, which all processes of a machine share
         ("end", "i8"),  # 0 while unknown
-        ("open", "i8"),  # the last look that found the call unfinished
         ("wait", "i8"),  # when wait() was entered, or 0
         ("seq", "u8"),  # number of the call on its channel, from 1
         ("bytes", "u8"),  # payload; from here to `op` the same for every call from one line with one shape
@@ -58,8 +57,7 @@ ROW = np.dtype(
 )
 ROW_BYTES = ROW.itemsize
 KNOWN = struct.Struct("<QQQIIIIIiHHI")
-_PACK = struct.Struct(f"<QqqqqQ{KNOWN.size}sQ")
-_TIMES = struct.Struct("<qq")
+_PACK = struct.Struct(f"<QqqqQ{KNOWN.size}sQ")
 _COUNT = struct.Struct("<q")
 _GROUPS = struct.Struct("<qqq")
 _END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
@@ -194,7 +192,7 @@ class RecordWriter:
             self._numbers[key] = sequence = self._numbers[key] + 1
             if n - self._counted >= self.slots:
                 self._drop()
-            _PACK.pack_into(self._map, at, n, time.monotonic_ns(), 0, 0, 0, sequence, packed, ISSUED)
+            _PACK.pack_into(self._map, at, n, time.monotonic_ns(), 0, 0, sequence, packed, ISSUED)
             _COUNT.pack_into(self._map, _COUNT_AT, n)
             if aside:
                 self._map[_ASIDE_AT] |= 1
@@ -236,29 +234,20 @@ class RecordWriter:
         _GROUPS.pack_into(self._map, _GROUPS_AT, *self._groups)
 
     def wait(self, n: int, state: int) -> None:
-        """Note that the rank waits for call n from now on."""
+        """Note that the rank waits for call n from now on (WAITING, ASIDE); for what was over before (DONE); no more.
+
+        No more: it is ISSUED, as only a stream of its GPU waits.
+        """
         if self._first <= n and self._newest - n < self.slots:
             at = ROWS_AT + n % self.slots * ROW_BYTES
-            _COUNT.pack_into(self._map, at + _WAIT_AT, time.monotonic_ns())
+            _COUNT.pack_into(self._map, at + _WAIT_AT, 0 if state == ISSUED else time.monotonic_ns())
             self._map[at + _STATE_AT] = state
 
-    def waited(self, n: int) -> None:
-        """Note that the rank waits for call n, which was seen to be over before."""
-        if self._first <= n and self._newest - n < self.slots:
-            _COUNT.pack_into(self._map, ROWS_AT + n % self.slots * ROW_BYTES + _WAIT_AT, time.monotonic_ns())
-
-    def go_on(self, n: int) -> None:
-        """Note that the rank goes on while call n still runs: only a stream of its GPU waits."""
+    def end(self, n: int, state: int) -> None:
+        """Note that call n is over now."""
         if self._first <= n and self._newest - n < self.slots:
             at = ROWS_AT + n % self.slots * ROW_BYTES
-            _COUNT.pack_into(self._map, at + _WAIT_AT, 0)
-            self._map[at + _STATE_AT] = ISSUED
-
-    def end(self, n: int, state: int, open_ns: int = 0) -> None:
-        """Note that call n is over now, and when it was last seen unfinished."""
-        if self._first <= n and self._newest - n < self.slots:
-            at = ROWS_AT + n % self.slots * ROW_BYTES
-            _TIMES.pack_into(self._map, at + _END_AT, time.monotonic_ns(), open_ns)
+            _COUNT.pack_into(self._map, at + _END_AT, time.monotonic_ns())
             self._map[at + _STATE_AT] = state
 
     def finish(self) -> None:
@@ -270,4 +259,4 @@ class RecordWriter:
         with self._lock:
             self._first = 1 << 62
             self._file.close()
-            self._names.close()  # the mapping goes with its last user: a call may be on its way in another thread
+            self._names.close()  # the mapping goes with its last user: a call may be on its way in a different thread

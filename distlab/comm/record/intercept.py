@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,9 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import device
-from distlab.comm.record import shared
-from distlab.comm.record.call_site import GroupWatch, Site, SiteFinder, blocks_rank
-from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING, RecordWriter
+from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, WAITING, RecordWriter
 from distlab.comm.record.operations import (
     OPERATIONS,
     Operation,
@@ -32,10 +29,12 @@ from distlab.comm.record.operations import (
     reduction_of,
     refuse_itself,
     refuse_layouts,
-    refuse_peer,
+    refused_peer,
     splits_given,
     tensors_in,
 )
+from distlab.comm.record.taps import tap_groups, tap_shared_memory
+from distlab.comm.where.frames import Site, blocks_rank, find_site
 
 MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are dropped, so that their tensors can be freed
 
@@ -60,22 +59,17 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.sinks: tuple[Sink, ...] = ()
-        self.finder = SiteFinder()
         self._main = threading.main_thread().ident
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
         self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first; `_live` alone keeps them
         self._over: Any = weakref.WeakKeyDictionary()  # those that were seen to be over before a wait
-        self._over_at: dict[int, list[Token]] = {}  # the same by the address of the result
         self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
         self._addresses: dict[Any, int] = {}
-        self._head: Any = None  # the reference to the oldest that was looked at and not over
-        self._looked_ns = 0
         self._real_wait = vars(dist.Work)["wait"]
         self._has_gpu = False
         self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
-        self._groups = GroupWatch(self.finder, self._tell_group)
         self._libraries: list[Any] = []
-        self._release_shared: Callable[[], None] = lambda: None
+        self._undo: list[Callable[[], None]] = []
 
     @classmethod
     def install(cls) -> FrontEnd:
@@ -121,7 +115,6 @@ class FrontEnd:
 
     def _install(self) -> None:
         dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
-        self._groups.install()
         library = torch.library.Library("c10d", "IMPL")
         for operation in OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
@@ -132,14 +125,14 @@ class FrontEnd:
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
         self._libraries = [library, functional]
-        self._release_shared = shared.tap(self)
+        self._undo = [tap_groups(self._tell_group), tap_shared_memory(self)]
 
     def _restore(self) -> None:
         dist.Work.wait = self._real_wait  # type: ignore[method-assign]
-        self._groups.restore()
         for library in self._libraries:
             library._destroy()
-        self._release_shared()
+        for undo in self._undo:
+            undo()
 
     def _tell_group(self, event: str, what: str = "") -> None:
         for sink in self.sinks:
@@ -162,7 +155,7 @@ class FrontEnd:
             group, frame = unbox_group(args[group_at]), here().f_back
             peer = -1 if root_at is None else args[root_at]
             if root_at is not None and not 0 <= peer < group.size():
-                refuse_peer(operation.op, peer, group.size(), frame, self.finder)
+                raise refused_peer(operation.op, peer, group.size(), frame)
             reduction = "" if reduction_at is None else reduction_of(frame)
             terms = Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
             tokens = self.begin(operation, group, args, terms, frame)
@@ -187,14 +180,14 @@ class FrontEnd:
         for index in operation.raw:
             tensors = data if index == operation.data else args[index]
             if type(tensors) is not Tensor or not is_dense_block(tensors):
-                refuse_layouts(operation.op, tensors, frame, self.finder)
+                refuse_layouts(operation.op, tensors, frame)
         if operation.op in ("send", "recv") and terms.peer == group.rank():
-            refuse_itself(operation.op, group, frame, self.finder)
+            refuse_itself(operation.op, group, frame)
         if operation.op == "all_to_all":
             terms = Terms(splits=splits_given(args))
         if self._unwaited:
             self._look()
-        site = self.finder.find(frame)
+        site = find_site(frame)
         aside = threading.get_ident() != self._main and not blocks_rank()
         return [sink.call(operation, group, data, terms, site, aside) for sink in self.sinks]
 
@@ -227,9 +220,9 @@ class FrontEnd:
         self._collectives.discard(work)
         return self._live.pop(work, [])
 
-    def _close(self, tokens: list[Token], state: int, open_ns: int = 0) -> None:
+    def _close(self, tokens: list[Token], state: int) -> None:
         for writer, number in tokens:
-            writer.end(number, state, open_ns)
+            writer.end(number, state)
 
     def _look(self) -> None:
         """Note which of the oldest asynchronous calls are over.
@@ -239,20 +232,16 @@ class FrontEnd:
         while self._unwaited:
             try:
                 oldest = self._unwaited.popleft()
-            except IndexError:  # another thread looked too
+            except IndexError:  # a different thread looked too
                 return
             work = oldest()
             if work is None or work not in self._live:  # the program has waited for it
                 continue
             if not work.is_completed():
                 self._unwaited.appendleft(oldest)
-                self._head, self._looked_ns = oldest, time.monotonic_ns()
                 return
-            address = self._addresses.get(work, 0)
-            self._over[work] = self._over_at[address] = tokens = self._forget(work)
-            if len(self._over_at) > MAX_UNWAITED:
-                del self._over_at[next(iter(self._over_at))]
-            self._close(tokens, DONE, self._looked_ns if oldest is self._head else 0)
+            self._over[work] = tokens = self._forget(work)
+            self._close(tokens, DONE)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
@@ -265,7 +254,7 @@ class FrontEnd:
             tokens = live.get(work)
             if tokens is None:
                 for writer, number in over.pop(work, ()) if work is not None else ():
-                    writer.waited(number)
+                    writer.wait(number, DONE)
                 return real(work, *args, **named)
             begun = WAITING if thread() == main or blocks_rank() else ASIDE
             for writer, number in tokens:
@@ -277,7 +266,7 @@ class FrontEnd:
             finally:
                 if state == DONE and work in self._collectives and not work.is_completed():
                     for writer, number in tokens:
-                        writer.go_on(number)
+                        writer.wait(number, ISSUED)
                     self._unwaited.append(weakref.ref(work))
                 else:
                     self._close(self._forget(work), state)
@@ -292,8 +281,6 @@ class FrontEnd:
 
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
             address = tensor.data_ptr() if tensor.layout is torch.strided else -1
-            for writer, number in () if address in self._works else self._over_at.pop(address, ()):
-                writer.waited(number)
             return wait(self._works.get(address), keys.remove(key), tensor)
 
         return kernel

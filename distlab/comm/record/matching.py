@@ -82,14 +82,9 @@ def known_call(
 
 
 class Ledger:
-    """Calls of the ranks of one job; feed it rows as they appear.
+    """Calls of the ranks of one job; feed it rows as they appear."""
 
-    Args:
-        unseen: ranks whose rows never come, as they are on another machine: calls meet without them.
-    """
-
-    def __init__(self, unseen: Collection[int] = ()) -> None:
-        self.unseen = frozenset(unseen)
+    def __init__(self) -> None:
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
@@ -98,7 +93,6 @@ class Ledger:
         self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
         self._site_numbers: dict[str, int] = {}
         self._exchanges = Exchanges()
-        self._unfit = ""
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
@@ -119,8 +113,6 @@ class Ledger:
         self._numbers[rank].update(zip(channels, rows["seq"].tolist(), strict=True))
         for row in rows[is_pair(rows) & (rows["parties"] == 0)]:
             self._open_ends.add((names[row["group"]], rank))
-        if self.unseen:
-            rows = self._without_unseen(rows, names)
         meeting = rows["parties"] > 1
         self._rows = np.concatenate([self._rows, rows[meeting]])
         self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
@@ -128,27 +120,18 @@ class Ledger:
         numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
         self._sites = np.concatenate([self._sites, np.array(numbers, np.int64)[inverse]])
 
-    def _without_unseen(self, rows: NDArray[Any], names: list[str]) -> NDArray[Any]:
-        """Return rows in which only the ranks that are seen count as parties."""
-        rows = rows.copy()
-        for group in np.unique(rows["group"]).tolist():
-            seen = len(set(group_ranks(names[group])) - self.unseen)
-            chosen = (rows["group"] == group) & ~is_pair(rows)
-            rows["parties"][chosen] = np.minimum(rows["parties"][chosen], seen)
-        rows["parties"][is_pair(rows) & np.isin(rows["peer"], [*self.unseen])] = 1
-        return rows
-
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
-        if rank in self.unseen:
-            return True
         number = self._numbers[rank].get((int(row["channel"]), receive))
         if number is None:
             return rank in self._incomplete
         return number >= int(row["seq"])
 
     def disagreement(self) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
-        """Return rows and ranks of the earliest calls that meet and do not agree; forget those that all agree."""
+        """Return rows and ranks of the earliest calls that meet and do not agree; forget those that all agree.
+
+        Calls of all_to_all do not agree either where a rank gives more or less than a rank takes.
+        """
         while len(self._rows):
             keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
             order = np.argsort(keys, kind="stable")
@@ -157,41 +140,27 @@ class Ledger:
             sizes = np.diff(np.r_[starts, len(keys)])
             wrong = rows["fp"] != np.repeat(rows["fp"][starts], sizes)
             if not wrong.any():
+                for key in np.unique(keys[rows["op"] == _ALL_TO_ALL]):
+                    found = _by_rank(rows[keys == key], ranks[keys == key])
+                    if unfit_splits(*found, self.names):
+                        return found
                 waiting = np.repeat(sizes, sizes) < rows["parties"]
                 forked = (sites != np.repeat(sites[starts], sizes)) & ~waiting & ~is_pair(rows)
                 for start in starts[np.add.reduceat(forked.astype(np.int64), starts) > 0].tolist():
                     end = start + int(sizes[np.searchsorted(starts, start)])
                     self._exchanges.add(rows[start:end], ranks[start:end].tolist(), self.names)
-                self._unfit = self._unfit or self._unfit_splits(keys, rows, ranks, ~waiting)
                 self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
             met = keys == keys[first]
             if not self._is_open(rows[first], int(ranks[first])):
-                by_rank = np.argsort(ranks[met], kind="stable")
-                return rows[met][by_rank], ranks[met][by_rank]
+                return _by_rank(rows[met], ranks[met])
             self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
 
-    def misfit(self, *, is_over: bool) -> str:
-        """Say which calls do not fit though they are alike: made in another order, or giving other amounts.
-
-        `disagreement` finds them on its way. `is_over`: no other rank will arrive, so look at those that have.
-        """
-        if is_over and not self._unfit:
-            keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
-            self._unfit = self._unfit_splits(keys, self._rows, self._ranks, np.ones(len(keys), bool))
-        return self._unfit or self._exchanges.explain(self.names)
-
-    def _unfit_splits(
-        self, keys: NDArray[Any], rows: NDArray[Any], ranks: NDArray[np.int64], chosen: NDArray[np.bool_]
-    ) -> str:
-        for key in np.unique(keys[chosen & (rows["op"] == _ALL_TO_ALL)]):
-            met = np.flatnonzero(keys == key)
-            met = met[np.argsort(ranks[met], kind="stable")]
-            if said := unfit_splits(rows[met], ranks[met].tolist(), self.names):
-                return said
-        return ""
+    def exchange(self) -> str:
+        """Say which calls are alike and made in a different order, as `disagreement` finds on its way; else ""."""
+        return self._exchanges.explain(self.names)
 
     def _is_open(self, row: Any, rank: int) -> bool:
         """Tell whether the receiver also takes messages from anyone, so that its order is not known."""
@@ -209,14 +178,12 @@ def splits_in(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return gives, takes
 
 
-def unfit_splits(rows: NDArray[Any], ranks: Sequence[int], names: Mapping[int, list[str]]) -> str:
-    """Say where ranks whose all_to_all calls meet give other amounts than are taken; "" where all fit."""
-    members = group_ranks(names[ranks[0]][rows[0]["group"]])
-    splits = {rank: splits_in(names[rank][row["what"]]) for rank, row in zip(ranks, rows, strict=True)}
-    wrong = []
-    for source in ranks:
-        for destination in ranks:
-            given, taken = splits[source], splits[destination]
+def unfit_splits(rows: NDArray[Any], ranks: NDArray[np.int64], names: Mapping[int, list[str]]) -> list[str]:
+    """Say where ranks whose all_to_all calls meet give other amounts than are taken: a line for each pair of ranks."""
+    splits = {rank: splits_in(names[rank][row["what"]]) for rank, row in zip(ranks.tolist(), rows, strict=True)}
+    members, wrong = group_ranks(names[next(iter(splits))][rows[0]["group"]]), []
+    for source, given in splits.items():
+        for destination, taken in splits.items():
             if given is None or taken is None or not len(given[0]) == len(taken[1]) == len(members):
                 continue
             sent, expected = given[0][members.index(destination)], taken[1][members.index(source)]
@@ -225,27 +192,31 @@ def unfit_splits(rows: NDArray[Any], ranks: Sequence[int], names: Mapping[int, l
                     f"  rank {source} gives rank {destination} {sent} elements, and rank {destination} takes "
                     f"{expected} from it"
                 )
-    if not wrong:
-        return ""
-    head = f"the ranks of group {list(members)} give other amounts than are taken, at their call #{rows[0]['seq']}:"
-    lines = [f"  rank {rank}: {call_of(rank, row, names[rank])}" for rank, row in zip(ranks, rows, strict=True)]
-    lines += [f"  rank {rank} has not called it yet" for rank in members if rank not in ranks]
-    rule = "let what rank i gives rank j be what rank j takes from rank i: send the counts first where they vary"
-    return "\n".join([head, *wrong, *lines, rule])
+    return wrong
+
+
+def _by_rank(rows: NDArray[Any], ranks: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    order = np.argsort(ranks, kind="stable")
+    return rows[order], ranks[order]
 
 
 def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
     """Say which calls meet and do not agree, with every rank's operation, shape and line."""
-    calls: dict[int, object] = {
-        r: call_of(r, row, ledger.names[r]) for r, row in zip(ranks.tolist(), rows, strict=True)
-    }
+    calls = {r: call_of(r, row, ledger.names[r]) for r, row in zip(ranks.tolist(), rows, strict=True)}
+    lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
     if is_pair(rows[0]):
         head = "a send and the receive that takes it do not fit:"
         rule = "give both the same number of elements and the same dtype"
-        return "\n".join([head, *(f"  rank {r}: {call}" for r, call in calls.items()), rule])
+        return "\n".join([head, *lines, rule])
     members = group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]])
-    calls |= {rank: None for rank in members if rank not in calls and rank not in ledger.unseen}
-    return not_the_same(members, calls, int(rows[0]["seq"]))
+    missing, number = [rank for rank in members if rank not in calls], int(rows[0]["seq"])
+    if len(set(rows["fp"].tolist())) > 1:
+        return not_the_same(members, calls | dict.fromkeys(missing), number)
+    head = f"the ranks of group {list(members)} give other amounts than are taken, at their call #{number}:"
+    lines = [*unfit_splits(rows, ranks, ledger.names), *lines]
+    lines += [f"  rank {rank} has not called it yet" for rank in missing]
+    rule = "let what rank i gives rank j be what rank j takes from rank i: send the counts first where they vary"
+    return "\n".join([head, *lines, rule])
 
 
 def ledger_of(records: Records) -> Ledger:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.comm.record.call_site import SiteFinder, is_internal
+from distlab.comm.where.frames import find_site, is_internal
 from distlab.nodes.wire import ring_bytes as ring_bytes
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -158,32 +158,26 @@ def name_of_reduction(given: Any) -> str:
     return _REDUCTIONS.get(id(named)) or str(getattr(named, "name", named)).rpartition(".")[2].lower()
 
 
-def refuse_peer(op: str, peer: int, size: int, frame: FrameType | None, finder: SiteFinder) -> None:
-    """Refuse a rank that the group does not have: gloo would crash, or wait without end.
-
-    Raises:
-        ValueError: naming rank, op, the wrong number and what is allowed.
-    """
-    site = finder.find(frame)
-    raise ValueError(
-        f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} names rank {peer}: there is no such rank, the group has "
-        f"ranks 0 to {size - 1}"
-    )
+def refused(op: str, frame: FrameType | None, words: str) -> ValueError:
+    """Return the error of a call that is refused: naming rank, op and line, and what the words say."""
+    site = find_site(frame)
+    return ValueError(f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} {words}")
 
 
-def refuse_itself(op: str, group: Any, frame: FrameType | None, finder: SiteFinder) -> None:
+def refused_peer(op: str, peer: int, size: int, frame: FrameType | None) -> ValueError:
+    """Return the error of a call that names a rank which its group lacks: gloo would crash, or wait without end."""
+    return refused(op, frame, f"names rank {peer}: there is no such rank, the group has ranks 0 to {size - 1}")
+
+
+def refuse_itself(op: str, group: Any, frame: FrameType | None) -> None:
     """Refuse a message of a rank to itself, which gloo cannot carry; NCCL can.
 
     Raises:
         ValueError: naming rank, op and what to do.
     """
-    if "nccl" in dist.get_backend(group):
-        return
-    site = finder.find(frame)
-    raise ValueError(
-        f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} is {'to' if op == 'send' else 'from'} this rank itself: "
-        "a message needs two ranks; keep the tensor, or a copy of it, and leave the message out here"
-    )
+    if "nccl" not in dist.get_backend(group):
+        words = f"is {'to' if op == 'send' else 'from'} this rank itself: a message needs two ranks; "
+        raise refused(op, frame, words + "keep the tensor, or a copy of it, and leave the message out here")
 
 
 def is_dense_block(tensor: torch.Tensor) -> bool:
@@ -191,7 +185,7 @@ def is_dense_block(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
-def refuse_layouts(op: str, tensors: Any, frame: FrameType | None, finder: SiteFinder) -> None:
+def refuse_layouts(op: str, tensors: Any, frame: FrameType | None) -> None:
     """Refuse tensors whose memory is not one dense block in order: gloo would read the wrong numbers without a word.
 
     What torch itself hands over (sparse gradients in DDP) is torch's business and passes.
@@ -204,16 +198,12 @@ def refuse_layouts(op: str, tensors: Any, frame: FrameType | None, finder: SiteF
             continue
         if is_internal(frame):
             return
-        site = finder.find(frame)
-        where = f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} was given"
         shape = f"shape {list(tensor.shape)}"
         if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{where} a sparse tensor of {shape} (layout {str(tensor.layout).removeprefix('torch.')}, no stride); "
-                "expected a dense one: call .to_dense(), or send its indices and values"
-            )
-        raise ValueError(
-            f"{where} a non-contiguous tensor of {shape}, stride {list(tensor.stride())}; expected stride "
-            f"{list(torch.empty(tensor.shape, device='meta').stride())}: call .contiguous() first, "
-            "and copy the result back where the call writes to it"
-        )
+            words = f"was given a sparse tensor of {shape} (layout {str(tensor.layout).removeprefix('torch.')}, no "
+            words += "stride); expected a dense one: call .to_dense(), or send its indices and values"
+        else:
+            words = f"was given a non-contiguous tensor of {shape}, stride {list(tensor.stride())}; expected stride "
+            words += f"{list(torch.empty(tensor.shape, device='meta').stride())}: call .contiguous() first, and copy "
+            words += "the result back where the call writes to it"
+        raise refused(op, frame, words)

@@ -7,8 +7,9 @@ many rows were overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, OPS, RECV, SEND, WAITING, Header, add_to_totals
-from distlab.comm.record.file_reader import RecordReader
+from distlab.comm.record.file import (
+    ASIDE,
+    DONE,
+    FAILED,
+    HEADER,
+    ISSUED,
+    MAGIC,
+    OPS,
+    RECV,
+    ROW,
+    ROWS_AT,
+    SEND,
+    TOTALS,
+    TOTALS_AT,
+    WAITING,
+    Header,
+    add_to_totals,
+)
 from distlab.trace import Span, Trace
 
 _STATES = {ISSUED: "issued", WAITING: "waiting", ASIDE: "waiting", DONE: "done", FAILED: "failed"}
@@ -173,17 +190,16 @@ class Records:
         """
         return self._total(rank, "ring")
 
-    def to_trace(self) -> Trace:
-        """Return the calls as spans on the lane "communication", and the time blocked in wait() on the lane "wait".
+    def to_trace(self, lane_of: Callable[[Call], str] = lambda call: "communication") -> Trace:
+        """Return the calls as spans on the lanes that `lane_of` says, and the time blocked in wait() on "wait".
 
-        A call without a wait, whose end was not seen, ends at the last look that found it unfinished.
+        A call whose end was not seen ends where the rank began to wait for it, or at once.
         """
         spans = []
-        rows = [row for record in self.by_rank.values() for row in record.rows]
-        for call, row in zip(self, rows, strict=True):
+        for call in self:
             name = f"{call.op} #{call.number}"
-            end = call.end_ns or max(call.start_ns, int(row["open"]), call.wait_ns)
-            spans.append(Span(call.rank, "communication", name, call.op, call.start_ns, end, call.num_bytes))
+            end = call.end_ns or max(call.start_ns, call.wait_ns)
+            spans.append(Span(call.rank, lane_of(call), name, call.op, call.start_ns, end, call.num_bytes))
             if 0 < call.wait_ns < call.end_ns:
                 spans.append(Span(call.rank, "wait", name, "wait", call.wait_ns, call.end_ns))
         return Trace.from_spans(spans)
@@ -198,6 +214,85 @@ class Records:
             raise ValueError(f"no operation is called {op!r}; choose one of {', '.join(OPS[1:])}")
         totals = self._of(rank).totals[field]
         return int(totals.sum() if op is None else totals[OPS.index(op)])
+
+
+class RecordReader:
+    """Read a rank's file from any process, at any time, without disturbing the rank.
+
+    It copies bytes and maps nothing: a read of a mapped file that was truncated would end the reader with SIGBUS.
+
+    Args:
+        path: the rank's file, rank{r}.rec.
+        names: the file of its texts, where it is not beside it.
+        rank: whose it is, where the name does not tell.
+    """
+
+    def __init__(self, path: Path, names: Path | None = None, rank: int | None = None) -> None:
+        self.rank = int(path.stem.removeprefix("rank")) if rank is None else rank
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as the reader)
+        self._names_file = open(names or path.with_suffix(".names"), "rb")  # noqa: SIM115 (open as long as the reader)
+        self._tail = b""
+        self.names: list[str] = [""]
+
+    @staticmethod
+    def is_ready(path: Path) -> bool:
+        """Tell whether the rank has written its header."""
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        self._names_file.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # a file that could not be opened
+            self.close()
+
+    def _read(self, at: int, size: int) -> bytes:
+        """Return bytes of the file.
+
+        Raises:
+            RuntimeError: the file has become too short.
+        """
+        data = os.pread(self._file.fileno(), size, at)
+        if len(data) < size:
+            raise RuntimeError(
+                f"the record of rank {self.rank}'s calls, {self._file.name}, was truncated while the ranks ran; find "
+                "what writes into the launcher's folder, and stop it"
+            )
+        return data
+
+    def header(self) -> Header:
+        """Return the header as it stands."""
+        _, *numbers = HEADER.unpack(self._read(0, HEADER.size))
+        return Header(*numbers)
+
+    def totals(self) -> NDArray[Any]:
+        """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
+        return np.frombuffer(self._read(TOTALS_AT, len(OPS) * TOTALS.itemsize), TOTALS).copy()
+
+    def rows(self, header: Header, after: int = 0) -> NDArray[Any]:
+        """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""
+        start = max(header.first, header.newest - header.slots + 1, after + 1)
+        return self.pick(header, np.arange(start, header.newest + 1, dtype=np.uint64))
+
+    def pick(self, header: Header, numbers: NDArray[np.uint64]) -> NDArray[Any]:
+        """Copy the job's rows with these numbers, as far as they are there."""
+        slots = (numbers % np.uint64(header.slots)).astype(np.int64)
+        first, end = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 0)
+        data = self._read(ROWS_AT + first * ROW.itemsize, (end - first) * ROW.itemsize)
+        rows: NDArray[Any] = np.frombuffer(data, ROW)[slots - first]
+        now = self.header()
+        intact = (rows["n"] == numbers) & (rows["state"] > 0) & (numbers + np.uint64(header.slots) > now.newest)
+        return np.asarray(rows[intact & (now.job == header.job)])
+
+    def read_names(self) -> list[str]:
+        """Return the texts, those written since the last look included."""
+        lines = (self._tail + self._names_file.read()).split(b"\n")
+        self._tail = lines.pop()
+        self.names += [line.decode("utf-8", "replace") for line in lines]
+        return self.names
 
 
 def read_record(reader: RecordReader) -> RankRecord:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call
@@ -33,6 +32,7 @@ from distlab.comm.record.operations import (
     tensors_in,
 )
 from distlab.comm.record.read import Records, read_records
+from distlab.comm.where.frames import Site
 
 MAX_KNOWN = 8192
 

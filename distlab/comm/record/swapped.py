@@ -1,18 +1,18 @@
-"""Find calls that are alike in operation and shape and that ranks make in another order, by the lines that make them.
+"""Find calls that are alike in operation and shape and that ranks make in a different order, by their lines.
 
 Such calls meet and add up different tensors, and nothing else in the record shows it. What is told is an exchange: two
 or three calls of a group, where each rank makes the same ones and not all in the same order. Calls are the same when
 one line makes them, or two lines of one function that read alike, as in the branches of `if rank == 1`. A program that
 takes turns, where an `if` chooses between a rank's two lines, is never accused. Nor is one whose lines stand in a hook
-and in what runs after backward: a bucket may start in either, so the line does not say which bucket it is. Without its
-source nothing is told.
+and in what runs after backward: a bucket may start in either, so the line does not say which bucket it is. What a line
+is its text and the lines above it say, by their indentation; where they leave a doubt nothing is told.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import linecache
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -25,6 +25,9 @@ from distlab.comm.record.read import call_of, group_ranks
 
 _BARRIER = OPS.index("barrier")
 _KEPT = 64  # forked calls of a group that are remembered
+_FUNCTION = re.compile(r"(async\s+)?def\s")
+_BRANCH = re.compile(r"(if|elif|else|while|try|except|finally|match|case)\b")
+_HEADER = re.compile(r":\s*(#.*)?$")
 
 Calls = Mapping[int, Any]  # the rows of calls that met, by rank
 
@@ -34,14 +37,14 @@ class SourceLine(NamedTuple):
 
     Attributes:
         function: file and first line of the innermost function that holds it.
-        text: its statements.
-        branches: the branches of that function in which it stands, each as first line and name of the branch.
-        is_inner: the function is a method, a lambda or inside another one, as hooks are.
+        text: what stands there.
+        branches: the lines of that function that begin the branches in which it stands.
+        is_inner: the function is a method, a lambda or inside a different one, as hooks are.
     """
 
     function: tuple[str, int]
     text: str
-    branches: frozenset[tuple[int, str]]
+    branches: frozenset[int]
     is_inner: bool
 
 
@@ -111,34 +114,28 @@ def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool
 
 @functools.lru_cache(maxsize=4096)
 def place_of(site: str) -> SourceLine | None:
-    """Return what stands at a call site, "file:line"; None where its source cannot be read."""
+    """Return what stands at a call site, "file:line"; None where it cannot be read, or begins a branch itself."""
     file, _, number = site.rpartition(":")
-    tree, line = _tree(file), int(number) if number.isdigit() else 0
-    if tree is None:
+    lines = linecache.getlines(file)[: int(number) if number.isdigit() else 0]
+    text = lines[-1].strip() if lines else ""
+    if not text or _BRANCH.match(text):
         return None
-    function, is_inner, branches, text = (file, 0), False, set[tuple[int, str]](), []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case | ast.Lambda):
+    depth, branches = _depth(lines[-1]), set[int]()
+    for at in range(len(lines) - 1, 0, -1):
+        above = lines[at - 1]
+        if not above.strip() or above.lstrip().startswith("#") or _depth(above) >= depth:
             continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _holds(node, line):
-            is_inner = node.col_offset > 0 if node.lineno >= function[1] else is_inner
-            function = (file, max(function[1], node.lineno))
-        elif isinstance(node, ast.stmt) and not hasattr(node, "body") and _holds(node, line):
-            text.append(ast.unparse(node))
-        if isinstance(node, ast.If | ast.While | ast.Try | ast.ExceptHandler | ast.match_case):
-            named = ((name, getattr(node, name, [])) for name in ("body", "orelse"))
-            branches |= {(b[0].lineno, name) for name, b in named if any(_holds(inner, line) for inner in b)}
-    inside = frozenset(branch for branch in branches if branch[0] > function[1])
-    return SourceLine(function, "; ".join(text), inside, is_inner) if text else None
+        depth, begins = _depth(above), above.strip()
+        if _FUNCTION.match(begins):
+            return SourceLine((file, at), text, frozenset(branches), depth > 0 or "lambda" in text)
+        if begins[0] in ")]}":  # the end of a header of several lines
+            depth += 1
+        elif not _HEADER.search(begins):  # such as a line of a string
+            return None
+        elif _BRANCH.match(begins):
+            branches.add(at)
+    return SourceLine((file, 0), text, frozenset(branches), "lambda" in text)
 
 
-def _holds(node: Any, line: int) -> bool:
-    return bool(node.lineno <= line <= node.end_lineno)
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())

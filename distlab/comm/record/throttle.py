@@ -11,7 +11,7 @@ works as on a real link, and a rank that sleeps leaves its core to others, as on
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from distlab.comm.record.call_site import Site
 from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
-from distlab.nodes.wire import Wire, link_s as link_s
+from distlab.comm.where.frames import Site
+from distlab.nodes.wire import Pace, Wire, link_s as link_s
 from distlab.shared_memory.work import SharedWork
 
 PAIRS = ("send", "recv")
@@ -40,13 +40,11 @@ class ThrottledLink:
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        wire = Wire(bytes_per_s, latency_s)  # refuses what no link has
-        self.bytes_per_s, self.latency_s = wire.bytes_per_s, wire.latency_s
+        self._pace = Pace(Wire(bytes_per_s, latency_s))  # a wire refuses what no link has
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
         self.busy_s = 0.0
-        self.num_calls = 0
-        self._free_s = 0.0
+        self.num_calls, self._numbers = 0, itertools.count(1)
         self._ends: dict[int, float] = {}  # of calls whose end was not seen
-        self._guard = threading.Lock()
 
     def call(self, operation: Operation, group: Any, data: Any, terms: Terms, site: Site, aside: bool) -> Token:
         """Give a call its place on the link, behind those before (called by the front end).
@@ -61,13 +59,11 @@ class ThrottledLink:
             )
         num_bytes = sum(map(num_bytes_of, tensors_in(data)))
         seconds = link_s(operation.op, num_bytes, group.size(), bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
-        with self._guard:
-            self._free_s = max(self._free_s, time.monotonic()) + seconds
-            self.num_calls += 1
-            self.busy_s += seconds
-            self._ends[self.num_calls] = self._free_s
-            # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
-            return cast(RecordWriter, self), self.num_calls
+        self.num_calls = number = next(self._numbers)
+        self.busy_s += seconds
+        self._ends[number] = self._pace.occupy(seconds, time.monotonic())
+        # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
+        return cast(RecordWriter, self), number
 
     def group(self, event: str, what: str = "") -> None:
         """Do nothing: the link carries calls only."""
@@ -82,10 +78,7 @@ class ThrottledLink:
         while (left_s := end_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def waited(self, number: int) -> None:
-        """Do nothing: the call was over before the wait."""
-
-    def end(self, number: int, state: int, open_ns: int = 0) -> None:
+    def end(self, number: int, state: int) -> None:
         """Forget a call that is over."""
         self._ends.pop(number, None)
 

@@ -11,30 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from numpy.typing import NDArray
-
-from distlab.comm.record.file import OPS, RECV, SEND, WAITING, Header
+from distlab.comm.record.file import OPS, RECV, SEND, WAITING
 from distlab.comm.record.matching import Ledger, absences, groups_of, ledger_of
-from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
+from distlab.comm.record.read import RankRecord, Records, call_of, group_ranks, is_pair
 
 NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 NEVER_S = 5.0  # a call of C++ code that is so old, and that a finished rank never made, will never end
 _ALL_MAKE = "every rank must call new_group, also a rank outside the group"
-
-
-class Standing(NamedTuple):
-    """Where one rank stands: calls not known to be over, its newest call, and whether other threads make calls too."""
-
-    names: list[str]
-    unfinished: NDArray[Any]
-    last: Any
-    header: Header
-
-    @property
-    def blocked_in(self) -> Any:
-        """The row of the call that the rank is blocked in, or None."""
-        waiting = self.unfinished[self.unfinished["state"] == WAITING]
-        return waiting[0] if len(waiting) else None
 
 
 class Wait(NamedTuple):
@@ -65,34 +48,30 @@ class Wait(NamedTuple):
         return bool(self.absent) and (self.is_blocked or is_left)
 
 
-def standings_of(records: Records) -> dict[int, Standing]:
-    """Return where every rank stands."""
-    found = {}
-    for rank, record in records.by_rank.items():
-        unfinished = record.rows[(record.rows["end"] == 0)]
-        last = record.rows[-1] if len(record.rows) else None
-        found[rank] = Standing(record.names, unfinished, last, record.header)
-    return found
+def blocked_in(record: RankRecord) -> Any:
+    """Return the row of the call that a rank is blocked in, or None."""
+    waiting = record.rows[(record.rows["end"] == 0) & (record.rows["state"] == WAITING)]
+    return waiting[0] if len(waiting) else None
 
 
-def waits_of(standings: Mapping[int, Standing], ledger: Ledger) -> dict[int, Wait]:
+def waits_of(records: Mapping[int, RankRecord], ledger: Ledger) -> dict[int, Wait]:
     """Return what each rank waits in; ranks whose calls are all over are left out.
 
     A rank that is blocked in no call may have collectives that are not over: then the first that lacks a rank counts.
     """
     now, found = time.monotonic_ns(), {}
-    for rank, standing in standings.items():
-        if number := standing.header.making:
-            absent = [other for other, one in sorted(standings.items()) if one.header.groups_begun < number]
-            group = (groups_of(standing.header, standing.names) or [""])[-1]
+    for rank, record in records.items():
+        if number := record.header.making:
+            absent = [other for other, one in sorted(records.items()) if one.header.groups_begun < number]
+            group = (groups_of(record.header, record.names) or [""])[-1]
             found[rank] = Wait(f"dist.new_group #{number} {group}", absent, 0.0, "it", True, "new_group")
             continue
-        row, names, is_blocked = standing.blocked_in, standing.names, True
+        row, names, is_blocked = blocked_in(record), record.names, True
         if row is None:
-            rows, is_blocked = standing.unfinished[~is_pair(standing.unfinished)], False
+            rows, is_blocked = record.rows[(record.rows["end"] == 0) & ~is_pair(record.rows)], False
             row = next((row for row in rows if waits_for(rank, row, names, ledger)), rows[0] if len(rows) else None)
         if row is not None:
-            absent = [] if _may_be_served(rank, row, standings) else waits_for(rank, row, names, ledger)
+            absent = [] if _may_be_served(rank, row, records) else waits_for(rank, row, names, ledger)
             since_s = (now - int((row["wait"] if is_blocked else 0) or row["start"])) / 1e9
             lacks = {SEND: "the recv", RECV: "the send"}.get(int(row["op"]), "it")
             call = str(call_of(rank, row, names))
@@ -120,58 +99,58 @@ def waits_for(rank: int, row: Any, names: list[str], ledger: Ledger) -> list[int
     return absent if len(absent) == len(others) else []
 
 
-def _may_be_served(rank: int, row: Any, standings: Mapping[int, Standing]) -> bool:
+def _may_be_served(rank: int, row: Any, records: Mapping[int, RankRecord]) -> bool:
     """Tell whether a receive from anyone has a message under way."""
     if row["op"] != RECV or row["peer"] >= 0:
         return False
-    sends = [s.unfinished[s.unfinished["op"] == SEND] for other, s in standings.items() if other != rank]
-    return any((rows["peer"] == rank).any() for rows in sends)
+    others = [one.rows for other, one in records.items() if other != rank]
+    return any(((rows["op"] == SEND) & (rows["end"] == 0) & (rows["peer"] == rank)).any() for rows in others)
 
 
 def describe(records: Records, world_size: int) -> list[str]:
     """Return one line per rank: where it stands and which ranks it waits for."""
-    standings = standings_of(records)
-    waits = waits_of(standings, ledger_of(records))
-    return [f"rank {rank} {_line(rank, standings, waits)}" for rank in range(world_size)]
+    waits = waits_of(records.by_rank, ledger_of(records))
+    return [f"rank {rank} {_line(rank, records.by_rank, waits)}" for rank in range(world_size)]
 
 
-def _line(rank: int, standings: Mapping[int, Standing], waits: Mapping[int, Wait]) -> str:
-    wait, standing = waits.get(rank), standings.get(rank)
+def _line(rank: int, records: Mapping[int, RankRecord], waits: Mapping[int, Wait]) -> str:
+    wait, record = waits.get(rank), records.get(rank)
     if wait is None:
-        if standing is None or standing.last is None:
+        if record is None or not len(record.rows):
             return "has made no call to torch.distributed"
-        since_s = (time.monotonic_ns() - int(standing.last["start"])) / 1e9
-        return f"waits in no call; its last was {call_of(rank, standing.last, standing.names)}, {since_s:.1f} s ago"
+        last, names = record.rows[-1], record.names
+        since_s = (time.monotonic_ns() - int(last["start"])) / 1e9
+        return f"waits in no call; its last was {call_of(rank, last, names)}, {since_s:.1f} s ago"
     if wait.op == "new_group":
         return f"waits in {wait.call}, which every rank must call"
-    reasons = [f"rank {other} has not called {wait.lacks}{_instead(other, standings)}" for other in wait.absent]
+    reasons = [f"rank {other} has not called {wait.lacks}{_instead(other, records)}" for other in wait.absent]
     if not wait.is_blocked:
         return "; ".join([f"has called {wait.call} {wait.since_s:.1f} s ago and it is not known to be over", *reasons])
     reasons = reasons or ["all that it needs have called it"]
     return "; ".join([f"waits in {wait.call} for {wait.since_s:.1f} s", *reasons])
 
 
-def _instead(rank: int, standings: Mapping[int, Standing]) -> str:
-    """Say what a rank does instead of the call that another needs."""
-    standing = standings.get(rank)
-    if standing is None or standing.last is None:
+def _instead(rank: int, records: Mapping[int, RankRecord]) -> str:
+    """Say what a rank does instead of the call that a different one needs."""
+    record = records.get(rank)
+    if record is None or not len(record.rows):
         return " (it has made no call)"
-    row = standing.blocked_in
+    row = blocked_in(record)
     if row is not None:
-        return f": it is in {call_of(rank, row, standing.names)}"
-    return f": its last call was {call_of(rank, standing.last, standing.names)}"
+        return f": it is in {call_of(rank, row, record.names)}"
+    return f": its last call was {call_of(rank, record.rows[-1], record.names)}"
 
 
-def find_deadlock(standings: Mapping[int, Standing], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
+def find_deadlock(records: Mapping[int, RankRecord], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
     """Return why no rank can ever move again, or None while one may; `finished`: ranks whose function has returned.
 
     A slow job must never be ended. So each rank must have returned or be blocked in a call that no call of the others
     can complete. The caller makes sure that nothing moves.
     """
-    lines, waits = [], waits_of(standings, ledger)
-    for rank in sorted(standings.keys() - set(finished)):
+    lines, waits = [], waits_of(records, ledger)
+    for rank in sorted(records.keys() - set(finished)):
         wait = waits.get(rank)
-        if wait is None or standings[rank].header.aside or not wait.is_forever(finished):
+        if wait is None or records[rank].header.aside or not wait.is_forever(finished):
             return None
         why = ", ".join(absences(wait.absent, finished, wait.lacks))
         is_group = wait.op == "new_group"

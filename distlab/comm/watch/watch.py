@@ -1,8 +1,9 @@
 """Watch the ranks of a job from inside: end one that cannot go on, with words, on every rank.
 
-Every rank records its calls where the ranks of its machine can read them (`record`), and has a thread that looks four
-times a second. The first rank that still makes calls asks the watchdog; what it finds it writes on a board that all
-read. Then each rank says it, with the line where it stands itself, and ends. A slow rank is never ended (`watchdog`).
+Every rank records its calls where all can read them (`record`), and has a thread that looks four times a second. So
+all ranks have to be on one machine. The first rank that still makes calls asks the watchdog; what it finds it writes on
+a board that all read. Then each rank says it, with the line where it stands itself, and ends. A slow rank is never
+ended (`watchdog`).
 
 However the ranks end, nothing is left on the disk: the files lose their names as soon as all ranks have opened them.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -25,21 +25,18 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, record_failure, who_left
-from distlab.comm.record.call_site import main_frame
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
 from distlab.comm.watch.watchdog import Watchdog
-from distlab.comm.where.frames import is_machinery
-from distlab.shared_memory.join import kernel_and_user
+from distlab.comm.where.frames import is_machinery, main_frame
 
 LOOK_S = 0.25
-LOOKERS = 16  # of more ranks each looks less often, so that all together do no more than so many
 TELL_S = 1.0  # for the other ranks to say where they stand
 GRACE_S = 0.5  # for the other ranks' calls to be made, when this one has failed
 
 
 class Watch:
-    """What one rank sees of the ranks of its machine, and what they have told each other.
+    """What one rank sees of all ranks, and what they have told each other.
 
     Args:
         rank: this one.
@@ -51,17 +48,12 @@ class Watch:
         self.rank, self.watchdog = rank, watchdog
         self._board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    @property
-    def look_s(self) -> float:
-        """Seconds from one look to the next: less than one that ends leaves the others to tell where they stand."""
-        return min(0.75 * TELL_S, LOOK_S * max(1.0, self.watchdog.world_size / LOOKERS))
-
     def look(self) -> str:
-        """Return why the job cannot go on, as this rank or another one has found it; else ""."""
+        """Return why the job cannot go on, as this rank or a different one has found it; else ""."""
         if said := self.said():
             return said
         finished = self.watchdog.is_finished
-        if not all(map(finished, [rank for rank in self.watchdog.ranks if rank < self.rank])) or finished(self.rank):
+        if not all(map(finished, range(self.rank))) or finished(self.rank):
             return ""
         words = self.watchdog.check()
         return "" if words is None else self.tell(words)
@@ -97,11 +89,11 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(address: Address, *, watch: bool, folder: Path | None = None, what: str = "") -> Iterator[None]:
-    """Record this rank's calls in the block, and watch over the ranks of its machine; all ranks of the job enter.
+    """Record this rank's calls in the block, and watch over all ranks of the job, which all enter.
 
     Args:
         address: this rank's place.
-        watch: whether to watch; else calls are recorded where there is a folder, no more.
+        watch: whether to watch, if all ranks are on one machine; else calls are recorded where there is a folder.
         folder: where the records shall stay; None: nowhere.
         what: whose block it is, such as "lab 01", for a launcher that tells all ranks' words as one; else each says it.
 
@@ -109,7 +101,7 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None, what:
         RankError: the calls of the block do not fit together, though they have returned.
     """
     eye: Watch | None = None
-    if watch and address.world_size > 1:
+    if watch and address.world_size > 1 and address.is_on_one_machine:
         recorder, eye = _meet(address, folder)
     else:
         recorder = None if folder is None else Recorder(folder, address.rank)
@@ -157,14 +149,14 @@ def _looking(eye: Watch, recorder: Recorder, what: str) -> Iterator[None]:
 
 
 def _look(eye: Watch, done: threading.Event, main: int, what: str) -> None:
-    while not done.wait(eye.look_s):
+    while not done.wait(LOOK_S):
         try:
             words = eye.look()
         except Exception as error:
             say(f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})")
             return
         if words and not done.is_set():
-            who = what or f"rank {eye.rank} of {eye.watchdog.world_size}"
+            who = what or f"rank {eye.rank} of {len(eye.watchdog.ranks)}"
             kind = RankTimeout if what else RankError
             end(kind(f"{who} cannot go on: {words}"), stack_of(main), aloud=not what)
 
@@ -195,27 +187,23 @@ def stack_of(thread: int) -> str:
 
 
 def _meet(address: Address, folder: Path | None) -> tuple[Recorder | None, Watch | None]:
-    """Begin a record on every rank and let those of one machine open each other's; None where they cannot."""
-    rank, ranks = address.rank, list(range(address.world_size))
-    if not address.is_on_one_machine:
-        machines = _from_all(_machine())
-        ranks = [other for other in ranks if machines[other] == machines[rank]]
-    private, recorder, eye, problem = "", None, None, ""
+    """Begin a record on every rank and let all open each other's; None where they cannot."""
+    rank, private, recorder, eye, problem = address.rank, "", None, None, ""
     try:
-        private = tempfile.mkdtemp(prefix="distlab-watch-") if rank == ranks[0] else ""
+        private = tempfile.mkdtemp(prefix="distlab-watch-") if rank == 0 else ""
     except OSError as error:
         problem = str(error)
     try:
-        place = Path(_from_all(private)[ranks[0]])
+        place = Path(_from_all(private)[0])
         try:
             recorder = Recorder(folder or place, rank) if folder or place.is_absolute() else None
         except OSError as error:
             problem = str(error)
-        problems = [said for other, said in enumerate(_from_all(problem)) if said and other in ranks]
-        if not problems and len(ranks) > 1:
-            eye = Watch(rank, Watchdog(folder or place, address.world_size, since_ns=0, ranks=ranks), place / "board")
+        problems = [*filter(None, _from_all(problem))]
+        if not problems:
+            eye = Watch(rank, Watchdog(folder or place, address.world_size, since_ns=0), place / "board")
             eye.watchdog.open()
-        elif problems and rank == ranks[0]:
+        elif rank == 0:
             say(f"rank {rank}: the ranks are not watched, a hang will not be told ({problems[0]})")
         dist.barrier()  # all files are open
     finally:
@@ -228,18 +216,3 @@ def _from_all(value: str) -> list[str]:
     values: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _machine() -> str:
-    """Name what processes that can open each other's files and find each other by number share, and no others do.
-
-    Several agents of torchrun on one host are one machine here; containers of one host are several.
-    """
-    place: dict[str, str | int] = {}
-    with contextlib.suppress(OSError):
-        place = kernel_and_user()
-    try:
-        folder = os.stat(tempfile.gettempdir())
-    except OSError as error:  # reported later, when a folder is made in it
-        return f"{socket.gethostname()} {place} {error}"
-    return f"{socket.gethostname()} {place} {folder.st_dev}:{folder.st_ino}"

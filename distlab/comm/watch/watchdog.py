@@ -7,7 +7,7 @@ deadlock only if no rank can go on (`waits.find_deadlock`), and nothing has move
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.comm.record.file import FAILED, WAITING, Header
-from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
-from distlab.comm.record.read import call_of
-from distlab.comm.watch.waits import Standing, find_deadlock, waits_for
+from distlab.comm.record.read import RankRecord, RecordReader, call_of
+from distlab.comm.watch.waits import find_deadlock, waits_for
 
 STABLE_S = 2.0
 MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the message can name them all
@@ -47,12 +46,11 @@ class _Follower:
         self._open = open_rows["n"].copy()
         return open_rows
 
-    def standing(self) -> Standing:
-        """Return where the rank stands now."""
-        unfinished = self.unfinished()
-        last = self.reader.rows(self.header, self.header.newest - 1)
-        row = last[-1] if len(last) else None
-        return Standing(self.reader.read_names(), unfinished, row, self.header)
+    def standing(self) -> RankRecord:
+        """Return where the rank stands now: of its rows those that are not known to be over, and the last."""
+        unfinished, last = self.unfinished(), self.reader.rows(self.header, self.header.newest - 1)
+        rows = np.concatenate([unfinished[unfinished["n"] < self.header.newest], last])
+        return RankRecord(self.header, rows, self.reader.totals(), self.reader.read_names())
 
 
 class Watchdog:
@@ -64,17 +62,13 @@ class Watchdog:
         folder: where the records are.
         world_size: number of ranks.
         since_ns: a rank counts once its record was begun after this (time.monotonic_ns before the job was handed out).
-        ranks: those whose records are in the folder; None: all. Nothing is claimed of others.
     """
 
-    def __init__(
-        self, folder: str | Path, world_size: int, *, since_ns: int, ranks: Sequence[int] | None = None
-    ) -> None:
-        self.folder, self.world_size, self.since_ns = Path(folder), world_size, since_ns
-        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+    def __init__(self, folder: str | Path, world_size: int, *, since_ns: int) -> None:
+        self.folder, self.ranks, self.since_ns = Path(folder), range(world_size), since_ns
         self._readers: dict[int, RecordReader] = {}
         self._followers: dict[int, _Follower] = {}
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger()
         self._mismatch_at: float | None = None
         self._num_groups = 0
         self._still: tuple[object, float] = (None, 0.0)
@@ -108,7 +102,7 @@ class Watchdog:
         self._follow()
         for rank, follower in self._followers.items():
             header = follower.reader.header()
-            if header.job != follower.header.job:  # it began another job while we looked; next time
+            if header.job != follower.header.job:  # it began a new job while we looked; next time
                 continue
             rows, lost = follower.new_rows(header)
             if len(rows) or lost:
@@ -116,8 +110,8 @@ class Watchdog:
                 self._ledger.add(rank, rows, names, dropped=lost)
         found = self._ledger.disagreement()
         if found is None:
-            if misfit := self._ledger.misfit(is_over=not patient):
-                return misfit
+            if exchange := self._ledger.exchange():
+                return exchange
             before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
             return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()
@@ -127,7 +121,7 @@ class Watchdog:
         return explain(self._ledger, *found)
 
     def groups(self, *, is_over: bool = False) -> str:
-        """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make another."""
+        """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make a further one."""
         self._follow()
         headers = {rank: follower.reader.header() for rank, follower in sorted(self._followers.items())}
         begun = {rank: groups_of(header, self._readers[rank].read_names()) for rank, header in headers.items()}
@@ -141,11 +135,12 @@ class Watchdog:
     def failed(self, rank: int) -> str:
         """Say which ranks had no part in the call of a rank that failed last, or ""."""
         self.mismatch()
-        follower = self._followers.get(rank)
-        last = None if follower is None else follower.standing().last
-        if last is None or last["state"] != FAILED:
+        if (follower := self._followers.get(rank)) is None:
             return ""
-        names = self._ledger.names.get(rank, [""])
+        rows = follower.standing().rows
+        if not len(rows) or rows[-1]["state"] != FAILED:
+            return ""
+        last, names = rows[-1], self._ledger.names.get(rank, [""])
         absent = waits_for(rank, last, names, self._ledger)
         done = [other for other, one in self._followers.items() if one.header.is_finished]
         reasons = ", ".join(absences(absent, done))
@@ -160,9 +155,6 @@ class Watchdog:
         """Open all records that are there, so that their files may be removed."""
         self._follow()
 
-    def _new_ledger(self) -> Ledger:
-        return Ledger(unseen=set(range(self.world_size)) - set(self.ranks))
-
     def _reader(self, rank: int) -> RecordReader | None:
         """Return what reads a rank's record, once that is there."""
         if rank not in self._readers:
@@ -172,14 +164,14 @@ class Watchdog:
         return self._readers.get(rank)
 
     def _follow(self) -> None:
-        """Find the ranks that have begun this job; begin anew when they have begun another."""
+        """Find the ranks that have begun this job; begin anew when they have begun the next."""
         for rank in self.ranks:
             self._reader(rank)
         headers = {rank: reader.header() for rank, reader in self._readers.items()}
         here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
         if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
             # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
-            self._followers, self._ledger, self._mismatch_at = {}, self._new_ledger(), None
+            self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])
 

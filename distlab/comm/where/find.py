@@ -3,7 +3,7 @@
 A rank of `run`, of `Ranks` or of a notebook holds the file of its stacks open, in the folder of its job. Any other rank
 has RANK and WORLD_SIZE in its environment, as torchrun, Slurm's scripts and people set them. One that a process which
 stands by has forked has that one's environment; memory that it holds open for its stacks is named after its rank.
-Ranks of `process_group` that watch each other hold their records open, whose names are gone: /proc leads to them.
+Ranks hold their records open too: /proc leads to them, also where the files have no names any more.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from typing import NamedTuple
 from distlab.comm.where.answer import SIGNAL
 
 PROC = Path("/proc")
-_ANSWER = re.compile(r"^/memfd:distlab-rank(\d+)\.stack")
-_OF_RUN = re.compile(r"^(/.*/distlab-\w+)/rank(\d+)\.stack$")
-_RECORD = re.compile(r"^(/.*)/rank(\d+)\.names$")
-_WATCHED = re.compile(r"^(/.*/distlab-watch-\w+)/rank(\d+)\.(rec|names) \(deleted\)$")
+_HELD = re.compile(r"^(?:/memfd:distlab-|(/.*)/)rank(\d+)\.(stack|rec|names)(?: \(deleted\))?$")
 _ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 
 
@@ -31,11 +28,10 @@ class JobRank(NamedTuple):
     Attributes:
         rank: its rank.
         pid: its process number.
-        started: when, in the kernel's ticks: a number that is given away again has another one.
+        started: when, in the kernel's ticks: a number that is given away again has a later one.
         state: the kernel's letter: R runs, S and D wait, T is stopped, Z has ended.
         stack: where it writes its stacks when it is asked (`answer`), or None.
-        folder: where its calls are recorded, or None.
-        record: its calls and their texts, where these files have no names any more; or None.
+        record: the files of its calls and of their texts, or None.
         environment: what it was started with.
     """
 
@@ -44,7 +40,6 @@ class JobRank(NamedTuple):
     started: int
     state: str
     stack: Path | None
-    folder: Path | None
     record: tuple[Path, Path] | None
     environment: Mapping[str, str]
 
@@ -123,47 +118,34 @@ def _read(path: Path) -> tuple[tuple[str, ...], int, JobRank] | None:
     command = (path / "cmdline").read_bytes()
     if b"python" not in command.lower() and "python" not in os.readlink(path / "exe").lower():
         return None
-    environment = _environment(path)
-    stack, folder, rank, watched = _files(path)
-    state, _, started = status(int(path.name))
-    if state == "Z":
-        return None
-    if rank >= 0 and folder is not None:  # of run, Ranks or a notebook
-        process = JobRank(rank, int(path.name), started, state, stack, folder, None, environment)
-        return (str(folder),), len(list(folder.glob("rank*.stack"))), process
-    try:
-        known = stack and _ANSWER.match(_target(stack))
-        rank, size = int(known[1] if known else environment["RANK"]), int(environment["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return None
-    name = tuple(environment.get(part, "") for part in _ELASTIC)
-    return name, size, JobRank(rank, int(path.name), started, state, stack, folder, watched.get(rank), environment)
-
-
-def _environment(path: Path) -> dict[str, str]:
     entries = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    stacks, records = _held(path)
+    stack, folder, rank = stacks[-1] if stacks else (None, None, int(environment.get("RANK", "-1")))
+    state, _, started = status(int(path.name))
+    if state == "Z" or rank < 0 or (folder is None and "WORLD_SIZE" not in environment):
+        return None
+    process = JobRank(rank, int(path.name), started, state, stack, records.get(rank), environment)
+    if folder is not None:
+        return (folder,), len(list(Path(folder).glob("rank*.stack"))), process
+    return tuple(environment.get(part, "") for part in _ELASTIC), int(environment["WORLD_SIZE"]), process
 
 
-def _files(path: Path) -> tuple[Path | None, Path | None, int, dict[int, tuple[Path, Path]]]:
-    """Return through which file a process shows its stacks, the folder of its records, its rank of `run` or -1.
+def _held(path: Path) -> tuple[list[tuple[Path, str | None, int]], dict[int, tuple[Path, Path]]]:
+    """Return the files that a process holds open: of stacks, with folder (None: memory) and rank; of records, by rank.
 
-    And, by rank, the records without names that it holds open.
+    Where it has several records of one rank, the first that it opened counts.
     """
-    stack, folder, rank = None, None, -1
-    parts: dict[tuple[str, int], dict[str, Path]] = {}
+    stacks, parts = [], dict[tuple[str, int], dict[str, Path]]()
     for link in sorted((path / "fd").iterdir(), key=lambda link: int(link.name)):
-        target = _target(link)
-        if _ANSWER.match(target):
-            stack = link
-        elif (found := _OF_RUN.match(target)) is not None:
-            stack, folder, rank = link, Path(found[1]), int(found[2])
-        elif (found := _RECORD.match(target)) is not None and rank < 0:
-            folder = Path(found[1])
-        elif (found := _WATCHED.match(target)) is not None:
-            parts.setdefault((found[1], int(found[2])), {})[found[3]] = link
-    watched = {of: (two["rec"], two["names"]) for (_, of), two in parts.items() if len(two) == 2}
-    return stack, folder, rank, watched
+        if (found := _HELD.match(_target(link))) is not None:
+            folder, rank, kind = found[1], int(found[2]), found[3]
+            if kind == "stack":
+                stacks.append((link, folder, rank))
+            else:
+                parts.setdefault((folder, rank), {})[kind] = link
+    whole = [(rank, (two["rec"], two["names"])) for (_, rank), two in parts.items() if len(two) == 2]
+    return stacks, dict(reversed(whole))
 
 
 def _target(link: Path) -> str:

@@ -1,7 +1,7 @@
 """Read dumps of torch's flight recorder, whoever wrote them, and say what torch's own analyzer finds in them.
 
-torch writes one per rank when a call of nccl times out. A dump is a pickle of plain values, or JSON: torch's own reader
-would run what a pickle asks for, so it is read here, and no code of it runs.
+torch writes one per rank when a call of nccl times out. A dump is a pickle of plain values: torch's own reader would
+run what a pickle asks for, so it is read here, and no code of it runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,7 @@ def read_dump(data: bytes, what: str) -> dict[str, Any]:
         ValueError: it is not a dump of the flight recorder; the text names `what` and says why.
     """
     name = f"{what} is not a dump of torch's flight recorder: it"
-    try:
-        is_json = data.lstrip()[:1] == b"{"
-        read = json.loads(data) if is_json else restricted_load(io.BytesIO(data), {}, name)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{name} is damaged ({type(error).__name__}: {error})") from None
+    read = restricted_load(io.BytesIO(data), {}, name)
     if not isinstance(read, dict) or not {"version", "pg_config", "entries"} <= read.keys():
         raise ValueError(f"{name} lacks version, pg_config or entries")
     return read

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from distlab.comm.agree import ranks_in_words
 from distlab.comm.record.file import OPS
-from distlab.comm.record.file_reader import RecordReader
 from distlab.comm.record.matching import explain, ledger_of
-from distlab.comm.record.read import RankRecord, Records, read_record, read_records, short
-from distlab.comm.watch.waits import Wait, describe, standings_of, waits_of
+from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
+from distlab.comm.watch.waits import Wait, describe, waits_of
 from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, owner_of, traceback_lines
 from distlab.comm.where.stacks import RankStack, stacks_of
 
-_PAIRS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+_PAIRS = ("send", "isend", "recv", "irecv")
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
 _IDLE, _BACKWARD = ("serve_rank",), "_engine_run_backward"
 
@@ -28,14 +27,12 @@ class WhereItStands(NamedTuple):
         site: file:line of the program's own code, or "".
         function: the function there.
         call: such as "all_reduce", "recv" or "backward"; "" where it is in none.
-        peer: the rank at the other end of a message, or -1.
         why: why nothing is known.
     """
 
     site: str
     function: str
     call: str
-    peer: int
     why: str = ""
 
     def __str__(self) -> str:
@@ -49,10 +46,8 @@ def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
     records = records_of(job)
-    blocked = {
-        rank: wait for rank, wait in waits_of(standings_of(records), ledger_of(records)).items() if wait.is_blocked
-    }
-    waits = {**by_stacks(places), **blocked}
+    recorded = waits_of(records.by_rank, ledger_of(records))
+    waits = by_stacks(places) | {rank: wait for rank, wait in recorded.items() if wait.is_blocked}
     size, source = len(job.ranks), "from distlab's recorder" if len(records) else "are not recorded"
     yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {source}"
     words = describe(records, job.world_size) if len(records) else []
@@ -68,35 +63,30 @@ def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
 def records_of(job: RunningJob) -> Records:
     """Return the calls of a job's ranks, as far as our recorder has written them."""
     found: dict[int, RankRecord] = {}
-    for folder in {process.folder for process in job.ranks if process.folder is not None}:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # just being made, or just removed
-            found.update(read_records(folder).by_rank)
     for process in job.ranks:
-        if process.record is not None and process.rank not in found:
-            with contextlib.suppress(OSError, RuntimeError, ValueError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # just being made, or just ended
+            if process.record is not None and RecordReader.is_ready(process.record[0]):
                 found[process.rank] = read_record(RecordReader(*process.record, process.rank))
-    return Records({rank: found[rank] for rank in sorted(found)})
+    return Records(found)
 
 
 def place_of(stack: RankStack) -> WhereItStands:
     """Find in a stack the program's own line and the call that it is in."""
-    call, peer = "", -1
-    for (file, line, name), values in stack.calls:
+    call, frames = "", stack.frames
+    for file, line, name in frames:
         owner = owner_of(file)
         if owner in ("user", "package"):
-            return WhereItStands(f"{file}:{line}", name, call, peer)
+            return WhereItStands(f"{file}:{line}", name, call)
         if "/torch/distributed/" in file and _is_call(name):
-            value = values.get(_PAIRS.get(name, ""), "")
-            call, peer = name, int(value) if value.isdigit() else -1
+            call = name
         elif file.endswith("distlab/comm/record/intercept.py") and name == "wait":
             call = call or "wait"
         elif owner == "torch" and name == _BACKWARD:
             call = call or "backward"
-    frames = [frame for frame, _ in stack.calls]
     if frames and not any(frame.function in _IDLE for frame in frames):
         last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
-        return WhereItStands(f"{last.file}:{last.line}", last.function, call, peer)
-    return WhereItStands("", "", "", -1, stack.why)
+        return WhereItStands(f"{last.file}:{last.line}", last.function, call)
+    return WhereItStands("", "", "", stack.why)
 
 
 def _is_call(name: str) -> bool:
@@ -104,31 +94,20 @@ def _is_call(name: str) -> bool:
 
 
 def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
-    """Return which ranks wait, by their stacks, where calls are not recorded."""
-    return {
-        rank: Wait(f"{place.call} at {short(place.site)}", _absent(rank, place, places), 0.0, "it", True, place.call)
-        for rank, place in places.items()
-        if place.call not in ("", "wait", "backward")
-    }
-
-
-def _absent(rank: int, place: WhereItStands, places: Mapping[int, WhereItStands]) -> list[int]:
-    """Return for whom a rank waits, as far as stacks tell: for a message's other end, else for who is elsewhere."""
-    if place.call in _PAIRS:
-        if place.peer not in places:
-            return []
-        other = places[place.peer]
-        meets = {"send": "recv", "isend": "recv", "recv": "send", "irecv": "send"}[place.call]
-        is_met = other.call.lstrip("i") == meets and other.peer in (rank, -1)
-        return [] if is_met else [place.peer]
-    return [other for other, one in places.items() if other != rank and one.call != place.call]
+    """Return which ranks wait, by their stacks: for all that are elsewhere; for whom a message waits no stack tells."""
+    found = {}
+    for rank, place in places.items():
+        if place.call not in ("", "wait", "backward"):
+            absent = [other for other, one in places.items() if place.call not in _PAIRS and one.call != place.call]
+            found[rank] = Wait(f"{place.call} at {short(place.site)}", absent, 0.0, "it", True, place.call)
+    return found
 
 
 def mismatch(records: Records) -> str:
-    """Return which calls meet and do not fit, or are alike and in another order; "" where all fit."""
+    """Return which calls meet and do not fit, or are alike and in a different order; "" where all fit."""
     ledger = ledger_of(records)
     found = ledger.disagreement()
-    return ledger.misfit(is_over=True) if found is None else explain(ledger, *found)
+    return ledger.exchange() if found is None else explain(ledger, *found)
 
 
 def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands], waits: Mapping[int, Wait]) -> str:
@@ -142,11 +121,14 @@ def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStan
         return f"{ranks_in_words(lost)} of {job.world_size} have no process: ended, or not begun; {_who_waits(waits)}"
     stopped = [rank for rank, process in here.items() if process.state in "Tt"]
     if stopped:
-        return f"{ranks_in_words(stopped)} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}".replace(
-            " stopped", f" {'is' if len(stopped) == 1 else 'are'} stopped", 1
-        )
+        are = "is" if len(stopped) == 1 else "are"
+        return f"{ranks_in_words(stopped)} {are} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}"
     elsewhere = f"; {ranks_in_words(lost)} run on other machines and are not seen from here" if lost else ""
-    return (_chain(waits, places) or "nothing is wrong: no rank waits for one that does not come") + elsewhere
+    well, unknown = "nothing is wrong: no rank waits for one that does not come", waits.keys() - records.by_rank.keys()
+    if messages := [rank for rank in unknown if waits[rank].op in _PAIRS]:
+        verb = "waits" if len(messages) == 1 else "wait"
+        well = f"{ranks_in_words(messages)} {verb} in a message, and no record tells whether its other end comes"
+    return (_chain(waits, places) or well) + elsewhere
 
 
 def _who_waits(waits: Mapping[int, Wait]) -> str:
@@ -179,8 +161,7 @@ def _stack_lines(stacks: Mapping[int, RankStack]) -> Iterator[str]:
     """Yield each different stack once, innermost call last, with its ranks."""
     same: dict[tuple[Frame, ...], list[int]] = {}
     for rank, stack in stacks.items():
-        frames = tuple(frame for frame, _ in stack.calls)
-        shown = tuple(f for f in frames if owner_of(f.file) in ("user", "package", "torch")) or frames
+        shown = tuple(f for f in stack.frames if owner_of(f.file) in ("user", "package", "torch")) or stack.frames
         if shown:
             same.setdefault(shown, []).append(rank)
     for frames, ranks in same.items():

@@ -1,7 +1,7 @@
 """Where processes stand: their frames, read from outside by py-spy, or written by a rank that is asked.
 
-py-spy reads the memory of a process that goes on meanwhile; it works for any Python program and also tells the numbers
-that functions were called with. Where it is missing or may not read, ranks of distlab answer a signal (faulthandler).
+py-spy reads the memory of a process that goes on meanwhile; it works for any Python program. Where it is missing or may
+not read, ranks of distlab answer a signal (faulthandler).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,17 +27,10 @@ WAIT_S = 1.0
 _TRIES = 5  # a process that runs changes its frames while they are read
 
 
-class StackCall(NamedTuple):
-    """A function under way: its frame, and the plain values that it was called with, where py-spy has read them."""
-
-    frame: Frame
-    values: Mapping[str, str]
-
-
 class RankStack(NamedTuple):
-    """Where a process stands: the calls of its main thread, innermost first; or, in words, why they are not known."""
+    """Where a process stands: the frames of its main thread, innermost first; or, in words, why they are not known."""
 
-    calls: tuple[StackCall, ...]
+    frames: tuple[Frame, ...]
     why: str = ""
 
 
@@ -55,7 +48,7 @@ def _stack_of(process: JobRank) -> RankStack:
     stack = (
         RankStack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
     )
-    return stack if stack.calls or not answers(process) else _asked(process)
+    return stack if stack.frames or not answers(process) else _asked(process)
 
 
 def find_py_spy() -> str | None:
@@ -65,7 +58,7 @@ def find_py_spy() -> str | None:
 
 
 def _spied(spy: str, process: JobRank) -> RankStack:
-    command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json", "--locals"]
+    command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json"]
     why = ""
     for _ in range(_TRIES):
         try:
@@ -77,16 +70,15 @@ def _spied(spy: str, process: JobRank) -> RankStack:
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
                 chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
                 if chosen["frames"]:
-                    return RankStack(tuple(map(_call, chosen["frames"])))
+                    return RankStack(tuple(map(_frame, chosen["frames"])))
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = " ".join(line.strip() for line in lines[:2])
         time.sleep(0.02)
     return RankStack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
 
 
-def _call(read: Mapping[str, Any]) -> StackCall:
-    values = {one["name"]: str(one["repr"]) for one in read.get("locals") or () if one.get("arg")}
-    return StackCall(Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2]), values)
+def _frame(read: dict[str, Any]) -> Frame:
+    return Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2])
 
 
 def _asked(process: JobRank) -> RankStack:
@@ -103,8 +95,8 @@ def _asked(process: JobRank) -> RankStack:
                 text = file.read().decode(errors="replace")
     except OSError:
         return RankStack((), "it has just ended")
-    calls = tuple(StackCall(frame, {}) for frame in threads_in(text)[-1][1])
-    return RankStack(calls, "" if calls else "it does not answer: it starts, ends, or gets no time to run")
+    frames = tuple(threads_in(text)[-1][1])
+    return RankStack(frames, "" if frames else "it does not answer: it starts, ends, or gets no time to run")
 
 
 def _send(process: JobRank) -> None:

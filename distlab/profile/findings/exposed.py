@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.profile.findings.finding import FLOOR, Finding, name_ranks
+from distlab.comm.agree import ranks_in_words
+from distlab.profile.findings import FLOOR, Finding
 from distlab.profile.profile import Profile
-from distlab.profile.sections import HOST, SECTIONS
+from distlab.profile.sections import HOST, SECTIONS, WAIT_FOR_HOST
 
 SMALL_BYTES = 64_000  # a call of fewer bytes takes its latency and hardly more
 GOOD_BYTES = 1_000_000  # a bucket that is worth a call
 MOST_HIDDEN = 0.75  # of the bytes' time: the last bucket is full when backward ends
 FEW_CALLS = 8
 HOST_SHARE = 0.10
-WAIT_FOR_HOST = "wait for the host"
 
 
 def find_missing_overlap(profile: Profile) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def find_host_bound(profile: Profile) -> Iterator[Finding]:
     number = len(kernels) / len(ranks) / profile.num_steps
     lasts_us = float(np.median(kernels.end_ns - kernels.start_ns)) / 1e3
     verb = "waits" if len(ranks) == 1 else "wait"
-    text = f"the GPU of {name_ranks(ranks)} {verb} for the host, which launches {number:,.0f} kernels per step, "
+    text = f"the GPU of {ranks_in_words(ranks)} {verb} for the host, which launches {number:,.0f} kernels per step, "
     text += f"half of them of {lasts_us:.3g} us or less"
     advice = "Fuse kernels (torch.compile), use CUDA graphs, or give each step more work."
     yield Finding("host-bound", text, ranks, cost_s, cost_s / step_s, advice)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.profile.findings.finding import FLOOR, Finding, name_ranks
+from distlab.comm.agree import ranks_in_words as name_ranks
+from distlab.profile.findings import FLOOR, Finding
 from distlab.profile.profile import Profile
 from distlab.profile.sections import SECTIONS
 

@@ -1,4 +1,4 @@
-"""Watch the calls of groups that meet in shared memory: torch's functions call those directly, not its operators."""
+"""Watch what no operator of torch tells: calls of groups in shared memory, and where groups are made and destroyed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from distlab.comm.record.call_site import blocks_rank
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING
-from distlab.comm.record.operations import OPERATIONS, Operation, Terms, name_of_reduction, refuse_peer
+from distlab.comm.record.operations import OPERATIONS, Operation, Terms, name_of_reduction, refused_peer
+from distlab.comm.where.frames import blocks_rank, find_site
 from distlab.shared_memory.group import SharedGroup
 from distlab.shared_memory.work import SharedWork, untraced
 
@@ -34,7 +37,7 @@ METHODS = tuple(
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def tap(front: Any) -> Callable[[], None]:
+def tap_shared_memory(front: Any) -> Callable[[], None]:
     """Report every call of a shared-memory group to the process's one tap, `front`; return what undoes this."""
     methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
     real_wait = SharedWork.wait
@@ -61,7 +64,7 @@ def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Calla
         opts = named.get("opts", args[-1] if args else None)
         terms = _terms(operation, args, opts)
         if terms.peer >= group.size():
-            refuse_peer(operation.op, terms.peer, group.size(), frame, front.finder)
+            raise refused_peer(operation.op, terms.peer, group.size(), frame)
         is_waiting = not is_pair and not getattr(opts, "asyncOp", True)
         tokens = front.begin(operation, group, args, terms, frame)
         if is_waiting:
@@ -93,3 +96,40 @@ def _terms(operation: Operation, args: tuple[Any, ...], opts: Any) -> Terms:
     if operation.op not in ("all_reduce", "reduce", "reduce_scatter"):
         return Terms(peer)
     return Terms(peer, 0, name_of_reduction(opts.reduceOp) if hasattr(opts, "reduceOp") else "sum")
+
+
+def tap_groups(tell: Callable[..., None]) -> Callable[[], None]:
+    """Tell at which line a group is made or destroyed, as ranks wait for each other there; return what undoes this.
+
+    Args:
+        tell: called with "begun", "made" or "left", and the members and the line.
+    """
+    make, destroy = c10d._new_group_with_tag, c10d.destroy_process_group
+
+    def note(event: str, ranks: Any) -> None:
+        site = find_site(sys._getframe(2))
+        tell(event, f"{'of all ranks' if ranks is None else sorted(ranks)} at {site[0]}:{site[1]}")
+
+    @functools.wraps(make)
+    def new(ranks: Any = None, *args: Any, **named: Any) -> Any:
+        if named.get("use_local_synchronization"):  # then only its members meet
+            return make(ranks, *args, **named)
+        note("begun", ranks)
+        try:
+            return make(ranks, *args, **named)
+        finally:
+            tell("made")
+
+    @functools.wraps(destroy)
+    def leave(group: Any = None) -> Any:
+        if group is None or group in c10d._world.pg_group_ranks:  # what is not a group here is torch's to refuse
+            is_all = group is None or group is dist.group.WORLD
+            note("left", None if is_all else dist.get_process_group_ranks(group))
+        return destroy(group)
+
+    def put(new_group: Any, destroy_group: Any) -> None:
+        c10d._new_group_with_tag = new_group
+        c10d.destroy_process_group = dist.destroy_process_group = destroy_group
+
+    put(new, leave)
+    return functools.partial(put, make, destroy)
