@@ -64,15 +64,11 @@ class ParallelAttention(nn.Module):
         self.mix: Callable[..., Tensor] | None = None
         self.head_size = output.in_features // num_heads
         wanted = (num_heads + 2 * num_shared) * self.head_size
-        if output.in_features % num_heads:
+        if output.in_features % num_heads or query_key_value.out_features != wanted:
             raise ValueError(
-                f"rank {group_rank(group)}: the output layer has {output.in_features} inputs, which {num_heads} heads "
-                "do not divide; pass a number of heads that does"
-            )
-        if query_key_value.out_features != wanted:
-            raise ValueError(
-                f"rank {group_rank(group)}: {num_heads} heads of queries and {num_shared} of keys and values need a "
-                f"layer of {wanted} features for query, key and value; got {query_key_value.out_features}"
+                f"rank {group_rank(group)}: {num_heads} heads of queries and {num_shared} of keys and values need an "
+                f"output layer whose inputs {num_heads} divides (got {output.in_features}), and a layer of {wanted} "
+                f"features for query, key and value (got {query_key_value.out_features})"
             )
         self.num_heads, self.num_shared = num_heads // num_ranks, num_shared // num_ranks  # of this rank
         sections = [count * self.head_size for count in (num_heads, num_shared, num_shared)]

@@ -14,7 +14,6 @@ Symbols: t ranks; L layers; B samples, S positions, H features, V tokens.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from typing import cast
 
@@ -30,7 +29,14 @@ from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
 from distlab.tensor_parallel.dropout import SplitDropout
 from distlab.tensor_parallel.functions import join_features, join_sequence, split_sequence
-from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, take_parts
+from distlab.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    agree_on,
+    agree_on_inputs,
+    digest,
+    take_parts,
+)
 from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
@@ -130,7 +136,10 @@ class ParallelGPT(GPT):
         if self.sequence_parallel:
             check_sequence(tokens.unsqueeze(-1), self.group, what="a ParallelGPT with sequence_parallel")
         if self._seen != (tokens.shape, self.training):
-            self._compare(tokens)
+            agree_on_inputs(tokens, self.group, "tokens")
+            if self.training and self.config.dropout:
+                what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
+                agree_on(what, self.group, state=digest(torch.get_rng_state()))
             self._seen = (tokens.shape, self.training)
         return super().forward(tokens)
 
@@ -148,20 +157,6 @@ class ParallelGPT(GPT):
         Cost: an all-gather: (t-1) B S ceil(V/t) elements sent per rank.
         """
         return join_features(logits, self.group)[..., : self.config.vocab_size]
-
-    def _compare(self, tokens: Tensor) -> None:
-        """Refuse what would go wrong without a word: ranks that work on different samples, or drop different numbers.
-
-        Raises:
-            ValueError: on every rank.
-        """
-        agree_on("the shape of the tokens of tensor ranks", self.group, tokens=list(tokens.shape))
-        digest = hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
-        agree_on("the tokens of tensor ranks, which work on the same samples (sha256)", self.group, tokens=digest)
-        if self.training and self.config.dropout:
-            state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-            what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
-            agree_on(what, self.group, state=state)
 
 
 def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bool) -> Block:
@@ -241,24 +236,17 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: Proc
     Raises:
         ValueError: names or shapes that are not the model's.
     """
-    places = {name: (value, split) for name, value, split in _state_of(model)}
-    rank, num_ranks = group_rank(group), dist.get_world_size(group)
-    wrong = sorted(places.keys() ^ state.keys())
-    if wrong:
-        raise ValueError(
-            f"rank {rank}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not in model and state both"
-        )
-    parts = {}
-    for name, (value, split) in places.items():
-        if split is not None and state[name].shape[split.dim] != sum(split.sections):
+    rank, num_ranks, places = group_rank(group), dist.get_world_size(group), _state_of(model)
+    here = {name: list(split.whole_shape(value.shape) if split else value.shape) for name, value, split in places}
+    there = {name: list(value.shape) for name, value in state.items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
             raise ValueError(
-                f"rank {rank}: {name} has {state[name].shape[split.dim]} rows; the model has {sum(split.sections)}"
+                f"rank {rank}: {name} is {there.get(name, 'nothing')} in the state and {here.get(name, 'nothing')} in "
+                "the model; pass the state of the same model"
             )
-        parts[name] = state[name] if split is None else split.cut(state[name], num_ranks, rank)
-        if parts[name].shape != value.shape:
-            raise ValueError(f"rank {rank}: {name} gives {list(parts[name].shape)}; expected {list(value.shape)}")
-    for name, (value, _) in places.items():
-        value.copy_(parts[name])
+    for name, value, split in places:
+        value.copy_(split.cut(state[name], num_ranks, rank) if split else state[name])
 
 
 def _state_of(model: nn.Module) -> list[tuple[str, Tensor, Split | None]]:

@@ -23,7 +23,6 @@ from distlab.tensor_parallel import (
     tensor_parallel_norm,
     vocabulary_parallel_cross_entropy,
 )
-from distlab.tensor_parallel.linear import from_first_rank
 
 B, S, H, V = 2, 6, 12, 11  # 2 and 3 ranks divide all but the vocabulary
 
@@ -174,7 +173,6 @@ def test_models_norms_and_states_send_what_they_say(ranks):
             "clip": lambda: clip_tensor_parallel_(model, 1.0),
             "logits": lambda: model.full_logits(logits),
             "state": lambda: full_state_dict(model),
-            "weight": lambda: from_first_rank(torch.ones(H, H)),
         }.items():
             with recorded() as seen:
                 call()
@@ -184,7 +182,6 @@ def test_models_norms_and_states_send_what_they_say(ranks):
 
     for sent, num_split in ranks(2).run(measure):
         assert sent["norm"][0] == sent["clip"][0] == [("all_reduce", 8)]
-        assert [op for op, _ in sent["weight"][0]] == ["broadcast"]
         assert {op for op, _ in sent["logits"][0]} == {op for op, _ in sent["state"][0]} == {"all_gather"}
         assert sent["logits"][1] == B * S * -(-V // 2)
         assert len(sent["state"][0]) == num_split

@@ -1,4 +1,4 @@
-"""The heads of an attention module: how wide one is, how many each layer makes, and how many are left on a rank.
+"""The heads of a model's attention: how wide one is, how many each layer makes, and how many are left on a rank.
 
 A module that views its queries by a number of heads keeps that number as an attribute. After the cut there are fewer,
 so the attribute becomes this rank's number. A module whose forward uses a constant cannot be made to; it is refused.
@@ -6,10 +6,12 @@ so the attribute becomes this rank's number. A module whose forward uses a const
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
+from distlab.tensor_parallel.by_plan.plan import COUNTS_HEADS, parent_of
 from distlab.tensor_parallel.linear import linear_sizes
 
 HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
@@ -18,83 +20,82 @@ SIZES = ("head_dim", "head_size", "attention_head_size")
 WIDTHS = ("split_size", "n_embd", "embed_dim", "attn_dim", "all_head_size", "inner_dim")
 
 
-class AttentionHeads:
-    """The heads of one attention module, before the cut.
-
-    Args:
-        name: the module's.
-        module: it holds the layers.
-        layers: its layers of style "heads", "fused" or "interleaved", by name.
-        num_ranks: that share the heads.
-        more_counts: other attributes that hold numbers of heads.
-        fused: how query, key and value lie in one layer: "fused" or "interleaved"; "" where each has its own.
+class Heads(NamedTuple):
+    """The heads of a model.
 
     Attributes:
-        size: features per head.
-        sections: of each layer, the lengths along its output that are cut apart.
+        sections: of each layer that makes heads, the lengths along its output that are cut apart.
+        local: of each module that holds such layers, its attributes that count heads or their features, with the
+            numbers of one rank.
+    """
+
+    sections: dict[str, tuple[int, ...]]
+    local: dict[str, dict[str, int]]
+
+
+def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int, more_counts: Sequence[str] = ()) -> Heads:
+    """Return the heads of the layers of style "heads", "fused" or "interleaved", before the cut.
+
+    Args:
+        model: whole.
+        styles: of its modules, by name.
+        num_ranks: that share the heads.
+        more_counts: other attributes that hold numbers of heads.
 
     Raises:
         ValueError: the size of a head cannot be found, or the ranks do not divide the heads.
     """
+    found = Heads({}, {})
+    names = [name for name, style in styles.items() if style in COUNTS_HEADS]
+    for parent in dict.fromkeys(map(parent_of, names)):
+        layers = {name: styles[name] for name in names if parent_of(name) == parent}
+        _add_module(found, model, parent, layers, num_ranks, more_counts)
+    return found
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        layers: dict[str, nn.Module],
-        num_ranks: int,
-        more_counts: Sequence[str] = (),
-        *,
-        fused: str = "",
-    ) -> None:
-        self._name, self._module, self._num_ranks = name, module, num_ranks
-        self._counts = (*HEADS, *SHARED, *more_counts)
-        outputs = {own: linear_sizes(layer)[1] for own, layer in layers.items()}
-        heads, shared, size = (self._first(names) for names in ((*HEADS, *more_counts), SHARED, SIZES))
-        if heads is None and size is None:
-            raise ValueError(
-                f"{name} holds the layers of heads {', '.join(layers)}, but no attribute with their number or size "
-                f"({', '.join((*HEADS, *SIZES))}); give it one that its forward uses, and name it in head_counts="
-            )
-        has_size = size is not None
-        if size is None and heads is not None:
-            size = max(outputs.values()) // (heads + 2 * (shared or heads) if fused else heads)
-        self.size = max(size or 0, 1)
-        self.sections = {}
-        for own, features in outputs.items():
-            whole = features // self.size
-            counts = [whole]
-            if fused:
-                both = shared or ((whole - heads) // 2 if heads is not None and has_size else whole // 3)
-                counts = [heads or whole - 2 * both, both, both]
-            self._check(own, features, counts)
-            self.sections[own] = tuple(count * self.size for count in counts)
-        self._width = max(lengths[0] for lengths in self.sections.values())
-        if fused == "interleaved":  # queries with the key and value that they share lie side by side: one piece
-            self.sections = {own: (sum(lengths),) for own, lengths in self.sections.items()}
 
-    def make_local(self) -> None:
-        """Let the module count this rank's heads, and the features of these."""
-        for name, value in list(vars(self._module).items()):
-            if type(value) is int and (name in self._counts or (name in WIDTHS and value == self._width)):
-                setattr(self._module, name, value // self._num_ranks)
+def _add_module(
+    found: Heads, model: nn.Module, parent: str, layers: Mapping[str, str], num_ranks: int, more_counts: Sequence[str]
+) -> None:
+    """Add the heads of one attention module, whose layers are given with their styles."""
+    attributes = vars(model.get_submodule(parent)).items()
+    numbers = {name: value for name, value in attributes if type(value) is int and value > 0}
+    kinds = ((*HEADS, *more_counts), SHARED, SIZES)
+    heads, shared, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in kinds)
+    if not heads and not size:
+        raise ValueError(
+            f"{parent} holds the layers of heads {', '.join(layers)}, but no attribute with their number or size "
+            f"({', '.join((*HEADS, *SIZES))}); give it one that its forward uses, and name it in head_counts="
+        )
+    is_fused = not {*layers.values()}.isdisjoint(("fused", "interleaved"))
+    outputs = {name: linear_sizes(model.get_submodule(name))[1] for name in layers}
+    each = size or max(max(outputs.values()) // (heads + 2 * (shared or heads) if is_fused else heads), 1)
+    width = 0
+    for name, features in outputs.items():
+        counts = [features // each]
+        if is_fused:
+            both = shared or ((counts[0] - heads) // 2 if heads and size else counts[0] // 3)
+            counts = [heads or counts[0] - 2 * both, both, both]
+        _check(name, features, counts, each, num_ranks)
+        width = max(width, counts[0] * each)
+        if layers[name] == "interleaved":  # queries with the key and value that they share lie side by side: one piece
+            counts = [sum(counts)]
+        found.sections[name] = tuple(count * each for count in counts)
+    counted = (*HEADS, *SHARED, *more_counts)
+    local = {one for one in numbers if one in counted or (one in WIDTHS and numbers[one] == width)}
+    found.local[parent] = {one: numbers[one] // num_ranks for one in local}
 
-    def _first(self, names: Sequence[str]) -> int | None:
-        values = (vars(self._module).get(name) for name in names)
-        return next((value for value in values if type(value) is int and value > 0), None)
 
-    def _check(self, own: str, features: int, counts: list[int]) -> None:
-        where = f"{self._name}.{own}" if self._name else own
-        if min(counts) < 1 or sum(counts) * self.size != features:
-            raise ValueError(
-                f"{where} has {features} output features, which are not {counts} heads of {self.size}; check the "
-                "module's numbers of heads, and the style: 'fused' or 'interleaved' for query, key and value in one "
-                "layer, else 'heads'"
-            )
-        for count in counts:
-            if count % self._num_ranks:
-                raise ValueError(
-                    f"{where} makes {count} heads of {self.size} features, which {self._num_ranks} ranks do not "
-                    f"divide; use a number of ranks that divides {count}, or leave this attention whole: take all its "
-                    "layers out of the plan"
-                )
+def _check(name: str, features: int, counts: Sequence[int], each: int, num_ranks: int) -> None:
+    """Refuse features that are not those of the heads, and heads that the ranks do not divide."""
+    if min(counts) < 1 or sum(counts) * each != features:
+        raise ValueError(
+            f"{name} has {features} output features, which are not {list(counts)} heads of {each}; check the module's "
+            "numbers of heads, and the style: 'fused' or 'interleaved' for query, key and value in one layer, else "
+            "'heads'"
+        )
+    uneven = [count for count in counts if count % num_ranks]
+    if uneven:
+        raise ValueError(
+            f"{name} makes {uneven[0]} heads of {each} features, which {num_ranks} ranks do not divide; use a number "
+            f"of ranks that divides {uneven[0]}, or leave this attention whole: take all its layers out of the plan"
+        )

@@ -25,17 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from distlab.modules.blocks import matches
-from distlab.modules.every_parameter import every_parameter
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
-STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside", "sequence")
 COUNTS_HEADS = ("heads", "fused", "interleaved")
 BEGINS = ("column", "paired", *COUNTS_HEADS)  # a region that a row layer ends
+LAYERS = (*BEGINS, "row", "vocabulary")
+STYLES = (*LAYERS, "narrow", "inside", "sequence")
 _ALL = "If the model computes with all of them at once (a softmax or a norm of features), leave both layers out."
 HINTS = {  # what may be wrong where the cut model computes something else, by the style of the region's first layers
     "column": "'column' keeps neighbouring features together. If the model takes one half for a gate (chunk(2), GLU), "
@@ -92,114 +91,64 @@ def is_own(plan: Mapping[str, str]) -> bool:
     return any(plan in (PLANS[name], PLANS[name] | SEQUENCE[name]) for name in OWN)
 
 
-def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def find_styles(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     """Return the style of each module that the plan names.
 
     Raises:
-        ValueError: an unknown style; a pattern that matches nothing, or a module with a style already.
+        ValueError: an unknown style; a pattern that matches nothing, or a module with a style already; a module that
+            its style cannot cut, or whose features the ranks do not divide.
     """
-    names = [name for name, _ in model.named_modules() if name]
+    modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ValueError(f"{pattern!r} has style {style!r}; pass one of {', '.join(STYLES)}")
-        matched = [name for name in names if matches(name, pattern)]
+        matched = [name for name in modules if matches(name, pattern)]
         if not matched:
             last = pattern.rpartition(".")[2]
-            near = [name for name in names if fnmatchcase(name.rpartition(".")[2], last)] or names
+            near = [name for name in modules if fnmatchcase(name.rpartition(".")[2], last)] or [*modules, "no module"]
             raise ValueError(
                 f"pattern {pattern!r} matches no module; a * stands for one part between dots. The model has for "
-                f"example {near[0] if near else 'no module'!r}"
+                f"example {near[0]!r}"
             )
         for name in matched:
             if found.setdefault(name, style) != style:
                 raise ValueError(f"{name} has style {found[name]!r}, and {pattern!r} gives it {style!r}; give it one")
+            if style in LAYERS:
+                _check_layer(name, modules[name], style, num_ranks)
     return found
 
 
-def check_kinds(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Refuse modules that are not of a kind that their style can cut.
-
-    Raises:
-        ValueError: naming module and kind.
-    """
-    for name, style in styles.items():
-        module = model.get_submodule(name)
-        if style in ("narrow", "inside", "sequence"):
-            if style == "inside" and not any(True for _ in module.parameters()):
-                raise ValueError(f"{name} has no parameters; leave it out of the plan")
-            continue
-        is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
-        is_embedding = style == "vocabulary" and type(module).forward is nn.Embedding.forward
-        if not (is_linear or is_embedding):
-            raise ValueError(
-                f"{name} is a {type(module).__name__}; style {style!r} cuts "
-                f"{'an nn.Embedding, ' if style == 'vocabulary' else ''}an nn.Linear or a Conv1D. Leave it out of the "
-                "plan (it stays whole), or write it with such layers"
-            )
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
-            raise ValueError(
-                f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
-                "remove them, or leave it out of the plan"
-            )
-
-
-def check_sizes(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> None:
-    """Refuse features that the ranks do not divide.
-
-    Raises:
-        ValueError: naming module, features and ranks.
-    """
-    for name, style in styles.items():
-        if style not in ("column", "row", "paired"):
-            continue
-        size = linear_sizes(model.get_submodule(name))[style != "row"]
-        pieces = 2 if style == "paired" else 1
-        if size % (pieces * num_ranks):
-            what = "input" if style == "row" else "output"
-            raise ValueError(
-                f"{name} ({style}) has {size} {what} features, which {num_ranks} ranks do not divide"
-                f"{' in two halves' if pieces == 2 else ''}; use a number of "
-                f"ranks that divides {size // pieces}, or leave it and its partners out of the plan"
-            )
-
-
-def check_partners(styles: Mapping[str, str]) -> None:
-    """Refuse a column without its row, and a row without its column.
-
-    The row that ends a region stands in the same module as the columns that begin it, or in the one around that.
-
-    Raises:
-        ValueError: naming the layer that is alone.
-    """
-    columns = {name for name, style in styles.items() if style in BEGINS}
-    rows = {name for name, style in styles.items() if style == "row"}
-    free = set(rows)
-    parents = sorted({_parent(name) for name in columns}, key=lambda parent: (-parent.count("."), parent))
-    for parent in parents:
-        for place in dict.fromkeys((parent, _parent(parent))):
-            ends = {row for row in free if _is_in(row, place)}
-            if ends:
-                break
-        else:
-            first = sorted(name for name in columns if _parent(name) == parent)[0]
-            raise ValueError(
-                f"{first} is cut by output features, but no layer after it in {parent or 'the model'!r} or around it "
-                "is cut by input features; give the layer that reads it the style 'row'"
-            )
-        free -= ends
-    if free:
+def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> None:
+    """Refuse a layer of a kind that its style cannot cut, and features that the ranks do not divide."""
+    is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
+    if not is_linear and not (style == "vocabulary" and type(module).forward is nn.Embedding.forward):
         raise ValueError(
-            f"{sorted(free)[0]} has style 'row', but no layer next to it makes parts of its input; give the layer "
-            "before it the style 'column' or 'heads'"
+            f"{name} is a {type(module).__name__}; style {style!r} cuts "
+            f"{'an nn.Embedding, ' if style == 'vocabulary' else ''}an nn.Linear or a Conv1D. Leave it out of the "
+            "plan (it stays whole), or write it with such layers"
         )
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+        raise ValueError(
+            f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
+            "remove them, or leave it out of the plan"
+        )
+    if style in ("column", "row", "paired"):
+        size, pieces = linear_sizes(module)[style != "row"], 2 if style == "paired" else 1
+        if size % (pieces * num_ranks):
+            raise ValueError(
+                f"{name} ({style}) has {size} {'input' if style == 'row' else 'output'} features, which {num_ranks} "
+                f"ranks do not divide{' in two halves' if pieces == 2 else ''}; use a number of ranks that divides "
+                f"{size // pieces}, or leave it and its partners out of the plan"
+            )
 
 
 def columns_of(row: str, styles: Mapping[str, str]) -> list[str]:
-    """Return the layers that begin the region which a row layer ends."""
+    """Return the layers that begin the region which a row layer ends: in its module, or in the one around that."""
     columns = [name for name, style in styles.items() if style in BEGINS]
-    places = (_parent(row), _parent(_parent(row)))
-    return next((found for place in places if (found := [one for one in columns if _is_in(one, place)])), columns)
+    places = (parent_of(row), parent_of(parent_of(row)))
+    near = ([name for name in columns if not place or name.startswith(place + ".")] for place in places)
+    return next(filter(None, near), columns)
 
 
 def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
@@ -213,8 +162,8 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
         names.setdefault(id(parameter), []).append(name)
     tied = []
     for group in names.values():
-        cut = [styles.get(_parent(name), "whole") for name in group]
-        if len(group) == 1 or not set(cut) - {"whole", "inside", "sequence"}:
+        cut = [styles.get(parent_of(name), "whole") for name in group]
+        if len(group) == 1 or {*cut}.isdisjoint(LAYERS):
             continue
         if set(cut) != {"vocabulary"}:
             what = " and ".join(f"{name} ({style})" for name, style in zip(group, cut, strict=True))
@@ -226,15 +175,6 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
     return tied
 
 
-def shapes_of(model: nn.Module) -> dict[str, Any]:
-    """Return what must be the same on all ranks before a model is cut: names, shapes, dtypes and what is trained."""
-    tensors: dict[str, Tensor] = {**dict(every_parameter(model)), **dict(model.named_buffers())}
-    return {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
-
-
-def _parent(name: str) -> str:
+def parent_of(name: str) -> str:
+    """Return the name of the module that holds a module or a parameter."""
     return name.rpartition(".")[0]
-
-
-def _is_in(name: str, place: str) -> bool:
-    return not place or name.startswith(place + ".")

@@ -51,22 +51,17 @@ class Stream:
     def __init__(self, name: str, group: ProcessGroup | None) -> None:
         self.name, self.group, self.is_cut = name, group, False
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the first block: keep the own positions of its first tensor."""
-        place = next((at for at, one in enumerate(args) if isinstance(one, Tensor)), None)
-        key = next((key for key, one in kwargs.items() if isinstance(one, Tensor) and one.is_floating_point()), None)
-        if place is None and key is None:
+        at = next((at for at, one in enumerate(args) if isinstance(one, Tensor)), None)
+        if at is None:
             raise ValueError(
                 f"rank {group_rank(self.group)}: the first block of {self.name} got no tensor to cut along the "
                 "sequence; leave style 'sequence' out of the plan"
             )
-        x = kwargs[str(key)] if place is None else args[place]
-        divides = x.dim() >= 2 and x.shape[-2] % dist.get_world_size(self.group) == 0
+        divides = args[at].dim() >= 2 and args[at].shape[-2] % dist.get_world_size(self.group) == 0
         self.is_cut = divides or torch.is_grad_enabled()
-        part = split_sequence(x, self.group) if self.is_cut else x
-        if place is None:
-            return args, kwargs | {str(key): part}
-        return (*args[:place], part, *args[place + 1 :]), kwargs
+        return (*args[:at], split_sequence(args[at], self.group), *args[at + 1 :]) if self.is_cut else args
 
     def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Behind a norm or the last block: give every rank all positions of what it returns first."""
@@ -87,40 +82,18 @@ class Stream:
         row.sequence_parallel = self.is_cut
 
 
-def check_sequences(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Refuse norms without a list of blocks around them, and lists without norms or row layers.
-
-    Raises:
-        ValueError: naming the module.
-    """
-    lists = [name for name in _named(styles) if _is_list(model, name)]
-    for name in _named(styles):
-        if name in lists:
-            inside = {style for one, style in styles.items() if one.startswith(name + ".")}
-            if not {"row", "sequence"} <= inside:
-                lacks = "row layer" if "row" not in inside else "norm of style 'sequence'"
-                raise ValueError(
-                    f"{name} has style 'sequence', but no {lacks} in it: the blocks' row layers give each rank its "
-                    "positions, and the norms before their cut layers join them"
-                )
-        elif not any(name.startswith(place + ".") for place in lists):
-            raise ValueError(
-                f"{name} has style 'sequence', but stands in no list of blocks (nn.ModuleList, nn.Sequential) of that "
-                "style; give the list the style, too"
-            )
-
-
 def cut_sequences(model: nn.Module, styles: Mapping[str, str], group: ProcessGroup | None) -> None:
     """Put the hooks of style "sequence" on the model, whose layers are cut."""
-    for place in (name for name in _named(styles) if _is_list(model, name)):
+    named = [name for name, style in styles.items() if style == "sequence"]
+    for place in (name for name in named if isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)):
         stream, blocks = Stream(place, group), list(model.get_submodule(place).children())
-        blocks[0].register_forward_pre_hook(stream.enter, with_kwargs=True)
+        blocks[0].register_forward_pre_hook(stream.enter)
         blocks[-1].register_forward_hook(stream.leave)
-        for name, style in styles.items():
+        for name in (name for name in styles if name.startswith(place + ".")):
             module = model.get_submodule(name)
-            if name.startswith(place + ".") and style == "row":
+            if styles[name] == "row":
                 module.register_forward_pre_hook(stream.before_row)
-            elif name.startswith(place + ".") and style == "sequence":
+            elif styles[name] == "sequence":
                 module.register_forward_hook(stream.leave)
                 sum_over_ranks(module, group)
 
@@ -134,11 +107,3 @@ def sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_hook(LinearHook(summed))
-
-
-def _named(styles: Mapping[str, str]) -> list[str]:
-    return [name for name, style in styles.items() if style == "sequence"]
-
-
-def _is_list(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)
