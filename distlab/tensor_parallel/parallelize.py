@@ -28,7 +28,7 @@ from distlab.modules.split import Split
 from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
 from distlab.tensor_parallel.dropout import SplitDropout
-from distlab.tensor_parallel.functions import join_features, join_sequence, split_sequence
+from distlab.tensor_parallel.functions import join_sequence, split_sequence
 from distlab.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -149,14 +149,6 @@ class ParallelGPT(GPT):
         Shapes: logits [B, S, ceil(V/t)], targets [B, S] -> []
         """
         return vocabulary_parallel_cross_entropy(logits, targets, self.group, vocab_size=self.config.vocab_size)
-
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Give every rank the scores of all tokens, to draw the next one from; training has no use for them.
-
-        Shapes: logits [B, S, ceil(V/t)] -> [B, S, V]
-        Cost: an all-gather: (t-1) B S ceil(V/t) elements sent per rank.
-        """
-        return join_features(logits, self.group)[..., : self.config.vocab_size]
 
 
 def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bool) -> Block:

@@ -126,8 +126,16 @@ def test_other_parts_than_were_saved_are_refused_and_nothing_changes(ranks, tmp_
         other = FullyShard(torch.nn.Linear(4, 2))
         before = other.units[0].shard.detach().clone()
         for where, part, words in (
-            ("sharded", torch.nn.Linear(3, 2), "model is whole here and sharded in the checkpoint"),
-            ("whole", ShardedState(model), "model is sharded here and whole in the checkpoint"),
+            (
+                "sharded",
+                torch.nn.Linear(3, 2),
+                "model is a whole part here, but the checkpoint saved it as a ShardedState or ShardedOptimizer",
+            ),
+            (
+                "whole",
+                ShardedState(model),
+                "model is a ShardedState or ShardedOptimizer here, but the checkpoint saved it as a whole part",
+            ),
             (
                 "sharded",
                 PerRank({"model": torch.nn.Linear(3, 2)}),

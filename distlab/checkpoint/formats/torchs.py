@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 
-from distlab.checkpoint.formats.by_names import METADATA, Held, Place
+from distlab.checkpoint.formats.dcp import METADATA, Held, Place, unfold
 from distlab.comm.checks import open_file
 from distlab.comm.plain import restricted_load
 
@@ -92,8 +92,8 @@ def write(path: Path, held: Held, group: ProcessGroup | None, *, is_alone: bool)
     return None
 
 
-def read(directory: Path) -> dict[Place, Any]:
-    """Return everything that is saved, by places; a plain value that needs code is left out with a warning.
+def read(directory: Path) -> dict[str, Any]:
+    """Return everything that is saved, nested; a plain value that needs code is left out with a warning.
 
     Raises:
         ValueError: `.metadata` asks for code, or something is missing, damaged or not what it says.
@@ -115,12 +115,13 @@ def read(directory: Path) -> dict[Place, Any]:
                 tree[place] = _load(directory, found.storage_data[metadata.MetadataIndex(name)])
             except pickle.UnpicklingError:
                 warnings.warn(f"left out {name}: it would need code to load", stacklevel=2)
+        nested: dict[str, Any] = unfold(tree)
+        return nested
     except OSError:
         raise
     except Exception as error:  # damaged data makes torch.load raise almost anything
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{what} is damaged, or a file that it names ({text}); copy the folder again, whole") from None
-    return tree
 
 
 def _whole(

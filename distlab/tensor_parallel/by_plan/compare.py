@@ -82,8 +82,8 @@ def compare(
             f"{where} {inside or 'the model'} ({type(model.get_submodule(inside)).__name__}) fails in the cut "
             f"model and not in the whole one: {type(error).__name__}: {(str(error) or 'no words').splitlines()[0]}. "
             "Its forward takes a number of heads or features from a constant or a config, a layer before it is cut by "
-            "outputs and it is no row, or it is a row without such a layer. If the number is an attribute of the "
-            "module, name that in head_counts=; else leave out of the plan what is cut here: "
+            "outputs and it is no row, or it is a row without such a layer. Let an attribute num_heads hold "
+            "the number and forward use it, or leave out of the plan what is cut here: "
             f"{', '.join(near[:4])}, with the row behind it.{of_sequence}"
         ) from error
     at, by = _first_difference(got, expected, styles, max(map(_rounding, model.parameters())), group)
@@ -149,7 +149,7 @@ def _why(name: str, styles: Mapping[str, str]) -> str:
     if styles.get(name) != "row":
         return (
             f"what row layers before it read is right, and {name if name == OUTPUT else f'what {name} reads'} is not. "
-            "Does a forward use a constant number of heads (see head_counts=), or a layer's weight without the layer? "
+            "Does a forward use a constant number of heads, or a layer's weight without the layer? "
             "Leave those layers out of the plan."
         )
     columns = columns_of(name, styles)

@@ -33,14 +33,13 @@ class Heads(NamedTuple):
     local: dict[str, dict[str, int]]
 
 
-def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int, more_counts: Sequence[str] = ()) -> Heads:
+def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> Heads:
     """Return the heads of the layers of style "heads", "fused" or "interleaved", before the cut.
 
     Args:
         model: whole.
         styles: of its modules, by name.
         num_ranks: that share the heads.
-        more_counts: other attributes that hold numbers of heads.
 
     Raises:
         ValueError: the size of a head cannot be found, or the ranks do not divide the heads.
@@ -49,22 +48,19 @@ def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int, more
     names = [name for name, style in styles.items() if style in COUNTS_HEADS]
     for parent in dict.fromkeys(map(parent_of, names)):
         layers = {name: styles[name] for name in names if parent_of(name) == parent}
-        _add_module(found, model, parent, layers, num_ranks, more_counts)
+        _add_module(found, model, parent, layers, num_ranks)
     return found
 
 
-def _add_module(
-    found: Heads, model: nn.Module, parent: str, layers: Mapping[str, str], num_ranks: int, more_counts: Sequence[str]
-) -> None:
+def _add_module(found: Heads, model: nn.Module, parent: str, layers: Mapping[str, str], num_ranks: int) -> None:
     """Add the heads of one attention module, whose layers are given with their styles."""
     attributes = vars(model.get_submodule(parent)).items()
     numbers = {name: value for name, value in attributes if type(value) is int and value > 0}
-    kinds = ((*HEADS, *more_counts), SHARED, SIZES)
-    heads, shared, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in kinds)
+    heads, shared, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in (HEADS, SHARED, SIZES))
     if not heads and not size:
         raise ValueError(
             f"{parent} holds the layers of heads {', '.join(layers)}, but no attribute with their number or size "
-            f"({', '.join((*HEADS, *SIZES))}); give it one that its forward uses, and name it in head_counts="
+            f"({', '.join((*HEADS, *SIZES))}); give it one that its forward uses"
         )
     is_fused = not {*layers.values()}.isdisjoint(("fused", "interleaved"))
     outputs = {name: linear_sizes(model.get_submodule(name))[1] for name in layers}
@@ -80,8 +76,7 @@ def _add_module(
         if layers[name] == "interleaved":  # queries with the key and value that they share lie side by side: one piece
             counts = [sum(counts)]
         found.sections[name] = tuple(count * each for count in counts)
-    counted = (*HEADS, *SHARED, *more_counts)
-    local = {one for one in numbers if one in counted or (one in WIDTHS and numbers[one] == width)}
+    local = {one for one in numbers if one in (*HEADS, *SHARED) or (one in WIDTHS and numbers[one] == width)}
     found.local[parent] = {one: numbers[one] // num_ranks for one in local}
 
 

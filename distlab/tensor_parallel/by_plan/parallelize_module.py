@@ -45,7 +45,6 @@ def parallelize_module(
     plan: Mapping[str, str],
     group: ProcessGroup | None = None,
     *,
-    head_counts: Sequence[str] = (),
     example: Sequence[Any] | None = None,
 ) -> nn.Module:
     """Cut the layers that a plan names, in place; rank 0's weights and buffers count. Return the model.
@@ -58,11 +57,10 @@ def parallelize_module(
 
     Args:
         model: the same on all ranks except for its weights. Attributes with the number of its heads (`num_heads`,
-            `n_head`, ...) become this rank's number.
+            `n_head`, ...: see `heads.py`) become this rank's number.
         plan: {pattern: style}; see `plan.py` for both. `PLANS` has those of Hugging Face's Llama and GPT-2, of nanoGPT
             and of timm's ViT.
         group: the ranks.
-        head_counts: names of more attributes that hold a number of heads.
         example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
             `compare.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT", with or without `SEQUENCE`, need
             none.
@@ -83,14 +81,14 @@ def parallelize_module(
     """
     where, num_ranks = f"rank {group_rank(group)}: parallelize_module:", dist.get_world_size(group)
     before = dict(every_parameter(model))
-    facts = {"plan": dict(plan), "head_counts": list(head_counts), "example": example is not None}
+    facts = {"plan": dict(plan), "example": example is not None}
     tensors = shapes_of({**before, **dict(model.named_buffers())}.items())
-    agree_on("the model, plan or head_counts of parallelize_module", group, **facts, tensors=tensors)
+    agree_on("the model or plan of parallelize_module", group, **facts, tensors=tensors)
     try:
         if any(hasattr(module, "splits") for module in model.modules()):
             raise ValueError("the model is cut already; pass one that is not")
         styles = find_styles(model, plan, num_ranks)
-        heads, ties = find_heads(model, styles, num_ranks, head_counts), check_ties(model, styles)
+        heads, ties = find_heads(model, styles, num_ranks), check_ties(model, styles)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     if example is None and not is_own(plan):

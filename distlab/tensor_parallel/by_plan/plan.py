@@ -40,7 +40,7 @@ HINTS = {  # what may be wrong where the cut model computes something else, by t
     "column": "'column' keeps neighbouring features together. If the model takes one half for a gate (chunk(2), GLU), "
     f"the style is 'paired'. {_ALL}",
     "paired": f"'paired' cuts each half of the features. If they are one piece, the style is 'column'. {_ALL}",
-    "heads": "'heads' needs a forward that counts heads by an attribute (see head_counts=), not by a constant, and "
+    "heads": "'heads' needs a forward that counts heads by an attribute (num_heads), not by a constant, and "
     "that computes with each head alone; else leave this attention's layers out.",
     "fused": "'fused' expects all queries, then all keys, then all values. If query, key and value lie side by side "
     "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",

@@ -13,6 +13,9 @@ Outside of attention and feed-forward a block then keeps 1/t for backward. Forwa
 and (t-1)/t of the blocks' output; backward sends (t-1)/t more for each row layer's output and for the blocks' input,
 and 2 (t-1)/t of the norms' gradients.
 
+The ranks must divide the positions of every forward, also without gradients: so `generate`, which goes on with one
+token at a time, needs a model without the style.
+
 Symbols: t ranks; S positions, H features.
 
 Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, section 4.2.2. There the
@@ -22,10 +25,10 @@ column layers gather; here the norms do, since models that were not written for 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -36,66 +39,43 @@ from distlab.tensor_parallel.functions import join_sequence, split_sequence
 from distlab.tensor_parallel.linear import RowParallelLinear
 
 
-class Stream:
-    """The activations between a list's blocks, cut along the sequence.
-
-    Args:
-        name: the list's.
-        group: the ranks.
-
-    Attributes:
-        is_cut: whether they are in this forward. Without gradients a length that the ranks do not divide stays whole,
-            such as the single new token of `generate`.
-    """
-
-    def __init__(self, name: str, group: ProcessGroup | None) -> None:
-        self.name, self.group, self.is_cut = name, group, False
-
-    def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before the first block: keep the own positions of its first tensor."""
-        at = next((at for at, one in enumerate(args) if isinstance(one, Tensor)), None)
-        if at is None:
-            raise ValueError(
-                f"rank {group_rank(self.group)}: the first block of {self.name} got no tensor to cut along the "
-                "sequence; leave style 'sequence' out of the plan"
-            )
-        divides = args[at].dim() >= 2 and args[at].shape[-2] % dist.get_world_size(self.group) == 0
-        self.is_cut = divides or torch.is_grad_enabled()
-        return (*args[:at], split_sequence(args[at], self.group), *args[at + 1 :]) if self.is_cut else args
-
-    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Behind a norm or the last block: give every rank all positions of what it returns first."""
-        if not self.is_cut:
-            return output
-        if isinstance(output, Tensor):
-            return join_sequence(output, self.group)
-        if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-            return type(output)([join_sequence(output[0], self.group), *output[1:]])
-        raise ValueError(
-            f"rank {group_rank(self.group)}: a block of {self.name} returned a {type(output).__name__}; style "
-            "'sequence' joins a tensor, or the first of a tuple: leave it out of the plan"
-        )
-
-    def before_row(self, row: nn.Module, _: Any) -> None:
-        """Before a row layer: let it keep the own positions of its sum."""
-        assert isinstance(row, RowParallelLinear), "a plan's rows are cut before its lists"
-        row.sequence_parallel = self.is_cut
-
-
 def cut_sequences(model: nn.Module, styles: Mapping[str, str], group: ProcessGroup | None) -> None:
     """Put the hooks of style "sequence" on the model, whose layers are cut."""
     named = [name for name, style in styles.items() if style == "sequence"]
+    join = partial(_join, group=group)
     for place in (name for name in named if isinstance(model.get_submodule(name), nn.ModuleList | nn.Sequential)):
-        stream, blocks = Stream(place, group), list(model.get_submodule(place).children())
-        blocks[0].register_forward_pre_hook(stream.enter)
-        blocks[-1].register_forward_hook(stream.leave)
+        blocks = list(model.get_submodule(place).children())
+        blocks[0].register_forward_pre_hook(partial(_split, group=group))
+        blocks[-1].register_forward_hook(join)
         for name in (name for name in styles if name.startswith(place + ".")):
             module = model.get_submodule(name)
-            if styles[name] == "row":
-                module.register_forward_pre_hook(stream.before_row)
+            if isinstance(module, RowParallelLinear):
+                module.sequence_parallel = True  # it keeps the own positions of its sum
             elif styles[name] == "sequence":
-                module.register_forward_hook(stream.leave)
+                module.register_forward_hook(join)
                 sum_over_ranks(module, group)
+
+
+def _split(_: nn.Module, args: tuple[Any, ...], group: ProcessGroup | None) -> tuple[Any, ...]:
+    """Before the first block: keep the own positions of what it gets first."""
+    if not args or not isinstance(args[0], Tensor):
+        raise ValueError(
+            f"rank {group_rank(group)}: the first block of a list of style 'sequence' takes no tensor as its first "
+            "argument; leave the style out of the plan"
+        )
+    return split_sequence(args[0], group), *args[1:]
+
+
+def _join(module: nn.Module, _: Any, output: Any, group: ProcessGroup | None) -> Any:
+    """Behind a norm or the last block: give every rank all positions of what it returns first."""
+    if isinstance(output, Tensor):
+        return join_sequence(output, group)
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return type(output)([join_sequence(output[0], group), *output[1:]])
+    raise ValueError(
+        f"rank {group_rank(group)}: a {type(module).__name__} returned a {type(output).__name__}; style 'sequence' "
+        "joins a tensor, or the first of a tuple: leave it out of the plan"
+    )
 
 
 def sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
