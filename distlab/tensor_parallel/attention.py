@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
 from distlab.models import Attention
-from distlab.tensor_parallel.dropout import own_random
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
+from distlab.tensor_parallel.sequence import own_random
 
 
 class ParallelAttention(nn.Module):

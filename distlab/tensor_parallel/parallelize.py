@@ -27,7 +27,6 @@ from distlab.models import GPT, Block, FeedForward
 from distlab.modules.split import Split
 from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
-from distlab.tensor_parallel.dropout import SplitDropout
 from distlab.tensor_parallel.functions import join_sequence, split_sequence
 from distlab.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -37,7 +36,7 @@ from distlab.tensor_parallel.linear import (
     digest,
     take_parts,
 )
-from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
+from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions, SplitDropout
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 

@@ -27,8 +27,7 @@ from distlab.modules.every_parameter import every_parameter
 from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.by_plan.compare import compare, watch
-from distlab.tensor_parallel.by_plan.heads import Heads, find_heads
-from distlab.tensor_parallel.by_plan.plan import LAYERS, check_ties, find_styles, is_own, parent_of
+from distlab.tensor_parallel.by_plan.plan import LAYERS, Heads, check_ties, find_heads, find_styles, is_own, parent_of
 from distlab.tensor_parallel.by_plan.sequence import cut_sequences, sum_over_ranks
 from distlab.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -57,7 +56,7 @@ def parallelize_module(
 
     Args:
         model: the same on all ranks except for its weights. Attributes with the number of its heads (`num_heads`,
-            `n_head`, ...: see `heads.py`) become this rank's number.
+            `n_head`, ...: see `plan.py`) become this rank's number.
         plan: {pattern: style}; see `plan.py` for both. `PLANS` has those of Hugging Face's Llama and GPT-2, of nanoGPT
             and of timm's ViT.
         group: the ranks.
