@@ -83,7 +83,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent per rank. With sequence_parallel an
         all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole x. join_output: (t-1)/t of the
         output's bytes forward.
-    Error: exact forward; x's gradient is a sum over ranks, in another order.
+    Error: exact forward; x's gradient is a sum over ranks, in a different order.
 
     `from_full` makes one.
 
@@ -93,7 +93,7 @@ class ColumnParallelLinear(_ParallelLinear):
         join_output: give every rank all features.
         overlap: backward sums x's gradient during the weight's product; not where `local_compute` is replaced.
         regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
-            gathered again: another all-gather, and 1/t of the memory.
+            gathered again: one more all-gather, and 1/t of the memory.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
@@ -155,7 +155,7 @@ class RowParallelLinear(_ParallelLinear):
     Shapes: x [..., I/t] -> [..., O], or [..., S/t, O] with sequence_parallel
     Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent per rank; nothing backward. With
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
-    Error: a sum over ranks, in another order than the full product's; gradients are exact.
+    Error: a sum over ranks, in a different order than the full product's; gradients are exact.
 
     `from_full` makes one.
 

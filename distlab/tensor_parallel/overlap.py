@@ -42,7 +42,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region
 
     Shapes: x [..., I] (with sequence [..., S/t, I]), weight [O/t, I], bias [O/t] -> [..., O/t]
     Cost: backward an all-reduce of x's gradient, 2 (t-1)/t of x's bytes. With sequence an all-gather forward and a
-        reduce-scatter backward, each (t-1)/t of the whole x; regather: another all-gather backward, during the product
+        reduce-scatter backward, each (t-1)/t of the whole x; regather: one more all-gather backward, during the product
         that makes x's gradient.
     """
     y: Tensor = _ColumnLinear.apply(*_cast(x, weight, bias), region)  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ class SequenceParallelNorm(nn.Module):
 
     Shapes: x [..., S/t, H] -> [..., S/t, H]
     Cost: backward one all-reduce of the weight's and the bias' gradients: 2 (t-1)/t of 2 H elements sent per rank.
-    Error: forward exact; gradients of weight and bias as sums in another order.
+    Error: forward exact; gradients of weight and bias as sums in a different order.
 
     Args:
         norm: rank 0's counts; over the last dim.

@@ -109,7 +109,7 @@ def test_every_compressors_memory_comes_back(ranks, tmp_path):
             assert same_bits(*ends), method
 
 
-def test_a_hooks_memory_stays_behind_at_another_world_size(ranks, tmp_path):
+def test_a_hooks_memory_stays_behind_at_a_different_world_size(ranks, tmp_path):
     def write():
         hook = Coarse()
         hook.memory = {0: torch.full((3,), 1.0 + dist.get_rank())}
@@ -189,7 +189,7 @@ def test_whichever_rank_dies_wherever_in_a_save_a_whole_checkpoint_is_newest(
     assert outcomes == {1, 2}
 
 
-def test_another_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
+def test_a_different_world_size_is_refused_or_takes_the_shared_state_alone(ranks, tmp_path):
     def write():
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 2)
@@ -255,7 +255,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_optimizer_of_another_kind_is_refused_and_nothing_changes(tmp_path, wrapped):
+def test_an_optimizer_of_a_different_kind_is_refused_and_nothing_changes(tmp_path, wrapped):
     def parts(make):
         model = torch.nn.Linear(3, 2)
         made = {"model": model, "optimizer": make(model.parameters())}

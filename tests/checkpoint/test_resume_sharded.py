@@ -83,7 +83,7 @@ def test_resumed_at_the_same_world_size_every_way_ends_with_the_same_bits(ranks,
 
 
 @pytest.mark.equality("checkpoint")
-def test_at_another_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
+def test_at_a_different_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
     def write():
         train(tmp_path)
         return peek(False)

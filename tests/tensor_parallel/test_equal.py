@@ -139,7 +139,7 @@ def test_the_updates_are_not_trivial(alone):
 
 
 @pytest.mark.equality("tensor_parallel")
-def test_a_state_goes_from_one_number_of_ranks_to_another(ranks):
+def test_a_state_goes_from_one_number_of_ranks_to_a_different_one(ranks):
     def save():
         model = parallelize(awkward_model(dist.get_rank()), sequence_parallel=True)
         return full_state_dict(model)

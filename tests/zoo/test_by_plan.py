@@ -5,16 +5,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import zoo_gpt
 import zoo_images
 import zoo_text
 from refused import message
 from torch import nn
-from torch.nn.functional import dropout
 from zoo_kinds import FUSED, KINDS, LLAMA, own_loss_by_name
 from zoo_techniques import UPDATES, adamw
 
 from distlab.comm import recorded, run
+from distlab.rng import generator
 from distlab.tensor_parallel import (
     PLANS,
     SEQUENCE,
@@ -137,6 +138,129 @@ def test_scores_gradients_norms_and_states_equal_one_process(num_ranks, more, mo
                 close(got_gradients[key], gradients[key])
 
 
+WIDTH, NUM_HEADS = 8, 4
+MLP, ATTENTION = {"up": "column", "down": "row"}, {"qkv": "fused", "out": "row"}
+
+
+class Mlp(nn.Module):
+    """A residual MLP; `between` is what stands between its layers."""
+
+    def __init__(self, between=F.gelu, inner=16, read=16, scale=1.0):
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(WIDTH, inner), nn.Linear(read, WIDTH), between
+        with torch.no_grad():
+            self.down.weight.mul_(scale)
+
+    def forward(self, x):
+        return x + self.down(self.between(self.up(x)))
+
+
+class Attention(nn.Module):
+    """One layer makes queries, keys and values: of all heads one after the other, or side by side for each head."""
+
+    def __init__(self, interleaved=True, shared=NUM_HEADS, heads=None):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = NUM_HEADS, shared, WIDTH // NUM_HEADS
+        self.interleaved, self.constant = interleaved, heads
+        self.qkv = nn.Linear(WIDTH, (NUM_HEADS + 2 * shared) * self.head_dim)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y, heads, shared = self.qkv(x), self.constant or self.num_heads, self.num_kv_heads
+        if self.interleaved:
+            groups = y.unflatten(-1, (shared, heads // shared + 2, self.head_dim))  # [B, S, groups, q.. k v, D]
+            q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+        else:
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self._three(y, heads, shared))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def _three(self, y, heads, shared):
+        return y.split([heads * self.head_dim, shared * self.head_dim, shared * self.head_dim], -1)
+
+
+class Penalised(Mlp):
+    def forward(self, x):
+        return super().forward(x) + 0.01 * self.up.weight.square().sum()
+
+
+def glu(y):
+    gate, value = y.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def softmax(y):
+    return y.softmax(-1)
+
+
+def norm(y):
+    return F.layer_norm(y, y.shape[-1:])
+
+
+def drawn(make, seed=0):
+    torch.manual_seed(seed)
+    return make().double()
+
+
+def samples(step):
+    return torch.randn(3, 4, WIDTH, dtype=torch.float64, generator=generator(step, 0, "whole"))
+
+
+def train_layers(model):
+    optimizer = adamw(model.parameters())
+    for step in range(UPDATES):
+        optimizer.zero_grad()
+        model(samples(step)).square().mean().backward()
+        optimizer.step()
+
+
+RIGHT = {
+    "interleaved": (Attention, {"qkv": "interleaved", "out": "row"}),
+    "interleaved, shared keys": (lambda: Attention(shared=2), {"qkv": "interleaved", "out": "row"}),
+    "fused": (lambda: Attention(interleaved=False), ATTENTION),
+    "paired": (lambda: Mlp(glu, read=8), {"up": "paired", "down": "row"}),
+    "column": (Mlp, MLP),
+}
+MAY_BE_PAIRED = "first in what down (row) reads, which up begin. 'column' keeps neighbouring features together"
+WRONG = {
+    "side by side": (Attention, ATTENTION, "the style is 'interleaved'"),
+    "one after the other": (
+        lambda: Attention(interleaved=False),
+        {"qkv": "interleaved", "out": "row"},
+        "the style is 'fused'",
+    ),
+    "a gate by chunk": (lambda: Mlp(glu, read=8, inner=16), {"up": "column", "down": "row"}, MAY_BE_PAIRED),
+    "no gate": (Mlp, {"up": "paired", "down": "row"}, "the style is 'column'"),
+    "softmax": (lambda: Mlp(softmax), MLP, MAY_BE_PAIRED),
+    "norm": (lambda: Mlp(norm), MLP, "leave both layers out"),
+    "softmax before zeros": (lambda: Mlp(softmax, scale=0.0), MLP, MAY_BE_PAIRED),
+    "penalty": (Penalised, MLP, "a layer's weight without the layer"),
+    "constant": (lambda: Attention(heads=NUM_HEADS, interleaved=False), ATTENTION, "constant or a config"),
+}
+
+
+def trained():
+    found = {}
+    for name, (make, plan) in RIGHT.items():
+        model = parallelize_module(drawn(make, dist.get_rank()), plan, example=(samples(0),))
+        train_layers(model)
+        found[name] = {key: value.clone() for key, value in full_state_dict(model).items()}
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_each_layout_has_a_style_that_equals_one_process(num_ranks, monkeypatch):
+    if num_ranks == 4:
+        monkeypatch.delitem(RIGHT, "interleaved, shared keys")  # two groups of heads
+    for each in run(trained, num_ranks, timeout_s=60):
+        for name, got in each.items():
+            alone = drawn(RIGHT[name][0])
+            train_layers(alone)
+            for key, value in alone.state_dict().items():
+                torch.testing.assert_close(got[key], value, rtol=0, atol=1e-10, msg=f"{name}: {key}")
+
+
 class Small(nn.Module):
     """Two layers that could be cut, and one attribute after the other that can be wrong."""
 
@@ -146,7 +270,7 @@ class Small(nn.Module):
         self.up, self.down, self.norm = nn.Linear(4, inner), nn.Linear(inner, 4), nn.LayerNorm(4)
 
     def forward(self, x):
-        return dropout(self.norm(self.down(self.up(x).relu())), self.drop, self.training)
+        return F.dropout(self.norm(self.down(self.up(x).relu())), self.drop, self.training)
 
 
 class Normed(Small):
@@ -198,7 +322,7 @@ def shared():
     return model
 
 
-BOTH, HEADS = {"up": "column", "down": "row"}, {"q": "heads", "o": "row"}
+BOTH, HEADS = MLP, {"q": "heads", "o": "row"}
 
 
 def wrong_sequences(cut):
@@ -227,7 +351,12 @@ def refusals():
     x = torch.ones(2, 4)
 
     def cut(model, plan, example=(x,)):
-        return parallelize_module(model, plan, example=example)
+        before = list(model.parameters())
+        try:
+            return parallelize_module(model, plan, example=example)
+        except ValueError:
+            assert all(one is other for one, other in zip(model.parameters(), before, strict=True)), "nothing is cut"
+            raise
 
     zoo_text.KEY_HEADS = 1
     hooked, inner = Small(), Small()
@@ -243,6 +372,8 @@ def refusals():
 
     cases = [
         *wrong_sequences(cut),
+        *((words, partial(cut, drawn(make), plan, (samples(0),))) for make, plan, words in WRONG.values()),
+        ("in two halves", lambda: cut(Mlp(glu, inner=18, read=9), {"up": "paired"})),
         ("'*.up' matches no module", lambda: cut(Small(), {"*.up": "column", "down": "row"})),
         ("style 'columns'; pass one of column, paired", lambda: cut(Small(), {"up": "columns"})),
         ("up has style 'column', and 'u*' gives it 'row'", lambda: cut(Small(), {"up": "column", "u*": "row"})),
@@ -315,7 +446,7 @@ class OfAllHeads(nn.Module):
         return self.o((self.q(x).unflatten(-1, (self.num_heads, -1)) * self.slopes).flatten(-2))
 
 
-def test_wrong_plans_are_refused_in_words_on_every_rank():
+def test_wrong_plans_are_refused_in_words_on_every_rank_before_anything_is_cut():
     for rank, (found, still_works) in enumerate(run(refusals, 2, timeout_s=60)):
         wrong = [one for one in found if not one[1].startswith("ValueError") or one[0] not in one[1]]
         assert not wrong, (rank, wrong)
@@ -364,3 +495,33 @@ def test_between_blocks_a_rank_holds_its_positions():
     for seen, length, of_one in run(positions, 2, timeout_s=60):
         assert (seen, length) == ([zoo_text.LENGTH // 2] * 3, zoo_text.LENGTH)
         assert "got a sequence of 1 positions, which 2 ranks do not divide" in of_one
+
+
+class Notes(Mlp):
+    """Counts its calls, in a buffer and in a list, draws numbers and drops some."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen, self.drop = [], 0.5
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(torch.rand(1))
+        x[..., 0] += 1  # in place
+        return F.dropout(super().forward(x), self.drop, self.training)
+
+
+def left_as_it_was():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model, x = drawn(Notes), samples(0)
+    torch.set_rng_state(state)
+    parallelize_module(model, MLP, example=(x,))
+    assert torch.equal(state, torch.get_rng_state())
+    assert (float(model.calls), len(model.seen), model.training) == (0, 0, True)
+    assert torch.equal(x, samples(0))
+
+
+def test_the_comparison_leaves_model_inputs_and_random_numbers_as_they_were():
+    run(left_as_it_was, 2, timeout_s=30)

@@ -34,17 +34,10 @@ from distlab.comm.checks import open_file
 from distlab.comm.together import place_in, together
 from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, kept_once, whole_shard
 
-METADATA, SUMS = ".metadata", "SHA256SUMS"
+SUMS = "SHA256SUMS"
 Place = tuple[str | int, ...]
+Box = tuple[Sequence[int], Sequence[int], Tensor]  # the whole tensor's shape, where the box begins, and its values
 STATE: Place = ("optimizer", "state")
-
-
-class Box(NamedTuple):
-    """A box of a tensor that this rank holds: the whole tensor's shape, where the box begins, and its values."""
-
-    shape: tuple[int, ...]
-    corner: tuple[int, ...]
-    values: Tensor
 
 
 class Held(NamedTuple):
@@ -98,7 +91,7 @@ def _add_shard(held: Held, shard: SavedShard) -> None:
         for corner, box in part.boxes():
             for key, value in box.items():
                 for place in models if key == PARAMETER else [(*STATE, name, key)]:
-                    held.boxes.setdefault(place, []).append(Box(part.shape, corner, value))
+                    held.boxes.setdefault(place, []).append((part.shape, corner, value))
         for key, number in part.numbers.items():
             _add_value(held, (*STATE, name, key), number)
         for key, value in part.values.items() if 0 in part.shape else ():
@@ -112,7 +105,7 @@ def _add_shard(held: Held, shard: SavedShard) -> None:
 
 def _add_value(held: Held, place: Place, value: Any) -> None:
     if isinstance(value, Tensor):
-        held.boxes[place] = [Box(tuple(value.shape), (0,) * value.dim(), value.detach())]
+        held.boxes[place] = [(value.shape, (0,) * value.dim(), value.detach())]
     else:
         held.values[place] = value
 
@@ -164,10 +157,16 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
     try:
         groups = _named_groups(one for its in everywhere(look) for one in its)
         held = kept[0]._replace(values=kept[0].values | groups)
-        if failed := torchs.write(prepared, held, group, is_alone=world_size == 1):
+        if failed := torchs.write(
+            prepared, torchs.SavePlanner(held.boxes, held.values), group, is_alone=world_size == 1
+        ):
             raise CheckpointError(f"cannot {what}: {failed}")
         sums = everywhere(lambda: [_sum_of(path) for path in sorted(prepared.glob(f"__{rank}_*"))])
-        everywhere(lambda: _publish(prepared, target, chain(*sums)) if rank == 0 else None)
+        everywhere(
+            lambda: (
+                _publish(prepared, target, [*chain(*sums), _sum_of(prepared / torchs.METADATA)]) if rank == 0 else None
+            )
+        )
     except BaseException:
         if rank == 0:
             files.remove(prepared)
@@ -189,7 +188,7 @@ def _sum_of(path: Path) -> str:
 
 
 def _publish(prepared: Path, target: Path, sums: Iterable[str]) -> None:
-    files.write_bytes(prepared, SUMS, "".join([*sums, _sum_of(prepared / METADATA)]).encode())
+    files.write_bytes(prepared, SUMS, "".join(sums).encode())
     files.flush_directory(prepared)
     prepared.rename(target)
     files.flush_directory(target.parent)
@@ -211,7 +210,12 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
     directory = Path(directory)
     try:
         _check_sums(directory)
-        return torchs.read(directory)
+        tree: dict[str, Any] = unfold(torchs.read(directory))
+        return tree
+    except IndexError:
+        raise ValueError(
+            f"{directory.name}: one value stands inside of a different one; the layout is damaged"
+        ) from None
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from None
 
@@ -309,7 +313,7 @@ def unfold(tree: Mapping[Place, Any]) -> Any:
     """Return nested dictionaries from places; a dictionary whose keys are numbers is a list.
 
     Raises:
-        IndexError: one value stands inside of another.
+        IndexError: one value stands inside of a different one.
     """
     if tree.keys() == {()}:
         return tree[()]

@@ -78,24 +78,11 @@ def parallelize_module(
             do not divide it; a tied tensor that is cut once only; no example; other numbers
             than the whole model's. Forward: inputs that differ, parameters that drift apart.
     """
-    where, num_ranks = f"rank {group_rank(group)}: parallelize_module:", dist.get_world_size(group)
     before = dict(every_parameter(model))
     facts = {"plan": dict(plan), "example": example is not None}
     tensors = shapes_of({**before, **dict(model.named_buffers())}.items())
     agree_on("the model or plan of parallelize_module", group, **facts, tensors=tensors)
-    try:
-        if any(hasattr(module, "splits") for module in model.modules()):
-            raise ValueError("the model is cut already; pass one that is not")
-        styles = find_styles(model, plan, num_ranks)
-        heads, ties = find_heads(model, styles, num_ranks), check_ties(model, styles)
-    except ValueError as error:
-        raise ValueError(f"{where} {error}") from None
-    if example is None and not is_own(plan):
-        raise ValueError(
-            f"{where} pass example=(inputs of one forward): no plan shows how a forward uses what a layer makes, so "
-            "the cut model is compared with the whole one. Only PLANS of Llama, GPT-2 and nanoGPT, alone or with "
-            "SEQUENCE, need none"
-        )
+    styles, heads, ties = _check(model, plan, group, has_example=example is not None)
     with torch.no_grad():
         broadcast_each([one.data for one in (*before.values(), *model.buffers())], group)
     cut = functools.partial(_cut, styles=styles, heads=heads, ties=ties, group=group)
@@ -105,6 +92,26 @@ def parallelize_module(
     _mark_those_cut(model, before)
     watch(model, group)
     return model
+
+
+def _check(
+    model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, *, has_example: bool
+) -> tuple[dict[str, str], Heads, list[list[str]]]:
+    """Return the modules' styles, the heads and the tied tensors; refuse a plan that cannot be done."""
+    try:
+        if any(hasattr(module, "splits") for module in model.modules()):
+            raise ValueError("the model is cut already; pass one that is not")
+        styles = find_styles(model, plan, dist.get_world_size(group))
+        heads, ties = find_heads(model, styles, dist.get_world_size(group)), check_ties(model, styles)
+        if not has_example and not is_own(plan):
+            raise ValueError(
+                "pass example=(inputs of one forward): no plan shows how a forward uses what a layer makes, so the cut "
+                "model is compared with the whole one. Only PLANS of Llama, GPT-2 and nanoGPT, alone or with SEQUENCE, "
+                "need none"
+            )
+    except ValueError as error:
+        raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
+    return styles, heads, ties
 
 
 def _cut(
