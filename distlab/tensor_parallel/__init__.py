@@ -16,7 +16,7 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 from distlab.modules.split import Split as Split, splits_of as splits_of
 from distlab.tensor_parallel.attention import ParallelAttention as ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module as parallelize_module
-from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS, SEQUENCE as SEQUENCE
+from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS
 from distlab.tensor_parallel.functions import (
     add_once as add_once,
     copy_to_ranks as copy_to_ranks,

@@ -18,7 +18,6 @@ from distlab.comm import recorded, run
 from distlab.rng import generator
 from distlab.tensor_parallel import (
     PLANS,
-    SEQUENCE,
     clip_tensor_parallel_,
     full_state_dict,
     load_full_state_dict,
@@ -31,11 +30,6 @@ MODELS = {  # of one layer: the zoo trains three
     "GPT-2": partial(zoo_gpt.conv1d_gpt, depth=1),
     "Llama": partial(zoo_text.Llama, depth=1),
     "ViT, fused qkv": partial(zoo_images.fused_vit, depth=1),
-}
-ALONG_THE_SEQUENCE = {  # ViT has 5 positions: no number of ranks here divides them
-    "nanoGPT": SEQUENCE["nanoGPT"],
-    "GPT-2": SEQUENCE["GPT-2"],
-    "Llama": {"layers": "sequence", "layers.*.*_norm": "sequence"},
 }
 MAX_NORM = 0.1
 
@@ -88,13 +82,12 @@ def clip_alone(model):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
-def cut_and_train(more):
+def cut_and_train():
     zoo_text.KEY_HEADS = zoo_text.HEADS
     found = {}
-    for name in more:
-        kind = KINDS[name]._replace(make=MODELS[name])
-        plan = kind.plan | more[name]
-        model = parallelize_module(build(kind, dist.get_rank()), plan, example=kind.batch(9)[:1])
+    for name, make in MODELS.items():
+        kind = KINDS[name]._replace(make=make)
+        model = parallelize_module(build(kind, dist.get_rank()), kind.plan, example=kind.batch(9)[:1])
         found[name] = train(kind, model, partial(clip_tensor_parallel_, max_norm=MAX_NORM))
         again = kind.build(7)
         again.load_state_dict(found[name][-1])  # the plain model takes it
@@ -110,20 +103,11 @@ def close(got, expected):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("num_ranks", "more"),
-    [
-        (2, dict.fromkeys(MODELS, {})),
-        (2, ALONG_THE_SEQUENCE),
-        pytest.param(4, dict.fromkeys(MODELS, {}), marks=pytest.mark.soak),
-    ],
-    ids=["2", "2, sequence", "4"],
-)
-def test_scores_gradients_norms_and_states_equal_one_process(num_ranks, more, monkeypatch):
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_scores_gradients_norms_and_states_equal_one_process(num_ranks, monkeypatch):
     monkeypatch.setattr(zoo_text, "KEY_HEADS", zoo_text.HEADS)
-    said = run(cut_and_train, num_ranks, args=(more,), timeout_s=100)
-    for name in more:
-        make = MODELS[name]
+    said = run(cut_and_train, num_ranks, timeout_s=100)
+    for name, make in MODELS.items():
         kind = KINDS[name]._replace(make=make)
         norms, gradients, scores, state = train(kind, build(kind), clip_alone)
         assert max(norms) > MAX_NORM  # something was clipped
@@ -273,25 +257,6 @@ class Small(nn.Module):
         return F.dropout(self.norm(self.down(self.up(x).relu())), self.drop, self.training)
 
 
-class Normed(Small):
-    """A block with two norms before what is cut: of positions, and of the whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.other = nn.LayerNorm(4)
-
-    def forward(self, x):
-        x = x + self.down(self.up(self.norm(x)).relu())
-        return x + self.down(self.up(self.other(x)).relu().cumsum(-2))
-
-
-class Listed(Small):
-    """A block that returns neither a tensor nor a tuple."""
-
-    def forward(self, x):
-        return {"x": x + self.down(self.up(self.norm(x)).relu())}
-
-
 class Constant(nn.Module):
     """Counts heads by a constant: cut, it would mix features of different heads without an error."""
 
@@ -325,27 +290,6 @@ def shared():
 BOTH, HEADS = MLP, {"q": "heads", "o": "row"}
 
 
-def wrong_sequences(cut):
-    """Return what of style "sequence" must be refused."""
-    stream = {"0.*.up": "column", "0.*.down": "row", "0": "sequence"}
-    long = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(3))
-
-    def blocks(one):
-        return nn.Sequential(nn.Sequential(one))
-
-    norms = stream | {"0.*.norm": "sequence"}
-    behind = "'sequence' needs blocks that norm before attention and feed-forward"
-    of_three = "got a sequence of 3 positions, which 2 ranks do not divide"
-    return [
-        (behind, lambda: cut(blocks(Small()), stream)),
-        (behind, lambda: cut(blocks(Small()), {"0": "sequence", "0.*.norm": "sequence"}, (long,))),
-        (behind, lambda: cut(blocks(Normed()), norms, (long,))),
-        (behind, lambda: cut(blocks(Small()), norms, (long,))),
-        ("a Listed returned a dict; style 'sequence' joins", lambda: cut(blocks(Listed()), norms, (long,))),
-        (of_three, lambda: cut(blocks(Listed()), norms, (long[:, :3],))),
-    ]
-
-
 def refusals():
     rank = dist.get_rank()
     x = torch.ones(2, 4)
@@ -371,7 +315,6 @@ def refusals():
         train(KINDS["ViT, fused qkv"], model, clip_alone)
 
     cases = [
-        *wrong_sequences(cut),
         *((words, partial(cut, drawn(make), plan, (samples(0),))) for make, plan, words in WRONG.values()),
         ("in two halves", lambda: cut(Mlp(glu, inner=18, read=9), {"up": "paired"})),
         ("'*.up' matches no module", lambda: cut(Small(), {"*.up": "column", "down": "row"})),
@@ -453,10 +396,10 @@ def test_wrong_plans_are_refused_in_words_on_every_rank_before_anything_is_cut()
         assert still_works == "no error"
 
 
-def sent_by_llama(more):
+def sent_by_llama():
     """Return bytes that a cut Llama sends in steps 1 to 3, the number of whole parameters, and bytes of its parts."""
     kind, rank, sent = KINDS["Llama"], dist.get_rank(), []
-    model = parallelize_module(kind.build(), LLAMA | more, example=kind.batch(9)[:1])
+    model = parallelize_module(kind.build(), LLAMA, example=kind.batch(9)[:1])
     for step in range(3):
         with recorded() as seen:
             own_loss_by_name(model, *kind.batch(step)).backward()
@@ -464,37 +407,17 @@ def sent_by_llama(more):
     return sent, len(dict(model.named_parameters())) - len(splits_of(model))
 
 
-@pytest.mark.parametrize("more", [{}, ALONG_THE_SEQUENCE["Llama"]], ids=["plain", "sequence"])
-def test_a_step_sends_what_the_docstring_says(more):
+def test_a_step_sends_what_the_docstring_says():
     t, layers = 2, 3
     tokens, width, padded = 12 * zoo_text.LENGTH, zoo_text.WIDTH, 12
     regions = layers * tokens * width * (2 + 5)  # o and down; q, k, v, gate and up backward
     ends = tokens * (width + width) + tokens * padded / 2  # words forward, the scores' input backward; scores forward
     step = 8 * 2 * (t - 1) / t * (regions + ends)
-    if more:  # backward o and down, and the blocks' input; forward their output; two norms
-        step += 8 * (t - 1) / t * (tokens * width * (2 * layers + 1 + 1) + 2 * 2 * layers * width)
-    for (first, second, third), num_whole in run(sent_by_llama, t, args=(more,), timeout_s=60):
+    for (first, second, third), num_whole in run(sent_by_llama, t, timeout_s=60):
         assert third == step
         assert second == step + 16 * num_whole * (t - 1)  # whole parameters are compared
         agreed = 2 * 40 * (t - 1)  # on the shapes and values of the inputs
         assert first == step + agreed
-
-
-def test_between_blocks_a_rank_holds_its_positions():
-    def positions():
-        model = parallelize_module(
-            KINDS["Llama"].build(), LLAMA | ALONG_THE_SEQUENCE["Llama"], example=KINDS["Llama"].batch(9)[:1]
-        )
-        seen = []
-        for block in model.layers:
-            block.post_norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-        tokens = KINDS["Llama"].batch(0)[0]
-        length = model(tokens).logits.shape[1]
-        return seen, length, message(lambda: model(tokens[:, :1]))
-
-    for seen, length, of_one in run(positions, 2, timeout_s=60):
-        assert (seen, length) == ([zoo_text.LENGTH // 2] * 3, zoo_text.LENGTH)
-        assert "got a sequence of 1 positions, which 2 ranks do not divide" in of_one
 
 
 class Notes(Mlp):

@@ -46,7 +46,8 @@ Not supported, without a try:
   `with model.summon() as module:`.
 - Tensor parallel: ranks whose dropout is seeded differently are told only when whole weights drift apart.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy; heads that are
-  counted by an attribute with a name of its own (call it `num_heads`); `example=` under autocast.
+  counted by an attribute with a name of its own (call it `num_heads`); `example=` under autocast; sequence
+  parallelism between its layers, which the package's GPT has (`parallelize(..., sequence_parallel=True)`).
 """
 
 

@@ -72,7 +72,6 @@ def compare(
             f"{where} the example gives no numbers to compare of {', '.join(unread[:4])}; pass inputs of a forward "
             "that uses all that the plan cuts"
         )
-    of_sequence = f" {HINTS['sequence']}" if "sequence" in styles.values() else ""
     try:
         got = _run(twin, layers, example, running)
     except Exception as error:  # whatever a foreign forward raises
@@ -84,11 +83,11 @@ def compare(
             "Its forward takes a number of heads or features from a constant or a config, a layer before it is cut by "
             "outputs and it is no row, or it is a row without such a layer. Let an attribute num_heads hold "
             "the number and forward use it, or leave out of the plan what is cut here: "
-            f"{', '.join(near[:4])}, with the row behind it.{of_sequence}"
+            f"{', '.join(near[:4])}, with the row behind it"
         ) from error
     at, by = _first_difference(got, expected, styles, max(map(_rounding, model.parameters())), group)
     if at < len(expected):
-        why = _why(expected[at][0], styles) + of_sequence
+        why = _why(expected[at][0], styles)
         raise ValueError(
             f"{where} the cut model returns other numbers than the whole one (here by {by:.1e} of the largest); {why}"
         )

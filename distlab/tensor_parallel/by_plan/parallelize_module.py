@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.gradient_hook import LinearHook
 from distlab.modules.every_parameter import every_parameter
 from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
+from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.compare import compare, watch
 from distlab.tensor_parallel.by_plan.plan import LAYERS, Heads, check_ties, find_heads, find_styles, is_own, parent_of
-from distlab.tensor_parallel.by_plan.sequence import cut_sequences, sum_over_ranks
 from distlab.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -61,8 +62,7 @@ def parallelize_module(
             and of timm's ViT.
         group: the ranks.
         example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
-            `compare.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT", with or without `SEQUENCE`, need
-            none.
+            `compare.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT" need none.
 
     Shapes: as the model's: outputs are whole on every rank
     Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
@@ -106,8 +106,7 @@ def _check(
         if not has_example and not is_own(plan):
             raise ValueError(
                 "pass example=(inputs of one forward): no plan shows how a forward uses what a layer makes, so the cut "
-                "model is compared with the whole one. Only PLANS of Llama, GPT-2 and nanoGPT, alone or with SEQUENCE, "
-                "need none"
+                "model is compared with the whole one. Only PLANS of Llama, GPT-2 and nanoGPT need none"
             )
     except ValueError as error:
         raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
@@ -131,10 +130,9 @@ def _cut(
                 holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
     for name, style in styles.items():
         if style == "inside":
-            sum_over_ranks(model.get_submodule(name), group)
+            _sum_over_ranks(model.get_submodule(name), group)
         elif style == "narrow":
             _narrow(model.get_submodule(name), group)
-    cut_sequences(model, styles, group)
     _tie(model, ties)
     for name, numbers in heads.local.items():
         for attribute, number in numbers.items():
@@ -160,6 +158,17 @@ def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> Non
     for name, parameter in before.items():
         if id(parameter) not in kept:
             mark_moved(parameter, name, "parallelize_module gave each rank its part")
+
+
+def _sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Sum the gradients of a module that every rank uses on its own heads or features."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        return Sum(gradient.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(LinearHook(summed))
 
 
 def _tie(model: nn.Module, ties: Iterable[Sequence[str]]) -> None:

@@ -13,12 +13,9 @@ one part at most. The first styles are those of layers:
 | `paired`     | a linear layer      | whole                  | the own features of each half               |
 | `vocabulary` | embedding, scores   | whole                  | whole                                       |
 
-Three are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
+Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
 its heads from the shape of its input. `inside`: a module with parameters that works on the own features, heads or
-positions, such as the norm of each head; its gradients are summed over the ranks. `sequence`: the list of blocks, and
-the norms in them; between their cut layers each rank then works on its own positions: see `sequence.py`.
-
-    PLANS["Llama"] | SEQUENCE["Llama"]       # all of it
+positions, such as the norm of each head; its gradients are summed over the ranks.
 
 A module that views its queries by a number of heads keeps that number as an attribute. After the cut there are fewer,
 so the attribute becomes this rank's number. A module whose forward uses a constant cannot be made to; it is refused.
@@ -38,7 +35,7 @@ from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 COUNTS_HEADS = ("heads", "fused", "interleaved")
 BEGINS = ("column", "paired", *COUNTS_HEADS)  # a region that a row layer ends
 LAYERS = (*BEGINS, "row", "vocabulary")
-STYLES = (*LAYERS, "narrow", "inside", "sequence")
+STYLES = (*LAYERS, "narrow", "inside")
 # The attributes of attention modules: their heads, those of keys and values, the size of a head, and of all together.
 HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
 SHARED = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads")
@@ -55,8 +52,6 @@ HINTS = {  # what may be wrong where the cut model computes something else, by t
     "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",
     "interleaved": "'interleaved' expects query, key and value side by side for each head. If all queries come first, "
     "then keys, then values, the style is 'fused'; else leave this attention's layers out.",
-    "sequence": "'sequence' needs blocks that norm before attention and feed-forward: all these norms in the plan, a "
-    "row layer at the end of both, and nothing between that looks at other positions or reshapes them.",
 }
 
 PLANS: dict[str, dict[str, str]] = {
@@ -85,19 +80,12 @@ PLANS: dict[str, dict[str, str]] = {
     },
 }
 PLANS["nanoGPT"] = PLANS["GPT-2"] | {"transformer.h.*.attn": "narrow"}
-
-SEQUENCE: dict[str, dict[str, str]] = {  # what may be added to the plans
-    "Llama": {"model.layers": "sequence", "model.layers.*.*_layernorm": "sequence"},
-    "GPT-2": {"transformer.h": "sequence", "transformer.h.*.ln_[12]": "sequence"},
-    "ViT": {"blocks": "sequence", "blocks.*.norm[12]": "sequence"},
-}
-SEQUENCE["nanoGPT"] = SEQUENCE["GPT-2"]
 OWN = ("Llama", "GPT-2", "nanoGPT")  # a vision model's names are those of many others
 
 
 def is_own(plan: Mapping[str, str]) -> bool:
     """Return whether a plan is this package's own of GPT or Llama, which were compared with the whole models."""
-    return any(plan in (PLANS[name], PLANS[name] | SEQUENCE[name]) for name in OWN)
+    return any(plan == PLANS[name] for name in OWN)
 
 
 def find_styles(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> dict[str, str]:
