@@ -88,7 +88,7 @@ def parallelize(
         raise ValueError(
             f"rank {rank}: regather=True needs sequence_parallel=True, else nothing is gathered; set both or neither"
         )
-    check_heads(model.config.num_heads, model.config.num_heads, group)
+    check_heads(model.config.num_heads, group)
     made = ParallelGPT(model, group, sequence_parallel=sequence_parallel)
     for module in made.modules():
         if isinstance(module, ColumnParallelLinear):
@@ -154,7 +154,7 @@ def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bo
     """Put parallel layers in the places of a block's own."""
     put = block.register_module
     put("attention_norm", _whole(block.attention_norm, group, sequence_parallel))
-    put("attention", ParallelAttention.from_full(block.attention, group, sequence_parallel=sequence_parallel))
+    put("attention", ParallelAttention(block.attention, group, sequence_parallel=sequence_parallel))
     put("feed_forward_norm", _whole(block.feed_forward_norm, group, sequence_parallel))
     if isinstance(block.feed_forward, FeedForward):
         _split_feed_forward(block.feed_forward, group, sequence_parallel)

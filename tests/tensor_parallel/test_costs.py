@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.comm import recorded
-from distlab.models import GPT, GPTConfig
+from distlab.models import GPT, Attention, GPTConfig
 from distlab.rng import generator
 from distlab.tensor_parallel import (
     ColumnParallelLinear,
@@ -80,7 +80,7 @@ def of_layers(t):
     embedding = VocabularyParallelEmbedding(nn.Embedding(V, H))
     in_parts = VocabularyParallelEmbedding(nn.Embedding(V, H), sequence_parallel=True)
     attention, sequence_attention = (
-        ParallelAttention(nn.Linear(H, 3 * H), nn.Linear(H, H), 6, sequence_parallel=sequence)
+        ParallelAttention(Attention(GPTConfig(num_heads=6, hidden_size=H)), sequence_parallel=sequence)
         for sequence in (False, True)
     )
     placed = SequenceParallelPositions(nn.Embedding(S, H))

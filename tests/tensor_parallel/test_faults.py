@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.clip import NotFiniteError
-from distlab.models import GPT, GPTConfig
+from distlab.models import GPT, Attention, GPTConfig
 from distlab.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -47,11 +47,8 @@ def cases():
         "features": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 7)),
         "inputs": lambda: RowParallelLinear.from_full(nn.Linear(7, 4)),
         "layer differs": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 4 + 2 * rank)),
-        "heads": lambda: ParallelAttention(nn.Linear(6, 18), nn.Linear(6, 6), 3),
-        "shared heads": lambda: ParallelAttention(nn.Linear(12, 24), nn.Linear(12, 12), 6, num_key_value_heads=3),
-        "heads of keys": lambda: ParallelAttention(nn.Linear(8, 24), nn.Linear(8, 8), 4, num_key_value_heads=3),
-        "uneven heads": lambda: ParallelAttention(nn.Linear(10, 24), nn.Linear(10, 10), 4),
-        "fused features": lambda: ParallelAttention(nn.Linear(8, 23), nn.Linear(8, 8), 4),
+        "heads": lambda: ParallelAttention(Attention(GPTConfig(num_heads=3, hidden_size=6))),
+        "heads differ": lambda: ParallelAttention(Attention(GPTConfig(num_heads=2 + 2 * rank, hidden_size=8))),
         "wrong input": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 6))(torch.ones(2, 6)),
         "sequence": lambda: reduce_scatter_sequence(torch.ones(2, 5, 4)),
         "no sequence": lambda: reduce_scatter_sequence(torch.ones(4)),
@@ -86,9 +83,7 @@ def test_bad_input_is_refused_on_every_rank(ranks):
         "features": "7 features cannot be split over 2 ranks",
         "layer differs": "ranks disagree",
         "heads": "3 heads cannot be split over 2 ranks",
-        "shared heads": "3 heads of keys and values cannot be split over 2 ranks",
-        "uneven heads": "an output layer whose inputs 4 divides (got 10)",
-        "fused features": "a layer of 24 features for query, key and value (got 23)",
+        "heads differ": "ranks disagree on the heads of a ParallelAttention",
         "model's sequence": "5 positions, which 2 ranks do not divide",
         "token": "token 13 is outside",
         "tokens differ": "ranks disagree on the tokens",
