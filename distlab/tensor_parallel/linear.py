@@ -41,7 +41,7 @@ from distlab.tensor_parallel.functions import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from distlab.tensor_parallel.overlap import Region, column_linear, row_linear
+from distlab.tensor_parallel.overlap import column_linear, row_linear
 
 
 class _ParallelLinear(nn.Module):
@@ -92,14 +92,12 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
         overlap: backward sums x's gradient during the weight's product; not where `local_compute` is replaced.
-        regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
-            gathered again: one more all-gather, and 1/t of the memory.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
-    join_output = regather = False
+    join_output = False
 
     @classmethod
     def from_full(
@@ -134,8 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Make this rank's features."""
         self._check_input(x, self.in_features)
         if self.overlap and not is_replaced(self):
-            region = Region(self.group, self.sequence_parallel, self.regather)
-            y = column_linear(x, self._rows, self.bias, region)
+            y = column_linear(x, self._rows, self.bias, self.group, sequence=self.sequence_parallel)
         else:
             begin = gather_sequence if self.sequence_parallel else copy_to_ranks
             y = self.local_compute(begin(x, self.group))  # [..., S, O/t]

@@ -45,7 +45,6 @@ def parallelize(
     group: ProcessGroup | None = None,
     *,
     sequence_parallel: bool = False,
-    regather: bool = False,
     num_parts: int = 1,
 ) -> ParallelGPT:
     """Split a GPT over the ranks of a group; rank 0's weights count.
@@ -58,13 +57,12 @@ def parallelize(
         model: the same on all ranks except for its weights.
         group: the ranks.
         sequence_parallel: split the sequence between the regions; forward then needs a length that t divides.
-        regather: with sequence_parallel, gather a region's input again in backward: see `ColumnParallelLinear`.
         num_parts: without sequence_parallel, sum in this many parts: see `RowParallelLinear`.
 
     Shapes: tokens [B, S] -> logits [B, S, ceil(V/t)]
     Cost: a step of a micro-batch sends, in elements per rank: 8 (t-1)/t B S H per layer; 4 (t-1)/t B S H for embedding
         and output layer; 6 (t-1)/t B S for the loss. With sequence_parallel as much, plus for gradients
-        2 (t-1)/t (4 L + 2) H of the norms and (t-1)/t S H of positions; regather adds (t-1)/t (2 L + 1) B S H. The
+        2 (t-1)/t (4 L + 2) H of the norms and (t-1)/t S H of positions. The
         first step, and each with a new shape, adds two or three small exchanges that compare the ranks' tokens.
         Here: a broadcast of each parameter.
     Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
@@ -73,7 +71,7 @@ def parallelize(
         ValueError: ranks disagree, or t does not divide the heads; equal on every rank.
     """
     is_model = isinstance(model, GPT) and not isinstance(model, ParallelGPT)
-    options = {"sequence_parallel": sequence_parallel, "regather": regather, "num_parts": num_parts}
+    options = {"sequence_parallel": sequence_parallel, "num_parts": num_parts}
     given = {"type": type(model).__name__, "config": asdict(model.config) if is_model else None, "options": options}
     agree_on("the model or the options of parallelize", group, **given)
     rank = group_rank(group)
@@ -84,15 +82,9 @@ def parallelize(
         )
     if num_parts < 1:
         raise ValueError(f"rank {rank}: num_parts is {num_parts}; pass at least 1")
-    if regather and not sequence_parallel:
-        raise ValueError(
-            f"rank {rank}: regather=True needs sequence_parallel=True, else nothing is gathered; set both or neither"
-        )
     check_heads(model.config.num_heads, group)
     made = ParallelGPT(model, group, sequence_parallel=sequence_parallel)
     for module in made.modules():
-        if isinstance(module, ColumnParallelLinear):
-            module.regather = regather
         if isinstance(module, RowParallelLinear):
             module.num_parts = num_parts
     return made.train(model.training)

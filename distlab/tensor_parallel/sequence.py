@@ -2,7 +2,8 @@
 
 What lies there (norms, dropout, the residual stream) works on each position alone, and all t ranks would do the same
 work and keep the same activations. With the positions split no work is done twice. An all-reduce is a
-reduce-scatter and an all-gather anyway, and those two take its place: at the same bytes, ranks keep 1/t of everything.
+reduce-scatter and an all-gather anyway, and those two take its place: at the same bytes, ranks keep 1/t of everything
+but what they gather for a region, its input. (Megatron-LM gathers that again in backward.)
 
 The price: a parameter that is used there (a norm's) sees on each rank only its positions, so its gradient is a part of
 a sum. Forgotten, training goes on with wrong norms that differ from rank to rank.

@@ -50,10 +50,6 @@ def of_functions(t):
     linear = torch.ones(H // t, H, requires_grad=True)
     across = torch.ones(H, H // t, requires_grad=True)
 
-    def column(sequence=False, regather=False):
-        region = overlap.Region(None, sequence, regather)
-        return lambda x: overlap.column_linear(x, linear, None, region)
-
     table = {
         "copy": (functions.copy_to_ranks, whole, 0, 2 * size),
         "reduce": (functions.reduce_from_ranks, whole, 2 * size, 0),
@@ -64,9 +60,8 @@ def of_functions(t):
         "features": (functions.join_features, features, size, 0),
         "once": (functions.add_once, whole, 0, 0),
         "gradients": (lambda x: sum(functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
-        "column": (column(), whole, 0, 2 * size),
-        "column, sequence": (column(sequence=True), part, size, size),
-        "column, regather": (column(sequence=True, regather=True), part, size, 2 * size),
+        "column": (lambda x: overlap.column_linear(x, linear, None), whole, 0, 2 * size),
+        "column, sequence": (lambda x: overlap.column_linear(x, linear, None, sequence=True), part, size, size),
         "row": (lambda x: overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
     }
     return measured(table, t)

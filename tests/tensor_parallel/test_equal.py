@@ -20,7 +20,6 @@ WAYS = {
     "whole sequences": {},
     "in parts": {"num_parts": 3},
     "sequence parallel": {"sequence_parallel": True},
-    "gathered again": {"sequence_parallel": True, "regather": True},
 }
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -82,7 +81,6 @@ BY_WORLD_SIZE = {
     | {
         "sgd, in parts": (("in parts", "sgd"), {"clip": True}),
         "sgd, sequence parallel": (("sequence parallel", "sgd"), {"clip": True}),
-        "sgd, gathered again": (("gathered again", "sgd"), {"clip": True}),
         "adam, again": (("sequence parallel", "adam"), {}),
         "adam, recomputed": (("whole sequences", "adam"), {"recomputed": True}),
     },

@@ -66,7 +66,6 @@ def cases():
         "twice": lambda: parallelize(model),
         "no GPT": lambda: parallelize(nn.Linear(4, 4)),
         "model's heads": lambda: parallelize(GPT(GPTConfig(num_layers=1, num_heads=3, hidden_size=6))),
-        "regather": lambda: parallelize(GPT(CONFIG), regather=True),
         "parts": lambda: parallelize(GPT(CONFIG), num_parts=0),
         "max_norm": lambda: clip_tensor_parallel_(model, 0.0),
         "state": lambda: load_full_state_dict(model, dict(list(state.items())[1:])),

@@ -87,7 +87,7 @@ def check_pair(overlap, sequence, bias):
     rank, x_dim = dist.get_rank(), 1 if sequence else None
     widen, narrow = (lambda sizes=sizes: nn.Linear(*sizes, bias=bias) for sizes in ((7, HIDDEN), (HIDDEN, 7)))
     column = ColumnParallelLinear.from_full(full(widen, rank), sequence_parallel=sequence)
-    column.overlap, column.regather = overlap, bias
+    column.overlap = overlap
     compare(column, full(widen), x_dim=x_dim, y_dim=2)
     parts = 3 if bias else 1
     row = RowParallelLinear.from_full(full(narrow, rank), sequence_parallel=sequence, num_parts=parts)
