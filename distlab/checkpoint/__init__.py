@@ -4,7 +4,7 @@ Read in this order:
 
 1. `files`: a checkpoint is on the disk whole, or not at all.
 2. `manifest` and `find`: how damage is seen.
-3. `parts`: what a run must remember, and which ranks write it; `per_rank`: what each rank has for itself.
+3. `parts`: what a run must remember, and which ranks write it; `PerRank`: what each rank has for itself.
 4. `resume`: `save` and `load`.
 5. `asynchronous` and `snapshot`: the same while training goes on; it hardly waits.
 6. `formats`: what other programs read and write.
@@ -20,5 +20,5 @@ from distlab.checkpoint.formats.safetensors import (
     write_safetensors as write_safetensors,
 )
 from distlab.checkpoint.manifest import CheckpointError as CheckpointError, UnknownVersionError as UnknownVersionError
-from distlab.checkpoint.per_rank import PerRank as PerRank
+from distlab.checkpoint.parts import PerRank as PerRank
 from distlab.checkpoint.resume import Resumed as Resumed, load as load, save as save

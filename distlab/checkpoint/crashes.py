@@ -115,7 +115,7 @@ class _Seen:
             self._unflushed.add(new[parent][0] if parent in new else os.stat(self._folder).st_ino)
         known = dict(old.values())
         for name, (number, data) in new.items():
-            had = known.get(number, old[name][1] if name in old else b"")  # a file may take another's name
+            had = known.get(number, old[name][1] if name in old else b"")  # a file may take the name of a different one
             if data is None or data == had:
                 continue
             self._unflushed.add(number)
@@ -137,7 +137,7 @@ def _files(folder: Path) -> Files:
     while True:
         try:
             return dict(_below(folder, ""))
-        except FileNotFoundError:  # another rank has just moved it
+        except FileNotFoundError:  # a different rank has just moved it
             continue
 
 

@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from distlab.comm.together import place_in
 from distlab.gradient_hook import GradientHook
 from distlab.modules.every_parameter import every_parameter
 from distlab.replicate import bit_sum
@@ -209,43 +211,47 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
             f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}; pass the parts that were saved"
         )
     for name, part in parts.items():
-        if owns and isinstance(part, Sharded) != (name in owns[0].get("shards", {})):
-            here, there = ("sharded", "whole") if isinstance(part, Sharded) else ("whole", "sharded")
-            raise ValueError(
-                f"{name} is {here} here and {there} in the checkpoint; build it as it was when it was saved"
-            )
+        kept = owns[0].get("shards", {}).get(name) if owns else None
+        here, there = (_saver(one) for one in (part.shard_state() if isinstance(part, Sharded) else None, kept))
+        if owns and here != there:
+            raise ValueError(f"{name} is {here} here, but the checkpoint saved it as {there}; pass {there}")
         if isinstance(part, Sharded):
-            here, there = _saver(part.shard_state()), _saver(owns[0]["shards"][name])
-            if here != there:
-                raise ValueError(f"{name} is {here} here, but the checkpoint saved it as {there}; pass {there}")
             part.check_shards([own["shards"][name] for own in owns])
         elif isinstance(part, nn.Module):
-            now = {key: _shape(value) for key, value in part.state_dict().items()}
-            then = {key: _shape(value) for key, value in shared["parts"][name].items()}
-            for key in [*then, *now]:
-                if now.get(key) != then.get(key):
-                    there, here = then.get(key, "nothing"), now.get(key, "nothing")
-                    raise ValueError(
-                        f"{name}: {key} is {there} in the checkpoint and {here} in the model; build the same model"
-                    )
+            check_module(part, name, shared["parts"][name])
         elif isinstance(part, torch.optim.Optimizer):
-            here, there = type(part).__name__, shared["kinds"][name]
-            if there != here:
-                raise ValueError(
-                    f"{name} is {there} in the checkpoint and {here} here; build the same optimizer: one kind "
-                    "of moments means nothing to a different one"
-                )
-            now_sizes = [len(group["params"]) for group in part.param_groups]
-            then_sizes = [len(group["params"]) for group in shared["parts"][name]["param_groups"]]
-            if now_sizes != then_sizes:
-                raise ValueError(
-                    f"{name}: groups of {then_sizes} parameters in the checkpoint, of {now_sizes} here; build the same "
-                    "optimizer"
-                )
+            _check_optimizer(part, name, shared["kinds"][name], shared["parts"][name])
 
 
-def _saver(state: Mapping[str, Any]) -> str:
+def check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None:
+    """Refuse a saved state with other names, shapes or types of numbers than the module's."""
+    now, then = ({key: _shape(value) for key, value in one.items()} for one in (module.state_dict(), state))
+    for key in [*then, *now]:
+        if now.get(key) != then.get(key):
+            raise ValueError(
+                f"{name}: {key} is {then.get(key, 'nothing')} in the checkpoint and {now.get(key, 'nothing')} in the "
+                "model; build the same model"
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, name: str, kind: str, state: Mapping[str, Any]) -> None:
+    """Refuse the state of a different kind of optimizer, or of one for other parameters."""
+    if kind != type(optimizer).__name__:
+        raise ValueError(
+            f"{name} is {kind} in the checkpoint and {type(optimizer).__name__} here; build the same optimizer: one "
+            "kind of moments means nothing to a different one"
+        )
+    now, then = ([len(one["params"]) for one in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    if now != then:
+        raise ValueError(
+            f"{name}: groups of {then} parameters in the checkpoint, of {now} here; build the same optimizer"
+        )
+
+
+def _saver(state: Mapping[str, Any] | None) -> str:
     """Say what saves such a shard."""
+    if state is None:
+        return "a whole part"
     kinds = {"place": "a Hybrid", "stages": "a StageState", "kinds": "a PerRank"}
     return next((kind for key, kind in kinds.items() if key in state), "a ShardedState or ShardedOptimizer")
 
@@ -275,3 +281,55 @@ def take_up(
                     buffer.copy_(own["buffers"][name][key])
     if own is not None:
         restore_random_state(own["random"])
+
+
+class PerRank:
+    """Parts that each rank saves for itself: layers that are cut over ranks, experts, stages of a pipeline.
+
+    What `save` writes for all is rank 0's. Wrapped in a `PerRank`, each rank's state goes into its own file and comes
+    back to that rank. Only as many ranks as saved can load it: nothing here knows how the parts were cut. A `Hybrid`
+    does know, and can be loaded on other numbers of ranks.
+
+        save(directory, step, parts={"training": PerRank({"model": model, "optimizer": optimizer})})
+
+    Args:
+        parts: by name: modules, optimizers and the like, as of `save`.
+        group: the ranks that save together.
+
+    Raises:
+        ValueError: a part is each rank's own as it is, such as a generator.
+    """
+
+    def __init__(self, parts: Mapping[str, Stateful], group: ProcessGroup | None = None) -> None:
+        for name, part in parts.items():
+            if is_own(part):
+                raise ValueError(f"{name} is saved per rank already; pass it to save() itself, not in a PerRank")
+        self._parts = dict(parts)
+        self._rank, self._world_size = place_in(group)
+
+    def shard_state(self) -> dict[str, Any]:
+        """Return this rank's states, and whose they are."""
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        place = {"rank": self._rank, "world_size": self._world_size}
+        return {**place, "kinds": kinds_of(self._parts), "parts": states}
+
+    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError where these are not this rank's, or do not fit."""
+        check_fit(self._parts, dict(self._own(states)), [])
+
+    @torch.no_grad()
+    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take up this rank's states."""
+        own = self._own(states)["parts"]
+        for name, part in self._parts.items():
+            part.load_state_dict(own[name])
+
+    def _own(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        mine = [one for one in states if (one["rank"], one["world_size"]) == (self._rank, self._world_size)]
+        if len(mine) != 1:
+            there = sorted({one["world_size"] for one in states})
+            raise ValueError(
+                f"a PerRank was saved by {', '.join(map(str, there))} ranks and this job has {self._world_size}; it "
+                "cannot be divided among a different number of ranks: start as many as saved it, or save a Hybrid"
+            )
+        return mine[0]

@@ -63,7 +63,7 @@ class Snapshot:
         def copy(value: Tensor) -> Tensor:
             value = value.detach() if value.requires_grad else value
             places.add(value.device)
-            memory = _memory_of(value)
+            memory = memory_of(value)
             if memory in known:
                 return known[memory]
             index = len(self.buffers)
@@ -120,12 +120,12 @@ def compact(state: Any) -> Any:
     def copy(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.untyped_storage().nbytes() == value.nbytes:
             return value
-        return known.setdefault(_memory_of(value), value.detach().clone())
+        return known.setdefault(memory_of(value), value.detach().clone())
 
     return replace(state, copy)
 
 
-def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what two names of one tensor have in common, and two tensors have not."""
     where = tensor.data_ptr() if tensor.numel() else id(tensor)
     return where, tensor.dtype, tensor.shape, tensor.stride()

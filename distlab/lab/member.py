@@ -35,7 +35,6 @@ from distlab.trace import Trace
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
-LOCK_GRACE_S = 10.0
 
 
 @dataclass

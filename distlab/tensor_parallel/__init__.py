@@ -5,8 +5,8 @@ Then `linear` (column- and row-parallel layers) and `vocabulary` (embedding, and
 scores). `attention` has its heads split.
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
-regions by positions. `dropout` has masks that must be equal, and those that must not. `norm` is the gradients' norm,
-with what every rank holds counted once.
+regions by positions; it has the masks of dropout that must be equal, and those that must not. `norm` is the gradients'
+norm, with what every rank holds counted once.
 
 Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any model, by names of its layers (as torch's
 `parallelize_module`); `split` says how a tensor lies on the ranks, and with it
@@ -16,8 +16,7 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 from distlab.modules.split import Split as Split, splits_of as splits_of
 from distlab.tensor_parallel.attention import ParallelAttention as ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module as parallelize_module
-from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS, SEQUENCE as SEQUENCE
-from distlab.tensor_parallel.dropout import SplitDropout as SplitDropout, own_random as own_random
+from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS
 from distlab.tensor_parallel.functions import (
     add_once as add_once,
     copy_to_ranks as copy_to_ranks,
@@ -46,6 +45,8 @@ from distlab.tensor_parallel.parallelize import (
 from distlab.tensor_parallel.sequence import (
     SequenceParallelNorm as SequenceParallelNorm,
     SequenceParallelPositions as SequenceParallelPositions,
+    SplitDropout as SplitDropout,
+    own_random as own_random,
 )
 from distlab.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding as VocabularyParallelEmbedding,

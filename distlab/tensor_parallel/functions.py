@@ -56,7 +56,7 @@ def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
     Shapes: x [...] -> [...]
     Cost: forward an all-reduce of x: 2 (t-1)/t of its bytes; nothing backward.
-    Error: as a sum in another order.
+    Error: as a sum in a different order.
     """
     return _pair(x, group, forward=_sum, backward=_nothing)
 

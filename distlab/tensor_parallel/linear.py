@@ -16,15 +16,17 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
@@ -39,7 +41,7 @@ from distlab.tensor_parallel.functions import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from distlab.tensor_parallel.overlap import Region, column_linear, row_linear
+from distlab.tensor_parallel.overlap import column_linear, row_linear
 
 
 class _ParallelLinear(nn.Module):
@@ -81,7 +83,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Cost: forward nothing, backward an all-reduce of x: 2 (t-1)/t of its bytes sent per rank. With sequence_parallel an
         all-gather forward and a reduce-scatter backward, each (t-1)/t of the whole x. join_output: (t-1)/t of the
         output's bytes forward.
-    Error: exact forward; x's gradient is a sum over ranks, in another order.
+    Error: exact forward; x's gradient is a sum over ranks, in a different order.
 
     `from_full` makes one.
 
@@ -90,14 +92,12 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
         overlap: backward sums x's gradient during the weight's product; not where `local_compute` is replaced.
-        regather: with sequence_parallel and overlap, keep only the own positions of x for backward, where they are
-            gathered again: another all-gather, and 1/t of the memory.
 
     Raises:
         ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
-    join_output = regather = False
+    join_output = False
 
     @classmethod
     def from_full(
@@ -132,8 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Make this rank's features."""
         self._check_input(x, self.in_features)
         if self.overlap and not is_replaced(self):
-            region = Region(self.group, self.sequence_parallel, self.regather)
-            y = column_linear(x, self._rows, self.bias, region)
+            y = column_linear(x, self._rows, self.bias, self.group, sequence=self.sequence_parallel)
         else:
             begin = gather_sequence if self.sequence_parallel else copy_to_ranks
             y = self.local_compute(begin(x, self.group))  # [..., S, O/t]
@@ -153,7 +152,7 @@ class RowParallelLinear(_ParallelLinear):
     Shapes: x [..., I/t] -> [..., O], or [..., S/t, O] with sequence_parallel
     Cost: forward an all-reduce of the output: 2 (t-1)/t of its bytes sent per rank; nothing backward. With
         sequence_parallel a reduce-scatter forward and an all-gather backward, each (t-1)/t of the whole output.
-    Error: a sum over ranks, in another order than the full product's; gradients are exact.
+    Error: a sum over ranks, in a different order than the full product's; gradients are exact.
 
     `from_full` makes one.
 
@@ -213,16 +212,6 @@ def linear_sizes(layer: nn.Module) -> tuple[int, int]:
     return (rows, columns) if is_conv1d(layer) else (columns, rows)
 
 
-def from_first_rank(full: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return rank 0's values of a tensor that all ranks have.
-
-    Cost: a broadcast; nothing in a group of one.
-    """
-    full = full.detach().clone(memory_format=torch.contiguous_format)
-    broadcast_each([full], group)
-    return full
-
-
 def agree_on(what: str, group: ProcessGroup | None, **values: object) -> None:
     """Refuse, on every rank, what differs between ranks; a group of one has nothing to compare.
 
@@ -231,6 +220,32 @@ def agree_on(what: str, group: ProcessGroup | None, **values: object) -> None:
     """
     if dist.get_world_size(group) > 1:
         agree(values, group, what=what)
+
+
+def agree_on_inputs(inputs: Any, group: ProcessGroup | None, what: str = "inputs") -> None:
+    """Refuse, on every rank, inputs of a forward that differ between ranks: they work on the same samples.
+
+    Two exchanges of 40 bytes; nothing in a group of one.
+
+    Raises:
+        ValueError: naming ranks, and shapes or digests.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if dist.get_world_size(group) > 1:
+        agree([list(tensor.shape) for tensor in tensors], group, what=f"the shapes of the {what} of tensor ranks")
+        same = f"the {what} of tensor ranks, which work on the same samples (sha256)"
+        agree([digest(tensor) for tensor in tensors], group, what=same)
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[object]]:
+    """Return what must be the same on all ranks before tensors are cut: names, shapes, dtypes and what is trained."""
+    return {name: [list(one.shape), str(one.dtype), one.requires_grad] for name, one in tensors}
 
 
 @torch.no_grad()
@@ -243,13 +258,14 @@ def take_parts(
         ValueError: ranks disagree on the parameters.
     """
     num_ranks, rank = dist.get_world_size(group), group_rank(group)
-    shapes = {name: [list(p.shape), str(p.dtype), p.requires_grad] for name, p in full.named_parameters()}
-    agree_on(f"the layer that a {type(module).__name__} is cut from", group, parameters=shapes)
+    facts = shapes_of(full.named_parameters())
+    agree_on(f"the layer that a {type(module).__name__} is cut from", group, parameters=facts)
     for name, parameter in list(full._parameters.items()):
         if parameter is None:
             module.register_parameter(name, None)
             continue
-        values = from_first_rank(parameter, group)
+        values = parameter.detach().clone(memory_format=torch.contiguous_format)
+        broadcast_each([values], group)
         if splits and name in splits:
             values = splits[name].cut(values, num_ranks, rank)
         module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))

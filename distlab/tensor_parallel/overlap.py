@@ -10,7 +10,7 @@ during the product of the next. Smaller products and more calls cost something t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,29 +23,18 @@ from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 
 
-class Region(NamedTuple):
-    """How a layer's region begins.
-
-    Attributes:
-        group: the ranks.
-        sequence: the input is a part of the sequence.
-        regather: keep that part for backward, and gather it again there, in place of keeping the whole.
-    """
-
-    group: ProcessGroup | None
-    sequence: bool = False
-    regather: bool = False
-
-
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None, *, sequence: bool = False
+) -> Tensor:
     """Compute x w^T + b with this rank's rows of w and b; backward sums x's gradient during w's product.
+
+    sequence: x is a part of the sequence. What is gathered is kept for backward.
 
     Shapes: x [..., I] (with sequence [..., S/t, I]), weight [O/t, I], bias [O/t] -> [..., O/t]
     Cost: backward an all-reduce of x's gradient, 2 (t-1)/t of x's bytes. With sequence an all-gather forward and a
-        reduce-scatter backward, each (t-1)/t of the whole x; regather: another all-gather backward, during the product
-        that makes x's gradient.
+        reduce-scatter backward, each (t-1)/t of the whole x.
     """
-    y: Tensor = _ColumnLinear.apply(*_cast(x, weight, bias), region)  # type: ignore[no-untyped-call]
+    y: Tensor = _ColumnLinear.apply(*_cast(x, weight, bias), group, sequence)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -63,30 +52,26 @@ def row_linear(
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-        whole = SequenceGather(x, region.group).finish() if region.sequence else x  # [..., S, I]
-        ctx.save_for_backward(x if region.regather else whole, weight)
-        ctx.region = region
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, sequence: bool
+    ) -> Tensor:
+        whole = SequenceGather(x, group).finish() if sequence else x  # [..., S, I]
+        ctx.save_for_backward(whole, weight)
+        ctx.group, ctx.start_sum = group, SequenceScatterSum if sequence else Sum
         return F.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        region: Region = ctx.region
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        gathering = summing = None
-        if for_weight and region.sequence and region.regather:
-            gathering = SequenceGather(x, region.group)  # travels during the next product
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        summing = None
         if for_x:
             partial = gradient @ weight  # [..., S, I], of this rank's features
-            start_sum = SequenceScatterSum if region.sequence else Sum
-            summing = start_sum(partial, region.group)  # travels during the next product
-        if gathering is not None:
-            x = gathering.finish()
+            summing = ctx.start_sum(partial, ctx.group)  # travels during the next product
         weight_gradient = _rows(gradient).t() @ _rows(x) if for_weight else None  # [O/t, I]
         bias_gradient = _rows(gradient).sum(0) if for_bias else None
-        return None if summing is None else summing.finish(), weight_gradient, bias_gradient, None
+        return None if summing is None else summing.finish(), weight_gradient, bias_gradient, None, None
 
 
 class _RowLinear(Function):

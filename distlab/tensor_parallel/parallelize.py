@@ -14,7 +14,6 @@ Symbols: t ranks; L layers; B samples, S positions, H features, V tokens.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from typing import cast
 
@@ -28,10 +27,16 @@ from distlab.models import GPT, Block, FeedForward
 from distlab.modules.split import Split
 from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
-from distlab.tensor_parallel.dropout import SplitDropout
-from distlab.tensor_parallel.functions import join_features, join_sequence, split_sequence
-from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, take_parts
-from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions
+from distlab.tensor_parallel.functions import join_sequence, split_sequence
+from distlab.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    agree_on,
+    agree_on_inputs,
+    digest,
+    take_parts,
+)
+from distlab.tensor_parallel.sequence import SequenceParallelNorm, SequenceParallelPositions, SplitDropout
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 
@@ -40,7 +45,6 @@ def parallelize(
     group: ProcessGroup | None = None,
     *,
     sequence_parallel: bool = False,
-    regather: bool = False,
     num_parts: int = 1,
 ) -> ParallelGPT:
     """Split a GPT over the ranks of a group; rank 0's weights count.
@@ -53,13 +57,12 @@ def parallelize(
         model: the same on all ranks except for its weights.
         group: the ranks.
         sequence_parallel: split the sequence between the regions; forward then needs a length that t divides.
-        regather: with sequence_parallel, gather a region's input again in backward: see `ColumnParallelLinear`.
         num_parts: without sequence_parallel, sum in this many parts: see `RowParallelLinear`.
 
     Shapes: tokens [B, S] -> logits [B, S, ceil(V/t)]
     Cost: a step of a micro-batch sends, in elements per rank: 8 (t-1)/t B S H per layer; 4 (t-1)/t B S H for embedding
         and output layer; 6 (t-1)/t B S for the loss. With sequence_parallel as much, plus for gradients
-        2 (t-1)/t (4 L + 2) H of the norms and (t-1)/t S H of positions; regather adds (t-1)/t (2 L + 1) B S H. The
+        2 (t-1)/t (4 L + 2) H of the norms and (t-1)/t S H of positions. The
         first step, and each with a new shape, adds two or three small exchanges that compare the ranks' tokens.
         Here: a broadcast of each parameter.
     Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
@@ -68,7 +71,7 @@ def parallelize(
         ValueError: ranks disagree, or t does not divide the heads; equal on every rank.
     """
     is_model = isinstance(model, GPT) and not isinstance(model, ParallelGPT)
-    options = {"sequence_parallel": sequence_parallel, "regather": regather, "num_parts": num_parts}
+    options = {"sequence_parallel": sequence_parallel, "num_parts": num_parts}
     given = {"type": type(model).__name__, "config": asdict(model.config) if is_model else None, "options": options}
     agree_on("the model or the options of parallelize", group, **given)
     rank = group_rank(group)
@@ -79,15 +82,9 @@ def parallelize(
         )
     if num_parts < 1:
         raise ValueError(f"rank {rank}: num_parts is {num_parts}; pass at least 1")
-    if regather and not sequence_parallel:
-        raise ValueError(
-            f"rank {rank}: regather=True needs sequence_parallel=True, else nothing is gathered; set both or neither"
-        )
-    check_heads(model.config.num_heads, model.config.num_heads, group)
+    check_heads(model.config.num_heads, group)
     made = ParallelGPT(model, group, sequence_parallel=sequence_parallel)
     for module in made.modules():
-        if isinstance(module, ColumnParallelLinear):
-            module.regather = regather
         if isinstance(module, RowParallelLinear):
             module.num_parts = num_parts
     return made.train(model.training)
@@ -130,7 +127,10 @@ class ParallelGPT(GPT):
         if self.sequence_parallel:
             check_sequence(tokens.unsqueeze(-1), self.group, what="a ParallelGPT with sequence_parallel")
         if self._seen != (tokens.shape, self.training):
-            self._compare(tokens)
+            agree_on_inputs(tokens, self.group, "tokens")
+            if self.training and self.config.dropout:
+                what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
+                agree_on(what, self.group, state=digest(torch.get_rng_state()))
             self._seen = (tokens.shape, self.training)
         return super().forward(tokens)
 
@@ -141,34 +141,12 @@ class ParallelGPT(GPT):
         """
         return vocabulary_parallel_cross_entropy(logits, targets, self.group, vocab_size=self.config.vocab_size)
 
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Give every rank the scores of all tokens, to draw the next one from; training has no use for them.
-
-        Shapes: logits [B, S, ceil(V/t)] -> [B, S, V]
-        Cost: an all-gather: (t-1) B S ceil(V/t) elements sent per rank.
-        """
-        return join_features(logits, self.group)[..., : self.config.vocab_size]
-
-    def _compare(self, tokens: Tensor) -> None:
-        """Refuse what would go wrong without a word: ranks that work on different samples, or drop different numbers.
-
-        Raises:
-            ValueError: on every rank.
-        """
-        agree_on("the shape of the tokens of tensor ranks", self.group, tokens=list(tokens.shape))
-        digest = hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
-        agree_on("the tokens of tensor ranks, which work on the same samples (sha256)", self.group, tokens=digest)
-        if self.training and self.config.dropout:
-            state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-            what = "the state of torch's generator, which tensor ranks need for common dropout masks (sha256)"
-            agree_on(what, self.group, state=state)
-
 
 def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bool) -> Block:
     """Put parallel layers in the places of a block's own."""
     put = block.register_module
     put("attention_norm", _whole(block.attention_norm, group, sequence_parallel))
-    put("attention", ParallelAttention.from_full(block.attention, group, sequence_parallel=sequence_parallel))
+    put("attention", ParallelAttention(block.attention, group, sequence_parallel=sequence_parallel))
     put("feed_forward_norm", _whole(block.feed_forward_norm, group, sequence_parallel))
     if isinstance(block.feed_forward, FeedForward):
         _split_feed_forward(block.feed_forward, group, sequence_parallel)
@@ -241,24 +219,17 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: Proc
     Raises:
         ValueError: names or shapes that are not the model's.
     """
-    places = {name: (value, split) for name, value, split in _state_of(model)}
-    rank, num_ranks = group_rank(group), dist.get_world_size(group)
-    wrong = sorted(places.keys() ^ state.keys())
-    if wrong:
-        raise ValueError(
-            f"rank {rank}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not in model and state both"
-        )
-    parts = {}
-    for name, (value, split) in places.items():
-        if split is not None and state[name].shape[split.dim] != sum(split.sections):
+    rank, num_ranks, places = group_rank(group), dist.get_world_size(group), _state_of(model)
+    here = {name: list(split.whole_shape(value.shape) if split else value.shape) for name, value, split in places}
+    there = {name: list(value.shape) for name, value in state.items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
             raise ValueError(
-                f"rank {rank}: {name} has {state[name].shape[split.dim]} rows; the model has {sum(split.sections)}"
+                f"rank {rank}: {name} is {there.get(name, 'nothing')} in the state and {here.get(name, 'nothing')} in "
+                "the model; pass the state of the same model"
             )
-        parts[name] = state[name] if split is None else split.cut(state[name], num_ranks, rank)
-        if parts[name].shape != value.shape:
-            raise ValueError(f"rank {rank}: {name} gives {list(parts[name].shape)}; expected {list(value.shape)}")
-    for name, (value, _) in places.items():
-        value.copy_(parts[name])
+    for name, value, split in places:
+        value.copy_(split.cut(state[name], num_ranks, rank) if split else state[name])
 
 
 def _state_of(model: nn.Module) -> list[tuple[str, Tensor, Split | None]]:

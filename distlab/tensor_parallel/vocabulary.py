@@ -95,7 +95,7 @@ def vocabulary_parallel_cross_entropy(
 
     Shapes: logits [..., P], this rank's tokens; targets [...], the same on all ranks -> []
     Cost: forward an all-reduce of N numbers and one of 2 N: 6 (t-1)/t N numbers sent per rank; nothing backward.
-    Error: as F.cross_entropy, with a sum in another order; 16-bit scores are summed in float32.
+    Error: as F.cross_entropy, with a sum in a different order; 16-bit scores are summed in float32.
 
     Args:
         logits: columns beyond the vocabulary (on the last ranks) do not count, whatever they hold.

@@ -71,7 +71,7 @@ SKIPPED = {  # the older one is taken
     "a pipe": replaced_by(os.mkfifo),
     "a link to nothing": replaced_by(lambda path: path.symlink_to("elsewhere")),
     "a link to itself": replaced_by(lambda path: path.symlink_to(path.name)),
-    "files of another step": lambda newer, _: [
+    "files of a different step": lambda newer, _: [
         shutil.copy(one, newer) for one in (newer.parent / "step-0000000001").iterdir()
     ],
     **{
@@ -81,12 +81,12 @@ SKIPPED = {  # the older one is taken
             ("a pipe", os.mkfifo),
             ("a folder", Path.mkdir),
             ("a link to nothing", lambda path: path.symlink_to("elsewhere")),
-            ("a link to another file", lambda path: path.symlink_to("rank-0.pt")),
+            ("a link to a different file", lambda path: path.symlink_to("rank-0.pt")),
         )
     },
 }
 REFUSED = {  # to go on without a word would lose work
-    "another version": (forged(version=7), "step-0000000002 has version 7; this distlab reads version 1"),
+    "a different version": (forged(version=7), "step-0000000002 has version 7; this distlab reads version 1"),
     "a file in place of all": (whole_folder(Path.touch), "Not a directory"),
     "a pipe in place of all": (whole_folder(os.mkfifo), "Not a directory"),
     "a link to nothing in place of all": (

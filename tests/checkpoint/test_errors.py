@@ -62,7 +62,7 @@ def test_an_error_of_any_kind_on_one_rank_reaches_all(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"no file of torch.save"])
-def test_a_file_of_another_program_is_named(tmp_path, data):
+def test_a_file_of_a_different_program_is_named(tmp_path, data):
     prepared = files.begin(tmp_path, 1)
     records = []
     for name in (manifest.SHARED, manifest.rank_file(0)):

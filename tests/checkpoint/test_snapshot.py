@@ -11,7 +11,7 @@ from distlab.comm.device import CopyStream
 
 
 def races_of(monkeypatch, fault=None):
-    """Update in a stream of its own, take a snapshot, copy it in another stream as a thread does, and read it."""
+    """Update in a stream of its own, take a snapshot, copy it in a different stream as a thread does, and read it."""
     with fake_gpu() as gpu, monkeypatch.context() as patch:
         if fault:
             patch.setattr(snapshot.device, fault, lambda *_: None)

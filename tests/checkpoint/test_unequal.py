@@ -132,7 +132,7 @@ def test_saved_per_rank_each_rank_gets_its_own_back_bit_for_bit(ranks, tmp_path)
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 3)])
-def test_per_rank_parts_are_refused_on_another_number_of_ranks_or_by_another_model(ranks, tmp_path, first, then):
+def test_per_rank_parts_are_refused_on_a_different_number_of_ranks_or_by_other_models(ranks, tmp_path, first, then):
     ranks(first).run(lambda: save(tmp_path, 1, parts={"training": PerRank({"model": model_of(1)})}) and None)
 
     def resume(model, **how):

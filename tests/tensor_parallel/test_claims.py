@@ -36,10 +36,10 @@ def layers_for(num_ranks):
     return L if num_ranks == 2 else 1
 
 
-def sent_elements(sequence, regather):
+def sent_elements(sequence):
     """Train two steps; return the elements that this rank sent in the second, whose shapes are known already."""
     config = replace(CONFIG, num_layers=layers_for(dist.get_world_size()))
-    model = parallelize(GPT(config), sequence_parallel=sequence, regather=regather)
+    model = parallelize(GPT(config), sequence_parallel=sequence)
     for _ in range(2):
         with recorded() as seen:
             model.loss(model(tokens()), tokens(1)).backward()
@@ -47,11 +47,11 @@ def sent_elements(sequence, regather):
     return (seen.records.ring_equivalent_bytes(rank) + seen.records.sent_bytes(rank)) / 4
 
 
-def expected_elements(t, sequence, regather):
+def expected_elements(t, sequence):
     """The Cost of parallelize, in elements times t/(t-1)."""
     num_layers = layers_for(t)
     total = 8 * B * S * H * num_layers + 4 * B * S * H + 6 * B * S
-    total += sequence * (2 * (4 * num_layers + 2) * H + S * H) + regather * (2 * num_layers + 1) * B * S * H
+    total += sequence * (2 * (4 * num_layers + 2) * H + S * H)
     return total * (t - 1) / t
 
 
@@ -61,8 +61,6 @@ def kept_bytes(sequence, num_ranks):
     local = S
     if num_ranks > 1:
         block = _split_block(block, None, sequence)
-        for module in block.modules():
-            module.regather = True
         local = S // num_ranks if sequence else S
     parameters = {p.data_ptr() for p in block.parameters()}
     kept = {}
@@ -145,9 +143,9 @@ def check_dropout(sequence):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_claims(ranks, world_size):
     def measure():
-        for sequence, regather in ((False, False), (True, False), (True, True)):
-            found, wanted = sent_elements(sequence, regather), expected_elements(world_size, sequence, regather)
-            assert found == pytest.approx(wanted, abs=16), (sequence, regather)  # each call is rounded to whole bytes
+        for sequence in (False, True):
+            found, wanted = sent_elements(sequence), expected_elements(world_size, sequence)
+            assert found == pytest.approx(wanted, abs=16), sequence  # each call is rounded to whole bytes
         check_order()
         kept = [kept_bytes(False, 1), kept_bytes(False, world_size), kept_bytes(True, world_size)]
         return kept, [check_dropout(sequence) for sequence in (False, True, False)]
@@ -159,7 +157,8 @@ def test_claims(ranks, world_size):
         scores = B * S * 12 * 4  # one number a head and position, of fused attention
         assert whole == 32 * unit + norms + scores  # the table's 34 less two masks of dropout
         assert tensor == 8 * unit + norms + (24 * unit + scores) // world_size  # 10 + 24/t, likewise
-        assert sequence == whole // world_size
+        gathered = 2 * 2 * unit  # the inputs of both regions, whole
+        assert sequence == (whole - gathered) // world_size + gathered
     for index, is_split in enumerate((False, True, False)):
         per_rank = [drops[index] for _, drops in results]
         for dropped, state, losses, replicated, norm in per_rank[1:]:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.clip import NotFiniteError
-from distlab.models import GPT, GPTConfig
+from distlab.models import GPT, Attention, GPTConfig
 from distlab.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -47,11 +47,8 @@ def cases():
         "features": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 7)),
         "inputs": lambda: RowParallelLinear.from_full(nn.Linear(7, 4)),
         "layer differs": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 4 + 2 * rank)),
-        "heads": lambda: ParallelAttention(nn.Linear(6, 18), nn.Linear(6, 6), 3),
-        "shared heads": lambda: ParallelAttention(nn.Linear(12, 24), nn.Linear(12, 12), 6, num_key_value_heads=3),
-        "heads of keys": lambda: ParallelAttention(nn.Linear(8, 24), nn.Linear(8, 8), 4, num_key_value_heads=3),
-        "uneven heads": lambda: ParallelAttention(nn.Linear(10, 24), nn.Linear(10, 10), 4),
-        "fused features": lambda: ParallelAttention(nn.Linear(8, 23), nn.Linear(8, 8), 4),
+        "heads": lambda: ParallelAttention(Attention(GPTConfig(num_heads=3, hidden_size=6))),
+        "heads differ": lambda: ParallelAttention(Attention(GPTConfig(num_heads=2 + 2 * rank, hidden_size=8))),
         "wrong input": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 6))(torch.ones(2, 6)),
         "sequence": lambda: reduce_scatter_sequence(torch.ones(2, 5, 4)),
         "no sequence": lambda: reduce_scatter_sequence(torch.ones(4)),
@@ -69,7 +66,6 @@ def cases():
         "twice": lambda: parallelize(model),
         "no GPT": lambda: parallelize(nn.Linear(4, 4)),
         "model's heads": lambda: parallelize(GPT(GPTConfig(num_layers=1, num_heads=3, hidden_size=6))),
-        "regather": lambda: parallelize(GPT(CONFIG), regather=True),
         "parts": lambda: parallelize(GPT(CONFIG), num_parts=0),
         "max_norm": lambda: clip_tensor_parallel_(model, 0.0),
         "state": lambda: load_full_state_dict(model, dict(list(state.items())[1:])),
@@ -86,17 +82,16 @@ def test_bad_input_is_refused_on_every_rank(ranks):
         "features": "7 features cannot be split over 2 ranks",
         "layer differs": "ranks disagree",
         "heads": "3 heads cannot be split over 2 ranks",
-        "shared heads": "3 heads of keys and values cannot be split over 2 ranks",
-        "uneven heads": "the output layer has 10 inputs, which 4 heads do not divide",
-        "fused features": "need a layer of 24 features for query, key and value; got 23",
+        "heads differ": "ranks disagree on the heads of a ParallelAttention",
         "model's sequence": "5 positions, which 2 ranks do not divide",
         "token": "token 13 is outside",
         "tokens differ": "ranks disagree on the tokens",
         "counts differ": "ranks disagree on the shape",
         "seeds differ": "torch's generator",
         "model differs": "num_layers",
+        "state": "token_embedding.weight is nothing in the state",
         "no GPT": "got a Linear",
-        "vocabulary": "output.weight has 12 rows; the model has 13",
+        "vocabulary": "output.weight is [12, 4] in the state and [13, 4] in the model",
         "not finite": "norm of the gradients is nan",
     }
     results = ranks(2).run(cases)

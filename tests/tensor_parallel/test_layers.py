@@ -22,29 +22,6 @@ from distlab.tensor_parallel import (
 HIDDEN, LENGTH, BATCH, VOCABULARY = 24, 12, 3, 13  # 13 tokens: no number of ranks divides them; 4 ranks fill up 3
 
 
-class GroupedAttention(nn.Module):
-    """What ParallelAttention must equal: grouped queries, in one process, written out."""
-
-    def __init__(self, num_heads, num_shared):
-        super().__init__()
-        self.num_heads, self.num_shared, self.size = num_heads, num_shared, HIDDEN // num_heads
-        self.query_key_value = nn.Linear(HIDDEN, (num_heads + 2 * num_shared) * self.size)
-        self.output = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        made = self.query_key_value(x)
-        query, key, value = made.split([n * self.size for n in (self.num_heads, self.num_shared, self.num_shared)], -1)
-        mixed = []
-        for head in range(self.num_heads):
-            q = query[..., head * self.size : (head + 1) * self.size]
-            shared = head // (self.num_heads // self.num_shared)
-            k, v = (part[..., shared * self.size : (shared + 1) * self.size] for part in (key, value))
-            scores = q @ k.transpose(-1, -2) / self.size**0.5
-            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-            mixed.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
-        return self.output(torch.cat(mixed, -1))
-
-
 def draw(*shape, what="x", rank=0):
     return torch.randn(*shape, dtype=torch.float64, generator=generator(0, rank, what))
 
@@ -110,7 +87,7 @@ def check_pair(overlap, sequence, bias):
     rank, x_dim = dist.get_rank(), 1 if sequence else None
     widen, narrow = (lambda sizes=sizes: nn.Linear(*sizes, bias=bias) for sizes in ((7, HIDDEN), (HIDDEN, 7)))
     column = ColumnParallelLinear.from_full(full(widen, rank), sequence_parallel=sequence)
-    column.overlap, column.regather = overlap, bias
+    column.overlap = overlap
     compare(column, full(widen), x_dim=x_dim, y_dim=2)
     parts = 3 if bias else 1
     row = RowParallelLinear.from_full(full(narrow, rank), sequence_parallel=sequence, num_parts=parts)
@@ -119,17 +96,11 @@ def check_pair(overlap, sequence, bias):
 
 
 def check_attention():
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     config = GPTConfig(num_heads=12, hidden_size=HIDDEN)
     for sequence in (False, True):
         dim = 1 if sequence else None
-        made = ParallelAttention.from_full(full(lambda: Attention(config), rank), sequence_parallel=sequence)
+        made = ParallelAttention(full(lambda: Attention(config), dist.get_rank()), sequence_parallel=sequence)
         compare(made, full(lambda: Attention(config)), x_dim=dim, y_dim=dim)
-        given = full(lambda: GroupedAttention(12, num_ranks), rank)
-        grouped = ParallelAttention(
-            given.query_key_value, given.output, 12, num_key_value_heads=num_ranks, sequence_parallel=sequence
-        )
-        compare(grouped, full(lambda: GroupedAttention(12, num_ranks)), x_dim=dim, y_dim=dim)
 
 
 def check_vocabulary():

@@ -1,4 +1,4 @@
-"""Tensor ranks times data ranks, sharded, with norms and positions cut too: norms, states and shards of one process."""
+"""Tensor ranks times data ranks, sharded: norms, states and shards of one process."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import zoo_text
 from equal import Fully, Zero
 from refused import message
-from test_by_plan import ALONG_THE_SEQUENCE, MAX_NORM, MODELS, build
+from test_by_plan import MAX_NORM, MODELS, build
 from zoo_kinds import KINDS
 from zoo_techniques import UPDATES, adamw, axes
 
@@ -32,8 +32,7 @@ def as_many_keys_as_heads(monkeypatch):
 
 
 def kind_of(name):
-    kind = KINDS[name]._replace(make=MODELS[name])
-    return kind._replace(plan=kind.plan | ALONG_THE_SEQUENCE.get(name, {}))
+    return KINDS[name]._replace(make=MODELS[name])
 
 
 def alone(name, steps=range(UPDATES), start=None):

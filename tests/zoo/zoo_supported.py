@@ -48,7 +48,9 @@ Not supported, without a try:
 - Not refused, and of this rank's part alone: `numel`, `len` and `shape` of a shard. Whole parameters are there
   `with model.summon() as module:`.
 - Tensor parallel: ranks whose dropout is seeded differently are told only when whole weights drift apart.
-- `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy.
+- `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy; heads that are
+  counted by an attribute with a name of its own (call it `num_heads`); `example=` under autocast; sequence
+  parallelism between its layers, which the package's GPT has (`parallelize(..., sequence_parallel=True)`).
 """
 
 

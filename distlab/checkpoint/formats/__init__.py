@@ -2,7 +2,6 @@
 
 Read in this order:
 
-1. `by_names`: what parts of a run hold, by the names that torch gives it; and back.
-2. `dcp` and `torchs`: torch.distributed.checkpoint's layout, by its own code, without running code from a file.
-3. `safetensors`: a whole model in files that Hugging Face's programs read.
+1. `dcp` and `torchs`: torch.distributed.checkpoint's layout, by its own code, without running code from a file.
+2. `safetensors`: a whole model in files that Hugging Face's programs read.
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from distlab.checkpoint import files
+from distlab.checkpoint.snapshot import memory_of
 from distlab.comm.checks import open_file
 
 MODEL = "model.safetensors"
@@ -47,11 +48,10 @@ def write_safetensors(directory: str | Path, state: Mapping[str, Tensor]) -> Pat
     tensors, aliases, seen = {}, {}, dict[object, str]()
     try:
         for name, value in state.items():
-            where = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
-            if seen.setdefault(where, name) == name:
+            if (first := seen.setdefault(memory_of(value), name)) == name:
                 tensors[name] = value.detach().cpu().contiguous()
             else:
-                aliases[name] = seen[where]
+                aliases[name] = first
         data = library.save(tensors, metadata={"format": "pt", **aliases})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"safetensors refuses the state ({type(error).__name__}: {error}); convert it") from None

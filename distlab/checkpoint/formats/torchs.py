@@ -12,6 +12,7 @@ import os
 import pickle
 import warnings
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 
-from distlab.checkpoint.formats.by_names import METADATA, Held, Place
 from distlab.comm.checks import open_file
 from distlab.comm.plain import restricted_load
 
+METADATA = ".metadata"
+Place = tuple[str | int, ...]
+Box = tuple[Sequence[int], Sequence[int], Tensor]  # the whole tensor's shape, where the box begins, and its values
 _KINDS = (
     *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -48,9 +51,9 @@ RECORDS: dict[tuple[str, str], object] = {
 class SavePlanner(DefaultSavePlanner):
     """Names what this rank holds as torch does; torch chooses who writes which of equal copies."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, boxes: Mapping[Place, Sequence[Box]], values: Mapping[Place, Any]) -> None:
         super().__init__()
-        self.held = held
+        self.boxes, self.values = boxes, values
         self.objects: dict[metadata.MetadataIndex, Any] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -59,16 +62,16 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write."""
-        names = {place: ".".join(map(str, place)) for place in [*self.held.boxes, *self.held.values]}
+        names = {place: ".".join(map(str, place)) for place in [*self.boxes, *self.values]}
         items = []
-        for place, boxes in self.held.boxes.items():
+        for place, boxes in self.boxes.items():
             for shape, corner, values in boxes:
                 index = metadata.MetadataIndex(names[place], corner)
                 chunk = metadata.ChunkStorageMetadata(torch.Size(corner), values.size())
                 data = TensorWriteData(chunk, metadata.TensorProperties(values.dtype), torch.Size(shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
                 self.objects[index] = values
-        for place, value in self.held.values.items():
+        for place, value in self.values.items():
             index = metadata.MetadataIndex(names[place])
             items.append(WriteItem(index, WriteItemType.BYTE_IO))
             self.objects[index] = value
@@ -80,13 +83,13 @@ class SavePlanner(DefaultSavePlanner):
         return self.objects[index]
 
 
-def write(path: Path, held: Held, group: ProcessGroup | None, *, is_alone: bool) -> str | None:
+def write(path: Path, planner: SavePlanner, group: ProcessGroup | None, *, is_alone: bool) -> str | None:
     """Let torch write what all ranks hold; return what failed, the same on every rank, or None."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")  # one process alone may write, too
             writer = filesystem.FileSystemWriter(path)
-            torchs_save({}, storage_writer=writer, planner=SavePlanner(held), process_group=group, no_dist=is_alone)
+            torchs_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=is_alone)
     except CheckpointException as error:
         return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
     return None

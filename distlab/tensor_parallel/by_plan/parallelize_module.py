@@ -23,24 +23,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import group_rank
+from distlab.gradient_hook import LinearHook
 from distlab.modules.every_parameter import every_parameter
 from distlab.modules.moved import mark_moved
 from distlab.replicate import broadcast_each
-from distlab.tensor_parallel.by_plan.guards import agree_on_inputs, watch
-from distlab.tensor_parallel.by_plan.heads import AttentionHeads
-from distlab.tensor_parallel.by_plan.plan import (
-    COUNTS_HEADS,
-    check_kinds,
-    check_partners,
-    check_sizes,
-    check_ties,
-    find_styles,
-    is_own,
+from distlab.tensor_parallel.async_calls import Sum
+from distlab.tensor_parallel.by_plan.compare import compare, watch
+from distlab.tensor_parallel.by_plan.plan import LAYERS, Heads, check_ties, find_heads, find_styles, is_own, parent_of
+from distlab.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    agree_on,
+    linear_sizes,
     shapes_of,
 )
-from distlab.tensor_parallel.by_plan.sequence import check_sequences, cut_sequences, sum_over_ranks
-from distlab.tensor_parallel.by_plan.whole import compare
-from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on, linear_sizes
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
 
@@ -49,7 +45,6 @@ def parallelize_module(
     plan: Mapping[str, str],
     group: ProcessGroup | None = None,
     *,
-    head_counts: Sequence[str] = (),
     example: Sequence[Any] | None = None,
 ) -> nn.Module:
     """Cut the layers that a plan names, in place; rank 0's weights and buffers count. Return the model.
@@ -62,13 +57,12 @@ def parallelize_module(
 
     Args:
         model: the same on all ranks except for its weights. Attributes with the number of its heads (`num_heads`,
-            `n_head`, ...) become this rank's number.
+            `n_head`, ...: see `plan.py`) become this rank's number.
         plan: {pattern: style}; see `plan.py` for both. `PLANS` has those of Hugging Face's Llama and GPT-2, of nanoGPT
             and of timm's ViT.
         group: the ranks.
-        head_counts: names of more attributes that hold a number of heads.
         example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
-            `whole.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT", alone or with `SEQUENCE`, need none.
+            `compare.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT" need none.
 
     Shapes: as the model's: outputs are whole on every rank
     Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
@@ -76,50 +70,86 @@ def parallelize_module(
         and scores layer (query, key and value apart: one each) and of each gradient of style "inside". A forward with
         a new shape of inputs compares them: two exchanges of 40 bytes; forward 2, 4, 8, ... in training compares the
         whole parameters, 16 bytes each. Here: two broadcasts of each parameter that is cut, and one of all others and
-        of buffers; with example two exchanges of 40 bytes, and what `compare` and a second cut send.
+        of buffers; with example what `compare` and a second cut send.
     Error: as one process' up to the order of additions, as long as dropout is 0; with dropout other masks are drawn.
 
     Raises:
         ValueError: equal on every rank: ranks disagree; a pattern matches nothing; a module cannot be cut, or the ranks
-            do not divide it; a column without its row; a tied tensor that is cut once only; no example; other numbers
+            do not divide it; a tied tensor that is cut once only; no example; other numbers
             than the whole model's. Forward: inputs that differ, parameters that drift apart.
     """
-    facts = {"plan": dict(plan), "head_counts": list(head_counts), "tensors": shapes_of(model)}
-    agree_on("the model, plan or head_counts of parallelize_module", group, **facts, example=example is not None)
-    styles, ties = _check(model, plan, group, head_counts)
-    if example is None and not is_own(plan):
-        raise ValueError(
-            f"rank {group_rank(group)}: parallelize_module: pass example=(inputs of one forward): no plan shows how a "
-            "forward uses what a layer makes, so the cut model is compared with the whole one. Only PLANS of Llama, "
-            "GPT-2 and nanoGPT, alone or with SEQUENCE, need none"
-        )
-    with torch.no_grad():
-        broadcast_each([one.data for one in (*dict(every_parameter(model)).values(), *model.buffers())], group)
-    cut = functools.partial(_cut_all, styles=styles, ties=ties, head_counts=head_counts, group=group)
-    if example is not None:
-        agree_on_inputs(example, group)
-        compare(model, cut, styles, example, group)
     before = dict(every_parameter(model))
+    facts = {"plan": dict(plan), "example": example is not None}
+    tensors = shapes_of({**before, **dict(model.named_buffers())}.items())
+    agree_on("the model or plan of parallelize_module", group, **facts, tensors=tensors)
+    styles, heads, ties = _check(model, plan, group, has_example=example is not None)
+    with torch.no_grad():
+        broadcast_each([one.data for one in (*before.values(), *model.buffers())], group)
+    cut = functools.partial(_cut, styles=styles, heads=heads, ties=ties, group=group)
+    if example is not None:
+        compare(model, cut, styles, example, group)
     cut(model)
     _mark_those_cut(model, before)
     watch(model, group)
     return model
 
 
-def _cut_all(
+def _check(
+    model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, *, has_example: bool
+) -> tuple[dict[str, str], Heads, list[list[str]]]:
+    """Return the modules' styles, the heads and the tied tensors; refuse a plan that cannot be done."""
+    try:
+        if any(hasattr(module, "splits") for module in model.modules()):
+            raise ValueError("the model is cut already; pass one that is not")
+        styles = find_styles(model, plan, dist.get_world_size(group))
+        heads, ties = find_heads(model, styles, dist.get_world_size(group)), check_ties(model, styles)
+        if not has_example and not is_own(plan):
+            raise ValueError(
+                "pass example=(inputs of one forward): no plan shows how a forward uses what a layer makes, so the cut "
+                "model is compared with the whole one. Only PLANS of Llama, GPT-2 and nanoGPT need none"
+            )
+    except ValueError as error:
+        raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
+    return styles, heads, ties
+
+
+def _cut(
     model: nn.Module,
     styles: Mapping[str, str],
-    ties: Sequence[Sequence[str]],
-    head_counts: Sequence[str],
+    heads: Heads,
+    ties: Iterable[Sequence[str]],
     group: ProcessGroup | None,
 ) -> None:
-    heads = _find_heads(model, styles, dist.get_world_size(group), head_counts)
+    """Put the parts of layers in their places, then hooks on modules; let modules count a rank's heads."""
     for name, style in styles.items():
-        _cut(model, name, style, group, heads)
-    cut_sequences(model, styles, group)
+        if style in LAYERS:
+            module, holder = model.get_submodule(name), model.get_submodule(parent_of(name))
+            part = _part_of(module, style, heads.sections.get(name), group).train(module.training)
+            holder.register_module(name.rpartition(".")[2], part)
+            if isinstance(holder, nn.TransformerEncoderLayer):
+                holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
+    for name, style in styles.items():
+        if style == "inside":
+            _sum_over_ranks(model.get_submodule(name), group)
+        elif style == "narrow":
+            _narrow(model.get_submodule(name), group)
     _tie(model, ties)
-    for attention in heads.values():
-        attention.make_local()
+    for name, numbers in heads.local.items():
+        for attribute, number in numbers.items():
+            setattr(model.get_submodule(name), attribute, number)
+
+
+def _part_of(module: Any, style: str, sections: Sequence[int] | None, group: ProcessGroup | None) -> nn.Module:
+    """Return this rank's part of a layer."""
+    if style == "row":
+        return RowParallelLinear.from_full(module, group)
+    if isinstance(module, nn.Embedding):
+        return VocabularyParallelEmbedding(module, group)
+    if style == "vocabulary":
+        return ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
+    if style == "paired":
+        sections = (linear_sizes(module)[1] // 2,) * 2
+    return ColumnParallelLinear.from_full(module, group, sections=sections)
 
 
 def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
@@ -130,98 +160,23 @@ def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> Non
             mark_moved(parameter, name, "parallelize_module gave each rank its part")
 
 
-def _check(
-    model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, head_counts: Sequence[str]
-) -> tuple[dict[str, str], list[list[str]]]:
-    """Return the modules' styles and the names of tied tensors; refuse a plan that cannot be done.
+def _sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
+    """Sum the gradients of a module that every rank uses on its own heads or features."""
 
-    Raises:
-        ValueError: see `parallelize_module`.
-    """
-    num_ranks = dist.get_world_size(group)
-    try:
-        if any(hasattr(module, "splits") for module in model.modules()):
-            raise ValueError("the model is cut already; pass one that is not")
-        styles = find_styles(model, plan)
-        check_kinds(model, styles)
-        check_sizes(model, styles, num_ranks)
-        check_partners(styles)
-        check_sequences(model, styles)
-        _find_heads(model, styles, num_ranks, head_counts)
-        return styles, check_ties(model, styles)
-    except ValueError as error:
-        raise ValueError(f"rank {group_rank(group)}: parallelize_module: {error}") from None
+    def summed(gradient: Tensor) -> Tensor:
+        return Sum(gradient.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
 
-
-def _find_heads(
-    model: nn.Module, styles: Mapping[str, str], num_ranks: int, head_counts: Sequence[str]
-) -> dict[str, AttentionHeads]:
-    """Return the heads of each module that holds layers of style "heads" or "fused", by its name."""
-    layers: dict[str, dict[str, nn.Module]] = {}
-    fused: dict[str, str] = {}
-    for name, style in styles.items():
-        if style in COUNTS_HEADS:
-            parent, _, own = name.rpartition(".")
-            layers.setdefault(parent, {})[own] = model.get_submodule(name)
-        if style in ("fused", "interleaved"):
-            fused[parent] = name
-    for parent, name in fused.items():
-        if others := ", ".join(own for own in layers[parent] if own != name.rpartition(".")[2]):
-            raise ValueError(
-                f"{name} has style {styles[name]!r}: it holds queries, keys and values. {parent} has other layers of "
-                f"heads, too ({others}); leave them out of the plan"
-            )
-    for name, style in styles.items():
-        if style == "narrow" and name not in layers:
-            raise ValueError(
-                f"{name} has style 'narrow', but no layer in it has style 'heads', 'fused' or "
-                "'interleaved'; leave it out"
-            )
-    return {
-        name: AttentionHeads(
-            name, model.get_submodule(name), own, num_ranks, head_counts, fused=styles.get(fused.get(name, ""), "")
-        )
-        for name, own in layers.items()
-    }
-
-
-def _cut(
-    model: nn.Module, name: str, style: str, group: ProcessGroup | None, heads: Mapping[str, AttentionHeads]
-) -> None:
-    """Put the part of one layer in its place, or a hook on a module."""
-    parent, _, own = name.rpartition(".")
-    module: Any = model.get_submodule(name)
-    made: nn.Module
-    if style == "inside":
-        sum_over_ranks(module, group)
-        return
-    if style == "narrow":
-        _narrow(module, group)
-    if style in ("narrow", "sequence"):
-        return
-    if style == "row":
-        made = RowParallelLinear.from_full(module, group)
-    elif isinstance(module, nn.Embedding):
-        made = VocabularyParallelEmbedding(module, group)
-    elif style == "vocabulary":
-        made = ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
-    else:
-        sections = heads[parent].sections[own] if style in COUNTS_HEADS else None
-        if style == "paired":
-            sections = (linear_sizes(module)[1] // 2,) * 2
-        made = ColumnParallelLinear.from_full(module, group, sections=sections)
-    holder = model.get_submodule(parent)
-    holder.register_module(own, made.train(module.training))
-    if isinstance(holder, nn.TransformerEncoderLayer):
-        holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(LinearHook(summed))
 
 
 def _tie(model: nn.Module, ties: Iterable[Sequence[str]]) -> None:
     """Let all names of a tie mean the parameter of the first one again."""
     for first, *others in ties:
         for name in others:
-            parent, _, own = name.rpartition(".")
-            model.get_submodule(parent).register_parameter(own, model.get_parameter(first))
+            holder, own = model.get_submodule(parent_of(name)), name.rpartition(".")[2]
+            holder.register_parameter(own, model.get_parameter(first))
 
 
 def _narrow(module: nn.Module, group: ProcessGroup | None) -> None:

@@ -13,42 +13,45 @@ one part at most. The first styles are those of layers:
 | `paired`     | a linear layer      | whole                  | the own features of each half               |
 | `vocabulary` | embedding, scores   | whole                  | whole                                       |
 
-Three are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
+Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
 its heads from the shape of its input. `inside`: a module with parameters that works on the own features, heads or
-positions, such as the norm of each head; its gradients are summed over the ranks. `sequence`: the list of blocks, and
-the norms in them; between their cut layers each rank then works on its own positions: see `sequence.py`.
+positions, such as the norm of each head; its gradients are summed over the ranks.
 
-    PLANS["Llama"] | SEQUENCE["Llama"]       # all of it
+A module that views its queries by a number of heads keeps that number as an attribute. After the cut there are fewer,
+so the attribute becomes this rank's number. A module whose forward uses a constant cannot be made to; it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from distlab.modules.blocks import matches
-from distlab.modules.every_parameter import every_parameter
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
-STYLES = ("column", "row", "heads", "fused", "interleaved", "paired", "vocabulary", "narrow", "inside", "sequence")
 COUNTS_HEADS = ("heads", "fused", "interleaved")
 BEGINS = ("column", "paired", *COUNTS_HEADS)  # a region that a row layer ends
+LAYERS = (*BEGINS, "row", "vocabulary")
+STYLES = (*LAYERS, "narrow", "inside")
+# The attributes of attention modules: their heads, those of keys and values, the size of a head, and of all together.
+HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
+SHARED = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads")
+SIZES = ("head_dim", "head_size", "attention_head_size")
+WIDTHS = ("split_size", "n_embd", "embed_dim", "attn_dim", "all_head_size", "inner_dim")
 _ALL = "If the model computes with all of them at once (a softmax or a norm of features), leave both layers out."
 HINTS = {  # what may be wrong where the cut model computes something else, by the style of the region's first layers
     "column": "'column' keeps neighbouring features together. If the model takes one half for a gate (chunk(2), GLU), "
     f"the style is 'paired'. {_ALL}",
     "paired": f"'paired' cuts each half of the features. If they are one piece, the style is 'column'. {_ALL}",
-    "heads": "'heads' needs a forward that counts heads by an attribute (see head_counts=), not by a constant, and "
+    "heads": "'heads' needs a forward that counts heads by an attribute (num_heads), not by a constant, and "
     "that computes with each head alone; else leave this attention's layers out.",
     "fused": "'fused' expects all queries, then all keys, then all values. If query, key and value lie side by side "
     "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",
     "interleaved": "'interleaved' expects query, key and value side by side for each head. If all queries come first, "
     "then keys, then values, the style is 'fused'; else leave this attention's layers out.",
-    "sequence": "'sequence' needs blocks that norm before attention and feed-forward: all these norms in the plan, a "
-    "row layer at the end of both, and nothing between that looks at other positions or reshapes them.",
 }
 
 PLANS: dict[str, dict[str, str]] = {
@@ -77,129 +80,72 @@ PLANS: dict[str, dict[str, str]] = {
     },
 }
 PLANS["nanoGPT"] = PLANS["GPT-2"] | {"transformer.h.*.attn": "narrow"}
-
-SEQUENCE: dict[str, dict[str, str]] = {  # what may be added to the plans
-    "Llama": {"model.layers": "sequence", "model.layers.*.*_layernorm": "sequence"},
-    "GPT-2": {"transformer.h": "sequence", "transformer.h.*.ln_[12]": "sequence"},
-    "ViT": {"blocks": "sequence", "blocks.*.norm[12]": "sequence"},
-}
-SEQUENCE["nanoGPT"] = SEQUENCE["GPT-2"]
 OWN = ("Llama", "GPT-2", "nanoGPT")  # a vision model's names are those of many others
 
 
 def is_own(plan: Mapping[str, str]) -> bool:
     """Return whether a plan is this package's own of GPT or Llama, which were compared with the whole models."""
-    return any(plan in (PLANS[name], PLANS[name] | SEQUENCE[name]) for name in OWN)
+    return any(plan == PLANS[name] for name in OWN)
 
 
-def find_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def find_styles(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     """Return the style of each module that the plan names.
 
     Raises:
-        ValueError: an unknown style; a pattern that matches nothing, or a module with a style already.
+        ValueError: an unknown style; a pattern that matches nothing, or a module with a style already; a module that
+            its style cannot cut, or whose features the ranks do not divide.
     """
-    names = [name for name, _ in model.named_modules() if name]
+    modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ValueError(f"{pattern!r} has style {style!r}; pass one of {', '.join(STYLES)}")
-        matched = [name for name in names if matches(name, pattern)]
+        matched = [name for name in modules if matches(name, pattern)]
         if not matched:
             last = pattern.rpartition(".")[2]
-            near = [name for name in names if fnmatchcase(name.rpartition(".")[2], last)] or names
+            near = [name for name in modules if fnmatchcase(name.rpartition(".")[2], last)] or [*modules, "no module"]
             raise ValueError(
                 f"pattern {pattern!r} matches no module; a * stands for one part between dots. The model has for "
-                f"example {near[0] if near else 'no module'!r}"
+                f"example {near[0]!r}"
             )
         for name in matched:
             if found.setdefault(name, style) != style:
                 raise ValueError(f"{name} has style {found[name]!r}, and {pattern!r} gives it {style!r}; give it one")
+            if style in LAYERS:
+                _check_layer(name, modules[name], style, num_ranks)
     return found
 
 
-def check_kinds(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Refuse modules that are not of a kind that their style can cut.
-
-    Raises:
-        ValueError: naming module and kind.
-    """
-    for name, style in styles.items():
-        module = model.get_submodule(name)
-        if style in ("narrow", "inside", "sequence"):
-            if style == "inside" and not any(True for _ in module.parameters()):
-                raise ValueError(f"{name} has no parameters; leave it out of the plan")
-            continue
-        is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
-        is_embedding = style == "vocabulary" and type(module).forward is nn.Embedding.forward
-        if not (is_linear or is_embedding):
-            raise ValueError(
-                f"{name} is a {type(module).__name__}; style {style!r} cuts "
-                f"{'an nn.Embedding, ' if style == 'vocabulary' else ''}an nn.Linear or a Conv1D. Leave it out of the "
-                "plan (it stays whole), or write it with such layers"
-            )
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
-            raise ValueError(
-                f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
-                "remove them, or leave it out of the plan"
-            )
-
-
-def check_sizes(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> None:
-    """Refuse features that the ranks do not divide.
-
-    Raises:
-        ValueError: naming module, features and ranks.
-    """
-    for name, style in styles.items():
-        if style not in ("column", "row", "paired"):
-            continue
-        size = linear_sizes(model.get_submodule(name))[style != "row"]
-        pieces = 2 if style == "paired" else 1
-        if size % (pieces * num_ranks):
-            what = "input" if style == "row" else "output"
-            raise ValueError(
-                f"{name} ({style}) has {size} {what} features, which {num_ranks} ranks do not divide"
-                f"{' in two halves' if pieces == 2 else ''}; use a number of "
-                f"ranks that divides {size // pieces}, or leave it and its partners out of the plan"
-            )
-
-
-def check_partners(styles: Mapping[str, str]) -> None:
-    """Refuse a column without its row, and a row without its column.
-
-    The row that ends a region stands in the same module as the columns that begin it, or in the one around that.
-
-    Raises:
-        ValueError: naming the layer that is alone.
-    """
-    columns = {name for name, style in styles.items() if style in BEGINS}
-    rows = {name for name, style in styles.items() if style == "row"}
-    free = set(rows)
-    parents = sorted({_parent(name) for name in columns}, key=lambda parent: (-parent.count("."), parent))
-    for parent in parents:
-        for place in dict.fromkeys((parent, _parent(parent))):
-            ends = {row for row in free if _is_in(row, place)}
-            if ends:
-                break
-        else:
-            first = sorted(name for name in columns if _parent(name) == parent)[0]
-            raise ValueError(
-                f"{first} is cut by output features, but no layer after it in {parent or 'the model'!r} or around it "
-                "is cut by input features; give the layer that reads it the style 'row'"
-            )
-        free -= ends
-    if free:
+def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> None:
+    """Refuse a layer of a kind that its style cannot cut, and features that the ranks do not divide."""
+    is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
+    if not is_linear and not (style == "vocabulary" and type(module).forward is nn.Embedding.forward):
         raise ValueError(
-            f"{sorted(free)[0]} has style 'row', but no layer next to it makes parts of its input; give the layer "
-            "before it the style 'column' or 'heads'"
+            f"{name} is a {type(module).__name__}; style {style!r} cuts "
+            f"{'an nn.Embedding, ' if style == 'vocabulary' else ''}an nn.Linear or a Conv1D. Leave it out of the "
+            "plan (it stays whole), or write it with such layers"
         )
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+        raise ValueError(
+            f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
+            "remove them, or leave it out of the plan"
+        )
+    if style in ("column", "row", "paired"):
+        size, pieces = linear_sizes(module)[style != "row"], 2 if style == "paired" else 1
+        if size % (pieces * num_ranks):
+            raise ValueError(
+                f"{name} ({style}) has {size} {'input' if style == 'row' else 'output'} features, which {num_ranks} "
+                f"ranks do not divide{' in two halves' if pieces == 2 else ''}; use a number of ranks that divides "
+                f"{size // pieces}, or leave it and its partners out of the plan"
+            )
 
 
 def columns_of(row: str, styles: Mapping[str, str]) -> list[str]:
-    """Return the layers that begin the region which a row layer ends."""
+    """Return the layers that begin the region which a row layer ends: in its module, or in the one around that."""
     columns = [name for name, style in styles.items() if style in BEGINS]
-    places = (_parent(row), _parent(_parent(row)))
-    return next((found for place in places if (found := [one for one in columns if _is_in(one, place)])), columns)
+    places = (parent_of(row), parent_of(parent_of(row)))
+    near = ([name for name in columns if not place or name.startswith(place + ".")] for place in places)
+    return next(filter(None, near), columns)
 
 
 def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
@@ -213,8 +159,8 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
         names.setdefault(id(parameter), []).append(name)
     tied = []
     for group in names.values():
-        cut = [styles.get(_parent(name), "whole") for name in group]
-        if len(group) == 1 or not set(cut) - {"whole", "inside", "sequence"}:
+        cut = [styles.get(parent_of(name), "whole") for name in group]
+        if len(group) == 1 or {*cut}.isdisjoint(LAYERS):
             continue
         if set(cut) != {"vocabulary"}:
             what = " and ".join(f"{name} ({style})" for name, style in zip(group, cut, strict=True))
@@ -226,15 +172,82 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
     return tied
 
 
-def shapes_of(model: nn.Module) -> dict[str, Any]:
-    """Return what must be the same on all ranks before a model is cut: names, shapes, dtypes and what is trained."""
-    tensors: dict[str, Tensor] = {**dict(every_parameter(model)), **dict(model.named_buffers())}
-    return {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
+class Heads(NamedTuple):
+    """The heads of a model.
+
+    Attributes:
+        sections: of each layer that makes heads, the lengths along its output that are cut apart.
+        local: of each module that holds such layers, its attributes that count heads or their features, with the
+            numbers of one rank.
+    """
+
+    sections: dict[str, tuple[int, ...]]
+    local: dict[str, dict[str, int]]
 
 
-def _parent(name: str) -> str:
+def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> Heads:
+    """Return the heads of the layers of style "heads", "fused" or "interleaved", before the cut.
+
+    Args:
+        model: whole.
+        styles: of its modules, by name.
+        num_ranks: that share the heads.
+
+    Raises:
+        ValueError: the size of a head cannot be found, or the ranks do not divide the heads.
+    """
+    found = Heads({}, {})
+    names = [name for name, style in styles.items() if style in COUNTS_HEADS]
+    for parent in dict.fromkeys(map(parent_of, names)):
+        layers = {name: styles[name] for name in names if parent_of(name) == parent}
+        _add_module(found, model, parent, layers, num_ranks)
+    return found
+
+
+def _add_module(found: Heads, model: nn.Module, parent: str, layers: Mapping[str, str], num_ranks: int) -> None:
+    """Add the heads of one attention module, whose layers are given with their styles."""
+    attributes = vars(model.get_submodule(parent)).items()
+    numbers = {name: value for name, value in attributes if type(value) is int and value > 0}
+    heads, shared, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in (HEADS, SHARED, SIZES))
+    if not heads and not size:
+        raise ValueError(
+            f"{parent} holds the layers of heads {', '.join(layers)}, but no attribute with their number or size "
+            f"({', '.join((*HEADS, *SIZES))}); give it one that its forward uses"
+        )
+    is_fused = not {*layers.values()}.isdisjoint(("fused", "interleaved"))
+    outputs = {name: linear_sizes(model.get_submodule(name))[1] for name in layers}
+    each = size or max(max(outputs.values()) // (heads + 2 * (shared or heads) if is_fused else heads), 1)
+    width = 0
+    for name, features in outputs.items():
+        counts = [features // each]
+        if is_fused:
+            both = shared or ((counts[0] - heads) // 2 if heads and size else counts[0] // 3)
+            counts = [heads or counts[0] - 2 * both, both, both]
+        _check(name, features, counts, each, num_ranks)
+        width = max(width, counts[0] * each)
+        if layers[name] == "interleaved":  # queries with the key and value that they share lie side by side: one piece
+            counts = [sum(counts)]
+        found.sections[name] = tuple(count * each for count in counts)
+    local = {one for one in numbers if one in (*HEADS, *SHARED) or (one in WIDTHS and numbers[one] == width)}
+    found.local[parent] = {one: numbers[one] // num_ranks for one in local}
+
+
+def _check(name: str, features: int, counts: Sequence[int], each: int, num_ranks: int) -> None:
+    """Refuse features that are not those of the heads, and heads that the ranks do not divide."""
+    if min(counts) < 1 or sum(counts) * each != features:
+        raise ValueError(
+            f"{name} has {features} output features, which are not {list(counts)} heads of {each}; check the module's "
+            "numbers of heads, and the style: 'fused' or 'interleaved' for query, key and value in one layer, else "
+            "'heads'"
+        )
+    uneven = [count for count in counts if count % num_ranks]
+    if uneven:
+        raise ValueError(
+            f"{name} makes {uneven[0]} heads of {each} features, which {num_ranks} ranks do not divide; use a number "
+            f"of ranks that divides {uneven[0]}, or leave this attention whole: take all its layers out of the plan"
+        )
+
+
+def parent_of(name: str) -> str:
+    """Return the name of the module that holds a module or a parameter."""
     return name.rpartition(".")[0]
-
-
-def _is_in(name: str, place: str) -> bool:
-    return not place or name.startswith(place + ".")
