@@ -93,7 +93,7 @@ class Shards:
 
     def _calls(self, kind: str, num_elements: int, bytes_each: int, sizes: Sequence[int]) -> Transfer:
         """Cost one call, or one for each tensor: then a rank also cuts each tensor into a slice for every rank."""
-        slice_s = self.cluster.slice_s
+        slice_s = self.cluster.software.slice_s
         if not (slice_s and sizes and self.num_shards > 1):
             return self._in_a_set(kind, self.padded(num_elements) * bytes_each)
         calls = [self._in_a_set(kind, self.padded(size) * bytes_each) for size in sizes]

@@ -106,7 +106,7 @@ class _UnitGraph:
         self, compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, cluster: Cluster
     ) -> None:
         self.compiled, self.order, self.stages, self.sharding = compiled, compiled.order, stages, sharding
-        self.scatters_each = cluster.scatters_each
+        self.scatters_each = cluster.software.scatters_each
         self.graph = Graph()
         num = self.order.num_ranks
         self.ranks = [_Rank(rank, num + 2 * rank, num + 2 * rank + 1) for rank in range(num)]
