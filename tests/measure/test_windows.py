@@ -44,32 +44,39 @@ def test_no_window_is_refused():
 
 def time_made_up():
     """Time windows of which every second one is calm; before the round after the next, none is."""
+    import torch
+
+    from distlab.measure import RankReport
     from distlab.measure.runs.windows import time_windows
 
-    measured_s, done, asked, order = [], [], [], []
+    report, done, asked, order = RankReport(), [], [], []
 
     def windows_from(start):
-        asked.append((start, len(measured_s)))
-        last = len(measured_s) - 1
+        asked.append((start, len(report.measured_s)))
+        last = len(report.measured_s) - 1
         return [Window(1.0, 1.0, 1.0, 1.0 if index % 2 and index < last else 2.0) for index in range(start, last + 1)]
 
     time_windows(
-        measured_s,
+        report,
+        lambda: order.append("ready") or (lambda: order.append("step")),
+        lambda: order.append("calibrate") or len(order),
+        torch.device("cpu"),
         num_windows=3,
-        budget_s=1e9,
-        window=lambda: order.append("window") or 1.0,
-        calibrate=lambda: order.append("calibrate"),
+        steps_per_window=1,
         windows_from=windows_from,
         progress=done.append,
     )
-    return len(measured_s), done, asked, order
+    return report, done, asked, order
 
 
 def test_windows_go_on_until_enough_are_calm_and_are_judged_as_they_come(ranks):
-    num_windows, done, asked, order = ranks(1).run(time_made_up)[0]
-    assert num_windows == 7  # 1, 3 and 5 are calm, and 5 is known to be with the round after 6
+    report, done, asked, order = ranks(1).run(time_made_up)[0]
+    assert (
+        len(report.measured_s) == len(report.step_ns) == 7
+    )  # 1, 3 and 5 are calm, and 5 is known with the round after 6
+    assert len(report.taken_cores) == len(report.rounds) == 8
     assert done == list(range(1, 8))
-    assert order == ["calibrate", *["window", "calibrate"] * 7]
+    assert order == ["calibrate", *["ready", "step", "step", "calibrate"] * 7]
     assert asked == [(0, 3), (2, 4), (3, 5), (4, 6), (5, 7)]
 
 

@@ -10,11 +10,10 @@ from torch.distributed import ProcessGroup
 
 from distlab.measure.count.expert_load import measure_alone_speedup
 from distlab.measure.machine.speed import fit_cluster, measure_round
-from distlab.measure.runs.calls import Calls, measure_mesh_calls, measure_messages, measure_sharding_calls
+from distlab.measure.runs.calls import measure_calls
 from distlab.measure.runs.codec import measure_codec
-from distlab.measure.runs.overhead import MANY_LAYERS, ReplicaOverhead, StepOverhead
+from distlab.measure.runs.overhead import MANY_LAYERS, StepOverhead
 from distlab.measure.runs.predict import CalibrationRound
-from distlab.measure.runs.programs import program_kind
 from distlab.plan import Plan, Work
 
 
@@ -43,14 +42,9 @@ class CalibrationOfRun:
         top_k: int = 2,
     ) -> None:
         self.plan, self.groups, self.device = plan, groups, device
-        self.kind = program_kind(plan, num_experts)
         self._works: dict[str, Work] = {}
-        shares = plan.sharding.stage > 0 or plan.compression is not None or plan.world_size == 1
-        self._overhead: ReplicaOverhead | StepOverhead = (
-            ReplicaOverhead(plan, device)
-            if self.kind == "replicas" and shares
-            else StepOverhead(plan, order, device, num_layers=num_layers, num_experts=num_experts, top_k=top_k)
-        )
+        sizes = {"num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
+        self._overhead = StepOverhead(plan, order, device, **sizes)
 
     def measure(self) -> CalibrationRound:
         """Take one round of measurements: the same result on every rank."""
@@ -59,17 +53,9 @@ class CalibrationOfRun:
         if plan.compression is not None:
             codec = measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
         alone_speedup = measure_alone_speedup(device) if plan.expert > 1 else 1.0
-        measured = CalibrationRound(compute, self._measure_calls(), codec, alone_speedup)
+        measured = CalibrationRound(compute, measure_calls(plan, self.groups, device), codec, alone_speedup)
         return replace(measured, overhead=self._overhead.measure(measured))
 
     def close(self) -> None:
         """Stop the threads that train the reference models."""
         self._overhead.close()
-
-    def _measure_calls(self) -> Calls:
-        if self.kind == "replicas":
-            stage = self.plan.sharding.stage
-            return measure_sharding_calls(self.device, stage=stage) if stage else {}
-        if self.kind == "pipeline":
-            return {"send": measure_messages(self.device)}
-        return measure_mesh_calls(self.plan, self.groups, self.device)

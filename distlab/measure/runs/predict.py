@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from statistics import mean
+from typing import NamedTuple, cast
 
-import numpy as np
-
-from distlab.measure.machine.fit import fit_nonnegative, median_of
+from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
 from distlab.measure.runs.calls import Calls, links_of
-from distlab.measure.runs.codec import median_codec
 from distlab.measure.runs.programs import is_pipeline_alone, program_kind
 from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
@@ -29,9 +27,8 @@ class ByteCost(NamedTuple):
     """What a pass of a block, or a call of sharding, costs in a reference model beyond what was timed alone.
 
     Attributes:
-        num_bytes: what a block hands on, all positions of a micro-batch, or in replicas its gradients; or what a call
-            gathers or scatters.
-        seconds: of a forward or a backward, in replicas of a backward; or of a call.
+        num_bytes: what the cost grows with; see `bytes_of`.
+        seconds: of each; of a codec, for each second that it takes alone.
     """
 
     num_bytes: float
@@ -40,11 +37,10 @@ class ByteCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a step costs beyond its work and its calls, each of which is timed alone.
+    """What a step costs beyond its work and its calls, each of which is timed alone. `costs_more` says which counts.
 
     Attributes:
-        gathers: what a gather of sharding costs the computing rank. One for each reference model.
-        scatters: what a scatter of sharding costs the computing rank. One for each reference model.
+        calls: what a gather or a scatter of sharding costs the computing rank. One for each reference model.
         codec_slowdown: how many times slower encoding and decoding are in a step.
         action_s: what an action of a pipeline costs: choosing it, posting and receiving messages, entering autograd
             for each stage and micro-batch.
@@ -53,11 +49,28 @@ class Overhead:
             One for each reference model.
     """
 
-    gathers: tuple[ByteCost, ...] = ()
-    scatters: tuple[ByteCost, ...] = ()
+    calls: tuple[ByteCost, ...] = ()
     codec_slowdown: float = 1.0
     action_s: float = 0.0
     passes: tuple[ByteCost, ...] = ()
+
+
+def costs_more(plan: Plan) -> str:
+    """Say what of a plan's steps costs more than it does alone: "actions", "calls", a "codec" or "passes"."""
+    if is_pipeline_alone(plan):
+        return "actions"
+    if program_kind(plan) == "replicas" and plan.sharding.stage:
+        return "calls"
+    return "codec" if program_kind(plan) == "replicas" and plan.compression is not None else "passes"
+
+
+def overhead_from(costs: Sequence[ByteCost], plan: Plan) -> Overhead:
+    """Return the overhead of a plan's steps from what its share costs in each reference model; () for none."""
+    what = costs_more(plan)
+    if what in ("calls", "passes"):
+        return Overhead(calls=tuple(costs)) if what == "calls" else Overhead(passes=tuple(costs))
+    middle = mean(max(0.0, cost.seconds) for cost in costs) if costs else 0.0
+    return Overhead(action_s=middle) if what == "actions" else Overhead(codec_slowdown=1 + middle)
 
 
 @dataclass(frozen=True)
@@ -81,9 +94,7 @@ class CalibrationRound:
 
 def median_calibration(rounds: Sequence[CalibrationRound]) -> CalibrationRound:
     """Combine rounds taken one after the other into one."""
-    codecs = [each.codec for each in rounds if each.codec is not None]
-    middle: CalibrationRound = median_of([replace(each, codec=None) for each in rounds])
-    return replace(middle, codec=median_codec(codecs) if codecs else None)
+    return cast(CalibrationRound, median_of(rounds))
 
 
 def between_windows(rounds: Sequence[CalibrationRound], whole: CalibrationRound) -> CalibrationRound:
@@ -122,11 +133,10 @@ def predict_step(
         # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
         link = links.pop("send")
         cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
-    for call, costs in (("all_gather", overhead.gathers), ("reduce_scatter", overhead.scatters)):
-        if costs:
-            fixed_s, s_per_byte = fit_bytes(costs)
-            source = "fitted to sharded steps of other models"
-            links[f"{call} beside"] = Link(f"{call} beside", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), source)
+    if overhead.calls:
+        fixed_s, s_per_byte = fit_bytes(overhead.calls)
+        beside = Link("beside", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
+        links |= {"all_gather beside": beside, "reduce_scatter beside": beside}
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
     costed = _with_overhead(workload, overhead, cluster, plan)
     return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
@@ -149,23 +159,20 @@ def num_blocks(layer: Layer) -> int:
 
 
 def bytes_of(layer: Layer, plan: Plan) -> float:
-    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or their gradients."""
+    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients.
+
+    Sharding's calls in stages 1 and 2 have the bytes of a bucket, whatever the layer.
+    """
+    if costs_more(plan) == "calls" and plan.sharding.stage < 3:
+        return float(plan.bucket_bytes)
     if program_kind(plan) == "replicas":
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
 
 def fit_bytes(costs: Sequence[ByteCost]) -> tuple[float, float]:
-    """Fit seconds = fixed + bytes x rate with the least squares, neither negative.
-
-    Returns:
-        fixed seconds, seconds per byte.
-    """
-    if not costs:
-        return 0.0, 0.0
-    x, y = np.array(costs, np.float64).T
-    fixed, rate = fit_nonnegative(np.stack([np.ones_like(x), x], axis=1), y).tolist()
-    return fixed, rate
+    """Fit seconds = fixed + bytes x rate with the least squares, neither negative; 0 for no cost."""
+    return fit_line(*zip(*costs, strict=True)) if costs else (0.0, 0.0)
 
 
 def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:

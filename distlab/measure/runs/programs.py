@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,26 +17,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.compression import make_hook
+from distlab.data_parallel import DataParallel
 from distlab.hybrid import Hybrid
+from distlab.measure.count.gpt import count_gpt, merge_stages, without_accumulation
 from distlab.measure.machine.ranks import mean_over_ranks, now
-from distlab.measure.runs.replicas import MakeOptimizer, make_replica
-from distlab.models import GPT
+from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
-from distlab.plan import AXES, Plan, Schedule, make_schedule
+from distlab.plan import AXES, Plan, Schedule, Workload, make_schedule
+from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 LEARNING_RATE = 0.03
 MOMENTUM = 0.9
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: list[nn.Parameter], learning_rate: float = LEARNING_RATE) -> torch.optim.Optimizer:
     """Make the optimizer of every timed training."""
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
-def barely_moving_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make an optimizer that works as training's does and hardly changes a weight: for reference models."""
-    return torch.optim.SGD(parameters, lr=1e-6, momentum=MOMENTUM)
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
 
 
 def is_pipeline_alone(plan: Plan) -> bool:
@@ -59,6 +60,20 @@ def program_kind(plan: Plan, num_experts: int = 0) -> str:
 def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule that a plan names."""
     return make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
+
+
+def count_model(
+    config: GPTConfig, samples: int, plan: Plan, *, num_experts: int = 0, top_k: int = 2, device: torch.device
+) -> Workload:
+    """Count a micro-batch of the whole model in this process, as the plan's program runs it: stages are layers.
+
+    Raises:
+        ValueError: a pipeline of layers with experts.
+    """
+    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, optimizer=sgd, device=device)
+    if program_kind(plan, num_experts) == "replicas" and plan.sharding.stage:
+        return without_accumulation(whole)
+    return merge_stages(whole, plan.pipeline * plan.stages_per_rank)
 
 
 @dataclass(frozen=True)
@@ -173,36 +188,78 @@ def _replica_program(
     model: GPT, plan: Plan, make_optimizer: MakeOptimizer, device: torch.device, spans: SpanWriter | None
 ) -> Program:
     """Train a replica per rank on its share of the samples; only the last micro-batch's backward sends gradients."""
-    replica = make_replica(model, plan, make_optimizer, spans=spans)
+    sharding, own_weights = plan.sharding, partial(copy_weights, model)
+    called: nn.Module = model
+    if sharding.replicas > 1 or sharding.unit_layers > 1 or sharding.offload == "optimizer":
+        raise ValueError(
+            f"{sharding}: this measures stages 1 to 3 over all ranks, with one block per unit, and with nothing or "
+            "everything offloaded; use replicas=1, unit_layers=1 and offload 'none' or 'all'"
+        )
+    replicas: DataParallel | ShardedOptimizer | FullyShard
+    optimizer_step: Callable[[], object]
+    if sharding.stage == 3:
+        replicas = called = FullyShard(
+            model,
+            reshard_after_forward=sharding.reshard_after_forward,
+            prefetch=sharding.prefetch,
+            offload=sharding.offload == "all",
+            spans=spans,
+        )
+        optimizer_step = make_optimizer(list(replicas.parameters())).step
+        own_weights = partial(_summoned_weights, replicas)
+    elif sharding.stage:
+        replicas = ShardedOptimizer(
+            model, make_optimizer, stage=sharding.stage, bucket_bytes=plan.bucket_bytes, spans=spans
+        )
+        optimizer_step = replicas.step
+    else:
+        replicas = DataParallel(
+            model,
+            bucket_bytes=plan.bucket_bytes,
+            first_bucket_bytes=plan.first_bucket_bytes,
+            spans=spans,
+            hook=None if plan.compression is None else make_hook(plan.compression),
+        )
+        optimizer_step = make_optimizer(list(model.parameters())).step
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         own = (whole.chunk(plan.data)[dist.get_rank()].chunk(plan.num_microbatches) for whole in (inputs, targets))
         microbatches = list(zip(*own, strict=True))
         total = torch.zeros((), device=device)
         for left, (part, wanted) in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
-            with replica.no_sync() if left else contextlib.nullcontext():
+            with replicas.no_sync() if left else contextlib.nullcontext():
                 with _span(spans, "forward", "F"):
-                    loss = model.loss(replica.model(part), wanted) / len(microbatches)
+                    loss = model.loss(called(part), wanted) / len(microbatches)
                 with _span(spans, "backward", "B"):
                     loss.backward()
             total += loss.detach()
         with _span(spans, "synchronize", "wait"):
-            replica.synchronize()
+            replicas.synchronize()
         return total
 
     def update() -> None:
         with _span(spans, "optimizer", "optimizer"):
-            replica.update()
+            optimizer_step()
 
     return Program(
         step,
-        replica.zero_grad,
+        replicas.zero_grad,
         update,
         lambda loss: mean_over_ranks([float(loss)], device)[0],
         lambda: None,
-        replica.weights,
+        own_weights,
         (model,),
     )
+
+
+def copy_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a module's parameters by name, on the CPU."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
+
+
+def _summoned_weights(sharded: FullyShard) -> dict[str, Tensor]:
+    with sharded.summon() as whole:
+        return copy_weights(whole)
 
 
 def _span(spans: SpanWriter | None, name: str, kind: str) -> contextlib.AbstractContextManager[None]:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +30,18 @@ from distlab.comm import run as run_on_ranks
 from distlab.comm.device import span_writer
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
-from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
-from distlab.measure.machine.others import OtherProcesses
+from distlab.measure.count.gpt import make_gpt
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
 from distlab.measure.runs.calibrate import CalibrationOfRun
-from distlab.measure.runs.predict import between_windows, median_calibration, predict_step, predicted_step_s
-from distlab.measure.runs.programs import Program, make_program, program_kind, sgd
-from distlab.measure.runs.windows import Verdict, Window, judge, time_window, time_windows, windows_between
+from distlab.measure.runs.predict import (
+    CalibrationRound,
+    between_windows,
+    median_calibration,
+    predict_step,
+    predicted_step_s,
+)
+from distlab.measure.runs.programs import Program, count_model, make_program, program_kind, sgd
+from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_windows, windows_between
 from distlab.models import GPTConfig
 from distlab.plan import AXES, Plan, Workload
 from distlab.trace import Trace
@@ -107,50 +111,13 @@ class TrainingRun:
             ValueError: a pipeline of layers with experts.
         """
         experts = {"num_experts": self.num_experts, "top_k": self.top_k}
-        whole = count_gpt(self.model, self.samples, **experts, optimizer=sgd, device=device_of(self.device, 0))
-        if self.kind == "replicas" and self.plan.sharding.stage:
-            return without_accumulation(whole)
-        return merge_stages(whole, self.plan.pipeline * self.plan.stages_per_rank)
+        return count_model(self.model, self.samples, self.plan, device=device_of(self.device, 0), **experts)
 
     def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of all steps, whole and the same on every rank."""
         corpus = ByteCorpus(data, self.model.context)
         for step in itertools.count():
             yield corpus.batch(step, self.batch_size, self.seed)
-
-
-@dataclass
-class RankReport:
-    """What one rank saw.
-
-    Attributes:
-        losses: mean loss over the batch: of each update before the windows, and of each window's last step.
-        weights: replicas' parameters after num_updates updates, by name, on the CPU; {} for other programs.
-        workload: the whole model as counted on the first rank; None without windows.
-        rounds: calibration rounds, one more than windows; of a TrainingRun each is a CalibrationRound.
-        expert_loads: of each window, how uneven each layer's experts were loaded in its last step; see `expert_loads`.
-        measured_s: seconds of a step in each window; see `windows.time_window`.
-        taken_cores: that other processes took from the ranks until the end of each round, from the one before.
-        step_ns: start and end of each timed step on the machine's monotonic clock.
-        trace: what the rank did.
-        peak_in_flight: most micro-batches whose activations a pipeline's rank held at once.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    workload: Workload | None = None
-    rounds: list[Any] = field(default_factory=list)
-    expert_loads: list[tuple[float, ...]] = field(default_factory=list)
-    measured_s: list[float] = field(default_factory=list)
-    taken_cores: list[float] = field(default_factory=list)
-    step_ns: list[tuple[int, int]] = field(default_factory=list)
-    trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
-    peak_in_flight: int = 0
-
-    def step_trace(self, step: int) -> Trace:
-        """Return what the rank did in a timed step."""
-        start, end = self.step_ns[step]
-        return self.trace.select((self.trace.start_ns >= start) & (self.trace.end_ns <= end))
 
 
 def time_training(
@@ -192,36 +159,30 @@ def _time_windows(
     progress: Callable[[int], None],
 ) -> None:
     """Time windows between calibration rounds until enough of them are calm, or time is up."""
-    device, others = device_of(run.device, dist.get_rank()), OtherProcesses()
+    device, losses = device_of(run.device, dist.get_rank()), list[object]()
 
-    def window() -> float:
-        program.train_step(*next(batches))  # a warm cache, as in the middle of training
-        ready = iter([next(batches) for _ in range(run.steps_per_window)])
-        losses: list[object] = []
+    def ready() -> Callable[[], None]:
+        ahead = iter([next(batches) for _ in range(run.steps_per_window + 1)])
+        return lambda: losses.append(program.train_step(*next(ahead)))
 
-        def step() -> None:
-            losses.append(program.train_step(*next(ready)))
-
-        seconds, step_ns = time_window(step, run.steps_per_window, device)
-        report.step_ns += step_ns
-        report.losses.append(program.mean_loss(losses[-1]))
-        report.expert_loads.append(expert_loads(program.modules, run.plan, device))
-        return seconds
-
-    def calibrate() -> None:
-        report.rounds.append(calibration.measure())
-        report.taken_cores.append(others.taken())
+    def calibrate() -> CalibrationRound:
+        if losses:  # of the window that has just ended
+            report.losses.append(program.mean_loss(losses[-1]))
+            report.expert_loads.append(expert_loads(program.modules, run.plan, device))
+        return calibration.measure()
 
     sizes = {"num_layers": run.model.num_layers, "num_experts": run.num_experts, "top_k": run.top_k}
     with contextlib.closing(
         CalibrationOfRun(run.plan, run.order, program.groups, device=device, **sizes)
     ) as calibration:
         time_windows(
-            report.measured_s,
+            report,
+            ready,
+            calibrate,
+            device,
             num_windows=run.num_windows,
+            steps_per_window=run.steps_per_window,
             budget_s=run.budget_s,
-            window=window,
-            calibrate=calibrate,
             windows_from=lambda start: windows_of(run, report, start=start),
             progress=progress,
         )

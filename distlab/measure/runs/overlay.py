@@ -1,8 +1,4 @@
-"""Lay measured steps over predictions: steps of any program between calibrations, and the overlay of what they say.
-
-A `TrainingRun` is timed in windows between calibrations anyway: `overlay_of_run(result)`. Any other program is timed so
-by `time_beside` on its ranks; `overlay_of` then takes what all ranks report, and how to predict.
-"""
+"""Lay measured steps over predictions: those of a `TrainingRun`, or of any program that `time_beside` timed."""
 
 from __future__ import annotations
 
@@ -10,45 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from distlab.measure.machine.others import OtherProcesses
-from distlab.measure.runs.run import RankReport, RunResult
-from distlab.measure.runs.windows import Window, time_window, trouble_of, windows_between
-from distlab.trace import SpanWriter, Trace
+from distlab.measure.runs.run import RunResult
+from distlab.measure.runs.windows import RankReport, Window, trouble_of, windows_between
+from distlab.trace import Trace
 
 if TYPE_CHECKING:
     from simulator.viz import Overlay
-
-
-def time_beside(
-    step: Callable[[], object],
-    calibrate: Callable[[], Any],
-    spans: SpanWriter,
-    *,
-    num_windows: int = 3,
-    steps_per_window: int = 4,
-) -> RankReport:
-    """Run on every rank: calibrate, time a window of steps, calibrate, ... on the same warm ranks.
-
-    Args:
-        step: one step, marked in `spans`.
-        calibrate: takes a round of measurements; the same result on every rank.
-        spans: what this rank marks.
-        num_windows: windows of steps; there is one calibration more.
-        steps_per_window: timed steps in a window, after one that is not timed.
-    """
-    report, others = RankReport(), OtherProcesses()
-    for window in range(num_windows + 1):
-        if window:
-            step()  # a warm cache, as in the middle of training
-            seconds, step_ns = time_window(step, steps_per_window, torch.device("cpu"))
-            report.measured_s.append(seconds)
-            report.step_ns += step_ns
-        report.rounds.append(calibrate())
-        report.taken_cores.append(others.taken())
-    report.trace = spans.trace()
-    return report
 
 
 def overlay_of(
