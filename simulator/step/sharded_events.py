@@ -235,8 +235,6 @@ class _UnitGraph:
         number, index, microbatch, scatter = one.scattering
         unit, one.scattering = self.stages[number].units[index], None
         across = unit.scatter[1:]
-        if unit.sum_ns:
-            scatter = self._compute(one, "sum", unit, unit.sum_ns, [scatter])
         if across:
             sent = self._scatter(one, unit, across[0], [scatter, *one.computed], microbatch)
             one.crossing.append((number, index, microbatch, sent))

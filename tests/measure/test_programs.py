@@ -12,7 +12,7 @@ from distlab.measure.count.gpt import without_accumulation
 from distlab.measure.machine.fit import median_of
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_calls
-from distlab.measure.runs.overhead import BUCKET_BYTES, StepOverhead, solve_cost
+from distlab.measure.runs.overhead import StepOverhead, solve_cost
 from distlab.measure.runs.predict import ByteCost, Overhead, overhead_from, predicted_step_s
 from distlab.measure.runs.programs import count_model, make_program, sgd
 from distlab.models import GPT, GPTConfig
@@ -110,10 +110,10 @@ def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, c
 
 
 def test_costs_count_where_the_plan_has_them():
-    costs = [ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)]
+    costs = [ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)]  # below zero: the noise of a step
     found = {name: overhead_from(costs, plan) for name, plan in PLANS.items()}
     assert found["calls of stage 1"] == found["calls of stage 3"] == Overhead(calls=tuple(costs))
-    assert found["codec"] == Overhead(codec_slowdown=1.01)
+    assert found["codec"] == Overhead(codec_slowdown=1.005)
     assert found["actions"] == Overhead(action_s=0.01)
     assert found["passes of replicas"] == found["passes of a mesh"] == Overhead(passes=tuple(costs))
     assert all(overhead_from([], plan) == Overhead() for plan in PLANS.values())
@@ -141,7 +141,7 @@ def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
     assert first == second
     one, three = first
     assert [len(each.calls) for each in first] == [2, 2]
-    assert {cost.num_bytes for cost in one.calls} == {BUCKET_BYTES}, "buckets do not tell what a byte costs"
+    assert {cost.num_bytes for cost in one.calls} == {Plan().bucket_bytes}, "buckets do not tell what a byte costs"
     small, large = three.calls
     assert large.num_bytes > 1.5 * small.num_bytes
 

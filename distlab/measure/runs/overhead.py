@@ -43,7 +43,6 @@ from distlab.measure.runs.windows import time_window
 from distlab.models import GPTConfig
 from distlab.plan import Plan, Workload
 
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 200_000, 50_000  # several buckets in each reference
 # Layers of a pipeline's references: as many as stages, and one; of the others: two per stage, or one where the model to
 # be predicted has no more: what a stage costs, however many blocks it has, is counted with its blocks.
 # Samples of a pipeline's references are those of a micro-batch; of the others, of all micro-batches and replicas.
@@ -69,8 +68,6 @@ class StepOverhead:
         num_experts: int = 0,
         top_k: int = 2,
     ) -> None:
-        if costs_more(plan) in ("calls", "codec"):
-            plan = replace(plan, bucket_bytes=BUCKET_BYTES, first_bucket_bytes=FIRST_BUCKET_BYTES)
         self.plan, self.order, self.device = plan, tuple(order), device
         sizes = [
             (reference_sizes(each, plan, num_layers), reference_samples(each, plan)) for each in references_of(plan)

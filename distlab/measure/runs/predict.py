@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import mean
 from typing import NamedTuple, cast
 
 from distlab.measure.machine.fit import fit_line, median_of
@@ -65,11 +64,16 @@ def costs_more(plan: Plan) -> str:
 
 
 def overhead_from(costs: Sequence[ByteCost], plan: Plan) -> Overhead:
-    """Return the overhead of a plan's steps from what its share costs in each reference model; () for none."""
+    """Return the overhead of a plan's steps from what its share costs in each reference model; () for none.
+
+    A codec's slowdown is a mean by bytes of gradients: it shows where there is much to encode.
+    """
     what = costs_more(plan)
     if what in ("calls", "passes"):
         return Overhead(calls=tuple(costs)) if what == "calls" else Overhead(passes=tuple(costs))
-    middle = mean(max(0.0, cost.seconds) for cost in costs) if costs else 0.0
+    weights = [cost.num_bytes if what == "codec" else 1.0 for cost in costs]
+    middle = sum(weight * max(0.0, cost.seconds) for weight, cost in zip(weights, costs, strict=True))
+    middle /= sum(weights) or 1.0
     return Overhead(action_s=middle) if what == "actions" else Overhead(codec_slowdown=1 + middle)
 
 
@@ -135,8 +139,8 @@ def predict_step(
         cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
     if overhead.calls:
         fixed_s, s_per_byte = fit_bytes(overhead.calls)
-        beside = Link("beside", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
-        links |= {"all_gather beside": beside, "reduce_scatter beside": beside}
+        start = Link("start", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
+        links |= {"all_gather start": start, "reduce_scatter start": start}
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
     costed = _with_overhead(workload, overhead, cluster, plan)
     return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))

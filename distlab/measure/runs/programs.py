@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -188,39 +187,9 @@ def _replica_program(
     model: GPT, plan: Plan, make_optimizer: MakeOptimizer, device: torch.device, spans: SpanWriter | None
 ) -> Program:
     """Train a replica per rank on its share of the samples; only the last micro-batch's backward sends gradients."""
-    sharding, own_weights = plan.sharding, partial(copy_weights, model)
-    called: nn.Module = model
-    if sharding.replicas > 1 or sharding.unit_layers > 1 or sharding.offload == "optimizer":
-        raise ValueError(
-            f"{sharding}: this measures stages 1 to 3 over all ranks, with one block per unit, and with nothing or "
-            "everything offloaded; use replicas=1, unit_layers=1 and offload 'none' or 'all'"
-        )
-    replicas: DataParallel | ShardedOptimizer | FullyShard
-    optimizer_step: Callable[[], object]
-    if sharding.stage == 3:
-        replicas = called = FullyShard(
-            model,
-            reshard_after_forward=sharding.reshard_after_forward,
-            prefetch=sharding.prefetch,
-            offload=sharding.offload == "all",
-            spans=spans,
-        )
-        optimizer_step = make_optimizer(list(replicas.parameters())).step
-        own_weights = partial(_summoned_weights, replicas)
-    elif sharding.stage:
-        replicas = ShardedOptimizer(
-            model, make_optimizer, stage=sharding.stage, bucket_bytes=plan.bucket_bytes, spans=spans
-        )
-        optimizer_step = replicas.step
-    else:
-        replicas = DataParallel(
-            model,
-            bucket_bytes=plan.bucket_bytes,
-            first_bucket_bytes=plan.first_bucket_bytes,
-            spans=spans,
-            hook=None if plan.compression is None else make_hook(plan.compression),
-        )
-        optimizer_step = make_optimizer(list(model.parameters())).step
+    replicas = _make_replicas(model, plan, make_optimizer, spans)
+    called: nn.Module = replicas if isinstance(replicas, FullyShard) else model
+    optimizer = replicas if isinstance(replicas, ShardedOptimizer) else make_optimizer(list(called.parameters()))
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         own = (whole.chunk(plan.data)[dist.get_rank()].chunk(plan.num_microbatches) for whole in (inputs, targets))
@@ -239,7 +208,11 @@ def _replica_program(
 
     def update() -> None:
         with _span(spans, "optimizer", "optimizer"):
-            optimizer_step()
+            optimizer.step()
+
+    def weights() -> dict[str, Tensor]:
+        with replicas.summon() if isinstance(replicas, FullyShard) else contextlib.nullcontext(model) as whole:
+            return {name: parameter.detach().cpu().clone() for name, parameter in whole.named_parameters()}
 
     return Program(
         step,
@@ -247,19 +220,39 @@ def _replica_program(
         update,
         lambda loss: mean_over_ranks([float(loss)], device)[0],
         lambda: None,
-        own_weights,
+        weights,
         (model,),
     )
 
 
-def copy_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a module's parameters by name, on the CPU."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
-
-
-def _summoned_weights(sharded: FullyShard) -> dict[str, Tensor]:
-    with sharded.summon() as whole:
-        return copy_weights(whole)
+def _make_replicas(
+    model: GPT, plan: Plan, make_optimizer: MakeOptimizer, spans: SpanWriter | None
+) -> DataParallel | ShardedOptimizer | FullyShard:
+    """Choose what exchanges gradients among replicas, or shards them."""
+    sharding = plan.sharding
+    if sharding.replicas > 1 or sharding.unit_layers > 1 or sharding.offload == "optimizer":
+        raise ValueError(
+            f"{sharding}: this measures stages 1 to 3 over all ranks, with one block per unit, and with nothing or "
+            "everything offloaded; use replicas=1, unit_layers=1 and offload 'none' or 'all'"
+        )
+    if sharding.stage == 3:
+        return FullyShard(
+            model,
+            reshard_after_forward=sharding.reshard_after_forward,
+            prefetch=sharding.prefetch,
+            offload=sharding.offload == "all",
+            spans=spans,
+        )
+    if sharding.stage:
+        size = plan.bucket_bytes
+        return ShardedOptimizer(model, make_optimizer, stage=sharding.stage, bucket_bytes=size, spans=spans)
+    return DataParallel(
+        model,
+        bucket_bytes=plan.bucket_bytes,
+        first_bucket_bytes=plan.first_bucket_bytes,
+        spans=spans,
+        hook=None if plan.compression is None else make_hook(plan.compression),
+    )
 
 
 def _span(spans: SpanWriter | None, name: str, kind: str) -> contextlib.AbstractContextManager[None]:
