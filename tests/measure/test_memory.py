@@ -87,7 +87,8 @@ def test_views_count_once_and_storages_resized_in_place_are_seen():
     whole = torch.zeros(100)
     assert storage_bytes([whole, whole[:10], whole.view(10, 10)]) == 400
     model = nn.Linear(2, 2, bias=False)
-    with track_memory(model, buffers=[whole]) as memory:
+    with track_memory(model) as memory:
+        memory.mark(whole, "buffers")
         assert memory.now_bytes == 16 + 400
         whole.untyped_storage().resize_(0)
         torch.ones(1)
