@@ -88,7 +88,6 @@ class Program:
         weights: returns a copy of the whole parameters by name, on the CPU; all ranks call it. Only replicas have them.
         modules: this rank's parts of the model.
         groups: the ranks along each axis of a mesh.
-        peak_in_flight: returns the most micro-batches whose activations a pipeline's rank held at once.
     """
 
     step: Callable[[Tensor, Tensor], Any]
@@ -99,7 +98,6 @@ class Program:
     weights: Callable[[], dict[str, Tensor]] = dict
     modules: Sequence[nn.Module] = ()
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
-    peak_in_flight: Callable[[], int] = lambda: 0
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> Any:
         """Run one whole step; return what `mean_loss` takes."""
@@ -144,9 +142,6 @@ def make_program(
         hybrid.update()
         now(device)
 
-    def peak_in_flight() -> int:
-        return hybrid.pipeline.peak_in_flight if hybrid.pipeline is not None else 0
-
     return Program(
         hybrid.step,
         hybrid.zero_grad,
@@ -155,7 +150,6 @@ def make_program(
         hybrid.close,
         modules=tuple(hybrid.stages.values()),
         groups=hybrid.groups,
-        peak_in_flight=peak_in_flight,
     )
 
 
@@ -179,7 +173,6 @@ def _pipeline_program(
         pipeline.mean_loss,
         pipeline.close,
         modules=tuple(own.values()),
-        peak_in_flight=lambda: pipeline.peak_in_flight,
     )
 
 

@@ -3,7 +3,7 @@
     run = TrainingRun(plan=Plan(tensor=2))
     result = time_on_new_ranks(run)                # starts the ranks; from a notebook, a lab or a benchmark
     print(result.verdict(bar=0.10))                # predicted against measured, as `windows` judges
-    result.measured, result.predicted.trace        # two Traces of one step, to be drawn together
+    overlay_of_run(result)                         # a measured step over the predicted one, to be drawn
 
 Inside ranks that run already (under torchrun, for example) every rank calls `time_training(run)`. One that holds all
 their reports makes a `RunResult(run, reports)` of them.
@@ -44,7 +44,6 @@ from distlab.measure.runs.programs import Program, count_model, make_program, pr
 from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_windows, windows_between
 from distlab.models import GPTConfig
 from distlab.plan import AXES, Plan, Workload
-from distlab.trace import Trace
 from simulator import Step
 
 
@@ -145,7 +144,6 @@ def time_training(
         report.weights = program.weights()
         if run.num_windows:
             _time_windows(run, report, program, batches, progress=lambda done: progress(run.num_updates + done))
-        report.peak_in_flight = program.peak_in_flight()
     report.trace = spans.trace()
     return report
 
@@ -188,20 +186,17 @@ def _time_windows(
         )
 
 
-def windows_of(
-    run: TrainingRun, report: RankReport, workload: Workload | None = None, *, start: int = 0
-) -> list[Window]:
+def windows_of(run: TrainingRun, report: RankReport, *, start: int = 0) -> list[Window]:
     """Predict each window from number `start` on: from the two calibration rounds before it and the two after it.
 
-    Experts are as busy as they were in the window. The workload is the report's unless another is given.
+    Experts are as busy as they were in the window.
     """
-    counted = workload or report.workload or run.count()
     middle = median_calibration(report.rounds)
     cores = shared_cores(torch.device(run.device))
 
     @cache  # the two rounds after a window are those before the next but one
     def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
-        loaded = with_expert_loads(counted, load, run.plan, alone_speedup=middle.alone_speedup)
+        loaded = with_expert_loads(report.counted, load, run.plan, alone_speedup=middle.alone_speedup)
         measured = between_windows(report.rounds[first:stop], middle)
         return predicted_step_s(predict_step(loaded, measured, run.plan, order=run.order), cores)
 
@@ -222,14 +217,9 @@ class RunResult:
     reports: Sequence[RankReport]
 
     @cached_property
-    def workload(self) -> Workload:
-        """The whole model, as the first rank counted it."""
-        return self.reports[0].workload or self.run.count()
-
-    @cached_property
     def windows(self) -> list[Window]:
         """Each window as measured and as predicted from the rounds around it."""
-        return windows_of(self.run, self.reports[0], self.workload)
+        return windows_of(self.run, self.reports[0])
 
     def verdict(self, *, bar: float) -> Verdict:
         """Judge the prediction by the rule of distlab.measure.runs.windows."""
@@ -241,16 +231,9 @@ class RunResult:
         report = self.reports[0]
         middle = median_calibration(report.rounds)
         loads = np.median(report.expert_loads, axis=0).tolist() if report.expert_loads else ()
-        loaded = with_expert_loads(self.workload, loads, self.run.plan, alone_speedup=middle.alone_speedup)
+        loaded = with_expert_loads(report.counted, loads, self.run.plan, alone_speedup=middle.alone_speedup)
         cores = shared_cores(torch.device(self.run.device))
         return predict_step(loaded, middle, self.run.plan, order=self.run.order, cores=cores)
-
-    @cached_property
-    def measured(self) -> Trace:
-        """The timed step of median length, from its beginning, as the ranks marked it."""
-        lengths = [end - start for start, end in self.reports[0].step_ns]
-        middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
-        return Trace.concatenate(report.step_trace(middle) for report in self.reports).from_zero()
 
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:

@@ -81,7 +81,6 @@ class RankReport:
         taken_cores: that other processes took from the ranks until the end of each round, from the one before.
         step_ns: start and end of each timed step on the machine's monotonic clock.
         trace: what the rank did.
-        peak_in_flight: most micro-batches whose activations a pipeline's rank held at once.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -93,7 +92,12 @@ class RankReport:
     taken_cores: list[float] = field(default_factory=list)
     step_ns: list[tuple[int, int]] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
-    peak_in_flight: int = 0
+
+    @property
+    def counted(self) -> Workload:
+        """The workload, where windows were timed."""
+        assert self.workload is not None, "windows were timed, so the workload was counted"
+        return self.workload
 
     def step_trace(self, step: int) -> Trace:
         """Return what the rank did in a timed step."""
