@@ -32,7 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm.device import peak_bytes, reset_peak
-from distlab.measure.memory.storages import HOST, Ledger, tensors_in
+from distlab.measure.memory.storages import Ledger, tensors_in
+from distlab.plan.require import chosen
 from distlab.sharding import FullyShard, ShardedOptimizer
 from simulator.memory.memory import KINDS as KINDS
 from simulator.units import format_bytes
@@ -42,6 +43,8 @@ Ints = NDArray[np.int64]
 
 class MeasuredMemory:
     """Bytes on this rank's device: each storage once, without views and other ranks' memory.
+
+    What is offloaded to the host counts on a CPU, whose memory is the host's, and not on a GPU.
 
     Not seen on a CPU: what C++ kernels hold for themselves while they run, and what another thread allocates and frees
     before this one touches it.
@@ -72,28 +75,21 @@ class MeasuredMemory:
         by_kind["temporary"] += max(0, self._allocator_peak() - sum(found))
         return by_kind
 
-    @property
-    def host_bytes(self) -> int:
-        """The most that was held in storages marked as the host's (offloaded)."""
-        _, rows = self._ledger.history()
-        return int(rows[:, -1].max()) if len(rows) else 0
-
     def over_time(self) -> tuple[Ints, Ints]:
         """Return moments, in nanoseconds since the block or `restart()` began, and the bytes of each kind from then on.
 
         Shapes: times [T], bytes [T, len(KINDS)]
         """
         times, rows = self._ledger.history()
-        return times - times[:1], rows[:, : len(KINDS)]
+        return times - times[:1], rows
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """Say what a tensor's storage is for, for all its life: a kind of KINDS, or "host" (not part of the sum).
+        """Say what a tensor's storage is for, for all its life: a kind of KINDS.
 
         Raises:
             ValueError: the kind does not exist.
         """
-        if kind not in (*KINDS, HOST):
-            raise ValueError(f"no memory kind {kind!r}; choose one of {', '.join((*KINDS, HOST))}")
+        chosen("memory kind", kind, KINDS)
         self._ledger.set_kind(tensor, kind, marked=True)
 
     def restart(self) -> None:
@@ -194,9 +190,6 @@ class Tracker(TorchDispatchMode):
         self.know_travelling()
         for unit in self.module.units if isinstance(self.module, FullyShard) else ():
             self.ledger.set_kind(unit.buffer, "buffers")
-            if unit.options.offload:  # where the host's memory is the device's too, only this tells them apart
-                self.ledger.set_kind(unit.shard, HOST, marked=True)
-                self.ledger.set_kind(unit.shard.grad, HOST, marked=True)
 
     def know_travelling(self) -> None:
         """Enter gradients that travel between ranks, which come and go in backward: buckets, and what arrives."""
@@ -215,9 +208,8 @@ class Tracker(TorchDispatchMode):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             self.ledger.set_kind(parameter, "master weights")  # a parameter of the module stays one
             self.ledger.set_kind(parameter.grad, "gradients")
-            offloaded = self.ledger.kind_of(parameter) == HOST
             for tensor in tensors_in(optimizer.state.get(parameter, {})):
-                self.ledger.set_kind(tensor, HOST if offloaded else "optimizer", marked=offloaded)
+                self.ledger.set_kind(tensor, "optimizer")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -298,7 +290,7 @@ def _in_backward() -> bool:
 
 def _explain(ledger: Ledger, came: int, what: str, limit_bytes: int) -> str:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    held = {kind: size for kind, size in ledger.by_kind().items() if size and kind != HOST}
+    held = {kind: size for kind, size in ledger.by_kind().items() if size}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in held.items())
     large = [kind for kind in ADVICE if held.get(kind, 0) >= ledger.now_bytes / 5]
     advice = ", or ".join(ADVICE[kind] for kind in large[:2])

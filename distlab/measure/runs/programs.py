@@ -69,7 +69,7 @@ def count_model(
     Raises:
         ValueError: a pipeline of layers with experts.
     """
-    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, optimizer=sgd, device=device)
+    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=device)
     if program_kind(plan, num_experts) == "replicas" and plan.sharding.stage:
         return without_accumulation(whole)
     return merge_stages(whole, plan.pipeline * plan.stages_per_rank)
