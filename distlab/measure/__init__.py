@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
     from distlab.measure.runs.calls import measure_messages as measure_messages
     from distlab.measure.runs.codec import measure_codec as measure_codec
-    from distlab.measure.runs.overlay import overlay_of as overlay_of, overlay_of_run as overlay_of_run
     from distlab.measure.runs.predict import (
         CalibrationRound as CalibrationRound,
         median_calibration as median_calibration,
@@ -60,6 +59,8 @@ if TYPE_CHECKING:
     from distlab.measure.runs.run import (
         RunResult as RunResult,
         TrainingRun as TrainingRun,
+        overlay_of as overlay_of,
+        overlay_of_run as overlay_of_run,
         time_on_new_ranks as time_on_new_ranks,
         time_training as time_training,
         windows_of as windows_of,

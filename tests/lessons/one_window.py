@@ -7,7 +7,7 @@ notebooks as they are given out hold those of whole measurements. tests/measure 
 import functools
 
 from distlab.measure.machine import speed
-from distlab.measure.runs import calibrate, overhead, run, windows
+from distlab.measure.runs import calibrate, run, windows
 
 beside_whole, windows_whole, round_whole = windows.time_beside, windows.time_windows, speed.measure_round
 calibration_whole = calibrate.CalibrationOfRun.measure
@@ -40,4 +40,4 @@ windows.time_beside = time_beside
 windows.time_windows = run.time_windows = time_windows
 speed.measure_round = calibrate.measure_round = measure_round
 calibrate.CalibrationOfRun.measure = measure
-speed.REPEATS = overhead.REPEATS = 1
+speed.REPEATS = calibrate.REPEATS = 1

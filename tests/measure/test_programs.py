@@ -11,8 +11,8 @@ from distlab.measure import CalibrationRound, Round, TrainingRun, measure_round,
 from distlab.measure.count.gpt import without_accumulation
 from distlab.measure.machine.fit import median_of
 from distlab.measure.machine.speed import Observation
+from distlab.measure.runs.calibrate import StepOverhead, solve_cost
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_calls
-from distlab.measure.runs.overhead import StepOverhead, solve_cost
 from distlab.measure.runs.predict import ByteCost, Overhead, overhead_from, predicted_step_s
 from distlab.measure.runs.programs import count_model, make_program, sgd
 from distlab.models import GPT, GPTConfig

@@ -20,8 +20,8 @@ from distlab.measure import (
 from distlab.measure.count.expert_load import expert_loads, measure_alone_speedup, with_expert_loads
 from distlab.measure.count.gpt import make_gpt, merge_stages
 from distlab.measure.machine.speed import Observation
+from distlab.measure.runs.calibrate import MESH_REFERENCES, PIPELINE_REFERENCES, reference_samples, reference_sizes
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
-from distlab.measure.runs.overhead import MESH_REFERENCES, PIPELINE_REFERENCES, reference_samples, reference_sizes
 from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks, predicted_step_s
 from distlab.measure.runs.programs import program_kind, schedule_of
 from distlab.models import GPTConfig

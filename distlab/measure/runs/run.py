@@ -10,7 +10,7 @@ their reports makes a `RunResult(run, reports)` of them.
 
 The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, ... until enough
 windows are calm. The plan chooses the program (`programs`) and what a calibration measures: the machine's speed always,
-then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps of other models (`overhead`).
+then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps of other models (`calibrate`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,10 +42,22 @@ from distlab.measure.runs.predict import (
     predicted_step_s,
 )
 from distlab.measure.runs.programs import Program, count_model, make_program, program_kind, sgd
-from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_windows, windows_between
+from distlab.measure.runs.windows import (
+    RankReport,
+    Verdict,
+    Window,
+    judge,
+    time_windows,
+    trouble_of,
+    windows_between,
+)
 from distlab.models import GPTConfig
 from distlab.plan import AXES, Plan, Workload
+from distlab.trace import Trace
 from simulator import Step
+
+if TYPE_CHECKING:
+    from simulator.viz import Overlay
 
 
 @dataclass(frozen=True)
@@ -241,3 +254,54 @@ def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
     backend = "cpu" if run.device == "cpu" else None
     job = partial(time_training, run, data)
     return RunResult(run, run_on_ranks(job, run.plan.world_size, timeout_s=900.0, backend=backend, record=False))
+
+
+def overlay_of(
+    reports: Sequence[RankReport],
+    predict: Callable[[Sequence[Any]], Trace],
+    *,
+    calls: Trace | None = None,
+) -> Overlay:
+    """Lay the steps that `time_beside` timed over predictions from the calibrations around them.
+
+    Args:
+        reports: of all ranks.
+        predict: the step as calibration rounds together say it is.
+        calls: what a recorder saw of all ranks, to be drawn too.
+    """
+    first = reports[0]
+    windows = windows_between(
+        first.measured_s,
+        lambda window, start, stop: predict(first.rounds[start:stop]).duration_s,
+        taken_cores=first.taken_cores,
+    )
+    return _overlay(reports, windows, predict(first.rounds), calls)
+
+
+def overlay_of_run(result: RunResult, *, calls: Trace | None = None) -> Overlay:
+    """Lay the timed steps of a run over the predictions from its calibrations; see `overlay_of`."""
+    return _overlay(result.reports, result.windows, result.predicted.trace, calls)
+
+
+def _overlay(
+    reports: Sequence[RankReport], windows: Sequence[Window], predicted: Trace, calls: Trace | None
+) -> Overlay:
+    """Take the windows in which the machine was not busy, or else all. A step lasts as long as on its slowest rank."""
+    from simulator.viz import Overlay  # here: ranks that only time steps need no pictures
+
+    kept = [index for index, window in enumerate(windows) if not window.busy] or range(len(windows))
+    lengths_ns = np.array([np.diff(report.step_ns, axis=1)[:, 0] for report in reports]).max(axis=0)
+    timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
+    counted_ns = lengths_ns[timed]
+    nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
+    traces = [report.step_trace(nearest) for report in reports]
+    if calls is not None:
+        traces += [_in_step(calls, rank, report.step_ns[nearest]) for rank, report in enumerate(reports)]
+    measured = Trace.concatenate(traces).from_zero()
+    said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
+    return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
+
+
+def _in_step(calls: Trace, rank: int, step_ns: tuple[int, int]) -> Trace:
+    """Return the calls that a rank made in a step."""
+    return calls.select((calls.rank == rank) & (calls.start_ns >= step_ns[0]) & (calls.end_ns <= step_ns[1]))
