@@ -13,7 +13,7 @@ from distlab.measure.machine.fit import median_of
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs.calibrate import StepOverhead, solve_cost
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_calls
-from distlab.measure.runs.predict import ByteCost, Overhead, overhead_from, predicted_step_s
+from distlab.measure.runs.predict import ByteCost, Overhead, overhead_from
 from distlab.measure.runs.programs import count_model, make_program, sgd
 from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Contention, Plan, Sharding, Work
@@ -99,7 +99,7 @@ def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, c
     )
     overhead = overhead_from([ByteCost(1e3, max(0.0, cost_s))], plan)
     costly = predict_step(workload, replace(measured, overhead=overhead), plan)
-    wanted_s = predicted_step_s(costly, None) + 50 * min(0.0, cost_s)
+    wanted_s = costly.duration_s + 50 * min(0.0, cost_s)
     found = solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
     assert found.seconds < 0 if cost_s < 0 else found.seconds == pytest.approx(cost_s, rel=0.01, abs=1e-7)
     again = overhead_from([found, found], plan)

@@ -22,7 +22,7 @@ from distlab.measure.count.gpt import make_gpt, merge_stages
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs.calibrate import MESH_REFERENCES, PIPELINE_REFERENCES, reference_samples, reference_sizes
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
-from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks, predicted_step_s
+from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks
 from distlab.measure.runs.programs import program_kind, schedule_of
 from distlab.models import GPTConfig
 from distlab.plan import Contention, Plan, Precision, Sharding, Work
@@ -188,10 +188,8 @@ def test_ranks_that_share_cores_fill_each_others_bubbles():
     stages = merge_stages(count_gpt(SMALL, B), 2)
     step = predict_step(stages, made_up_round(plan), plan)
     assert step.bubble_fraction > 0.1
-    assert predicted_step_s(step, 2) == step.duration_s
     busy = sum(span.end_ns - span.start_ns for span in step.trace if span.lane == "compute") / 2 / 1e9
-    assert predicted_step_s(step, 1) == pytest.approx(busy, rel=0.05)  # the mean over ranks, and some waiting
-    shared = predict_step(stages, made_up_round(plan), plan, cores=1)  # what the picture shows
+    shared = predict_step(stages, made_up_round(plan), plan, cores=1)
     assert busy <= shared.duration_s < (busy + step.duration_s) / 2  # messages are waited for all the same
     assert predict_step(stages, made_up_round(plan), plan, cores=2).duration_s == step.duration_s
 

@@ -33,7 +33,6 @@ from distlab.measure.runs.predict import (
     costs_more,
     overhead_from,
     predict_step,
-    predicted_step_s,
 )
 from distlab.measure.runs.programs import (
     Program,
@@ -180,8 +179,7 @@ def solve_cost(
 
     def predicted_s(cost_s: float) -> float:
         overhead = overhead_from([ByteCost(num_bytes, cost_s)], plan)
-        step = predict_step(workload, replace(measured, overhead=overhead), plan, order=order)
-        return predicted_step_s(step, cores)
+        return predict_step(workload, replace(measured, overhead=overhead), plan, order=order, cores=cores).duration_s
 
     low, low_s = 0.0, predicted_s(0.0)
     high = abs(seconds - low_s)  # if all of it were paid once

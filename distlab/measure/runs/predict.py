@@ -1,11 +1,10 @@
 """Predict a step of any plan: one count of the whole model, what a calibration round measured, and the simulator.
 
 The simulator gets three kinds of measured numbers: how fast ranks compute, what each kind of call costs alone, and the
-overhead: what a step costs beyond both, read off steps of other models (`overhead`).
+overhead: what a step costs beyond both, read off steps of other models (`calibrate`).
 
 Where there are more ranks than cores, ranks take turns at computing: one that waits gives its core to the others, so a
-pipeline's bubbles are filled with the other ranks' work. The prediction then is the sum of what all ranks do, divided
-by the cores; the time when each of them waits is not modelled.
+pipeline's bubbles are filled with the other ranks' work.
 """
 
 from __future__ import annotations
@@ -144,17 +143,6 @@ def predict_step(
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
     costed = _with_overhead(workload, overhead, cluster, plan)
     return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
-
-
-def predicted_step_s(step: Step, num_cores: int | None) -> float:
-    """Return the seconds of a step whose ranks share a number of cores; None: one core for each.
-
-    With a core for each rank that is the simulated step. With fewer, waiting ranks give theirs away: the mean over
-    ranks of what each does, in seconds of a rank that computes while all others do.
-    """
-    if num_cores is None or step.plan.world_size <= num_cores:
-        return step.duration_s
-    return step.duration_s - step.bubble_fraction * step.pipeline_s
 
 
 def num_blocks(layer: Layer) -> int:

@@ -8,9 +8,9 @@
 Inside ranks that run already (under torchrun, for example) every rank calls `time_training(run)`. One that holds all
 their reports makes a `RunResult(run, reports)` of them.
 
-The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, ... until enough
-windows are calm. The plan chooses the program (`programs`) and what a calibration measures: the machine's speed always,
-then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps of other models (`calibrate`).
+The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, and so on. The
+plan chooses the program (`programs`) and what a calibration measures: the machine's speed always, then the plan's calls
+(`calls`), its codec (`codec`) and the overhead of steps of other models (`calibrate`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from distlab.measure.runs.predict import (
     between_windows,
     median_calibration,
     predict_step,
-    predicted_step_s,
 )
 from distlab.measure.runs.programs import Program, count_model, make_program, program_kind, sgd
 from distlab.measure.runs.windows import (
@@ -74,7 +73,7 @@ class TrainingRun:
         seed: for the weights and the order of the data.
         device: where ranks compute: "cpu" or "cuda".
         num_updates: updates before any is timed.
-        num_windows: calm windows of steps to time after that; 0 for none.
+        num_windows: windows of steps to time after that; 0 for none.
         steps_per_window: steps in a window.
         budget_s: seconds after which no further window starts.
     """
@@ -88,7 +87,7 @@ class TrainingRun:
     seed: int = 0
     device: str = "cpu"
     num_updates: int = 3
-    num_windows: int = 10
+    num_windows: int = 14
     steps_per_window: int = 4
     budget_s: float = 36.0
 
@@ -169,7 +168,7 @@ def _time_windows(
     *,
     progress: Callable[[int], None],
 ) -> None:
-    """Time windows between calibration rounds until enough of them are calm, or time is up."""
+    """Time windows between calibration rounds."""
     device, losses = device_of(run.device, dist.get_rank()), list[object]()
 
     def ready() -> Callable[[], None]:
@@ -194,13 +193,12 @@ def _time_windows(
             num_windows=run.num_windows,
             steps_per_window=run.steps_per_window,
             budget_s=run.budget_s,
-            windows_from=lambda start: windows_of(run, report, start=start),
             progress=progress,
         )
 
 
-def windows_of(run: TrainingRun, report: RankReport, *, start: int = 0) -> list[Window]:
-    """Predict each window from number `start` on: from the two calibration rounds before it and the two after it.
+def windows_of(run: TrainingRun, report: RankReport) -> list[Window]:
+    """Predict each window from the two calibration rounds before it and the two after it.
 
     Experts are as busy as they were in the window.
     """
@@ -211,14 +209,13 @@ def windows_of(run: TrainingRun, report: RankReport, *, start: int = 0) -> list[
     def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
         loaded = with_expert_loads(report.counted, load, run.plan, alone_speedup=middle.alone_speedup)
         measured = between_windows(report.rounds[first:stop], middle)
-        return predicted_step_s(predict_step(loaded, measured, run.plan, order=run.order), cores)
+        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores).duration_s
 
     loads = report.expert_loads or [()] * len(report.measured_s)
     return windows_between(
         report.measured_s,
         lambda window, first, stop: predicted_s(loads[window], first, stop),
         taken_cores=report.taken_cores,
-        start=start,
     )
 
 

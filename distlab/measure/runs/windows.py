@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.agree import group_device
 from distlab.measure.machine.others import MAX_TAKEN_CORES, OtherProcesses, busy_sentence
-from distlab.measure.machine.ranks import Starter, largest_over_ranks, now
+from distlab.measure.machine.ranks import Starter, largest_over_ranks, now, on_first_rank
 from distlab.plan import Workload
 from distlab.trace import SpanWriter, Trace
 
@@ -150,7 +148,6 @@ def windows_between(
     predicted_s: Callable[[int, int, int], float],
     *,
     taken_cores: Sequence[float] = (),
-    start: int = 0,
 ) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
@@ -158,10 +155,9 @@ def windows_between(
         measured_s: of each window; round `index` stands before window `index`, and one more after the last.
         predicted_s: what the rounds from a first to a stop predict together for a window: (window, first, stop).
         taken_cores: from each round's end to the next one's; the first begins before round 0.
-        start: the window to begin with.
     """
     windows = []
-    for index, seconds in enumerate(measured_s[start:], start):
+    for index, seconds in enumerate(measured_s):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
         around, before, after = (
             predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop))
@@ -221,55 +217,36 @@ def time_windows(
     num_windows: int,
     steps_per_window: int,
     budget_s: float = math.inf,
-    windows_from: Callable[[int], Sequence[Window]] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run on every rank: calibrate, time a window, calibrate, ... until enough windows are calm, or time is up.
+    """Run on every rank: calibrate, time a window of steps, calibrate, time a window, ..., calibrate.
 
     Args:
         report: gets rounds, taken_cores, measured_s and step_ns.
         ready: prepares a window, and returns its step.
         calibrate: takes a round of measurements; the same result on every rank.
         device: where the rank computes.
-        num_windows: calm windows to time.
+        num_windows: windows to time.
         steps_per_window: timed steps in a window, after one that is not timed.
         budget_s: seconds after which no window starts; one window is always timed.
-        windows_from: predicts the windows so far, from a number on; called on rank 0. None: all windows are calm.
         progress: gets the number of windows that are done.
     """
-    deadline, others = time.monotonic() + budget_s, OtherProcesses()
-    calm: list[bool] = []  # of windows that no later round can change
-
-    def num_calm() -> int:
-        """Count calm windows. Each is judged when it is over, and once more with the second round after it."""
-        if windows_from is None:
-            return num_windows
-        *judged, newest = [each.calm for each in windows_from(len(calm))]
-        calm.extend(judged)
-        return sum(calm) + newest
-
-    def finished() -> bool:
-        """Decide on rank 0 whether it was the last window, since clocks differ."""
-        done = len(report.measured_s) > 0 and time.monotonic() > deadline
-        if dist.get_rank() == 0 and len(report.measured_s) >= num_windows:
-            done |= num_calm() >= num_windows
-        agreed = torch.tensor(int(done), device=group_device())
-        dist.broadcast(agreed, 0)
-        return bool(agreed)
+    deadline, others, done = time.monotonic() + budget_s, OtherProcesses(), 0
 
     def take_round() -> None:
         report.rounds.append(calibrate())
         report.taken_cores.append(others.taken())
 
     take_round()
-    while not finished():
+    while not done or (done < num_windows and on_first_rank(lambda: time.monotonic() < deadline)):  # clocks differ
         step = ready()
         step()  # a warm cache, as in the middle of training
         seconds, step_ns = time_window(step, steps_per_window, device)
         report.measured_s.append(seconds)
         report.step_ns += step_ns
         take_round()
-        progress(len(report.measured_s))
+        done += 1
+        progress(done)
 
 
 def time_beside(
