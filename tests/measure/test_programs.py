@@ -13,7 +13,7 @@ from distlab.measure.machine.fit import median_of
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs.calibrate import StepOverhead, solve_cost
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_calls
-from distlab.measure.runs.predict import ByteCost, Overhead, overhead_from
+from distlab.measure.runs.predict import ByteCost, Overhead, costs_more
 from distlab.measure.runs.programs import count_model, make_program, sgd
 from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Contention, Plan, Sharding, Work
@@ -97,35 +97,27 @@ def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, c
     workload = count_model(
         GPTConfig(context=16, num_layers=4, num_heads=2, hidden_size=32, tied=False), 2, plan, device=CPU
     )
-    overhead = overhead_from([ByteCost(1e3, max(0.0, cost_s))], plan)
+    overhead = Overhead((ByteCost(1e3, max(0.0, cost_s)),))
     costly = predict_step(workload, replace(measured, overhead=overhead), plan)
     wanted_s = costly.duration_s + 50 * min(0.0, cost_s)
     found = solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
     assert found.seconds < 0 if cost_s < 0 else found.seconds == pytest.approx(cost_s, rel=0.01, abs=1e-7)
-    again = overhead_from([found, found], plan)
-    assert (
-        again == overhead_from([found], plan)
-        or [each.seconds for each in again.calls + again.passes] == [found.seconds] * 2
-    )
 
 
-def test_costs_count_where_the_plan_has_them():
-    costs = [ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)]  # below zero: the noise of a step
-    found = {name: overhead_from(costs, plan) for name, plan in PLANS.items()}
-    assert found["calls of stage 1"] == found["calls of stage 3"] == Overhead(calls=tuple(costs))
-    assert found["codec"] == Overhead(codec_slowdown=1.005)
-    assert found["actions"] == Overhead(action_s=0.01)
-    assert found["passes of replicas"] == found["passes of a mesh"] == Overhead(passes=tuple(costs))
-    assert all(overhead_from([], plan) == Overhead() for plan in PLANS.values())
+def test_of_what_costs_more_the_plan_decides():
+    assert {name: costs_more(plan) for name, plan in PLANS.items()} == {name: name.split()[0] for name in PLANS}
+    found = Overhead((ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)))  # below zero: the noise of a step
+    assert (found.action_s, found.codec_slowdown) == pytest.approx((0.01, 1.005))
+    assert (Overhead().action_s, Overhead().codec_slowdown) == (0.0, 1.0)
 
 
 def test_what_a_busy_rank_pays_for_a_call_grows_with_its_bytes_as_in_the_references():
     plan, workload = Plan(data=2, sharding=Sharding(3)), workload_of([1, 1, 1], [500] * 3)  # 2,000 bytes per unit
     measured = made_up_round(plan)
     for costs in (((1e3, 0.02), (4e3, 0.05)), ((4e3, 0.06), (8e3, 0.12))):
-        overhead = Overhead(calls=tuple(ByteCost(*each) for each in costs))
+        overhead = Overhead(tuple(ByteCost(*each) for each in costs))
         costly = predict_step(workload, replace(measured, overhead=overhead), plan)
-        flat = predict_step(workload, replace(measured, overhead=Overhead(calls=(ByteCost(1.0, 0.03),))), plan)
+        flat = predict_step(workload, replace(measured, overhead=Overhead((ByteCost(1.0, 0.03),))), plan)
         assert costly.duration_s == pytest.approx(flat.duration_s, rel=0.01)
 
 
@@ -140,9 +132,9 @@ def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
     first, second = ranks(2).run(measure_busy_ranks)
     assert first == second
     one, three = first
-    assert [len(each.calls) for each in first] == [2, 2]
-    assert {cost.num_bytes for cost in one.calls} == {Plan().bucket_bytes}, "buckets do not tell what a byte costs"
-    small, large = three.calls
+    assert [len(each.costs) for each in first] == [2, 2]
+    assert {cost.num_bytes for cost in one.costs} == {Plan().bucket_bytes}, "buckets do not tell what a byte costs"
+    small, large = three.costs
     assert large.num_bytes > 1.5 * small.num_bytes
 
 

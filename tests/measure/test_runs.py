@@ -150,7 +150,7 @@ def test_a_pass_costs_what_was_measured_beside_its_work():
             ((ByteCost(2 * row, 0.02), ByteCost(4 * row, 0.04)), 0.01),
             ((ByteCost(2 * row, 0.03), ByteCost(4 * row, 0.05)), 0.02),
         ):
-            more = predict_step(counted, replace(measured, overhead=Overhead(passes=passes)), plan)
+            more = predict_step(counted, replace(measured, overhead=Overhead(passes)), plan)
             assert more.duration_s - plain.duration_s == pytest.approx(2 * L * cost, rel=1e-6), plan
 
 
@@ -163,7 +163,7 @@ def test_what_all_reduces_cost_a_backward_of_replicas_grows_with_its_gradients()
         ((ByteCost(block, 0.01), ByteCost(3 * block, 0.01)), 0.01),
         ((ByteCost(2 * block, 0.03), ByteCost(4 * block, 0.05)), 0.02),
     ):
-        costly = predict_step(counted, replace(measured, overhead=Overhead(passes=passes)), plan)
+        costly = predict_step(counted, replace(measured, overhead=Overhead(passes)), plan)
         assert costly.timing.end_ns[0] == plain.timing.end_ns[0], "a forward waits for nobody"
         assert costly.duration_s - plain.duration_s == pytest.approx(L * cost, abs=1e-6)
 
@@ -308,7 +308,7 @@ def test_a_pipeline_on_two_ranks_is_timed_and_predicted(ranks):
             spans = sorted((span.start_ns, span.name) for span in trace if (span.rank, span.lane) == (rank, "compute"))
             assert [name for _, name in spans] == [*expected, "optimizer"]
     first = reports[0].rounds[0]
-    costly = replace(first, overhead=Overhead(action_s=first.overhead.action_s + 0.01))
+    costly = replace(first, overhead=Overhead((ByteCost(1.0, first.overhead.action_s + 0.01),)))
     cheap, slower = (RunResult(training, [replace(reports[0], rounds=[each])]) for each in (first, costly))
     assert slower.predicted.pipeline_s >= cheap.predicted.pipeline_s + 0.01  # an action's cost is on the way
 

@@ -3,9 +3,9 @@
 The overhead is what steps cost beyond their work and their calls, each of which is timed alone. In a step the threads
 that move messages compete with the ranks for the cores, and hooks run between layers. A call ends when the slower rank
 does. A bucket to encode has left the cache. We measure this on two small transformers that are not the model to be
-predicted, trained by the same plan. Their steps take longer than the simulator says; see `Overhead` for what then costs
-more. The references of a mesh differ in the rows that a block hands on, since a part of its cost grows with them: they
-are cut, copied and put together again on the way to a call. Those of sharding in stage 3 differ in the bytes of their
+predicted, trained by the same plan. Their steps take longer than the simulator says; `costs_more` says what costs more.
+The references of a mesh differ in the rows that a block hands on, since a part of its cost grows with them: they are
+cut, copied and put together again on the way to a call. Those of sharding in stage 3 differ in the bytes of their
 units: in shared memory the computing rank copies them, which takes longer while others use the memory.
 """
 
@@ -31,7 +31,6 @@ from distlab.measure.runs.predict import (
     Overhead,
     bytes_of,
     costs_more,
-    overhead_from,
     predict_step,
 )
 from distlab.measure.runs.programs import (
@@ -151,7 +150,7 @@ class StepOverhead:
                 solve_cost(workload, each, measured, self.plan, order=self.order, cores=cores)
                 for workload, each in zip(workloads, seconds, strict=True)
             ]
-            return overhead_from(costs, self.plan)
+            return Overhead(tuple(costs))
 
         return on_first_rank(solved)
 
@@ -178,8 +177,8 @@ def solve_cost(
     num_bytes = next(filter(None, (bytes_of(layer, plan) for layer in workload.layers)))
 
     def predicted_s(cost_s: float) -> float:
-        overhead = overhead_from([ByteCost(num_bytes, cost_s)], plan)
-        return predict_step(workload, replace(measured, overhead=overhead), plan, order=order, cores=cores).duration_s
+        costly = replace(measured, overhead=Overhead((ByteCost(num_bytes, cost_s),)))
+        return predict_step(workload, costly, plan, order=order, cores=cores).duration_s
 
     low, low_s = 0.0, predicted_s(0.0)
     high = abs(seconds - low_s)  # if all of it were paid once

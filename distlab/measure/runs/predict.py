@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
+import numpy as np
+
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
 from distlab.measure.runs.calls import Calls, links_of
@@ -22,7 +24,7 @@ from simulator import Measured, MeasuredCodec, Step, simulate
 
 
 class ByteCost(NamedTuple):
-    """What a pass of a block, or a call of sharding, costs in a reference model beyond what was timed alone.
+    """What a part of a step costs in a reference model beyond what was timed alone; `costs_more` says which part.
 
     Attributes:
         num_bytes: what the cost grows with; see `bytes_of`.
@@ -33,28 +35,15 @@ class ByteCost(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """What a step costs beyond its work and its calls, each of which is timed alone. `costs_more` says which counts.
-
-    Attributes:
-        calls: what a gather or a scatter of sharding costs the computing rank. One for each reference model.
-        codec_slowdown: how many times slower encoding and decoding are in a step.
-        action_s: what an action of a pipeline costs: choosing it, posting and receiving messages, entering autograd
-            for each stage and micro-batch.
-        passes: what a block's forward, or its backward, costs on a mesh: entering autograd functions, copies on the way
-            to a call, waiting for the slower rank; in replicas its backward alone, which their all-reduces slow down.
-            One for each reference model.
-    """
-
-    calls: tuple[ByteCost, ...] = ()
-    codec_slowdown: float = 1.0
-    action_s: float = 0.0
-    passes: tuple[ByteCost, ...] = ()
-
-
 def costs_more(plan: Plan) -> str:
-    """Say what of a plan's steps costs more than it does alone: "actions", "calls", a "codec" or "passes"."""
+    """Say what of a plan's steps costs more than it does alone, each time.
+
+    - "actions" of a pipeline: choosing one, posting and receiving messages, entering autograd.
+    - "calls" of sharding, a gather or a scatter: what they take from the computing rank.
+    - "codec": encoding and decoding.
+    - "passes" of blocks on any other mesh, forward and backward: entering autograd functions, copies on the way to a
+      call, waiting for the slower rank; in replicas backward alone, which their all-reduces slow down.
+    """
     if is_pipeline_alone(plan):
         return "actions"
     if program_kind(plan) == "replicas" and plan.sharding.stage:
@@ -62,18 +51,22 @@ def costs_more(plan: Plan) -> str:
     return "codec" if program_kind(plan) == "replicas" and plan.compression is not None else "passes"
 
 
-def overhead_from(costs: Sequence[ByteCost], plan: Plan) -> Overhead:
-    """Return the overhead of a plan's steps from what its share costs in each reference model; () for none.
+@dataclass(frozen=True)
+class Overhead:
+    """What a step costs beyond its work and its calls, each of which is timed alone: one cost for each reference."""
 
-    A codec's slowdown is a mean by bytes of gradients: it shows where there is much to encode.
-    """
-    what = costs_more(plan)
-    if what in ("calls", "passes"):
-        return Overhead(calls=tuple(costs)) if what == "calls" else Overhead(passes=tuple(costs))
-    weights = [cost.num_bytes if what == "codec" else 1.0 for cost in costs]
-    middle = sum(weight * max(0.0, cost.seconds) for weight, cost in zip(weights, costs, strict=True))
-    middle /= sum(weights) or 1.0
-    return Overhead(action_s=middle) if what == "actions" else Overhead(codec_slowdown=1 + middle)
+    costs: tuple[ByteCost, ...] = ()
+
+    @property
+    def action_s(self) -> float:
+        """What an action of a pipeline costs."""
+        return float(np.mean([max(0.0, cost.seconds) for cost in self.costs] or 0.0))
+
+    @property
+    def codec_slowdown(self) -> float:
+        """How many times slower encoding and decoding are in a step: a mean by bytes of gradients."""
+        more = sum(cost.num_bytes * max(0.0, cost.seconds) for cost in self.costs)
+        return 1 + more / (sum(cost.num_bytes for cost in self.costs) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -130,14 +123,14 @@ def predict_step(
         order: axes of the mesh, slowest first.
         cores: shared by the ranks: those that wait in a pipeline lend theirs to the others. None: one core for each.
     """
-    overhead, links = measured.overhead, links_of(measured.calls)
+    more, overhead, links = costs_more(plan), measured.overhead, links_of(measured.calls)
     cluster = replace(fit_cluster(measured.compute, plan.world_size), num_cores=cores)
-    if is_pipeline_alone(plan):
+    if more == "actions":
         # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
         link = links.pop("send")
         cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
-    if overhead.calls:
-        fixed_s, s_per_byte = fit_bytes(overhead.calls)
+    if more == "calls" and overhead.costs:
+        fixed_s, s_per_byte = fit_bytes(overhead.costs)
         start = Link("start", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
         links |= {"all_gather start": start, "reduce_scatter start": start}
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
@@ -172,10 +165,10 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
 
     The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
     """
-    fixed_s, s_per_byte = fit_bytes(overhead.passes)
+    fixed_s, s_per_byte = fit_bytes(overhead.costs if costs_more(plan) == "passes" else ())
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     rate = cluster.device.matmul_flops_per_s
-    action = Work(rate * overhead.action_s)
+    action = Work(rate * overhead.action_s) if costs_more(plan) == "actions" else Work()
 
     def costed(layer: Layer) -> Layer:
         seconds = num_blocks(layer) * fixed_s + bytes_of(layer, plan) * s_per_byte
