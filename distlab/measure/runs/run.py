@@ -155,7 +155,7 @@ def time_training(
             progress(update + 1)
         report.weights = program.weights()
         if run.num_windows:
-            _time_windows(run, report, program, batches, progress=lambda done: progress(run.num_updates + done))
+            _time_windows(run, report, program, batches, progress)
     report.trace = spans.trace()
     return report
 
@@ -165,7 +165,6 @@ def _time_windows(
     report: RankReport,
     program: Program,
     batches: Iterator[tuple[Tensor, Tensor]],
-    *,
     progress: Callable[[int], None],
 ) -> None:
     """Time windows between calibration rounds."""
@@ -179,6 +178,7 @@ def _time_windows(
         if losses:  # of the window that has just ended
             report.losses.append(program.mean_loss(losses[-1]))
             report.expert_loads.append(expert_loads(program.modules, run.plan, device))
+            progress(run.num_updates + len(report.expert_loads))
         return calibration.measure()
 
     sizes = {"num_layers": run.model.num_layers, "num_experts": run.num_experts, "top_k": run.top_k}
@@ -193,7 +193,6 @@ def _time_windows(
             num_windows=run.num_windows,
             steps_per_window=run.steps_per_window,
             budget_s=run.budget_s,
-            progress=progress,
         )
 
 

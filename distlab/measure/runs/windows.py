@@ -217,7 +217,6 @@ def time_windows(
     num_windows: int,
     steps_per_window: int,
     budget_s: float = math.inf,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Run on every rank: calibrate, time a window of steps, calibrate, time a window, ..., calibrate.
 
@@ -229,24 +228,21 @@ def time_windows(
         num_windows: windows to time.
         steps_per_window: timed steps in a window, after one that is not timed.
         budget_s: seconds after which no window starts; one window is always timed.
-        progress: gets the number of windows that are done.
     """
-    deadline, others, done = time.monotonic() + budget_s, OtherProcesses(), 0
+    deadline, others, measured_s = time.monotonic() + budget_s, OtherProcesses(), report.measured_s
 
     def take_round() -> None:
         report.rounds.append(calibrate())
         report.taken_cores.append(others.taken())
 
     take_round()
-    while not done or (done < num_windows and on_first_rank(lambda: time.monotonic() < deadline)):  # clocks differ
+    while not measured_s or (len(measured_s) < num_windows and on_first_rank(lambda: time.monotonic() < deadline)):
         step = ready()
         step()  # a warm cache, as in the middle of training
         seconds, step_ns = time_window(step, steps_per_window, device)
-        report.measured_s.append(seconds)
+        measured_s.append(seconds)
         report.step_ns += step_ns
         take_round()
-        done += 1
-        progress(done)
 
 
 def time_beside(
