@@ -35,13 +35,11 @@ class RankMemory:
     Attributes:
         times_ns: moments, from 0 at the start of the step [T].
         num_bytes: of each kind of KINDS from then on [T, K].
-        host_bytes: the most that was offloaded; no part of the others.
         allocator_bytes: the most that the GPU's allocator gave out; 0 on the CPU.
     """
 
     times_ns: Ints
     num_bytes: Ints
-    host_bytes: int = 0
     allocator_bytes: int = 0
 
     @property
@@ -121,7 +119,7 @@ def train(job: Job) -> RankMemory:
         times, rows = memory.over_time()
     parts.close()
     allocator_bytes = 0 if job.device == "cpu" else memory.peak_bytes
-    return RankMemory(times, rows, memory.host_bytes, allocator_bytes)
+    return RankMemory(times, rows, allocator_bytes)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,10 @@
 The rule is that of distlab.measure.runs.windows. Each window of steps has a calibration before and after it. Windows in
 which the machine drifted by more than 5 % are dropped. The median error over at least ten windows is held against the
 bar or twice the repeat spread. Each round of a compressed run times encoding and decoding too: on buckets of other
-sizes and shapes than the model's. It finds how much slower both are in steps of two other models. Each round of a
-sharded run times gathers and scatters; each round of a pipeline times messages and two pipelines of other models; each
-round of any other layout times its calls on the groups of its mesh and two models of other sizes by the same plan.
-Experts count as busy as they were in the window. Eight ranks share two cores: what is predicted for them is the sum of
-what all ranks compute and send over the cores, and not when each of them waits. The plain step of the same model is in
-benchmarks/tour.py.
+sizes and shapes than the model's. Each round of a sharded run times gathers and scatters, each round of a pipeline
+messages, and each round of any other layout its calls on the groups of its mesh. All time steps of two models of other
+sizes by the same plan too. Experts count as busy as they were in the window. Eight ranks share two cores: who waits
+lends its turn to the others. The plain step of the same model is in benchmarks/tour.py.
 
     python benchmarks/predicted.py              # all rows: about 25 minutes
     python benchmarks/predicted.py --layouts    # those of tensor, context, expert and hybrid parallelism alone

@@ -43,10 +43,10 @@ from distlab.measure import (
     interleave,
     measure_codec,
     measure_round,
-    median_codec,
     median_round,
     workload_from_module,
 )
+from distlab.measure.machine.fit import median_of
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
@@ -235,7 +235,7 @@ def predicted_rows(measured: Measured, bandwidths: Sequence[float]) -> Iterator[
     calibrated = median_round(measured.rounds)
     # A throttled exchange sleeps: it takes next to nothing from a rank that computes.
     cluster = replace(fit_cluster(calibrated, 2), contention=Contention())
-    codecs = {name: median_codec(found) for name, found in measured.codecs.items()}
+    codecs = {name: median_of(found) for name, found in measured.codecs.items()}
     times = np.asarray(measured.steps)  # [bandwidth, program, block]
     errors = []
     for place, (name, compression) in enumerate(PROGRAMS.items()):

@@ -13,7 +13,6 @@ from distlab.faces import lazy
 if TYPE_CHECKING:
     from distlab.measure.count.gpt import count_gpt as count_gpt
     from distlab.measure.count.module import workload_from_module as workload_from_module
-    from distlab.measure.machine.blocks import MIN_BLOCKS as MIN_BLOCKS, interleave as interleave
     from distlab.measure.machine.facts import (
         Machine as Machine,
         gpu_names as gpu_names,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         this_machine as this_machine,
         version_of as version_of,
     )
+    from distlab.measure.machine.fit import MIN_BLOCKS as MIN_BLOCKS, interleave as interleave
     from distlab.measure.machine.ranks import device_of as device_of, on_first_rank as on_first_rank
     from distlab.measure.machine.rates import (
         Rates as Rates,
@@ -50,26 +50,28 @@ if TYPE_CHECKING:
     )
     from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
     from distlab.measure.runs.calls import measure_messages as measure_messages
-    from distlab.measure.runs.codec import measure_codec as measure_codec, median_codec as median_codec
+    from distlab.measure.runs.codec import measure_codec as measure_codec
     from distlab.measure.runs.predict import (
         CalibrationRound as CalibrationRound,
         median_calibration as median_calibration,
         predict_step as predict_step,
     )
     from distlab.measure.runs.run import (
-        RankReport as RankReport,
         RunResult as RunResult,
         TrainingRun as TrainingRun,
+        overlay_of as overlay_of,
+        overlay_of_run as overlay_of_run,
         time_on_new_ranks as time_on_new_ranks,
         time_training as time_training,
         windows_of as windows_of,
     )
-    from distlab.measure.runs.timed_program import (
-        overlay_of as overlay_of,
-        overlay_of_run as overlay_of_run,
+    from distlab.measure.runs.windows import (
+        RankReport as RankReport,
+        Verdict as Verdict,
+        Window as Window,
+        judge as judge,
         time_beside as time_beside,
     )
-    from distlab.measure.runs.windows import Verdict as Verdict, Window as Window, judge as judge
 
 
 __getattr__ = lazy(__name__)

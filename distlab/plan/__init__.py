@@ -16,6 +16,7 @@ from distlab.plan.hardware import (
     Device as Device,
     Link as Link,
     Protocol as Protocol,
+    Software as Software,
 )
 from distlab.plan.mesh import Mesh as Mesh
 from distlab.plan.partition import balance as balance, split_evenly as split_evenly

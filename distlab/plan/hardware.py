@@ -1,4 +1,4 @@
-"""What a step runs on: Device, Link and Cluster, plain frozen records with checked fields."""
+"""What a step runs on: Device, Link, Software and Cluster, plain frozen records with checked fields."""
 
 from __future__ import annotations
 
@@ -125,44 +125,33 @@ class Contention:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Equal devices in equal nodes: one link inside a node, one between nodes.
+class Software:
+    """How software uses devices and wires: the part of a cluster that is no hardware.
 
     Attributes:
-        num_devices: ranks that it has room for.
-        devices_per_node: neighbours that `intra_node` links.
-        intra_node: the link inside a node.
-        inter_node: the link between nodes.
-        contention: how computing and communicating slow each other down.
+        name: of a stack of software, such as those of `simulator.hardware.presets`.
         send_s: fixed time of a message between pipeline stages, in addition to the link's latency: kernels start on
             both ranks, and their hosts wait.
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
+        splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
         tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
             them, chunk by chunk.
+        gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
+        dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
         bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
             its buckets at their default has those. 0: there are none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
-        gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
-        dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
-        splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
-        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, not both at once.
-        scatters_each: stage 3 scatters gradients in every micro-batch and adds up its shard; else in the last one.
-        num_cores: where ranks are processes of one machine, the cores that they share, in turns; `device` says how fast
-            they are when all of them compute. None: each has a device of its own.
+        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does, not both at
+            once.
+        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`, and adds up
+            its shard; else in the last one.
     """
 
-    name: str
-    device: Device
-    num_devices: int
-    devices_per_node: int
-    intra_node: Link
-    inter_node: Link
-    contention: Contention = Contention()
-    num_cores: int | None = None
+    name: str = ""
     send_s: float = 0.0
     send_fraction: float = 1.0
     splits_messages: bool = False
@@ -179,16 +168,45 @@ class Cluster:
     scatters_each: bool = False
 
     def __post_init__(self) -> None:
-        owner = f"Cluster {self.name!r}"
-        require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
-        if self.num_cores is not None:
-            require_count(owner, num_cores=self.num_cores)
+        owner = f"Software {self.name!r}"
         require(self.bucket_elements >= 0, f"{owner}: bucket_elements is {self.bucket_elements!r}; pass 0 or more")
         for name, value in (("send_s", self.send_s), ("slice_s", self.slice_s)):
             require(value >= 0, f"{owner}: {name} is {value!r}; pass a time >= 0")
         part, hidden = self.send_fraction, self.tensor_overlap
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
         require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes: one link inside a node, one between nodes.
+
+    Attributes:
+        num_devices: ranks that it has room for.
+        devices_per_node: neighbours that `intra_node` links.
+        intra_node: the link inside a node.
+        inter_node: the link between nodes.
+        contention: how computing and communicating slow each other down.
+        num_cores: where ranks are processes of one machine, the cores that they share, in turns; `device` says how fast
+            they are when all of them compute. None: each has a device of its own.
+        software: how devices and wires are used.
+    """
+
+    name: str
+    device: Device
+    num_devices: int
+    devices_per_node: int
+    intra_node: Link
+    inter_node: Link
+    contention: Contention = Contention()
+    num_cores: int | None = None
+    software: Software = Software()
+
+    def __post_init__(self) -> None:
+        owner = f"Cluster {self.name!r}"
+        require_count(owner, num_devices=self.num_devices, devices_per_node=self.devices_per_node)
+        if self.num_cores is not None:
+            require_count(owner, num_cores=self.num_cores)
         whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
         require(
             whole,

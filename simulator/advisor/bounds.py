@@ -55,14 +55,14 @@ def update_s(
     whole, device = cost.workload.optimizer, question.cluster.device
     size = whole.memory_bytes / max(cost.workload.num_parameters, 1) * parameters / shards
     kernels = np.maximum(0.0, whole.num_kernels / max(cost.workload.num_tensors, 1) * tensors / shards - 1)
-    kernels = kernels * (not question.cluster.flat_buffers)
+    kernels = kernels * (not question.cluster.software.flat_buffers)
     busy = size / device.memory_bytes_per_s + kernels * device.kernel_s
     return np.asarray(np.maximum(busy, kernels * device.launch_s), np.float64)
 
 
 def pack_s(question: Question, num_bytes: Floats, tensors: Floats | Ints | int) -> Floats:
     """Return a time that dividing gradients for their buckets keeps a rank busy at least."""
-    device, kernels = question.cluster.device, 3 * tensors * (not question.cluster.flat_buffers)
+    device, kernels = question.cluster.device, 3 * tensors * (not question.cluster.software.flat_buffers)
     busy = 2 * num_bytes / device.memory_bytes_per_s + kernels * device.kernel_s
     return np.asarray(np.maximum(busy, kernels * device.launch_s), np.float64)
 
@@ -89,7 +89,9 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     update = update + update_s(question, cost, experts.sum() / p, 0, few)
     packs = np.where((copies > 1) & (stage < 3), pack_s(question, widths.reduce * own.sum() / p, tensors), 0.0)
     once = wire_s(question, shape, copies, width * own.sum() / p)
-    gathered = np.where((stage > 0) & (stage < 3) & (not question.cluster.gathers_ahead), once, 0.0)  # after the update
+    gathered = np.where(
+        (stage > 0) & (stage < 3) & (not question.cluster.software.gathers_ahead), once, 0.0
+    )  # after the update
     sums = np.where(stage > 0, 1, 2) * (v == 1) * once
     work = m * total / p + packs + update + gathered
     wire = (m * total - cost.backward.sum()) / p + sums + update + gathered

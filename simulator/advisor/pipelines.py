@@ -141,7 +141,7 @@ class Pipelines:
 
     def _gather_s(self, row: int) -> Floats | float:
         question, (plan, shape, cost) = self.found.question, self._of(row)
-        if not plan.sharding.stage or question.cluster.gathers_ahead:
+        if not plan.sharding.stage or question.cluster.software.gathers_ahead:
             return 0.0
         widths = widths_of(cost.workload, plan)
         own = min(widths.reduce, widths.parameter) * self._of_ranks(row, local_parameters(shape, cost)[0])

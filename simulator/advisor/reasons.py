@@ -107,7 +107,7 @@ def near_fit(search: Search) -> str:
     """Return which faster plan lacks least memory, in words; "": all that could be faster fit."""
     found = search.found
     free = found.question.device.memory_bytes
-    flat = found.question.cluster.flat_buffers
+    flat = found.question.cluster.software.flat_buffers
     needs = {
         row: memory_of(found.workload(row), found.plan(row), flat_buffers=flat).max_bytes
         for row in search.too_large()[:COUNTED]

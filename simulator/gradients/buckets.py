@@ -102,7 +102,7 @@ def costs_in(group: Group, gradient_sync: str) -> Costs:
 
     @cache  # blocks are alike, and so are most buckets
     def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
-        copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.flat_buffers)
+        copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.software.flat_buffers)
         pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
         return pack, unpack, group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
 
@@ -164,8 +164,8 @@ def _capacities(plan: Plan, cluster: Cluster, bytes_per_parameter: int) -> tuple
         elements, so that each copy's part of a bucket stays long.
     """
     says_nothing = (plan.bucket_bytes, plan.first_bucket_bytes) == (Plan.bucket_bytes, Plan.first_bucket_bytes)
-    if cluster.bucket_elements and says_nothing:
-        return cluster.bucket_elements * max(LEAST_COPIES, plan.copies) * bytes_per_parameter, None
+    if cluster.software.bucket_elements and says_nothing:
+        return cluster.software.bucket_elements * max(LEAST_COPIES, plan.copies) * bytes_per_parameter, None
     small_first = plan.gradient_sync == "overlapped" and plan.sharding.stage == 0
     return plan.bucket_bytes, plan.first_bucket_bytes if small_first else None
 

@@ -77,11 +77,10 @@ class UnitTimes(NamedTuple):
     Attributes:
         unit: the unit.
         gather: all-gather of its parameters.
-        start_ns: time of the computing rank to start the gather, and what the gather costs that rank later.
+        start_ns: time of the computing rank to start the gather.
         show_ns: time to put views of the gathered parameters where the layers look for them.
         scatter: reduce-scatter of its gradients, and what follows it among replicas.
         pack_ns: time to copy its gradients into the send buffer and to start the scatter.
-        sum_ns: time to add up what the scatter brought, where the computing rank does that itself.
         unpack_ns: time to divide the sum of this rank's shard by the number of ranks.
         load: copy of its shard from the host to the device, or None.
         save: copy of its gradients' shard to the host, or None.
@@ -93,7 +92,6 @@ class UnitTimes(NamedTuple):
     show_ns: int
     scatter: tuple[Transfer, ...]
     pack_ns: int
-    sum_ns: int
     unpack_ns: int
     load: Transfer | None = None
     save: Transfer | None = None
@@ -134,7 +132,6 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
             "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
             "scatter": shards.scatter(num_elements, widths.reduce, sizes),
             "pack_ns": copies_ns(num_elements) + starting_ns,
-            "sum_ns": shards.on_rank_ns("reduce_scatter sum", num_elements, widths.reduce),
             "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
         }
 
@@ -153,13 +150,12 @@ def scattered(buckets: Sequence[BucketCost], shards: Shards, widths: Widths, off
         pieces = -(-num_tensors // shards.num_shards)
         check = Work(memory_bytes=own, num_kernels=PIECE_KERNELS * pieces)  # finite? then each piece gets its gradient
         parts = shards.scatter(size, widths.reduce)
-        adding_ns = shards.on_rank_ns("reduce_scatter sum", size, widths.reduce)
         return {
             **_calls_of_parameters(size, shards, widths, offload),
             "kind": "reduce_scatter",
             "num_bytes": parts[0].num_bytes,
             "pack_ns": pack_ns + shards.starting_ns("reduce_scatter", size, widths.reduce),
-            "unpack_ns": unpack_ns + adding_ns + to_ns(compute_s(check, shards.cluster.device)),
+            "unpack_ns": unpack_ns + to_ns(compute_s(check, shards.cluster.device)),
             "duration_ns": sum(part.duration_ns for part in parts),
             "sent_bytes": sum(part.sent_bytes for part in parts),
             "parts": parts,

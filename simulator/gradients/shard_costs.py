@@ -62,16 +62,11 @@ class Shards:
         return (own,) if self.replicas == 1 else (own, self._across_sets(whole // self.num_shards))
 
     def starting_ns(self, kind: str, num_elements: int, bytes_each: int) -> int:
-        """Return what starting a call costs the computing rank, and the passes that the call overlaps."""
-        parts = (f"{kind} start", f"{kind} beside")
-        return sum(self.on_rank_ns(part, num_elements, bytes_each) for part in parts)
+        """Return what a call costs the computing rank, which pays when it starts the call.
 
-    def on_rank_ns(self, part: str, num_elements: int, bytes_each: int) -> int:
-        """Return what a part of a call ("all_gather start", "reduce_scatter sum") costs the computing rank.
-
-        Nothing unless it was measured: nccl's calls are kernels that add up on their way, and the host runs ahead.
+        Nothing unless it was measured ("all_gather start"): nccl's calls are kernels, and the host runs ahead.
         """
-        link = self.links.get(part)
+        link = self.links.get(f"{kind} start")
         if link is None or self.num_shards == 1 or not num_elements:
             return 0
         return to_ns(message_s(self.padded(num_elements) * bytes_each, link))
@@ -93,7 +88,7 @@ class Shards:
 
     def _calls(self, kind: str, num_elements: int, bytes_each: int, sizes: Sequence[int]) -> Transfer:
         """Cost one call, or one for each tensor: then a rank also cuts each tensor into a slice for every rank."""
-        slice_s = self.cluster.slice_s
+        slice_s = self.cluster.software.slice_s
         if not (slice_s and sizes and self.num_shards > 1):
             return self._in_a_set(kind, self.padded(num_elements) * bytes_each)
         calls = [self._in_a_set(kind, self.padded(size) * bytes_each) for size in sizes]

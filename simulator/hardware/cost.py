@@ -127,12 +127,6 @@ def reduce_scatter_steps(num_ranks: int) -> Steps:
     return Steps(n - 1, (n - 1) / n, 0.5 / n if n > 1 else 0.0)
 
 
-def broadcast_steps(num_ranks: int) -> Steps:
-    """Return the steps of a binary-tree broadcast, pipelined: log2(n) latencies, the message once over each link."""
-    n = _check_ranks(num_ranks)
-    return Steps(math.ceil(math.log2(n)), 1.0) if n > 1 else Steps(0, 0.0)
-
-
 def all_reduce_s(num_bytes: float, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
     """Return the time of an all-reduce of num_bytes on each of num_ranks ranks.
 
@@ -164,11 +158,6 @@ def all_gather_s(num_bytes: float, num_ranks: int, link: Link) -> float:
     return reduce_scatter_s(num_bytes, num_ranks, link)
 
 
-def broadcast_s(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the time of a broadcast of num_bytes from one rank to all."""
-    return steps_s(num_bytes, broadcast_steps(num_ranks), link)
-
-
 def hierarchical_all_reduce_s(
     num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
 ) -> float:
@@ -179,14 +168,6 @@ def hierarchical_all_reduce_s(
     inside = reduce_scatter_s(num_bytes, ranks_per_node, intra_node)
     across = all_reduce_s(num_bytes / ranks_per_node, num_nodes, inter_node)
     return inside + across + all_gather_s(num_bytes, ranks_per_node, intra_node)
-
-
-def hierarchical_all_gather_s(
-    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
-) -> float:
-    """Return the time of an all-gather across nodes, each rank its own 1/g of them, and then inside nodes."""
-    across = all_gather_s(num_bytes / ranks_per_node, num_nodes, inter_node)
-    return across + all_gather_s(num_bytes, ranks_per_node, intra_node)
 
 
 def ring_over_nodes_s(

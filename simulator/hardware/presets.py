@@ -12,12 +12,12 @@ reach is a matter of device and software together. A `Stack` holds the parts of 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from distlab.plan import Cluster, Device, Link, Protocol
+from distlab.plan import Cluster, Device, Link, Protocol, Software
 
 BEST_CASE = "best-case"
 ENERGY_OF_16_BITS = (
@@ -26,8 +26,8 @@ ENERGY_OF_16_BITS = (
 
 
 @dataclass(frozen=True)
-class Stack:
-    """What a stack of software reaches of its devices and wires in steps of real models.
+class Stack(Software):
+    """A stack of software: how it uses a cluster, and what it reaches of devices and wires in steps of real models.
 
     Attributes:
         software: whose steps it describes, in a few words.
@@ -39,28 +39,12 @@ class Stack:
         attention_on_a100: the same on A100, for whose instructions of single warps kernels were made that Hopper runs
             too; None: as elsewhere.
         network_fraction: of the bandwidth of links between nodes, what collectives reach.
-        send_s: fixed time of a message between pipeline stages.
-        send_fraction: of a link's bandwidth, what such a message reaches.
-        tensor_overlap: of the time of tensor ranks' calls, what hides behind products.
-        flat_buffers: whether gradients are made in the buffers that travel, and one kernel updates all parameters.
-        bucket_elements: of gradients for each copy of the parameters, in buckets that a plan leaves at their default;
-            0: these are the plan's.
-        fused_sums: whether the product that makes weights' gradients adds them to sums in float32.
-        gathers_ahead: whether parameters are gathered under the next step's first forward (sharding's stages 1 and 2).
-        dispatches_once: whether a token crosses to a node once, however many of its experts are there.
-        splits_messages: whether tensor ranks send a part each of such a message.
-        slice_s: of stage 3 tensor by tensor: time of each rank's slice of a call; 0: units are flat buffers.
-        live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
-        stops_early: whether a layer that is recomputed stops before its last product.
-        casts_twice: whether each of the two layouts in 8 bits is cast from 16 bits by itself, as torchao does.
-        scatters_each: whether stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`.
         warp_attention: whether fused attention uses instructions of single warps, as FlashAttention 1 and 2 do, and not
             Hopper's of warp groups.
         compute_slowdown: how much longer computation takes while collectives run: their kernels hold multiprocessors.
         source: where the numbers come from, with a date.
     """
 
-    name: str
     matmul_fraction: float = 1.0
     memory_fraction: float = 1.0
     kernel_s: float = 0.0
@@ -68,20 +52,6 @@ class Stack:
     attention_fraction: float = 1.0
     attention_on_a100: float | None = None
     network_fraction: float = 1.0
-    send_s: float = 0.0
-    send_fraction: float = 1.0
-    splits_messages: bool = False
-    tensor_overlap: float = 0.0
-    gathers_ahead: bool = False
-    dispatches_once: bool = False
-    flat_buffers: bool = False
-    bucket_elements: int = 0
-    fused_sums: bool = False
-    slice_s: float = 0.0
-    live_elements: float | None = None
-    stops_early: bool = False
-    casts_twice: bool = False
-    scatters_each: bool = False
     warp_attention: bool = False
     compute_slowdown: float = 1.0
     source: str = ""
@@ -112,13 +82,12 @@ class Stack:
         protocols = tuple(
             replace(each, bytes_per_s=each.bytes_per_s * self.network_fraction) for each in wire.protocols
         )
-        alike = {field.name for field in fields(Stack)} & {field.name for field in fields(Cluster)} - {"name"}
         return replace(
             cluster,
             device=self.on_device(cluster.device),
             inter_node=replace(wire, protocols=protocols),
             contention=replace(cluster.contention, compute_slowdown=self.compute_slowdown),
-            **{name: getattr(self, name) for name in alike},
+            software=self,
         )
 
 

@@ -72,7 +72,7 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
     """
     plan, widths = layout.plan, widths_of(workload, layout.plan)
     is_grouped = plan.recompute_method == "uniform" and plan.recompute_layers > 1  # only a group's last may stop early
-    stops_early = layout.cluster.stops_early and not is_grouped
+    stops_early = layout.cluster.software.stops_early and not is_grouped
     one: Callable[[Layer], LayerTimes]
     if is_shared(plan):
         groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
@@ -88,7 +88,9 @@ def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits
             return _whole(layer, layout, stops_early=stops_early)
 
     known: dict[int, LayerTimes] = {}
-    sums = not layout.cluster.fused_sums and not (plan.sharding.stage == 3 and layout.cluster.scatters_each)
+    sums = not layout.cluster.software.fused_sums and not (
+        plan.sharding.stage == 3 and layout.cluster.software.scatters_each
+    )
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
             shaped = with_shapes(layer, plan, layout.cluster)

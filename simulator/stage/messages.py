@@ -16,7 +16,7 @@ def message_ns(num_bytes: int, link: Link, layout: Layout, pipeline: int) -> int
     cluster = layout.cluster
     if "send" in layout.links:
         return to_ns(message_s(num_bytes, link))
-    sent_ns = to_ns(cluster.send_s + message_s(num_bytes / cluster.send_fraction, link))
+    sent_ns = to_ns(cluster.software.send_s + message_s(num_bytes / cluster.software.send_fraction, link))
     if parts_of_messages(layout) > 1:
         sent_ns += layout.slowest(("tensor",), pipeline).exchange_ns("all_gather", num_bytes)
     return sent_ns
@@ -25,4 +25,4 @@ def message_ns(num_bytes: int, link: Link, layout: Layout, pipeline: int) -> int
 def parts_of_messages(layout: Layout) -> int:
     """Return into how many parts tensor ranks split a message that all of them have whole."""
     plan = layout.plan
-    return plan.tensor if layout.cluster.splits_messages and not plan.sequence_parallel else 1
+    return plan.tensor if layout.cluster.software.splits_messages and not plan.sequence_parallel else 1

@@ -206,6 +206,6 @@ def _crossing(experts: Experts, costs: CallCosts) -> float:
     Source: deepseek-ai/DeepEP, 2025: a token crosses to the rank of its own place in a node, which hands it on.
     """
     group = costs.groups["expert"][0]
-    if not group.cluster.dispatches_once or group.num_nodes == 1:
+    if not group.cluster.software.dispatches_once or group.num_nodes == 1:
         return 1.0
     return min(1.0, experts.nodes_of_a_token(group.num_nodes) / experts.top_k)

@@ -93,7 +93,7 @@ class CallCosts:
         each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
         time_ns = max([group.exchange_ns(kind, each, crossing) for group in groups])
         if axis == "tensor":
-            time_ns = round(time_ns * (1 - groups[0].cluster.tensor_overlap))
+            time_ns = round(time_ns * (1 - groups[0].cluster.software.tensor_overlap))
         return time_ns, groups[0].sent_bytes(kind, each, crossing)
 
     def shared(self, axis: str) -> bool:

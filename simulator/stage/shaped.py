@@ -40,7 +40,7 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     Source: NVIDIA/TransformerEngine, cast_transpose.cu, 2023; pytorch/ao, float8_linear.py, 2024.
     """
     device, in_8_bits = cluster.device, plan.float8 != "none" and layer.input_bytes > 0  # a block
-    scaled = CAST_TWICE if cluster.casts_twice else CAST_ONCE
+    scaled = CAST_TWICE if cluster.software.casts_twice else CAST_ONCE
     bytes_each = (scaled, GATHERED if plan.float8 == "gathers" else scaled) if in_8_bits else None
     experts = layer.experts
     has_shapes = any(region.products for region in layer.regions) or bool(experts and experts.products)

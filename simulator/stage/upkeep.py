@@ -95,7 +95,7 @@ class Upkeeps:
             own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
         share = own / workload.num_parameters if workload.num_parameters else 0.0
         tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
-        kernels = 1 if cluster.flat_buffers else round(workload.optimizer.num_kernels * tensors)
+        kernels = 1 if cluster.software.flat_buffers else round(workload.optimizer.num_kernels * tensors)
         work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
         if plan.sharding.offload != "none":
             return to_ns(work.memory_bytes / cluster.device.host_memory_bytes_per_s)

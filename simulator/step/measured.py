@@ -17,10 +17,8 @@ class Measured:
         codec: encoding and decoding of a bucket, in place of counted work; None: counted.
         links: the measured link of a kind of call, on every axis: "all_reduce", "all_gather",
             "reduce_scatter", "all_to_all", or "send" (a ring's hops, and messages between stages). All its ranks then
-            use that link, in whichever nodes they sit. "all_gather start", "reduce_scatter start" and
-            "reduce_scatter sum" are what sharding's calls cost the computing rank, and "all_gather beside",
-            "reduce_scatter beside" what they cost the passes that they overlap. A kind that is left out takes the
-            cluster's links.
+            use that link, in whichever nodes they sit. "all_gather start" and "reduce_scatter start" are what
+            sharding's calls cost the computing rank. A kind that is left out takes the cluster's links.
     """
 
     codec: MeasuredCodec | None = None

@@ -197,7 +197,7 @@ class Step:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of each kind on each stage's ranks."""
-        flat = self.cluster.flat_buffers
+        flat = self.cluster.software.flat_buffers
         return step_memory(self.workload, self.plan, self.stages, self.timing, flat_buffers=flat)
 
     @cached_property

@@ -106,7 +106,7 @@ class _UnitGraph:
         self, compiled: CompiledSchedule, stages: Sequence[Stage], sharding: Sharding, cluster: Cluster
     ) -> None:
         self.compiled, self.order, self.stages, self.sharding = compiled, compiled.order, stages, sharding
-        self.scatters_each = cluster.scatters_each
+        self.scatters_each = cluster.software.scatters_each
         self.graph = Graph()
         num = self.order.num_ranks
         self.ranks = [_Rank(rank, num + 2 * rank, num + 2 * rank + 1) for rank in range(num)]
@@ -235,8 +235,6 @@ class _UnitGraph:
         number, index, microbatch, scatter = one.scattering
         unit, one.scattering = self.stages[number].units[index], None
         across = unit.scatter[1:]
-        if unit.sum_ns:
-            scatter = self._compute(one, "sum", unit, unit.sum_ns, [scatter])
         if across:
             sent = self._scatter(one, unit, across[0], [scatter, *one.computed], microbatch)
             one.crossing.append((number, index, microbatch, sent))

@@ -105,18 +105,18 @@ def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: Compi
         cores=_shared_cores(cluster, plan),
     )
     if plan.sharding.stage in (1, 2):
-        return add_zero_calls(timing, stages, gathers_ahead=cluster.gathers_ahead)
+        return add_zero_calls(timing, stages, gathers_ahead=cluster.software.gathers_ahead)
     return timing
 
 
 def _within_limit(sharding: Sharding, cluster: Cluster, stages: Sequence[Stage]) -> Sharding:
     """Return the sharding with as many units gathered ahead as memory allows whole, besides the one that computes."""
-    if cluster.live_elements is None:
+    if cluster.software.live_elements is None:
         return sharding
     largest = max(
         (unit.unit.num_elements for stage in stages for unit in stage.units if not unit.unit.is_root), default=1
     )
-    ahead = max(0, int(cluster.live_elements // largest) - 1)
+    ahead = max(0, int(cluster.software.live_elements // largest) - 1)
     return replace(sharding, prefetch=min(sharding.prefetch, ahead))
 
 

@@ -52,7 +52,6 @@ def _slow(stage: Stage, factor: float) -> Stage:
                 pack_ns=round(unit.pack_ns * factor),
                 unpack_ns=round(unit.unpack_ns * factor),
                 show_ns=round(unit.show_ns * factor),
-                sum_ns=round(unit.sum_ns * factor),
             )
             for unit in stage.units
         ),

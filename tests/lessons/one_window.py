@@ -7,20 +7,19 @@ notebooks as they are given out hold those of whole measurements. tests/measure 
 import functools
 
 from distlab.measure.machine import speed
-from distlab.measure.runs import beside, calibrate, overhead, run
+from distlab.measure.runs import calibrate, run, windows
 
-beside_whole, windows_whole, round_whole = beside.time_beside, run.time_windows, speed.measure_round
+beside_whole, windows_whole, round_whole = windows.time_beside, windows.time_windows, speed.measure_round
 calibration_whole = calibrate.CalibrationOfRun.measure
 rounds = {}
 
 
-def time_beside(step, calibrate, spans, *, device="cpu", **_):
-    once = functools.cache(calibrate)
-    return beside_whole(step, once, spans, num_windows=1, steps_per_window=2, device=device)
+def time_beside(step, calibrate, spans, **_):
+    return beside_whole(step, functools.cache(calibrate), spans, steps_per_window=2)
 
 
-def time_windows(measured_s, **options):
-    windows_whole(measured_s, **options | {"num_windows": 1, "budget_s": 0.0})
+def time_windows(*arguments, **options):
+    windows_whole(*arguments, **options | {"num_windows": 1, "budget_s": 0.0})
 
 
 def measure_round(device, *, works=None, nodes=None):
@@ -37,7 +36,8 @@ def measure(calibration):
     return calibration.measured
 
 
-beside.time_beside, run.time_windows = time_beside, time_windows
+windows.time_beside = time_beside
+windows.time_windows = run.time_windows = time_windows
 speed.measure_round = calibrate.measure_round = measure_round
 calibrate.CalibrationOfRun.measure = measure
-speed.REPEATS = overhead.REPEATS = 1
+speed.REPEATS = calibrate.REPEATS = 1

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.measure import TrainingRun, median_codec
-from distlab.measure.runs.codec import COLUMNS, IN_A_ROW, REPEATS, ROWS, _fit_line
-from distlab.measure.runs.overhead import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from distlab.measure import TrainingRun
+from distlab.measure.machine.fit import fit_line, median_of
+from distlab.measure.runs.codec import COLUMNS, IN_A_ROW, REPEATS, ROWS
 from distlab.models import GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from distlab.plan.compression import Compression, exchanges
@@ -15,7 +15,6 @@ from simulator import MeasuredCodec
 
 LINK = Link("l", (Protocol(1e-4, 1e9),))
 MACHINE = Cluster("c", Device("d", 1e10, 1e10, 1e9), 2, 2, LINK, LINK)
-BUCKETS = {"bucket_bytes": BUCKET_BYTES, "first_bucket_bytes": FIRST_BUCKET_BYTES}
 EACH = (Compression("quantize", bits=8), Compression("powersgd", rank=2))
 
 
@@ -45,9 +44,11 @@ def test_every_rank_gets_one_result_from_the_calls_that_are_predicted(ranks, com
 
 def test_lines_are_fitted_with_no_negative_part():
     sizes = [1_000.0, 10_000.0, 100_000.0]
-    assert _fit_line(sizes, [1e-3 + 1e-8 * size for size in sizes]) == pytest.approx((1e-3, 1e-8))
-    assert _fit_line(sizes, [1e-8 * size - 5e-6 for size in sizes])[0] == 0
-    fixed, rate = _fit_line(sizes, [3e-3, 2e-3, 1e-3])
+    for relative in (False, True):
+        exact = fit_line(sizes, [1e-3 + 1e-8 * size for size in sizes], relative=relative)
+        assert exact == pytest.approx((1e-3, 1e-8))
+    assert fit_line(sizes, [1e-8 * size - 5e-6 for size in sizes], relative=True)[0] == 0
+    fixed, rate = fit_line(sizes, [3e-3, 2e-3, 1e-3], relative=True)
     assert rate == 0
     assert 1e-3 < fixed < 3e-3
 
@@ -55,57 +56,10 @@ def test_lines_are_fitted_with_no_negative_part():
 def test_codecs_combine_by_median():
     middle = MeasuredCodec(EACH[0], 2, 1e-4, 1e-9, 2e-4, 2e-9)
     slow, fast = (replace(middle, encode_s=1e-4 * by, decode_s_per_byte=2e-9 * by) for by in (3, 0.5))
-    both = median_codec([slow, middle, fast])
+    both = median_of([slow, middle, fast])
     assert [both.encode_s, both.encode_s_per_byte, both.decode_s, both.decode_s_per_byte] == pytest.approx(
         [1e-4, 1e-9, 2e-4, 2e-9]
     )
-
-
-def test_a_codec_is_timed_inside_a_step_without_the_wire(ranks):
-    def on_ranks():
-        import torch
-
-        from distlab.measure.runs import codec
-        from distlab.models import GPT
-
-        class Clock:
-            """A clock that only sleeping moves."""
-
-            now_s = 0.0
-
-            def sleep(self, seconds):
-                self.now_s += seconds
-
-        clock = Clock()
-
-        class Slow:
-            """Take 10 ms to encode and 5 ms to decode, and have a wire that takes another 2 ms."""
-
-            def start(self, bucket, group):
-                clock.sleep(0.010)
-                arrives = clock.now_s + 2e-3
-
-                class Pending:
-                    def wait(self):
-                        clock.sleep(max(0.0, arrives - clock.now_s) + 0.005)
-
-                return Pending()
-
-        model = GPT(GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=64))
-        step = codec.StepWithCodec(model, torch.randint(256, (2, 16)), Plan(data=2, **BUCKETS, compression=EACH[0]))
-        step._codec = Slow()
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        real = codec.now, codec.time
-        codec.now, codec.time = (lambda device: clock.now_s), clock
-        try:
-            return step.codec_s(MACHINE, repeats=3), step.bucket_bytes, num_bytes
-        finally:
-            codec.now, codec.time = real
-
-    for seconds, sizes, num_bytes in ranks(2).run(on_ranks):
-        assert len(sizes) > 1
-        assert sum(sizes) == num_bytes
-        assert seconds == pytest.approx(0.015 * len(sizes))
 
 
 def test_training_accumulates_to_the_same_weights_and_predicts_every_window(ranks):

@@ -93,20 +93,6 @@ def test_states_that_do_not_fit_a_rank_fail_by_name_and_train_when_they_are_shar
     assert all(peak < 3 * whole for peak in ranks(4).run(try_out, 3))
 
 
-def test_what_is_offloaded_counts_as_the_hosts(ranks):
-    def both():
-        here = train(job(2, 3))
-        return here, train(Job(Plan(data=2, sharding=Sharding(3, offload="all")), CONFIG))
-
-    for here, offloaded in ranks(2).run(both):
-        states = {"parameters": 1, "gradients": 1, "optimizer": 2}
-        shard = here.at_peak["parameters"]
-        assert here.host_bytes == 0
-        assert abs(offloaded.host_bytes - 4 * shard) <= 0.01 * shard
-        assert all(offloaded.num_bytes[:, KINDS.index(kind)].max() == 0 for kind in states)
-        assert offloaded.peak_bytes < here.peak_bytes - 2 * shard
-
-
 def test_jobs_that_cannot_be_trained_are_refused():
     for bad in ({"pipeline": 2}, {"tensor": 2}, {"recompute": "selective"}):
         with pytest.raises(ValueError, match="measured memory trains"):

@@ -2,25 +2,26 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from sharding_cases import cluster_of, plan_of, spans_of, workload_of
+from sharding_cases import workload_of
 
 from distlab.data import python_documentation
 from distlab.measure import CalibrationRound, Round, TrainingRun, measure_round, predict_step, time_training
 from distlab.measure.count.gpt import without_accumulation
 from distlab.measure.machine.fit import median_of
-from distlab.measure.machine.speed import MESSAGE_BYTES, Observation
-from distlab.measure.runs.calls import CallTimes, links_of, measure_sharding_calls
-from distlab.measure.runs.overhead import ReplicaOverhead, phases_of, share_among_calls
-from distlab.measure.runs.predict import ByteCost, Overhead
-from distlab.measure.runs.replicas import make_replica
+from distlab.measure.machine.speed import Observation
+from distlab.measure.runs.calibrate import StepOverhead, solve_cost
+from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_calls
+from distlab.measure.runs.predict import ByteCost, Overhead, costs_more
+from distlab.measure.runs.programs import count_model, make_program, sgd
 from distlab.models import GPT, GPTConfig
-from distlab.plan import Contention, Plan, Sharding, Work
-from simulator import Measured, all_gather_s, message_s, simulate
+from distlab.plan import AXES, Contention, Plan, Sharding, Work
+from distlab.plan.compression import Compression
+from simulator import MeasuredCodec, all_gather_s
 from simulator.hardware.cost import Steps, reduce_scatter_steps
 
+CPU = torch.device("cpu")
 CONFIG = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=16)
 SHARDINGS = (Sharding(), Sharding(1), Sharding(2), Sharding(3), Sharding(3, reshard_after_forward=False, prefetch=0))
 
@@ -37,7 +38,7 @@ def train_each(data):
             plan = Plan(data=2, bucket_bytes=4000, num_microbatches=num_microbatches, sharding=sharding)
             report = time_training(TrainingRun(CONFIG, plan, 6, num_updates=3, num_windows=0), data)
             found.append((report.losses, report.weights))
-    return found, measure_sharding_calls(torch.device("cpu"), stage=3)
+    return found, measure_calls(Plan(data=2, sharding=Sharding(3)), {}, CPU)
 
 
 def test_all_programs_train_the_same_model(ranks):
@@ -49,14 +50,11 @@ def test_all_programs_train_the_same_model(ranks):
             assert other.keys() == weights.keys()
             for name in weights:
                 assert torch.allclose(other[name], weights[name], atol=1e-5), name
-        assert len(times) == 5
+        assert times.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
         for part in times.values():
             assert part.num_bytes == MESSAGE_BYTES
             assert len(part.seconds) == len(MESSAGE_BYTES)
             assert min(part.seconds) > 0
-        links = links_of(times)
-        step = simulate(workload_of([1, 1]), cluster_of(2), plan_of(3, data=2), measured=Measured(links=links))
-        assert {"start unit 1", "sum unit 1"} <= {span.name for span in spans_of(step, "compute")}
 
 
 def test_links_are_fitted_to_each_kind_of_call():
@@ -72,61 +70,80 @@ def test_links_are_fitted_to_each_kind_of_call():
     assert links_of({}) == {}
 
 
-def test_what_calls_cost_the_computing_rank_is_fitted_as_one_piece_of_work():
-    start, added = (tuple(1e-5 + size / rate for size in MESSAGE_BYTES) for rate in (1e10, 2e9))
-    parts = {"all_gather start": start, "reduce_scatter start": start, "reduce_scatter sum": added}
-    links = links_of(median_of([{name: timed(Steps(1, 1.0), each) for name, each in parts.items()}] * 3))
-    for part, want in parts.items():
-        for size, seconds in zip(MESSAGE_BYTES, want, strict=True):
-            assert message_s(size, links[part]) == pytest.approx(seconds, rel=0.02)
-    nothing = {"reduce_scatter sum": timed(Steps(1, 1.0), (0.0,) * len(MESSAGE_BYTES))}  # nccl adds up on the way
-    assert message_s(8e6, links_of(nothing)["reduce_scatter sum"]) < 1e-6
+PLANS = {
+    "calls of stage 1": Plan(data=2, sharding=Sharding(1), bucket_bytes=20_000, first_bucket_bytes=20_000),
+    "calls of stage 3": Plan(data=2, sharding=Sharding(3)),
+    "codec": Plan(data=2, compression=Compression("quantize", bits=8)),
+    "actions": Plan(pipeline=2, num_microbatches=4, schedule="zb_h1"),
+    "passes of replicas": Plan(data=2, num_microbatches=2),
+    "passes of a mesh": Plan(tensor=2, context=2),
+}
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS[1:], ids=str)
-def test_what_a_busy_rank_pays_for_calls_is_found_again_in_the_phases_of_a_step(sharding):
+def made_up_round(plan):
+    """A round in which all that the plan needs was timed."""
     seconds = tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)
-    kinds = ("all_gather", "reduce_scatter", "all_gather start", "reduce_scatter start", "reduce_scatter sum")
     seen = Observation("products", Work(1e9), 0.1), Observation("kernels", Work(0.0, 1e9, 100), 0.1)
     compute = Round(seen, (2e-4, 3e-4, 8e-4, 2.3e-3, 8.6e-3), Contention())
-    measured = CalibrationRound(compute, {kind: timed(Steps(1, 1.0), seconds) for kind in kinds})
-    costly = replace(measured, overhead=Overhead(gathers=(ByteCost(1e3, 0.02),), scatters=(ByteCost(1e3, 0.05),)))
-    plan = Plan(data=2, sharding=sharding, bucket_bytes=4000, first_bucket_bytes=1000)
-    alone, busy = (predict_step(workload_of([1, 1, 1], [500] * 3), each, plan) for each in (measured, costly))
-    gathers, scatters = share_among_calls(np.subtract(phases_of(busy), phases_of(alone)), alone)
-    assert gathers[0] / gathers[1] == pytest.approx(0.02, rel=0.02)
-    assert scatters[0] / scatters[1] == pytest.approx(0.05, rel=0.02)
+    calls = {kind: timed(Steps(1, 1.0), seconds) for kind in kinds_of_calls(plan)}
+    codec = None if plan.compression is None else MeasuredCodec(plan.compression, 2, 1e-3, 1e-8, 2e-3, 1e-8)
+    return CalibrationRound(compute, calls, codec)
+
+
+@pytest.mark.parametrize("cost_s", [0.0, 0.02, -0.001])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, cost_s):
+    plan, measured = PLANS[name], made_up_round(PLANS[name])
+    workload = count_model(
+        GPTConfig(context=16, num_layers=4, num_heads=2, hidden_size=32, tied=False), 2, plan, device=CPU
+    )
+    overhead = Overhead((ByteCost(1e3, max(0.0, cost_s)),))
+    costly = predict_step(workload, replace(measured, overhead=overhead), plan)
+    wanted_s = costly.duration_s + 50 * min(0.0, cost_s)
+    found = solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
+    assert found.seconds < 0 if cost_s < 0 else found.seconds == pytest.approx(cost_s, rel=0.01, abs=1e-7)
+
+
+def test_of_what_costs_more_the_plan_decides():
+    assert {name: costs_more(plan) for name, plan in PLANS.items()} == {name: name.split()[0] for name in PLANS}
+    found = Overhead((ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)))  # below zero: the noise of a step
+    assert (found.action_s, found.codec_slowdown) == pytest.approx((0.01, 1.005))
+    assert (Overhead().action_s, Overhead().codec_slowdown) == (0.0, 1.0)
 
 
 def test_what_a_busy_rank_pays_for_a_call_grows_with_its_bytes_as_in_the_references():
-    seconds = tuple(1e-6 + size / 1e10 for size in MESSAGE_BYTES)
-    kinds = ("all_gather", "reduce_scatter", "all_gather start", "reduce_scatter start", "reduce_scatter sum")
-    seen = Observation("products", Work(1e9), 0.1), Observation("kernels", Work(0.0, 1e9, 100), 0.1)
-    compute = Round(seen, (2e-4, 3e-4, 8e-4, 2.3e-3, 8.6e-3), Contention())
-    measured = CalibrationRound(compute, {kind: timed(Steps(1, 1.0), seconds) for kind in kinds})
     plan, workload = Plan(data=2, sharding=Sharding(3)), workload_of([1, 1, 1], [500] * 3)  # 2,000 bytes per unit
-    plain = predict_step(workload, measured, plan)
+    measured = made_up_round(plan)
     for costs in (((1e3, 0.02), (4e3, 0.05)), ((4e3, 0.06), (8e3, 0.12))):
-        gathers = tuple(ByteCost(*each) for each in costs)
-        costly = predict_step(workload, replace(measured, overhead=Overhead(gathers=gathers)), plan)
-        found = share_among_calls(np.subtract(phases_of(costly), phases_of(plain)), plain)[0]
-        assert found[0] / found[1] == pytest.approx(0.03, rel=0.02)
+        overhead = Overhead(tuple(ByteCost(*each) for each in costs))
+        costly = predict_step(workload, replace(measured, overhead=overhead), plan)
+        flat = predict_step(workload, replace(measured, overhead=Overhead((ByteCost(1.0, 0.03),))), plan)
+        assert costly.duration_s == pytest.approx(flat.duration_s, rel=0.01)
 
 
 def measure_busy_ranks():
     device = torch.device("cpu")
-    busy = [ReplicaOverhead(Plan(data=2, sharding=sharding), device) for sharding in (Sharding(1), Sharding(3))]
-    measured = CalibrationRound(measure_round(device), measure_sharding_calls(device, stage=3))
-    return [each.measure(measured) for each in busy]
+    measured = CalibrationRound(measure_round(device), measure_calls(Plan(data=2, sharding=Sharding(3)), {}, device))
+    plans = [Plan(data=2, sharding=sharding) for sharding in (Sharding(1), Sharding(3))]
+    return [StepOverhead(plan, AXES, device).measure(measured) for plan in plans]
 
 
 def test_what_a_busy_rank_pays_is_measured_alike_on_all_ranks(ranks):
     first, second = ranks(2).run(measure_busy_ranks)
     assert first == second
     one, three = first
-    assert [len(costs) for costs in (one.gathers, one.scatters, three.gathers, three.scatters)] == [1, 1, 2, 2]
-    small, large = three.gathers
+    assert [len(each.costs) for each in first] == [2, 2]
+    assert {cost.num_bytes for cost in one.costs} == {Plan().bucket_bytes}, "buckets do not tell what a byte costs"
+    small, large = three.costs
     assert large.num_bytes > 1.5 * small.num_bytes
+
+
+def test_a_rank_that_trains_alone_has_no_overhead(ranks):
+    def alone():
+        device = torch.device("cpu")
+        return StepOverhead(Plan(sharding=Sharding(3)), AXES, device).measure(CalibrationRound(measure_round(device)))
+
+    assert ranks(1).run(alone) == [Overhead()]
 
 
 def test_gradients_that_are_taken_as_they_come_cost_no_addition():
@@ -139,4 +156,4 @@ def test_gradients_that_are_taken_as_they_come_cost_no_addition():
 @pytest.mark.parametrize("sharding", [Sharding(3, unit_layers=2), Sharding(1, offload="optimizer")])
 def test_what_is_not_run_is_refused(sharding):
     with pytest.raises(ValueError, match="this measures stages 1 to 3 over all ranks.*use replicas=1"):
-        make_replica(GPT(CONFIG), Plan(data=2, sharding=sharding), torch.optim.SGD)
+        make_program(GPT(CONFIG), Plan(data=2, sharding=sharding), sgd, device=CPU, kind="replicas")

@@ -42,35 +42,33 @@ def test_no_window_is_refused():
         judge([], bar=0.1)
 
 
-def time_made_up():
-    """Time windows of which every second one is calm; before the round after the next, none is."""
+def time_made_up(budget_s):
+    """Time windows of two steps; each calibration says how much has been done until then."""
+    import torch
+
+    from distlab.measure import RankReport
     from distlab.measure.runs.windows import time_windows
 
-    measured_s, done, asked, order = [], [], [], []
-
-    def windows_from(start):
-        asked.append((start, len(measured_s)))
-        last = len(measured_s) - 1
-        return [Window(1.0, 1.0, 1.0, 1.0 if index % 2 and index < last else 2.0) for index in range(start, last + 1)]
-
+    report, order = RankReport(), []
     time_windows(
-        measured_s,
+        report,
+        lambda: order.append("ready") or (lambda: order.append("step")),
+        lambda: order.append("calibrate") or len(order),
+        torch.device("cpu"),
         num_windows=3,
-        budget_s=1e9,
-        window=lambda: order.append("window") or 1.0,
-        calibrate=lambda: order.append("calibrate"),
-        windows_from=windows_from,
-        progress=done.append,
+        steps_per_window=2,
+        budget_s=budget_s,
     )
-    return len(measured_s), done, asked, order
+    return report, order
 
 
-def test_windows_go_on_until_enough_are_calm_and_are_judged_as_they_come(ranks):
-    num_windows, done, asked, order = ranks(1).run(time_made_up)[0]
-    assert num_windows == 7  # 1, 3 and 5 are calm, and 5 is known to be with the round after 6
-    assert done == list(range(1, 8))
-    assert order == ["calibrate", *["window", "calibrate"] * 7]
-    assert asked == [(0, 3), (2, 4), (3, 5), (4, 6), (5, 7)]
+@pytest.mark.parametrize(("budget_s", "num_windows"), [(1e9, 3), (-1.0, 1)])
+def test_windows_stand_between_calibrations_until_there_are_enough_or_time_is_up(ranks, budget_s, num_windows):
+    for report, order in ranks(2).run(time_made_up, budget_s):
+        assert order == ["calibrate", *["ready", "step", "step", "step", "calibrate"] * num_windows]
+        assert report.rounds == [1 + 5 * number for number in range(num_windows + 1)]
+        assert [len(report.measured_s), len(report.step_ns)] == [num_windows, 2 * num_windows]
+        assert len(report.taken_cores) == num_windows + 1
 
 
 def time_uneven_steps():

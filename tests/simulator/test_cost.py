@@ -26,7 +26,6 @@ def test_tree_and_halving_doubling_are_the_formulas():
     assert cost.all_reduce_s(8e6, 8, LINK, "tree") == pytest.approx(6e-6 + 2 * 8e-3)
     assert cost.all_reduce_s(8e6, 8, LINK, "halving_doubling") == pytest.approx(6e-6 + 1.75 * 8e-3)
     assert cost.all_reduce_s(8e6, 8, LINK, "in_network") == pytest.approx(2e-6 + 9 / 8 * 8e-3)
-    assert cost.broadcast_s(8e6, 8, LINK) == pytest.approx(3e-6 + 8e-3)
     assert cost.message_s(8e6, LINK) == pytest.approx(1e-6 + 8e-3)
 
 

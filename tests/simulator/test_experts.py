@@ -120,7 +120,10 @@ def test_a_token_crosses_to_a_node_once():
     machine = replace(cluster("dgx-h100", 16, stack="best-case"), devices_per_node=2)
     plan = Plan(expert=4)
     twice, once = (
-        simulate(LLAMA, replace(machine, dispatches_once=on), plan).stages[0].calls[0][1] for on in (False, True)
+        simulate(LLAMA, replace(machine, software=replace(machine.software, dispatches_once=on)), plan)
+        .stages[0]
+        .calls[0][1]
+        for on in (False, True)
     )
     rows = 2 * K * S * H
     nodes = 2 * (1 - 1 / 6)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan import Device, Plan, Precision, Sharding
+from distlab.plan import Device, Plan, Precision, Sharding, Software
 from simulator import LlamaSizes, cluster, fuse_attention, llama_workload, memory_of, simulate
 from simulator.hardware import presets
 from simulator.memory.model_states import BUFFERS
@@ -46,7 +46,7 @@ def test_quantising_reads_and_writes_four_bytes_an_element():
 def test_layouts_cast_one_by_one_read_16_bits_twice_and_gathered_parameters_are_turned():
     """6 bytes an element in place of 4; parameters that come in 8 bits are read and written once: 2."""
     slow = machine(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
-    twice = replace(slow, casts_twice=True)
+    twice = replace(slow, software=Software(casts_twice=True))
     states, weights = S * (H + H + H + F), 3 * H * H + H * H + 3 * F * H
     wide, once, both = passes(slow), passes(slow, float8="products"), passes(twice, float8="products")
     assert both[0] - wide[0] == pytest.approx(6 * (states + weights), abs=2)

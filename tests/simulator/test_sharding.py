@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan import Contention, Link, Precision, Protocol, Sharding
+from distlab.plan import Contention, Link, Precision, Protocol, Sharding, Software
 from simulator import Measured, all_gather_s, all_reduce_s, gpt_workload, simulate
 from simulator.gradients.fsdp_units import units_of
 from simulator.units import to_ns
@@ -93,7 +93,7 @@ def test_each_micro_batch_gathers_and_the_last_one_scatters():
 def test_without_no_sync_each_micro_batch_scatters(recompute):
     """FSDP outside of no_sync: a third of three micro-batches' bytes travel once, and all wire hides no more."""
     workload, once = workload_of([1, 1, 1], ends=1000), cluster_of(4)
-    each = replace(once, scatters_each=True)
+    each = replace(once, software=Software(scatters_each=True))
     plan = plan_of(3, microbatches=3, recompute=recompute)
     late, early = (simulate(workload, machine, plan) for machine in (once, each))
     assert len(spans_of(late, "scatter")) == 4
@@ -110,7 +110,8 @@ def test_shards_are_summed_where_each_micro_batch_scatters():
     workload = gpt_workload(hidden_size=512, num_layers=2, num_heads=8, sequence_length=128, vocab_size=512)
     plan = replace(plan_of(3, microbatches=2), precision=Precision("bfloat16"))
     whole, shards = (
-        simulate(workload, replace(cluster_of(4), scatters_each=each), plan).stages[0] for each in (False, True)
+        simulate(workload, replace(cluster_of(4), software=Software(scatters_each=each)), plan).stages[0]
+        for each in (False, True)
     )
     block, bytes_per_s = workload.layers[1].num_parameters, 1e11
     added_ns = to_ns(block * (2 + 2 * 4) / bytes_per_s)
@@ -177,25 +178,22 @@ def test_stage_two_sums_each_micro_batch_in_any_order_of_passes():
 
 
 def test_what_measured_calls_cost_the_computing_rank():
-    """A start and a sum of 1 ms and more, on the compute lane; presets have none of it."""
+    """A start of 1 ms and more, on the compute lane; presets have none of it."""
     workload, part = workload_of([1, 1]), Link("part", (Protocol(1e-3, 1e9),))
-    names = ("all_gather start", "reduce_scatter start", "reduce_scatter sum")
-    links = dict.fromkeys(names, part)
+    links = dict.fromkeys(("all_gather start", "reduce_scatter start"), part)
     each = to_ns(1e-3 + 320_000 / 1e9)
     plain, step = (
         simulate(workload, cluster_of(4), plan_of(3), measured=Measured(links=more or {})) for more in (None, links)
     )
-    for name, count in (("start", 4), ("sum", 2)):
-        spans = [s for s in spans_of(step, "compute") if s.name.startswith(name)]
-        assert [s.end_ns - s.start_ns for s in spans] == [each] * count
-        assert not [s for s in spans_of(plain, "compute") if s.name.startswith(name)]
+    spans = [s for s in spans_of(step, "compute") if s.name.startswith("start")]
+    assert [s.end_ns - s.start_ns for s in spans] == [each] * 4
+    assert not [s for s in spans_of(plain, "compute") if s.name.startswith("start")]
     assert spans_of(step, "gather")[0].start_ns == each
     plain, step = (
         simulate(workload, cluster_of(4), plan_of(1), measured=Measured(links=more or {})) for more in (None, links)
     )
-    for name in ("pack", "unpack"):
-        ours, free = (next(s for s in spans_of(x, "compute") if s.name == f"{name} bucket 1") for x in (step, plain))
-        assert ours.duration_s - free.duration_s == pytest.approx(each / 1e9)
+    ours, free = (next(s for s in spans_of(x, "compute") if s.name == "pack bucket 1") for x in (step, plain))
+    assert ours.duration_s - free.duration_s == pytest.approx(each / 1e9)
     assert spans_of(step, "gather")[0].start_ns == spans_of(step, "compute")[-1].end_ns + each
 
 

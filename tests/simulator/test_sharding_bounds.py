@@ -214,7 +214,8 @@ def test_latencies_of_a_ring_grow_with_its_ranks_and_wires_work_at_once():
 
 def test_tensors_gathered_one_by_one_pay_a_ring_and_a_slice_for_each_rank():
     plan = Plan(data=32, sharding=Sharding(3))
-    flat, listed = (replace(cluster("dgx-a100", 32), slice_s=each) for each in (0.0, 1e-5))
+    machine = cluster("dgx-a100", 32)
+    flat, listed = (replace(machine, software=replace(machine.software, slice_s=each)) for each in (0.0, 1e-5))
     before, after = (simulate(GPT, machine, plan).stages[0].units[1] for machine in (flat, listed))
     tensors = len(before.unit.sizes)
     for one, other in ((before.gather, after.gather), (before.scatter[0], after.scatter[0])):
@@ -226,7 +227,11 @@ def test_nothing_is_gathered_ahead_beyond_the_limit():
     machine = cluster("dgx-a100", 32)
     size = simulate(GPT, machine, Plan(data=32, sharding=Sharding(3))).stages[0].units[1].unit.num_elements
     for live, prefetch in ((1.5 * size, 0), (2 * size, 1), (3 * size, 2), (None, 3)):
-        limited = simulate(GPT, replace(machine, live_elements=live), Plan(data=32, sharding=Sharding(3, prefetch=3)))
+        limited = simulate(
+            GPT,
+            replace(machine, software=replace(machine.software, live_elements=live)),
+            Plan(data=32, sharding=Sharding(3, prefetch=3)),
+        )
         free = simulate(GPT, machine, Plan(data=32, sharding=Sharding(3, prefetch=prefetch)))
         assert limited.duration_s == free.duration_s
 

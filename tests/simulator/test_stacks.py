@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Work
+from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software, Work
 from distlab.plan.partition import CUTS
 from simulator import (
     DoesNotFitError,
@@ -76,7 +76,7 @@ def test_tensor_parallelism_is_not_free_where_launches_bound_the_step():
 def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
     plan = Plan(pipeline=2)
     plain = simulate(WORKLOAD, MACHINE, plan)
-    slow = simulate(WORKLOAD, replace(MACHINE, send_s=1e-3, send_fraction=0.5), plan)
+    slow = simulate(WORKLOAD, replace(MACHINE, software=Software(send_s=1e-3, send_fraction=0.5)), plan)
     size = plain.stages[0].send_forward_bytes
     assert size == 2 * 512 * 1024 * 2
     assert plain.stages[0].send_forward_ns == pytest.approx((1e-6 + size / 1e11) * 1e9, abs=1)
@@ -85,27 +85,34 @@ def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
 
 def test_tensor_ranks_split_messages():
     plan = Plan(pipeline=2, tensor=4)
-    whole, parts = (simulate(WORKLOAD, replace(MACHINE, splits_messages=on), plan) for on in (False, True))
+    whole, parts = (
+        simulate(WORKLOAD, replace(MACHINE, software=Software(splits_messages=on)), plan) for on in (False, True)
+    )
     assert parts.stages[0].send_forward_bytes * 4 == whole.stages[0].send_forward_bytes
     split = replace(plan, sequence_parallel=True)  # they have parts anyway
-    same = [simulate(WORKLOAD, replace(MACHINE, splits_messages=on), split).duration_s for on in (False, True)]
+    same = [
+        simulate(WORKLOAD, replace(MACHINE, software=Software(splits_messages=on)), split).duration_s
+        for on in (False, True)
+    ]
     assert same[0] == same[1]
 
 
 def test_overlap_hides_a_part_of_tensor_ranks_calls():
     plan = Plan(tensor=4)
     waits = [
-        simulate(WORKLOAD, replace(MACHINE, tensor_overlap=part), plan).exposed_by_axis["tensor"]
+        simulate(WORKLOAD, replace(MACHINE, software=Software(tensor_overlap=part)), plan).exposed_by_axis["tensor"]
         for part in (0.0, 0.5, 1.0)
     ]
     assert waits[0] > waits[1] > waits[2] == 0
     with pytest.raises(ValueError, match="tensor_overlap is 2"):
-        replace(MACHINE, tensor_overlap=2)
+        replace(MACHINE, software=Software(tensor_overlap=2))
 
 
 def test_gathers_of_stage_1_hide_under_the_next_forward():
     plan = Plan(data=4, sharding=Sharding(1))
-    behind, ahead = (simulate(WORKLOAD, replace(MACHINE, gathers_ahead=on), plan) for on in (False, True))
+    behind, ahead = (
+        simulate(WORKLOAD, replace(MACHINE, software=Software(gathers_ahead=on)), plan) for on in (False, True)
+    )
     gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
 
@@ -113,7 +120,7 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
 def test_gathers_of_later_stages_hide_under_what_the_earlier_ones_run():
     """A rank's second stage begins after both micro-batches' forwards of its first one, by which it may be gathered."""
     plan = Plan(4, 2, 2, schedule="interleaved", stages_per_rank=2, sharding=Sharding(1), cut="blocks")
-    slow = replace(MACHINE, intra_node=Link("slow", (Protocol(1e-6, 2e10),)), gathers_ahead=True)
+    slow = replace(MACHINE, intra_node=Link("slow", (Protocol(1e-6, 2e10),)), software=Software(gathers_ahead=True))
     step = simulate(WORKLOAD, slow, plan)
     order, starts = step.timing.order, step.timing.start_ns
     for rank in range(2):
@@ -141,7 +148,7 @@ def test_gathers_of_later_stages_hide_under_what_the_earlier_ones_run():
 def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
     """Bytes per parameter with sums in 32 bits, as Megatron-LM's documentation prints them for one rank and for d."""
     plan = replace(plan, precision=Precision("bfloat16", gradients="float32"))
-    step = simulate(WORKLOAD, replace(MACHINE, flat_buffers=True), plan)
+    step = simulate(WORKLOAD, replace(MACHINE, software=Software(flat_buffers=True)), plan)
     own, copied = step.memory, simulate(WORKLOAD, MACHINE, plan).memory
     states = sum(own.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
     assert states == pytest.approx(bytes_each * WORKLOAD.num_parameters, rel=1e-4)
@@ -176,7 +183,9 @@ def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batc
 
 def test_sums_in_products_cost_nothing_besides():
     mixed = Plan(precision=Precision("bfloat16", gradients="float32"))
-    own, fused = (simulate(WORKLOAD, replace(MACHINE, fused_sums=on), mixed).stages[0] for on in (False, True))
+    own, fused = (
+        simulate(WORKLOAD, replace(MACHINE, software=Software(fused_sums=on)), mixed).stages[0] for on in (False, True)
+    )
     pure = simulate(WORKLOAD, MACHINE, Plan(precision=Precision("bfloat16", gradients="bfloat16"))).stages[0]
     assert sum(fused.backward_ns) == sum(pure.backward_ns) < sum(own.backward_ns)
 
@@ -184,7 +193,9 @@ def test_sums_in_products_cost_nothing_besides():
 def test_flat_buffers_copy_nothing_and_update_in_one_kernel():
     slow = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
     plan = Plan(data=4, gradient_sync="flat")
-    copied, flat = (simulate(WORKLOAD, replace(slow, flat_buffers=on), plan).stages[0] for on in (False, True))
+    copied, flat = (
+        simulate(WORKLOAD, replace(slow, software=Software(flat_buffers=on)), plan).stages[0] for on in (False, True)
+    )
     assert copied.buckets[0].unpack_ns > 0 == flat.buckets[0].unpack_ns
     size = 2 * WORKLOAD.num_parameters
     assert flat.buckets[0].pack_ns == pytest.approx(max(2 * size / 1e12, 1e-3) * 1e9, abs=2)
@@ -242,7 +253,7 @@ def test_zb_2p_holds_what_its_paper_counts():
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
     """Of a block's 24 B s h^2 operations in forward the last product has 8: they, and its call, are not run again."""
-    early = replace(MACHINE, stops_early=True)
+    early = replace(MACHINE, software=Software(stops_early=True))
     whole, less, none = (
         simulate(WORKLOAD, machine, Plan(tensor=tensor, recompute=recompute))
         for machine, recompute in ((MACHINE, "full"), (early, "full"), (early, "none"))
@@ -262,7 +273,7 @@ def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
 def test_a_layer_of_experts_is_recomputed_whole():
     mixed = mix_experts(WORKLOAD, 4)
     early, late = (
-        simulate(mixed, replace(MACHINE, stops_early=stops), Plan(recompute="full")).duration_s
+        simulate(mixed, replace(MACHINE, software=Software(stops_early=stops)), Plan(recompute="full")).duration_s
         for stops in (True, False)
     )
     assert early == late

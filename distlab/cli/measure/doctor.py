@@ -57,31 +57,31 @@ def main(arguments: argparse.Namespace) -> int:
 
 def all_checks() -> Iterator[Check]:
     """Yield the findings, the quick ones first."""
-    yield _system()
-    python = platform.python_version()
+    system, python = platform.system(), platform.python_version()
+    without = "use WSL2: ranks need POSIX processes and signals"
+    yield Check("system", system in ("Linux", "Darwin"), f"{system} {platform.machine()}", without, needed=True)
     yield Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer", needed=True)
     gib = f"{memory_bytes() / 2**30:.0f} GiB"
     yield Check("machine", True, f"{num_cores()} cores, {gib} of memory")
     yield _package("numpy", "pip install numpy", needed=True)
-    yield _torch()
+    yield from _torch()
     yield _package("cloudpickle", "ranks cannot start; pip install 'distlab[labs]'", needed=True)
     yield _package("matplotlib", "no pictures; pip install 'distlab[labs]'")
-    yield from _backends()
-    gpus = gpu_names()
-    yield Check("gpus", bool(gpus), ", ".join(gpus) or "none", "all labs run on the CPU; nccl needs one GPU a rank")
+    gpus = ", ".join(gpu_names())
+    yield Check("gpus", bool(gpus), gpus or "none", "all labs run on the CPU; nccl needs one GPU a rank")
     yield _loopback()
     for name in ("jupyterlab", "ipywidgets", "anywidget"):
         yield _package(name, "no lessons in the notebook; pip install 'distlab[notebooks]'")
-    yield _browser()
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    yield Check("browser", browser is not None, browser or "no Chromium", "browser tests are skipped")
     yield _two_ranks()
 
 
 def what_works(checks: list[Check]) -> dict[str, bool]:
     """Conclude from the findings what a learner can do here."""
     ok = {check.name: check.ok for check in checks}
-    ranks = ok.get("two ranks", False)
-    notebook = ok.get("jupyterlab", False) and ok.get("ipywidgets", False) and ok.get("anywidget", False)
-    gpus = len(gpu_names())
+    ranks, gpus = ok.get("two ranks", False), len(gpu_names())
+    notebook = all(ok.get(name, False) for name in ("jupyterlab", "ipywidgets", "anywidget"))
     return {
         "simulate, on any laptop": ok.get("numpy", False),
         "ranks on the CPU (distlab tour)": ranks,
@@ -99,37 +99,26 @@ def _line(check: Check) -> str:
     return f"{mark} {check.name:<12} {check.found}{'' if check.ok else f': {check.without}' if check.without else ''}"
 
 
-def _system() -> Check:
-    system = platform.system()
-    without = "use WSL2: ranks need POSIX processes and signals"
-    return Check("system", system in ("Linux", "Darwin"), f"{system} {platform.machine()}", without, needed=True)
-
-
 def _package(name: str, without: str, *, needed: bool = False) -> Check:
     version = version_of(name)
     return Check(name, version is not None, version or "missing", without, needed)
 
 
-def _torch() -> Check:
-    version = version_of("torch")
-    wanted = ".".join(map(str, MIN_TORCH))
+def _torch() -> Iterator[Check]:
+    version, wanted = version_of("torch"), ".".join(map(str, MIN_TORCH))
     if version is None:
-        return Check("torch", False, "missing", "pip install 'distlab[labs]'", needed=True)
-    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return Check("torch", number >= MIN_TORCH, version, f"distlab needs {wanted} or newer", needed=True)
-
-
-def _backends() -> Iterator[Check]:
-    if version_of("torch") is None:
+        yield Check("torch", False, "missing", "pip install 'distlab[labs]'", needed=True)
         return
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    yield Check("torch", number >= MIN_TORCH, version, f"distlab needs {wanted} or newer", needed=True)
     import torch.distributed as dist
 
-    gloo = dist.is_available() and dist.is_gloo_available()
-    yield Check(
-        "gloo", gloo, "in this torch" if gloo else "missing", "install a torch build that has gloo", needed=True
-    )
-    nccl = dist.is_available() and dist.is_nccl_available()
-    yield Check("nccl", nccl, "in this torch" if nccl else "not in this torch", "needed for GPUs only")
+    for name, without, needed in (
+        ("gloo", "install a torch build that has gloo", True),
+        ("nccl", "needed for GPUs only", False),
+    ):
+        there = dist.is_available() and getattr(dist, f"is_{name}_available")()
+        yield Check(name, there, "in this torch" if there else "not in this torch", without, needed)
 
 
 def _loopback() -> Check:
@@ -143,11 +132,6 @@ def _loopback() -> Check:
     except OSError as error:
         without = "allow processes to talk on 127.0.0.1 (a firewall or a sandbox forbids it)"
         return Check("loopback", False, str(error), without, needed=True)
-
-
-def _browser() -> Check:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    return Check("browser", path is not None, path or "no Chromium", "browser tests are skipped")
 
 
 def _two_ranks() -> Check:

@@ -86,7 +86,6 @@ def compare_runs(result: RunResult, one_process: RankReport, records: Records, s
     """Compare the ranks with one process, and the median step, measured and predicted (`step_s`)."""
     training, reports, prediction = result.run, result.reports, result.predicted
     first = reports[0]
-    assert first.workload is not None, "windows were timed, so the workload was counted"
     differences = [float((weight - one_process.weights[name]).abs().max()) for name, weight in first.weights.items()]
     replicas_agree = all(
         bool((report.weights[name] == weight).all()) for report in reports for name, weight in first.weights.items()
@@ -95,7 +94,7 @@ def compare_runs(result: RunResult, one_process: RankReport, records: Records, s
     return Findings(
         ranks=len(reports),
         device=training.device,
-        parameters=first.workload.num_parameters,
+        parameters=first.counted.num_parameters,
         updates=training.num_updates,
         max_difference=max(differences),
         equal=max(differences) <= TOLERANCE and replicas_agree,

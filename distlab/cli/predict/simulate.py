@@ -96,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
     with told_of(arguments.file):
         step = None if why_no_time else simulate(workload, cluster, plan, order=order)
-        memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.flat_buffers)
+        memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.software.flat_buffers)
     save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
     if arguments.trace and step:
         from distlab.trace import write_chrome
@@ -169,7 +169,7 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     device, why = cluster.device, ""
     if not memory.fits(device):
         try:
-            check_fit(workload, plan, device, flat_buffers=cluster.flat_buffers, memory=memory)
+            check_fit(workload, plan, device, flat_buffers=cluster.software.flat_buffers, memory=memory)
         except DoesNotFitError as error:
             why = error.args[0]
             if error.change is None:

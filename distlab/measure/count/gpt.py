@@ -39,29 +39,25 @@ def count_gpt(
     *,
     num_experts: int = 0,
     top_k: int = 2,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     device: torch.device | None = None,
 ) -> Workload:
-    """Count a micro-batch of whole sequences in one process.
+    """Count a micro-batch of whole sequences in one process, and an update by SGD with momentum.
 
     Args:
         config: sizes; sequences are as long as its context.
         samples: samples of a micro-batch of one replica.
         num_experts: experts of each block; 0 for ordinary feed-forward layers.
         top_k: experts of each token.
-        optimizer: whose update is counted; SGD with momentum where it is None.
         device: where to count.
     """
     model = make_gpt(config, 0, num_experts=num_experts, top_k=top_k).to(device or torch.device("cpu"))
     tokens = torch.randint(config.vocab_size, (samples, config.context), device=device)
-    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
     def loss() -> Tensor:
         return model.loss(model(tokens), tokens)
 
-    whole = workload_from_module(
-        model, loss, optimizer=make(list(model.parameters())), samples=samples, name="small GPT"
-    )
+    whole = workload_from_module(model, loss, optimizer=optimizer, samples=samples, name="small GPT")
     parts = _count_parts(model, loss)
     sizes = _Sizes(samples, config)
     axes = dict(_parameter_axes(model))

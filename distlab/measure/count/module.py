@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from distlab.measure.count.on_meta import FusedOnMeta, on_meta
 from distlab.plan import Layer, Work, Workload
 
 HEAD = "head and loss"
@@ -275,3 +276,34 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     scores, mixing = query.shape[-1], value.shape[-1]
     depth = 3 * scores + 2 * mixing if again else scores + mixing
     return float(2 * prod(query.shape[:-1]) * key.shape[-2] * depth)
+
+
+class FusedOnMeta(TorchFunctionMode):
+    """Calls the CPU's fused attention for tensors on the meta device, for which torch has the plain kernels alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        given |= kwargs or {}
+        if func is not scaled_dot_product_attention or given.get("dropout_p") or given["query"].device.type != "meta":
+            return func(*args, **(kwargs or {}))
+        known = {name: given[name] for name in ("is_causal", "attn_mask", "scale") if name in given}
+        states = (given[name] for name in ("query", "key", "value"))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, **known)[0]
+
+
+@contextmanager
+def on_meta(module: nn.Module) -> Iterator[None]:
+    """In place of torch's error, say that this module cannot run where tensors have no values.
+
+    Raises:
+        ValueError: the module is on the meta device, and asks for values.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(p.is_meta for p in module.parameters()):
+            raise
+        why = f"where no tensor has values: {str(error).splitlines()[0][:120]}"
+        raise ValueError(
+            f"{type(module).__name__} does not run on the meta device, {why}; count it on the CPU"
+        ) from error

@@ -1,8 +1,8 @@
-"""What turns repeated measurements into numbers: the median of whole records, and a fit without negative terms."""
+"""What turns repeated measurements into numbers: programs that take turns, medians of records, fits above zero."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import combinations
 from statistics import median
@@ -12,6 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+MIN_BLOCKS = 20
+
+
+def interleave(programs: Sequence[Callable[[], float]], blocks: int = MIN_BLOCKS) -> list[list[float]]:
+    """Run the programs in turn, every second block in reverse order; each call returns its own time in seconds.
+
+    On a shared machine a slow moment must hit all programs that are compared, not one.
+    """
+    times: list[list[float]] = [[] for _ in programs]
+    for block in range(blocks):
+        order = range(len(programs)) if block % 2 == 0 else reversed(range(len(programs)))
+        for index in order:
+            times[index].append(programs[index]())
+    return times
 
 
 def median_of(records: Sequence[Any]) -> Any:
@@ -55,3 +69,11 @@ def fit_nonnegative(rows: Floats, wanted: Floats) -> Floats:
             if error < best_error:
                 best, best_error = full, error
     return best
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], *, relative: bool = False) -> tuple[float, float]:
+    """Fit seconds = fixed + size x rate with the least squares, neither negative; `relative`: of the relative error."""
+    x, y = np.array(sizes, float), np.array(seconds, float)
+    weight = 1 / np.maximum(y, 1e-9) if relative else np.ones_like(y)
+    fixed, rate = fit_nonnegative(np.stack([weight, x * weight], axis=1), y * weight).tolist()
+    return fixed, rate

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.ranks import device_of
 from distlab.measure.machine.rates import Rates, measure_rates, precisions
 from distlab.measure.machine.speed import Observation, Round, fit_cluster, measure_round, median_round
-from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
+from distlab.plan import Cluster, Work
 from simulator import compute_s
 
 MIN_ROUNDS = 3
@@ -113,14 +113,12 @@ def load_calibration(path: Path) -> Calibration:
         ValueError: the file is missing or is not a calibration.
     """
     try:
-        facts = json.loads(path.read_text())
-        rates = tuple(_rates(row) for row in facts.get("rates", ()))
-        return Calibration(_cluster(facts["cluster"]), facts["errors"], facts["seconds"], facts["machine"], rates)
+        return cast(Calibration, _made(Calibration, json.loads(path.read_text())))
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; run {runnable('distlab calibrate')} first, or name a preset"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a calibration ({type(error).__name__}: {error}); run {runnable('distlab calibrate')}"
         ) from None
@@ -152,15 +150,14 @@ def _measure_rates(device_kind: str) -> tuple[Rates, ...]:
     return tuple(measure_rates(device, dtype) for dtype in precisions(device))
 
 
-def _rates(facts: dict[str, Any]) -> Rates:
-    """Return rates as they were: JSON has lists for tuples."""
-
-    def frozen(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: frozen(part) for name, part in value.items()}
-        return tuple(value) if isinstance(value, list) else value
-
-    return Rates(**frozen(facts))
+def _made(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as its type has it: a record for a table, a tuple for a list."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+    if isinstance(value, list):
+        return tuple(_made(get_args(kind)[0], each) for each in value)
+    return {name: _made(get_args(kind)[1], each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _software() -> str:
@@ -170,14 +167,3 @@ def _software() -> str:
 
 def _error(row: Observation, cluster: Cluster) -> float:
     return compute_s(row.work, cluster.device) / row.seconds - 1
-
-
-def _cluster(facts: dict[str, Any]) -> Cluster:
-    links = {name: _link(facts[name]) for name in ("intra_node", "inter_node")}
-    records = {"device": Device(**facts["device"]), "contention": Contention(**facts["contention"])}
-    return Cluster(**(facts | links | records))
-
-
-def _link(facts: dict[str, Any]) -> Link:
-    lists = {name: tuple(Protocol(**each) for each in facts.get(name, ())) for name in ("protocols", "switch")}
-    return Link(**(facts | lists))

@@ -40,8 +40,6 @@ REPEATS = 3  # of each reference model's step in a round
 SOURCE = "fitted by distlab calibrate"
 FEW, MANY = 3, 32  # all-reduces of a size; where ranks share cores, a short one takes 2 ms or 12 ms: a matter of turns
 
-Phases = tuple[float, float, float]  # seconds of forward, of backward until gradients are there, of the update
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -188,44 +186,29 @@ def _count_references(device: torch.device) -> dict[str, Work]:
 
 
 def _time_reference(reference: Reference, starter: Starter, works: dict[str, Work]) -> list[Observation]:
-    """Time forward, backward and update of one reference."""
+    """Time forward, backward and update of one reference on this rank: take the mean over ranks of what this returns.
+
+    A rank's wait for a core is part of each phase. And a synchronous step ends when the slowest rank ends, so each
+    rank's phases are multiplied until they add up to the slowest rank's time.
+    """
     device = starter.device
     _, optimizer, loss = reference.build(device)
-
-    def step() -> Phases:
+    rows = []
+    for _ in range(REPEATS + 1):
         optimizer.zero_grad(set_to_none=False)
-        begin, start = starter.begin(), now(device)
+        begin, moments = starter.begin(), [now(device)]
         value = loss()
-        forward = now(device)
+        moments.append(now(device))
         value.backward()
-        backward = now(device)
+        moments.append(now(device))
         optimizer.step()
-        return phases_since(begin, start, forward, backward, now(device))
-
-    phases = time_phases(step, REPEATS, device)
-    return [Observation(key, works[key], value) for key, value in zip(reference.phases, phases, strict=True)]
-
-
-def phases_since(begin: float, start: float, forward: float, backward: float, end: float) -> Phases:
-    """Return the phases of a step that began on all ranks at `begin`, and on this rank, once it had a core, at `start`.
-
-    `forward`, `backward` and `end` are the moments at which they were over. The wait for a core is part of each phase.
-    """
-    waited = (end - begin) / (end - start)
-    return waited * (forward - start), waited * (backward - forward), waited * (end - backward)
-
-
-def time_phases(step: Callable[[], Phases], repeats: int, device: torch.device) -> Phases:
-    """Time a step several times, after one that warms up; return this rank's median seconds of each phase.
-
-    A synchronous step ends when the slowest rank ends. So each rank's phases are multiplied until they add up to the
-    slowest rank's time. Take the mean over ranks of what this returns.
-    """
-    rows = np.array([step() for _ in range(repeats + 1)][1:])  # [repeats, phases]
-    own = rows.sum(axis=1)
+        moments.append(now(device))
+        rows.append(np.diff(moments) * (moments[-1] - begin) / (moments[-1] - moments[0]))
+    phases_s = np.array(rows[1:])  # [repeats, phases]; the first warms up
+    own = phases_s.sum(axis=1)
     slowest = np.array(largest_over_ranks(own.tolist(), device))
-    forward, backward, update = np.median(rows * (slowest / own)[:, None], axis=0).tolist()
-    return forward, backward, update
+    found = np.median(phases_s * (slowest / own)[:, None], axis=0).tolist()
+    return [Observation(key, works[key], seconds) for key, seconds in zip(reference.phases, found, strict=True)]
 
 
 def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:

@@ -1,4 +1,4 @@
-"""Measured memory: what a rank really holds, by kind and over time.
+"""What a rank really holds, by kind and over time.
 
-Read `measured`, then `storages` (every storage's life) and `hooks` (what each storage is for).
+Read `measured` (what one calls, and how kinds become known), then `storages` (every storage, while it is there).
 """

@@ -6,39 +6,45 @@
 
 On a CPU the allocator keeps no record, so we do: `storages.Ledger` enters every storage that an operator touches, and
 notes when it is freed. On a GPU the same ledger says what each storage is for, and torch's allocator gives the sum. How
-the kind of a storage becomes known (`hooks`):
+the kind of a storage becomes known (`Tracker`):
 
 - parameters: the module's own, and its buffers; gradients: what backward hands to a parameter;
 - optimizer: the state of any optimizer that steps; master weights: what it updates and the module does not own;
 - activations: what autograd saves for backward; logits: the module's output, and what is saved after it (the loss's);
-- buffers: what `buffers=` or `mark` says (buckets, gathered units); temporary: all else, and so what recompute
-  computes again in backward.
+- buffers: a ShardedOptimizer's buckets, FullyShard's units, and what `mark` says; temporary: all else, and so what
+  recompute computes again in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm.device import peak_bytes, reset_peak
-from distlab.measure.memory.hooks import MemoryLimitError, Tracker
-from distlab.measure.memory.storages import HOST, Ledger
-from distlab.sharding import ShardedOptimizer
-from simulator.memory.memory import KINDS
-
-__all__ = ["KINDS", "MeasuredMemory", "MemoryLimitError", "storage_bytes", "track_memory"]
+from distlab.measure.memory.storages import Ledger, tensors_in
+from distlab.plan.require import chosen
+from distlab.sharding import FullyShard, ShardedOptimizer
+from simulator.memory.memory import KINDS as KINDS
+from simulator.units import format_bytes
 
 Ints = NDArray[np.int64]
 
 
 class MeasuredMemory:
     """Bytes on this rank's device: each storage once, without views and other ranks' memory.
+
+    What is offloaded to the host counts on a CPU, whose memory is the host's, and not on a GPU.
 
     Not seen on a CPU: what C++ kernels hold for themselves while they run, and what another thread allocates and frees
     before this one touches it.
@@ -69,28 +75,21 @@ class MeasuredMemory:
         by_kind["temporary"] += max(0, self._allocator_peak() - sum(found))
         return by_kind
 
-    @property
-    def host_bytes(self) -> int:
-        """The most that was held in storages marked as the host's (offloaded)."""
-        _, rows = self._ledger.history()
-        return int(rows[:, -1].max()) if len(rows) else 0
-
     def over_time(self) -> tuple[Ints, Ints]:
         """Return moments, in nanoseconds since the block or `restart()` began, and the bytes of each kind from then on.
 
         Shapes: times [T], bytes [T, len(KINDS)]
         """
         times, rows = self._ledger.history()
-        return times - times[:1], rows[:, : len(KINDS)]
+        return times - times[:1], rows
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """Say what a tensor's storage is for, for all its life: a kind of KINDS, or "host" (not part of the sum).
+        """Say what a tensor's storage is for, for all its life: a kind of KINDS.
 
         Raises:
             ValueError: the kind does not exist.
         """
-        if kind not in (*KINDS, HOST):
-            raise ValueError(f"no memory kind {kind!r}; choose one of {', '.join((*KINDS, HOST))}")
+        chosen("memory kind", kind, KINDS)
         self._ledger.set_kind(tensor, kind, marked=True)
 
     def restart(self) -> None:
@@ -113,20 +112,17 @@ def track_memory(
     optimizer: torch.optim.Optimizer | ShardedOptimizer | None = None,
     *,
     limit_bytes: int | None = None,
-    buffers: Iterable[Tensor] | Callable[[], Iterable[Tensor]] = (),
 ) -> Iterator[MeasuredMemory]:
     """Measure a rank's memory inside a `with` block.
 
-    Counted are the module, the optimizer's state, `buffers`, and whatever operators touch inside the block, on this
-    thread and in backward. Operators run slower inside; times are those of the slower run.
+    Counted are the module, the optimizer's state, and whatever operators touch inside the block, on this thread and in
+    backward. Operators run slower inside; times are those of the slower run.
 
     Args:
         module: whose parameters, gradients and activations are meant; a wrapper with a `module` will do.
         optimizer: whose state exists already; optimizers that step inside are found without it. A ShardedOptimizer's
             buckets are known through it: what it keeps counts as gradients, what it lends and what arrives as buffers.
         limit_bytes: refuse to hold more; makes a small rank on which to try large models.
-        buffers: tensors to communicate with (buckets, gathered units), or what returns those that there are by now: it
-            is asked before each step of an optimizer. Units of FullyShard, and their gradients, are known without it.
 
     Raises:
         MemoryLimitError: where the operator ran that asked for too much; the text says what is held.
@@ -136,7 +132,7 @@ def track_memory(
     ledger = Ledger(first.device.type)
     measured = MeasuredMemory(ledger, first.device)
     measured.restart()
-    tracker = Tracker(ledger, module, limit_bytes, buffers if callable(buffers) else lambda: buffers)
+    tracker = Tracker(ledger, module, limit_bytes)
     tracker.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
     tracker.know_module()
     if optimizer is not None:
@@ -154,3 +150,152 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind tensors, each once: a view counts as the whole storage."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+ADVICE = {  # the cheapest first
+    "optimizer": "shard the optimizer state (ZeRO-1 or more)",
+    "master weights": "shard the optimizer state, master weights with it (ZeRO-1 or more)",
+    "gradients": "shard the gradients (ZeRO-2 or more)",
+    "parameters": "shard the parameters (ZeRO-3, FSDP)",
+    "activations": "recompute activations, or use smaller micro-batches",
+    "logits": "use smaller micro-batches",
+    "buffers": "use smaller buckets or units",
+    "temporary": "use smaller micro-batches",
+    "errors": "use a compression without error feedback",
+}
+
+
+class MemoryLimitError(RuntimeError):
+    """A rank wants more memory than it was given."""
+
+
+class Tracker(TorchDispatchMode):
+    """Shows every operator's tensors to the ledger, and finds out what they are for."""
+
+    def __init__(self, ledger: Ledger, module: nn.Module, limit_bytes: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger
+        self.module = module
+        self.limit_bytes = limit_bytes
+        self.optimizer: torch.optim.Optimizer | None = None  # that steps now
+        self.sharded: ShardedOptimizer | None = None
+        self.loss_runs = False  # the module has returned: what is saved now, the loss saves
+
+    def know_module(self) -> None:
+        """Enter parameters, the module's buffers, gradients, and what it communicates with."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            self.ledger.set_kind(tensor, "parameters")
+        for parameter in self.module.parameters():
+            self.ledger.set_kind(parameter.grad, "gradients")
+        self.know_travelling()
+        for unit in self.module.units if isinstance(self.module, FullyShard) else ():
+            self.ledger.set_kind(unit.buffer, "buffers")
+
+    def know_travelling(self) -> None:
+        """Enter gradients that travel between ranks, which come and go in backward: buckets, and what arrives."""
+        if isinstance(self.module, FullyShard):
+            for unit in self.module.units:
+                for tensor in unit.gradient_tensors:
+                    self.ledger.set_kind(tensor, "buffers")
+        if self.sharded is not None:
+            for tensor in self.sharded.gradient_tensors:
+                self.ledger.set_kind(tensor, "buffers")
+            for bucket in self.sharded.buckets:  # under stage 1 a part of the bucket, which holds all gradients
+                self.ledger.set_kind(bucket.shard, "gradients")
+
+    def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the kind of each tensor of an optimizer: master weights, gradients, state."""
+        offloaded = False
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            self.ledger.set_kind(parameter, "master weights")  # a parameter of the module stays one
+            self.ledger.set_kind(parameter.grad, "gradients")
+            for tensor in tensors_in(optimizer.state.get(parameter, {})):
+                self.ledger.set_kind(tensor, "optimizer")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        came = self.ledger.look(tensors_in((args, kwargs or {}, result)))
+        if _in_backward():
+            self.know_travelling()
+        if self.limit_bytes is not None and came:
+            self.check(came, func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
+        return result
+
+    def check(self, came: int, what: str) -> None:
+        """Refuse to hold more than the limit.
+
+        Raises:
+            MemoryLimitError: it is more.
+        """
+        if self.limit_bytes is None or self.ledger.now_bytes <= self.limit_bytes:
+            return
+        self.know_module()
+        if self.optimizer is not None:
+            self.know_optimizer(self.optimizer)
+            what = f"{what} of {type(self.optimizer).__name__}'s step"
+        elif _in_backward():
+            what = f"{what} in backward"
+        raise MemoryLimitError(_explain(self.ledger, came, what, self.limit_bytes))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Listen to the module, to autograd and to optimizers."""
+        with ExitStack() as stack:
+            handles = [
+                self.module.register_forward_pre_hook(self._enter_module),
+                self.module.register_forward_hook(self._leave_module),
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+                *(
+                    parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                    for parameter in self.module.parameters()
+                    if parameter.requires_grad and parameter.is_leaf
+                ),
+            ]
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if _in_backward():  # a forward that is run again: temporary, and what it reads is what it was
+            return tensor
+        self.ledger.set_kind(tensor, "logits" if self.loss_runs else "activations")
+        return tensor
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        self.loss_runs = False
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.loss_runs = True
+        for tensor in tensors_in(output):
+            self.ledger.set_kind(tensor, "logits")
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        self.ledger.set_kind(parameter.grad, "gradients")
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizer = optimizer
+        self.know_module()
+        self.know_optimizer(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.know_optimizer(optimizer)
+        self.optimizer = None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _explain(ledger: Ledger, came: int, what: str, limit_bytes: int) -> str:
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    held = {kind: size for kind, size in ledger.by_kind().items() if size}
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in held.items())
+    large = [kind for kind in ADVICE if held.get(kind, 0) >= ledger.now_bytes / 5]
+    advice = ", or ".join(ADVICE[kind] for kind in large[:2])
+    return (
+        f"rank {rank}: wants {format_bytes(came)} for {what} and holds {format_bytes(ledger.now_bytes - came)} of "
+        f"{format_bytes(limit_bytes)}; with it: {parts}; {advice}"
+    )

@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from simulator.memory.memory import KINDS
 
-HOST = "host"  # kept in the host's memory on purpose: known, and no part of the device's sum
 CERTAINTY = ("temporary", "activations", "logits", "buffers", "gradients", "optimizer", "master weights", "parameters")
 # A storage that is two things counts as the later of these: a bucket whose views are gradients is gradients. "errors"
-# and HOST are never guessed, only marked.
+# are never guessed, only marked.
 
 Ints = NDArray[np.int64]
 
@@ -42,7 +41,7 @@ class Ledger:
     """Storages on one kind of device, by kind and over time.
 
     Attributes:
-        now_bytes: of all known storages, the host's apart.
+        now_bytes: of all known storages.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -94,20 +93,13 @@ class Ledger:
             return
         if marked:
             self._marked.add(number)
-            size = self._alive[number].num_bytes
-            self.now_bytes += size * ((old == _INDEX[HOST]) - (kind == HOST))
         self._kind[number] = new
-
-    def kind_of(self, tensor: Tensor) -> str:
-        """Return what a tensor's storage is for, as far as is known."""
-        number = self._numbers.get(tensor.untyped_storage()._cdata)
-        return "temporary" if number is None else _NAMES[self._kind[number]]
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind now."""
-        sums = dict.fromkeys(_NAMES, 0)
+        sums = dict.fromkeys(KINDS, 0)
         for number, storage in self._alive.items():
-            sums[_NAMES[self._kind[number]]] += storage.num_bytes
+            sums[KINDS[self._kind[number]]] += storage.num_bytes
         return sums
 
     def restart(self) -> None:
@@ -123,11 +115,11 @@ class Ledger:
     def history(self) -> tuple[Ints, Ints]:
         """Return each event's time and the bytes of each kind from then on.
 
-        Shapes: times [T], bytes [T, len(KINDS) + 1], the last column the host's.
+        Shapes: times [T], bytes [T, len(KINDS)]
         """
         self.catch_up()
         times, numbers, changes = (np.array(column, np.int64) for column in self._events)
-        rows = np.zeros((len(times), len(_NAMES)), np.int64)
+        rows = np.zeros((len(times), len(KINDS)), np.int64)
         rows[np.arange(len(times)), [self._kind[number] for number in numbers.tolist()]] = changes
         return np.maximum.accumulate(times), rows.cumsum(axis=0)
 
@@ -152,13 +144,11 @@ class Ledger:
     def _note(self, number: int, change: int, when: int) -> None:
         for column, value in zip(self._events, (when, number, change), strict=True):
             column.append(value)
-        if self._kind[number] != _INDEX[HOST]:
-            self.now_bytes += change
+        self.now_bytes += change
 
 
-_NAMES = (*KINDS, HOST)
-_INDEX = {kind: index for index, kind in enumerate(_NAMES)}
-_CERTAINTY = {_INDEX[kind]: rank for rank, kind in enumerate((*CERTAINTY, "errors", HOST))}
+_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+_CERTAINTY = {_INDEX[kind]: rank for rank, kind in enumerate((*CERTAINTY, "errors"))}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -3,33 +3,26 @@
 Each kind of call gets a line of its own, fitted to its times, since on one machine kinds of call differ by more than
 the theory of rings says. Which calls are timed follows from the plan:
 
-- Sharded states without other axes (`measure_sharding_calls`): the gather and the scatter, each in parts, since a step
-  pays for the parts on different lanes. Starting a call keeps the computing rank busy; then the call travels while the
-  rank computes; and the computing rank adds up what arrived of a scatter.
 - A pipeline without other axes (`measure_messages`): a message to the next rank.
-- Any other mesh (`measure_mesh_calls`): each kind of call on the groups of its axis, all groups at once. On 2 x 2 ranks
-  two tensor groups sum at the same time, and share the wires.
+- Any other plan: each kind of call on the groups of its axis, all groups at once. On 2 x 2 ranks two tensor groups sum
+  at the same time, and share the wires. Replicas' all-reduces are those of `speed`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.collectives import DirectGather, DirectScatter
-from distlab.comm.p2p import Receive, Send, needs_batches, start
+from distlab.comm.p2p import Receive, Send, start
 from distlab.context_parallel.all_to_all import trade
-from distlab.measure.machine import speed
 from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now
+from distlab.measure.runs.programs import is_pipeline_alone, program_kind
 from distlab.plan import Link, Plan
-from distlab.shared_memory.group import zeros
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 from simulator import fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
@@ -72,71 +65,25 @@ def links_of(calls: Calls) -> dict[str, Link]:
     }
 
 
-def measure_sharding_calls(device: torch.device, *, stage: int) -> Calls:
-    """Time the gather and the scatter of sharding in their parts; every rank calls this at the same time.
+def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> Calls:
+    """Time the calls of a plan's steps; every rank calls this at the same time.
 
-    In stage 3 shards and gradients lie in buffers that other ranks read, where the group has such.
+    Args:
+        plan: what the ranks run.
+        groups: the ranks along each axis of a mesh; an axis that is left out has all ranks.
+        device: where this rank computes.
     """
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    if num_ranks == 1:
-        return {}
-    rows = []
-    for size in speed.MESSAGE_BYTES:
-        each = max(1, size // 4 // num_ranks)
-        if stage == 3:
-            full, own = (zeros(n, dtype=torch.float32, device=device, group=None) for n in (each * num_ranks, each))
-        else:
-            full = torch.zeros(each * num_ranks, device=device)
-            own = full.chunk(num_ranks)[rank]
-        repeats = _repeats(size)
-        gather = _mean_of_parts([_gather(full, own) for _ in range(repeats + 1)])
-        scatter = _mean_of_parts([_scatter(full) for _ in range(repeats + 1)])
-        rows += [gather[1], scatter[1], gather[0], scatter[0], scatter[2]]
-    ring, once = reduce_scatter_steps(num_ranks), Steps(1, 1.0)
-    parts = {
-        "all_gather": ring,
-        "reduce_scatter": ring,
-        "all_gather start": once,
-        "reduce_scatter start": once,
-        "reduce_scatter sum": once,
-    }
-    means = mean_over_ranks(rows, device)
-    return {
-        name: CallTimes(steps, speed.MESSAGE_BYTES, tuple(means[part :: len(parts)]))
-        for part, (name, steps) in enumerate(parts.items())
-    }
-
-
-def _gather(full: Tensor, own: Tensor) -> tuple[float, ...]:
-    """Make a gather; return the seconds of its start and of the rest."""
-    begin = now(full.device)
-    call = DirectGather(full, own, None)
-    started = _time_when_free(full)
-    call.finish()
-    return started - begin, now(full.device) - started
-
-
-@torch.no_grad()
-def _scatter(full: Tensor) -> tuple[float, ...]:
-    """Make a scatter; return the seconds of its start, until all parts are there, and of the sum."""
-    begin = now(full.device)
-    call = DirectScatter(full, None)
-    started = _time_when_free(full)
-    call.wait()
-    arrived = now(full.device)
-    call.finish()
-    return started - begin, arrived - started, now(full.device) - arrived
-
-
-def _time_when_free(full: Tensor) -> float:
-    """Return when the rank that started a call may compute; with nccl that is at once, since the call is a kernel."""
-    return time.perf_counter() if needs_batches(full, None) else now(full.device)
-
-
-def _mean_of_parts(rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Return the mean of each part without the first call, which warms up. Ranks go on together."""
-    dist.barrier()
-    return [float(value) for value in np.mean(rows[1:], axis=0)]
+    if is_pipeline_alone(plan):
+        return {"send": measure_messages(device)}
+    found = {}
+    for kind, axes in kinds_of_calls(plan).items():
+        rows = [
+            [_time(_call(kind, size, groups.get(axis), device), size, device) for size in MESSAGE_BYTES]
+            for axis in axes
+        ]
+        seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
+        found[kind] = CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, tuple(seconds))
+    return found
 
 
 def measure_messages(device: torch.device) -> CallTimes:
@@ -181,7 +128,7 @@ def kinds_of_calls(plan: Plan) -> dict[str, tuple[str, ...]]:
         "context": ("send" if plan.context_kind == "ring" else "all_to_all", "all_reduce"),
         "expert": ("all_to_all", "all_reduce"),
         "pipeline": ("send",),
-        "data": halves if plan.sharding.stage else ("all_reduce",),
+        "data": halves if plan.sharding.stage else ("all_reduce",) * (program_kind(plan) != "replicas"),
     }
     axes: dict[str, list[str]] = {}
     for axis, each in kinds.items():
@@ -191,18 +138,6 @@ def kinds_of_calls(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(axis for axis in own if getattr(plan, axis) == most[kind]) for kind, own in axes.items()}
 
 
-def measure_mesh_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> Calls:
-    """Time each kind of call of the plan, as a mean over axes and ranks; every rank calls this at the same time."""
-    found = {}
-    for kind, axes in kinds_of_calls(plan).items():
-        rows = [
-            [_time(_call(kind, size, groups[axis], device), size, device) for size in MESSAGE_BYTES] for axis in axes
-        ]
-        seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
-        found[kind] = CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, tuple(seconds))
-    return found
-
-
 def steps_of(kind: str, num_ranks: int) -> Steps:
     """Return what a call is made of."""
     if kind == "send":
@@ -210,7 +145,7 @@ def steps_of(kind: str, num_ranks: int) -> Steps:
     return all_reduce_steps(num_ranks) if kind == "all_reduce" else reduce_scatter_steps(num_ranks)
 
 
-def _call(kind: str, num_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], object]:
+def _call(kind: str, num_bytes: int, group: ProcessGroup | None, device: torch.device) -> Callable[[], object]:
     """Return a call as a technique makes it, while the rank computes nothing."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = torch.zeros(num_ranks, max(1, num_bytes // 4 // num_ranks), device=device)  # [t, S/t x H]

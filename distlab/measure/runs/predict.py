@@ -1,63 +1,72 @@
 """Predict a step of any plan: one count of the whole model, what a calibration round measured, and the simulator.
 
 The simulator gets three kinds of measured numbers: how fast ranks compute, what each kind of call costs alone, and the
-overhead: what a step costs beyond both, read off steps of other models (`overhead`).
+overhead: what a step costs beyond both, read off steps of other models (`calibrate`).
 
 Where there are more ranks than cores, ranks take turns at computing: one that waits gives its core to the others, so a
-pipeline's bubbles are filled with the other ranks' work. The prediction then is the sum of what all ranks do, divided
-by the cores; the time when each of them waits is not modelled.
+pipeline's bubbles are filled with the other ranks' work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from distlab.measure.machine.fit import fit_nonnegative, median_of
+from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
 from distlab.measure.runs.calls import Calls, links_of
-from distlab.measure.runs.codec import median_codec
 from distlab.measure.runs.programs import is_pipeline_alone, program_kind
 from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
 
 
 class ByteCost(NamedTuple):
-    """What a pass of a block, or a call of sharding, costs in a reference model beyond what was timed alone.
+    """What a part of a step costs in a reference model beyond what was timed alone; `costs_more` says which part.
 
     Attributes:
-        num_bytes: what a block hands on, all positions of a micro-batch, or in replicas its gradients; or what a call
-            gathers or scatters.
-        seconds: of a forward or a backward, in replicas of a backward; or of a call.
+        num_bytes: what the cost grows with; see `bytes_of`.
+        seconds: of each; of a codec, for each second that it takes alone.
     """
 
     num_bytes: float
     seconds: float
 
 
+def costs_more(plan: Plan) -> str:
+    """Say what of a plan's steps costs more than it does alone, each time.
+
+    - "actions" of a pipeline: choosing one, posting and receiving messages, entering autograd.
+    - "calls" of sharding, a gather or a scatter: what they take from the computing rank.
+    - "codec": encoding and decoding.
+    - "passes" of blocks on any other mesh, forward and backward: entering autograd functions, copies on the way to a
+      call, waiting for the slower rank; in replicas backward alone, which their all-reduces slow down.
+    """
+    if is_pipeline_alone(plan):
+        return "actions"
+    if program_kind(plan) == "replicas" and plan.sharding.stage:
+        return "calls"
+    return "codec" if program_kind(plan) == "replicas" and plan.compression is not None else "passes"
+
+
 @dataclass(frozen=True)
 class Overhead:
-    """What a step costs beyond its work and its calls, each of which is timed alone.
+    """What a step costs beyond its work and its calls, each of which is timed alone: one cost for each reference."""
 
-    Attributes:
-        gathers: what a gather of sharding costs the computing rank. One for each reference model.
-        scatters: what a scatter of sharding costs the computing rank. One for each reference model.
-        codec_slowdown: how many times slower encoding and decoding are in a step.
-        action_s: what an action of a pipeline costs: choosing it, posting and receiving messages, entering autograd
-            for each stage and micro-batch.
-        passes: what a block's forward, or its backward, costs on a mesh: entering autograd functions, copies on the way
-            to a call, waiting for the slower rank; in replicas its backward alone, which their all-reduces slow down.
-            One for each reference model.
-    """
+    costs: tuple[ByteCost, ...] = ()
 
-    gathers: tuple[ByteCost, ...] = ()
-    scatters: tuple[ByteCost, ...] = ()
-    codec_slowdown: float = 1.0
-    action_s: float = 0.0
-    passes: tuple[ByteCost, ...] = ()
+    @property
+    def action_s(self) -> float:
+        """What an action of a pipeline costs."""
+        return float(np.mean([max(0.0, cost.seconds) for cost in self.costs] or 0.0))
+
+    @property
+    def codec_slowdown(self) -> float:
+        """How many times slower encoding and decoding are in a step: a mean by bytes of gradients."""
+        more = sum(cost.num_bytes * max(0.0, cost.seconds) for cost in self.costs)
+        return 1 + more / (sum(cost.num_bytes for cost in self.costs) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -81,9 +90,7 @@ class CalibrationRound:
 
 def median_calibration(rounds: Sequence[CalibrationRound]) -> CalibrationRound:
     """Combine rounds taken one after the other into one."""
-    codecs = [each.codec for each in rounds if each.codec is not None]
-    middle: CalibrationRound = median_of([replace(each, codec=None) for each in rounds])
-    return replace(middle, codec=median_codec(codecs) if codecs else None)
+    return cast(CalibrationRound, median_of(rounds))
 
 
 def between_windows(rounds: Sequence[CalibrationRound], whole: CalibrationRound) -> CalibrationRound:
@@ -116,31 +123,19 @@ def predict_step(
         order: axes of the mesh, slowest first.
         cores: shared by the ranks: those that wait in a pipeline lend theirs to the others. None: one core for each.
     """
-    overhead, links = measured.overhead, links_of(measured.calls)
+    more, overhead, links = costs_more(plan), measured.overhead, links_of(measured.calls)
     cluster = replace(fit_cluster(measured.compute, plan.world_size), num_cores=cores)
-    if is_pipeline_alone(plan):
+    if more == "actions":
         # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
         link = links.pop("send")
         cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
-    for call, costs in (("all_gather", overhead.gathers), ("reduce_scatter", overhead.scatters)):
-        if costs:
-            fixed_s, s_per_byte = fit_bytes(costs)
-            source = "fitted to sharded steps of other models"
-            links[f"{call} beside"] = Link(f"{call} beside", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), source)
+    if more == "calls" and overhead.costs:
+        fixed_s, s_per_byte = fit_bytes(overhead.costs)
+        start = Link("start", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
+        links |= {"all_gather start": start, "reduce_scatter start": start}
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
     costed = _with_overhead(workload, overhead, cluster, plan)
     return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
-
-
-def predicted_step_s(step: Step, num_cores: int | None) -> float:
-    """Return the seconds of a step whose ranks share a number of cores; None: one core for each.
-
-    With a core for each rank that is the simulated step. With fewer, waiting ranks give theirs away: the mean over
-    ranks of what each does, in seconds of a rank that computes while all others do.
-    """
-    if num_cores is None or step.plan.world_size <= num_cores:
-        return step.duration_s
-    return step.duration_s - step.bubble_fraction * step.pipeline_s
 
 
 def num_blocks(layer: Layer) -> int:
@@ -149,23 +144,20 @@ def num_blocks(layer: Layer) -> int:
 
 
 def bytes_of(layer: Layer, plan: Plan) -> float:
-    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or their gradients."""
+    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients.
+
+    Sharding's calls in stages 1 and 2 have the bytes of a bucket, whatever the layer.
+    """
+    if costs_more(plan) == "calls" and plan.sharding.stage < 3:
+        return float(plan.bucket_bytes)
     if program_kind(plan) == "replicas":
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
 
 def fit_bytes(costs: Sequence[ByteCost]) -> tuple[float, float]:
-    """Fit seconds = fixed + bytes x rate with the least squares, neither negative.
-
-    Returns:
-        fixed seconds, seconds per byte.
-    """
-    if not costs:
-        return 0.0, 0.0
-    x, y = np.array(costs, np.float64).T
-    fixed, rate = fit_nonnegative(np.stack([np.ones_like(x), x], axis=1), y).tolist()
-    return fixed, rate
+    """Fit seconds = fixed + bytes x rate with the least squares, neither negative; 0 for no cost."""
+    return fit_line(*zip(*costs, strict=True)) if costs else (0.0, 0.0)
 
 
 def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:
@@ -173,10 +165,10 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
 
     The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
     """
-    fixed_s, s_per_byte = fit_bytes(overhead.passes)
+    fixed_s, s_per_byte = fit_bytes(overhead.costs if costs_more(plan) == "passes" else ())
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     rate = cluster.device.matmul_flops_per_s
-    action = Work(rate * overhead.action_s)
+    action = Work(rate * overhead.action_s) if costs_more(plan) == "actions" else Work()
 
     def costed(layer: Layer) -> Layer:
         seconds = num_blocks(layer) * fixed_s + bytes_of(layer, plan) * s_per_byte

@@ -16,26 +16,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.compression import make_hook
+from distlab.data_parallel import DataParallel
 from distlab.hybrid import Hybrid
+from distlab.measure.count.gpt import count_gpt, merge_stages, without_accumulation
 from distlab.measure.machine.ranks import mean_over_ranks, now
-from distlab.measure.runs.replicas import MakeOptimizer, make_replica
-from distlab.models import GPT
+from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
-from distlab.plan import AXES, Plan, Schedule, make_schedule
+from distlab.plan import AXES, Plan, Schedule, Workload, make_schedule
+from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.trace import SpanWriter
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 LEARNING_RATE = 0.03
 MOMENTUM = 0.9
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: list[nn.Parameter], learning_rate: float = LEARNING_RATE) -> torch.optim.Optimizer:
     """Make the optimizer of every timed training."""
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
-def barely_moving_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make an optimizer that works as training's does and hardly changes a weight: for reference models."""
-    return torch.optim.SGD(parameters, lr=1e-6, momentum=MOMENTUM)
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
 
 
 def is_pipeline_alone(plan: Plan) -> bool:
@@ -61,6 +61,20 @@ def schedule_of(plan: Plan) -> Schedule:
     return make_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, stages_per_rank=plan.stages_per_rank)
 
 
+def count_model(
+    config: GPTConfig, samples: int, plan: Plan, *, num_experts: int = 0, top_k: int = 2, device: torch.device
+) -> Workload:
+    """Count a micro-batch of the whole model in this process, as the plan's program runs it: stages are layers.
+
+    Raises:
+        ValueError: a pipeline of layers with experts.
+    """
+    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=device)
+    if program_kind(plan, num_experts) == "replicas" and plan.sharding.stage:
+        return without_accumulation(whole)
+    return merge_stages(whole, plan.pipeline * plan.stages_per_rank)
+
+
 @dataclass(frozen=True)
 class Program:
     """How one rank takes part in training steps.
@@ -74,7 +88,6 @@ class Program:
         weights: returns a copy of the whole parameters by name, on the CPU; all ranks call it. Only replicas have them.
         modules: this rank's parts of the model.
         groups: the ranks along each axis of a mesh.
-        peak_in_flight: returns the most micro-batches whose activations a pipeline's rank held at once.
     """
 
     step: Callable[[Tensor, Tensor], Any]
@@ -85,7 +98,6 @@ class Program:
     weights: Callable[[], dict[str, Tensor]] = dict
     modules: Sequence[nn.Module] = ()
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
-    peak_in_flight: Callable[[], int] = lambda: 0
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> Any:
         """Run one whole step; return what `mean_loss` takes."""
@@ -130,9 +142,6 @@ def make_program(
         hybrid.update()
         now(device)
 
-    def peak_in_flight() -> int:
-        return hybrid.pipeline.peak_in_flight if hybrid.pipeline is not None else 0
-
     return Program(
         hybrid.step,
         hybrid.zero_grad,
@@ -141,7 +150,6 @@ def make_program(
         hybrid.close,
         modules=tuple(hybrid.stages.values()),
         groups=hybrid.groups,
-        peak_in_flight=peak_in_flight,
     )
 
 
@@ -165,7 +173,6 @@ def _pipeline_program(
         pipeline.mean_loss,
         pipeline.close,
         modules=tuple(own.values()),
-        peak_in_flight=lambda: pipeline.peak_in_flight,
     )
 
 
@@ -173,35 +180,71 @@ def _replica_program(
     model: GPT, plan: Plan, make_optimizer: MakeOptimizer, device: torch.device, spans: SpanWriter | None
 ) -> Program:
     """Train a replica per rank on its share of the samples; only the last micro-batch's backward sends gradients."""
-    replica = make_replica(model, plan, make_optimizer, spans=spans)
+    replicas = _make_replicas(model, plan, make_optimizer, spans)
+    called: nn.Module = replicas if isinstance(replicas, FullyShard) else model
+    optimizer = replicas if isinstance(replicas, ShardedOptimizer) else make_optimizer(list(called.parameters()))
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         own = (whole.chunk(plan.data)[dist.get_rank()].chunk(plan.num_microbatches) for whole in (inputs, targets))
         microbatches = list(zip(*own, strict=True))
         total = torch.zeros((), device=device)
         for left, (part, wanted) in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
-            with replica.no_sync() if left else contextlib.nullcontext():
+            with replicas.no_sync() if left else contextlib.nullcontext():
                 with _span(spans, "forward", "F"):
-                    loss = model.loss(replica.model(part), wanted) / len(microbatches)
+                    loss = model.loss(called(part), wanted) / len(microbatches)
                 with _span(spans, "backward", "B"):
                     loss.backward()
             total += loss.detach()
         with _span(spans, "synchronize", "wait"):
-            replica.synchronize()
+            replicas.synchronize()
         return total
 
     def update() -> None:
         with _span(spans, "optimizer", "optimizer"):
-            replica.update()
+            optimizer.step()
+
+    def weights() -> dict[str, Tensor]:
+        with replicas.summon() if isinstance(replicas, FullyShard) else contextlib.nullcontext(model) as whole:
+            return {name: parameter.detach().cpu().clone() for name, parameter in whole.named_parameters()}
 
     return Program(
         step,
-        replica.zero_grad,
+        replicas.zero_grad,
         update,
         lambda loss: mean_over_ranks([float(loss)], device)[0],
         lambda: None,
-        replica.weights,
+        weights,
         (model,),
+    )
+
+
+def _make_replicas(
+    model: GPT, plan: Plan, make_optimizer: MakeOptimizer, spans: SpanWriter | None
+) -> DataParallel | ShardedOptimizer | FullyShard:
+    """Choose what exchanges gradients among replicas, or shards them."""
+    sharding = plan.sharding
+    if sharding.replicas > 1 or sharding.unit_layers > 1 or sharding.offload == "optimizer":
+        raise ValueError(
+            f"{sharding}: this measures stages 1 to 3 over all ranks, with one block per unit, and with nothing or "
+            "everything offloaded; use replicas=1, unit_layers=1 and offload 'none' or 'all'"
+        )
+    if sharding.stage == 3:
+        return FullyShard(
+            model,
+            reshard_after_forward=sharding.reshard_after_forward,
+            prefetch=sharding.prefetch,
+            offload=sharding.offload == "all",
+            spans=spans,
+        )
+    if sharding.stage:
+        size = plan.bucket_bytes
+        return ShardedOptimizer(model, make_optimizer, stage=sharding.stage, bucket_bytes=size, spans=spans)
+    return DataParallel(
+        model,
+        bucket_bytes=plan.bucket_bytes,
+        first_bucket_bytes=plan.first_bucket_bytes,
+        spans=spans,
+        hook=None if plan.compression is None else make_hook(plan.compression),
     )
 
 

@@ -3,14 +3,14 @@
     run = TrainingRun(plan=Plan(tensor=2))
     result = time_on_new_ranks(run)                # starts the ranks; from a notebook, a lab or a benchmark
     print(result.verdict(bar=0.10))                # predicted against measured, as `windows` judges
-    result.measured, result.predicted.trace        # two Traces of one step, to be drawn together
+    overlay_of_run(result)                         # a measured step over the predicted one, to be drawn
 
 Inside ranks that run already (under torchrun, for example) every rank calls `time_training(run)`. One that holds all
 their reports makes a `RunResult(run, reports)` of them.
 
-The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, ... until enough
-windows are calm. The plan chooses the program (`programs`) and what a calibration measures: the machine's speed always,
-then the plan's calls (`calls`), its codec (`codec`) and the overhead of steps of other models (`overhead`).
+The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, and so on. The
+plan chooses the program (`programs`) and what a calibration measures: the machine's speed always, then the plan's calls
+(`calls`), its codec (`codec`) and the overhead of steps of other models (`calibrate`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,17 +31,32 @@ from distlab.comm import run as run_on_ranks
 from distlab.comm.device import span_writer
 from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
-from distlab.measure.count.gpt import count_gpt, make_gpt, merge_stages, without_accumulation
-from distlab.measure.machine.others import OtherProcesses
+from distlab.measure.count.gpt import make_gpt
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
 from distlab.measure.runs.calibrate import CalibrationOfRun
-from distlab.measure.runs.predict import between_windows, median_calibration, predict_step, predicted_step_s
-from distlab.measure.runs.programs import Program, make_program, program_kind, sgd
-from distlab.measure.runs.windows import Verdict, Window, judge, time_window, time_windows, windows_between
+from distlab.measure.runs.predict import (
+    CalibrationRound,
+    between_windows,
+    median_calibration,
+    predict_step,
+)
+from distlab.measure.runs.programs import Program, count_model, make_program, program_kind, sgd
+from distlab.measure.runs.windows import (
+    RankReport,
+    Verdict,
+    Window,
+    judge,
+    time_windows,
+    trouble_of,
+    windows_between,
+)
 from distlab.models import GPTConfig
 from distlab.plan import AXES, Plan, Workload
 from distlab.trace import Trace
 from simulator import Step
+
+if TYPE_CHECKING:
+    from simulator.viz import Overlay
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class TrainingRun:
         seed: for the weights and the order of the data.
         device: where ranks compute: "cpu" or "cuda".
         num_updates: updates before any is timed.
-        num_windows: calm windows of steps to time after that; 0 for none.
+        num_windows: windows of steps to time after that; 0 for none.
         steps_per_window: steps in a window.
         budget_s: seconds after which no further window starts.
     """
@@ -72,7 +87,7 @@ class TrainingRun:
     seed: int = 0
     device: str = "cpu"
     num_updates: int = 3
-    num_windows: int = 10
+    num_windows: int = 14
     steps_per_window: int = 4
     budget_s: float = 36.0
 
@@ -107,50 +122,13 @@ class TrainingRun:
             ValueError: a pipeline of layers with experts.
         """
         experts = {"num_experts": self.num_experts, "top_k": self.top_k}
-        whole = count_gpt(self.model, self.samples, **experts, optimizer=sgd, device=device_of(self.device, 0))
-        if self.kind == "replicas" and self.plan.sharding.stage:
-            return without_accumulation(whole)
-        return merge_stages(whole, self.plan.pipeline * self.plan.stages_per_rank)
+        return count_model(self.model, self.samples, self.plan, device=device_of(self.device, 0), **experts)
 
     def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of all steps, whole and the same on every rank."""
         corpus = ByteCorpus(data, self.model.context)
         for step in itertools.count():
             yield corpus.batch(step, self.batch_size, self.seed)
-
-
-@dataclass
-class RankReport:
-    """What one rank saw.
-
-    Attributes:
-        losses: mean loss over the batch: of each update before the windows, and of each window's last step.
-        weights: replicas' parameters after num_updates updates, by name, on the CPU; {} for other programs.
-        workload: the whole model as counted on the first rank; None without windows.
-        rounds: calibration rounds, one more than windows; of a TrainingRun each is a CalibrationRound.
-        expert_loads: of each window, how uneven each layer's experts were loaded in its last step; see `expert_loads`.
-        measured_s: seconds of a step in each window; see `windows.time_window`.
-        taken_cores: that other processes took from the ranks until the end of each round, from the one before.
-        step_ns: start and end of each timed step on the machine's monotonic clock.
-        trace: what the rank did.
-        peak_in_flight: most micro-batches whose activations a pipeline's rank held at once.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    workload: Workload | None = None
-    rounds: list[Any] = field(default_factory=list)
-    expert_loads: list[tuple[float, ...]] = field(default_factory=list)
-    measured_s: list[float] = field(default_factory=list)
-    taken_cores: list[float] = field(default_factory=list)
-    step_ns: list[tuple[int, int]] = field(default_factory=list)
-    trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
-    peak_in_flight: int = 0
-
-    def step_trace(self, step: int) -> Trace:
-        """Return what the rank did in a timed step."""
-        start, end = self.step_ns[step]
-        return self.trace.select((self.trace.start_ns >= start) & (self.trace.end_ns <= end))
 
 
 def time_training(
@@ -177,8 +155,7 @@ def time_training(
             progress(update + 1)
         report.weights = program.weights()
         if run.num_windows:
-            _time_windows(run, report, program, batches, progress=lambda done: progress(run.num_updates + done))
-        report.peak_in_flight = program.peak_in_flight()
+            _time_windows(run, report, program, batches, progress)
     report.trace = spans.trace()
     return report
 
@@ -188,68 +165,56 @@ def _time_windows(
     report: RankReport,
     program: Program,
     batches: Iterator[tuple[Tensor, Tensor]],
-    *,
     progress: Callable[[int], None],
 ) -> None:
-    """Time windows between calibration rounds until enough of them are calm, or time is up."""
-    device, others = device_of(run.device, dist.get_rank()), OtherProcesses()
+    """Time windows between calibration rounds."""
+    device, losses = device_of(run.device, dist.get_rank()), list[object]()
 
-    def window() -> float:
-        program.train_step(*next(batches))  # a warm cache, as in the middle of training
-        ready = iter([next(batches) for _ in range(run.steps_per_window)])
-        losses: list[object] = []
+    def ready() -> Callable[[], None]:
+        ahead = iter([next(batches) for _ in range(run.steps_per_window + 1)])
+        return lambda: losses.append(program.train_step(*next(ahead)))
 
-        def step() -> None:
-            losses.append(program.train_step(*next(ready)))
-
-        seconds, step_ns = time_window(step, run.steps_per_window, device)
-        report.step_ns += step_ns
-        report.losses.append(program.mean_loss(losses[-1]))
-        report.expert_loads.append(expert_loads(program.modules, run.plan, device))
-        return seconds
-
-    def calibrate() -> None:
-        report.rounds.append(calibration.measure())
-        report.taken_cores.append(others.taken())
+    def calibrate() -> CalibrationRound:
+        if losses:  # of the window that has just ended
+            report.losses.append(program.mean_loss(losses[-1]))
+            report.expert_loads.append(expert_loads(program.modules, run.plan, device))
+            progress(run.num_updates + len(report.expert_loads))
+        return calibration.measure()
 
     sizes = {"num_layers": run.model.num_layers, "num_experts": run.num_experts, "top_k": run.top_k}
     with contextlib.closing(
         CalibrationOfRun(run.plan, run.order, program.groups, device=device, **sizes)
     ) as calibration:
         time_windows(
-            report.measured_s,
+            report,
+            ready,
+            calibrate,
+            device,
             num_windows=run.num_windows,
+            steps_per_window=run.steps_per_window,
             budget_s=run.budget_s,
-            window=window,
-            calibrate=calibrate,
-            windows_from=lambda start: windows_of(run, report, start=start),
-            progress=progress,
         )
 
 
-def windows_of(
-    run: TrainingRun, report: RankReport, workload: Workload | None = None, *, start: int = 0
-) -> list[Window]:
-    """Predict each window from number `start` on: from the two calibration rounds before it and the two after it.
+def windows_of(run: TrainingRun, report: RankReport) -> list[Window]:
+    """Predict each window from the two calibration rounds before it and the two after it.
 
-    Experts are as busy as they were in the window. The workload is the report's unless another is given.
+    Experts are as busy as they were in the window.
     """
-    counted = workload or report.workload or run.count()
     middle = median_calibration(report.rounds)
     cores = shared_cores(torch.device(run.device))
 
     @cache  # the two rounds after a window are those before the next but one
     def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
-        loaded = with_expert_loads(counted, load, run.plan, alone_speedup=middle.alone_speedup)
+        loaded = with_expert_loads(report.counted, load, run.plan, alone_speedup=middle.alone_speedup)
         measured = between_windows(report.rounds[first:stop], middle)
-        return predicted_step_s(predict_step(loaded, measured, run.plan, order=run.order), cores)
+        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores).duration_s
 
     loads = report.expert_loads or [()] * len(report.measured_s)
     return windows_between(
         report.measured_s,
         lambda window, first, stop: predicted_s(loads[window], first, stop),
         taken_cores=report.taken_cores,
-        start=start,
     )
 
 
@@ -261,14 +226,9 @@ class RunResult:
     reports: Sequence[RankReport]
 
     @cached_property
-    def workload(self) -> Workload:
-        """The whole model, as the first rank counted it."""
-        return self.reports[0].workload or self.run.count()
-
-    @cached_property
     def windows(self) -> list[Window]:
         """Each window as measured and as predicted from the rounds around it."""
-        return windows_of(self.run, self.reports[0], self.workload)
+        return windows_of(self.run, self.reports[0])
 
     def verdict(self, *, bar: float) -> Verdict:
         """Judge the prediction by the rule of distlab.measure.runs.windows."""
@@ -280,16 +240,9 @@ class RunResult:
         report = self.reports[0]
         middle = median_calibration(report.rounds)
         loads = np.median(report.expert_loads, axis=0).tolist() if report.expert_loads else ()
-        loaded = with_expert_loads(self.workload, loads, self.run.plan, alone_speedup=middle.alone_speedup)
+        loaded = with_expert_loads(report.counted, loads, self.run.plan, alone_speedup=middle.alone_speedup)
         cores = shared_cores(torch.device(self.run.device))
         return predict_step(loaded, middle, self.run.plan, order=self.run.order, cores=cores)
-
-    @cached_property
-    def measured(self) -> Trace:
-        """The timed step of median length, from its beginning, as the ranks marked it."""
-        lengths = [end - start for start, end in self.reports[0].step_ns]
-        middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
-        return Trace.concatenate(report.step_trace(middle) for report in self.reports).from_zero()
 
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
@@ -297,3 +250,54 @@ def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
     backend = "cpu" if run.device == "cpu" else None
     job = partial(time_training, run, data)
     return RunResult(run, run_on_ranks(job, run.plan.world_size, timeout_s=900.0, backend=backend, record=False))
+
+
+def overlay_of(
+    reports: Sequence[RankReport],
+    predict: Callable[[Sequence[Any]], Trace],
+    *,
+    calls: Trace | None = None,
+) -> Overlay:
+    """Lay the steps that `time_beside` timed over predictions from the calibrations around them.
+
+    Args:
+        reports: of all ranks.
+        predict: the step as calibration rounds together say it is.
+        calls: what a recorder saw of all ranks, to be drawn too.
+    """
+    first = reports[0]
+    windows = windows_between(
+        first.measured_s,
+        lambda window, start, stop: predict(first.rounds[start:stop]).duration_s,
+        taken_cores=first.taken_cores,
+    )
+    return _overlay(reports, windows, predict(first.rounds), calls)
+
+
+def overlay_of_run(result: RunResult, *, calls: Trace | None = None) -> Overlay:
+    """Lay the timed steps of a run over the predictions from its calibrations; see `overlay_of`."""
+    return _overlay(result.reports, result.windows, result.predicted.trace, calls)
+
+
+def _overlay(
+    reports: Sequence[RankReport], windows: Sequence[Window], predicted: Trace, calls: Trace | None
+) -> Overlay:
+    """Take the windows in which the machine was not busy, or else all. A step lasts as long as on its slowest rank."""
+    from simulator.viz import Overlay  # here: ranks that only time steps need no pictures
+
+    kept = [index for index, window in enumerate(windows) if not window.busy] or range(len(windows))
+    lengths_ns = np.array([np.diff(report.step_ns, axis=1)[:, 0] for report in reports]).max(axis=0)
+    timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
+    counted_ns = lengths_ns[timed]
+    nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
+    traces = [report.step_trace(nearest) for report in reports]
+    if calls is not None:
+        traces += [_in_step(calls, rank, report.step_ns[nearest]) for rank, report in enumerate(reports)]
+    measured = Trace.concatenate(traces).from_zero()
+    said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
+    return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
+
+
+def _in_step(calls: Trace, rank: int, step_ns: tuple[int, int]) -> Trace:
+    """Return the calls that a rank made in a step."""
+    return calls.select((calls.rank == rank) & (calls.start_ns >= step_ns[0]) & (calls.end_ns <= step_ns[1]))

@@ -1,5 +1,7 @@
 """Time windows of steps between calibrations, and judge predictions against them, on a machine whose speed drifts.
 
+`time_windows` is the loop, `time_beside` the same for the steps of any program; both fill a `RankReport`.
+
 Each window of steps has a calibration before it and one after. Where the two predict step times that differ by more
 than 5 %, the machine's speed changed and the window says nothing: it is dropped, and counted. The bar is met when the
 median error over at least ten kept windows is at most the bar, or twice what repeats of a step differ by.
@@ -9,17 +11,20 @@ The time of a step is that of its slowest rank, from the moment at which all beg
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from distlab.comm.agree import group_device
-from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_sentence
-from distlab.measure.machine.ranks import Starter, largest_over_ranks, now
+from distlab.measure.machine.others import MAX_TAKEN_CORES, OtherProcesses, busy_sentence
+from distlab.measure.machine.ranks import Starter, largest_over_ranks, now, on_first_rank
+from distlab.plan import Workload
+from distlab.trace import SpanWriter, Trace
 
 MAX_DRIFT = 0.05
 MAX_CHANGE = 0.2
@@ -60,9 +65,47 @@ class Window:
         return self.predicted_s / self.measured_s - 1.0
 
 
+@dataclass
+class RankReport:
+    """What one rank saw.
+
+    Attributes:
+        losses: mean loss over the batch: of each update before the windows, and of each window's last step.
+        weights: replicas' parameters after num_updates updates, by name, on the CPU; {} for other programs.
+        workload: the whole model as counted on the first rank; None without windows.
+        rounds: calibration rounds, one more than windows; of a TrainingRun each is a CalibrationRound.
+        expert_loads: of each window, how uneven each layer's experts were loaded in its last step; see `expert_loads`.
+        measured_s: seconds of a step in each window; see `time_window`.
+        taken_cores: that other processes took from the ranks until the end of each round, from the one before.
+        step_ns: start and end of each timed step on the machine's monotonic clock.
+        trace: what the rank did.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    workload: Workload | None = None
+    rounds: list[Any] = field(default_factory=list)
+    expert_loads: list[tuple[float, ...]] = field(default_factory=list)
+    measured_s: list[float] = field(default_factory=list)
+    taken_cores: list[float] = field(default_factory=list)
+    step_ns: list[tuple[int, int]] = field(default_factory=list)
+    trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
+
+    @property
+    def counted(self) -> Workload:
+        """The workload, where windows were timed."""
+        assert self.workload is not None, "windows were timed, so the workload was counted"
+        return self.workload
+
+    def step_trace(self, step: int) -> Trace:
+        """Return what the rank did in a timed step."""
+        start, end = self.step_ns[step]
+        return self.trace.select((self.trace.start_ns >= start) & (self.trace.end_ns <= end))
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """What the windows say together.
+    """The prediction against the windows that count.
 
     Attributes:
         num_kept: windows that count; `num_dropped` are those in which the machine drifted.
@@ -105,7 +148,6 @@ def windows_between(
     predicted_s: Callable[[int, int, int], float],
     *,
     taken_cores: Sequence[float] = (),
-    start: int = 0,
 ) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
@@ -113,10 +155,9 @@ def windows_between(
         measured_s: of each window; round `index` stands before window `index`, and one more after the last.
         predicted_s: what the rounds from a first to a stop predict together for a window: (window, first, stop).
         taken_cores: from each round's end to the next one's; the first begins before round 0.
-        start: the window to begin with.
     """
     windows = []
-    for index, seconds in enumerate(measured_s[start:], start):
+    for index, seconds in enumerate(measured_s):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
         around, before, after = (
             predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop))
@@ -168,50 +209,63 @@ def time_window(
 
 
 def time_windows(
-    measured_s: list[float],
+    report: RankReport,
+    ready: Callable[[], Callable[[], object]],
+    calibrate: Callable[[], Any],
+    device: torch.device,
     *,
     num_windows: int,
-    budget_s: float,
-    window: Callable[[], float],
-    calibrate: Callable[[], None],
-    windows_from: Callable[[int], Sequence[Window]],
-    progress: Callable[[int], None],
+    steps_per_window: int,
+    budget_s: float = math.inf,
 ) -> None:
-    """Run on every rank: calibrate, time a window, calibrate, ... until enough windows are calm, or time is up.
+    """Run on every rank: calibrate, time a window of steps, calibrate, time a window, ..., calibrate.
 
     Args:
-        measured_s: filled in, one number per window.
-        num_windows: calm windows to time.
+        report: gets rounds, taken_cores, measured_s and step_ns.
+        ready: prepares a window, and returns its step.
+        calibrate: takes a round of measurements; the same result on every rank.
+        device: where the rank computes.
+        num_windows: windows to time.
+        steps_per_window: timed steps in a window, after one that is not timed.
         budget_s: seconds after which no window starts; one window is always timed.
-        window: runs a window of steps and returns the seconds of a step.
-        calibrate: takes a round of measurements and keeps it.
-        windows_from: predicts the windows so far, from a number on; called on rank 0.
-        progress: gets the number of windows that are done.
     """
-    deadline = time.monotonic() + budget_s
-    calm: list[bool] = []  # of windows that no later round can change
+    deadline, others, measured_s = time.monotonic() + budget_s, OtherProcesses(), report.measured_s
 
-    def num_calm() -> int:
-        """Count calm windows. Each is judged when it is over, and once more with the second round after it."""
-        *judged, newest = [each.calm for each in windows_from(len(calm))]
-        calm.extend(judged)
-        return sum(calm) + newest
+    def take_round() -> None:
+        report.rounds.append(calibrate())
+        report.taken_cores.append(others.taken())
 
-    def finished() -> bool:
-        """Decide on rank 0, since clocks differ."""
-        done = len(measured_s) > 0 and time.monotonic() > deadline
-        if dist.get_rank() == 0 and len(measured_s) >= num_windows:
-            done |= num_calm() >= num_windows
-        agreed = torch.tensor(int(done), device=group_device())
-        dist.broadcast(agreed, 0)
-        return bool(agreed)
-
-    calibrate()
-    while not finished():
-        seconds = window()
-        calibrate()
+    take_round()
+    while not measured_s or (len(measured_s) < num_windows and on_first_rank(lambda: time.monotonic() < deadline)):
+        step = ready()
+        step()  # a warm cache, as in the middle of training
+        seconds, step_ns = time_window(step, steps_per_window, device)
         measured_s.append(seconds)
-        progress(len(measured_s))
+        report.step_ns += step_ns
+        take_round()
+
+
+def time_beside(
+    step: Callable[[], object],
+    calibrate: Callable[[], Any],
+    spans: SpanWriter,
+    *,
+    num_windows: int = 3,
+    steps_per_window: int = 4,
+) -> RankReport:
+    """Time windows of any program's steps between calibrations, on the same warm ranks; every rank calls this.
+
+    Args:
+        step: one step, marked in `spans`.
+        calibrate: takes a round of measurements; the same result on every rank.
+        spans: what this rank marks.
+        num_windows: windows of steps; there is one calibration more.
+        steps_per_window: timed steps in a window, after one that is not timed.
+    """
+    report, device = RankReport(), torch.device("cpu")
+    time_windows(report, lambda: step, calibrate, device, num_windows=num_windows, steps_per_window=steps_per_window)
+    report.trace = spans.trace()
+    return report
 
 
 def judge(windows: Sequence[Window], *, bar: float) -> Verdict:
