@@ -17,6 +17,7 @@ from distlab.cli.course import capstone, check, grade, lab, lesson, release
 from distlab.cli.measure import bench, calibrate, doctor, gpu, profile, tour, where
 from distlab.cli.predict import cost, export, plan, simulate, validate
 from distlab.comm.command import runnable
+from distlab.faces import version
 
 COMMANDS = {
     "doctor": doctor,
@@ -49,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 def parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line; `wanted`: the one command whose flags are needed, None: all."""
     top = _Parser(prog="distlab", description=distlab.__doc__.splitlines()[0] if distlab.__doc__ else None)
-    top.add_argument("--version", action="version", version=f"distlab {distlab.__version__}")
+    top.add_argument("--version", action="version", version=f"distlab {version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, module in COMMANDS.items():
         lines = (module.__doc__ or "").strip().splitlines()

@@ -43,3 +43,9 @@ def attributes_of(kind: type) -> dict[str, str]:
         for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {8,}.*)*)", block[1] if block else "", re.MULTILINE):
             found[name] = " ".join(text.split()).rstrip(".")
     return found
+
+
+def version() -> str:
+    """Return the version of this package, also where a folder named distlab hides its face."""
+    text = Path(__file__).parents[1].joinpath("__init__.py").read_text(encoding="utf-8")
+    return text.partition('__version__ = "')[2].partition('"')[0]
