@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,11 +87,15 @@ def grade_all(
         return found
 
     with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(grade, submission) for submission in submissions]
         try:
-            grades = list(pool.map(grade, submissions))
+            while wait(futures, LOOK_S).not_done:  # in short turns: an interrupt that a different thread gets is seen
+                pass
         except BaseException:
             ending.set()
+            pool.shutdown(cancel_futures=True)
             raise
+    grades = [future.result() for future in futures]
     for one in grades:  # a submission may have written to the result of a different one
         keep_grade(results, one)
     return grades
