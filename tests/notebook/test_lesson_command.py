@@ -176,7 +176,7 @@ def test_a_start_with_a_damaged_copy_tells_it_serves_and_ends_with_a_kernel_that
     work.mkdir()
     (work / "START.ipynb").write_bytes(b'{"cells": [')
     with started(work) as lab:
-        told = [line for line in lab.lines if "START.ipynb cannot be read: Expecting" in line]
+        told = [line for line in lab.lines if "START.ipynb cannot be used: Expecting" in line]
         assert len(told) == 1
         assert "distlab lesson reset START" in told[0]
         lab.post("/api/terminals", {})

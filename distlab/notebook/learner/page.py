@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,7 +48,7 @@ def progress_page() -> ProgressPage:
 
 
 def write_page(lessons: Path, work: Path) -> Path:
-    """Write the page into a folder of working copies, all at once; return its path.
+    """Write the page into a folder of working copies; return its path.
 
     Raises:
         ValueError: the folder is not one that `distlab lesson start` made.
@@ -60,10 +58,7 @@ def write_page(lessons: Path, work: Path) -> Path:
         raise ValueError(f"{work} has no working copies: `distlab lesson start` makes them, --work names their folder")
     progress = load_progress(work)
     text = page(rows(lessons, progress), progress, day=now()[:10])
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=work, suffix=".part", delete=False) as part:
-        part.write(text)
-    Path(part.name).chmod(0o644)
-    os.replace(part.name, work / PAGE)
+    (work / PAGE).write_text(text, encoding="utf-8")
     return work / PAGE
 
 
