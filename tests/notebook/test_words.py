@@ -115,7 +115,10 @@ def test_reads(text, line):
         ("four", "cannot read 'four'; write one of: %%ranks 4"),
         ("4 four [0]", "cannot read 'four [0]'"),
         *((wrong, f"cannot read {wrong!r}") for wrong in ("0", "-1", "[0,2", "[]", "[a]", "4x", "--push", "--push 3")),
-        *((f"--timeout{wrong}", f"cannot read '--timeout{wrong}'") for wrong in ("", " soon", " nan", " -1", " 3s")),
+        *(
+            (f"--timeout{wrong}", f"cannot read '--timeout{wrong}'")
+            for wrong in ("", " soon", " nan", " -1", " 3s", " 0")
+        ),
         ("--nwe 4", "cannot read '--nwe 4'"),
     ],
 )

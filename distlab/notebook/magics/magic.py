@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60.0
 USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --new 4, %%ranks --push a,b, %%ranks --timeout 10"
 _WORD = re.compile(
-    r"--push[ =]\s*(?P<push>[^\W\d]\w*(?:\s*,\s*[^\W\d]\w*)*)(?![,\w])|--timeout[ =]\s*(?P<timeout>\d*\.?\d+)(?!\S)"
-    r"|(?P<new>--new)(?!\S)|\[(?P<chosen>\s*\d+(?:\s*,\s*\d+)*\s*)\]|(?P<size>0*[1-9]\d*)(?![^\s\[])|\s+",
-    re.ASCII,
+    r"""\s+
+    | --new (?P<new>) (?!\S)
+    | --push [ =]\s* (?P<push> [a-z_]\w* (?:\s*,\s* [a-z_]\w*)*) (?![,\w])
+    | --timeout [ =]\s* (?P<timeout> (?=\S*[1-9]) \d*\.?\d+) (?!\S)
+    | \[ (?P<chosen> \s*\d+\s* (?:,\s*\d+\s*)*) \]
+    | (?P<size> [1-9]\d*) (?![^\s\[])""",
+    re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
 
 
@@ -76,7 +80,7 @@ def read_line(text: str) -> Line:
 
 @magics_class
 class RanksMagics(Magics):
-    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until another number is asked for."""
+    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until a different number is asked for."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
