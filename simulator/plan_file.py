@@ -224,7 +224,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     """Return a value as its field has it.
 
     Raises:
-        ValueError: it is of another type, infinite or not a number.
+        ValueError: it has a different type, infinite or not a number.
     """
     kinds = [each for each in get_args(hint) or (hint,) if each is not type(None)]
     for kind in kinds:

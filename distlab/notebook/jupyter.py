@@ -126,7 +126,7 @@ def _refuse_taken(port: int) -> None:
         try:
             one.bind((HOST, port))
         except OSError:
-            text = f"port {port} is taken by another program; pass a different --port, or none: a free one is found"
+            text = f"port {port} is taken by a different program; pass a different --port, or none: a free one is found"
             raise ValueError(text) from None
 
 

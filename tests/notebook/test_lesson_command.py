@@ -213,7 +213,7 @@ def test_a_port_that_is_taken(lesson, tmp_path):
         done = lesson("start", "--no-browser", "--port", str(port), work=tmp_path / "work")
     assert done.returncode == 2
     fix = "pass a different --port, or none: a free one is found"
-    assert done.stderr == f"distlab lesson: port {port} is taken by another program; {fix}\n"
+    assert done.stderr == f"distlab lesson: port {port} is taken by a different program; {fix}\n"
 
 
 def test_without_a_port_a_free_one_is_found(tmp_path):

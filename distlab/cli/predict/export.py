@@ -1,4 +1,4 @@
-"""Print a plan in the words of another tool: its configuration, its flags, or what starts the ranks.
+"""Print a plan in the words of a different tool: its configuration, its flags, or what starts the ranks.
 
 The plan is a file, or the flags of distlab simulate. A part that the tool cannot express is refused in one line;
 deepspeed and fsdp2, whose users write code of their own, leave it out and say where it goes. That, and what the tool

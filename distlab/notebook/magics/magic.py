@@ -80,7 +80,7 @@ def read_line(text: str) -> Line:
 
 @magics_class
 class RanksMagics(Magics):
-    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until a different number is asked for."""
+    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until the number changes."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
