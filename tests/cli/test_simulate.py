@@ -172,7 +172,7 @@ def test_a_step_that_takes_long_says_so_first(capsys, monkeypatch):
 
 
 def test_the_same_memory_is_told_twice(capsys):
-    """Layers of unequal time: what does not fit was counted by a different cut than the step's, 151 GB beside 171 GB."""
+    """Layers of unequal time: what does not fit was counted by a cut that was not the step's, 151 GB beside 171."""
     flags = ["--model=deepseek-v3", "--cluster=h800", "--pipeline=16", "--expert=64", "--microbatches=16"]
     facts = json.loads(said(capsys, *flags, "--sharding", "1", "--json"))
     told = re.search(r"the plan needs (\S+ \S+) and", facts["why_not"]).group(1)

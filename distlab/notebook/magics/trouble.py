@@ -83,7 +83,7 @@ def stopped_check(error: BaseException, trace: TracebackType | None, shell: Inte
 
 
 def name_cells(text: str, shell: InteractiveShell) -> str:
-    """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for one of a different cell."""
+    """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for a line of others."""
     newest = f"In[{len(shell.user_ns.get('In', ' ')) - 1}]"
 
     def name(match: re.Match[str]) -> str:
