@@ -94,7 +94,8 @@ def add_flags(command: argparse.ArgumentParser, *tables: str) -> None:
     for path, flag in _flags().items():
         if (table := path.partition(".")[0]) not in tables:
             continue
-        text, options = re.sub(r"; None: (.*)$", r" (default: \1)", _named(flag.text)), {}
+        options: dict[str, Any] = {}
+        text = re.sub(r"; None: (.*)$", r" (default: \1)", _named(flag.text))
         if bool in flag.kinds:
             is_off = flag.name.startswith("--no-")
             options = {"action": "store_const", "const": not is_off}
