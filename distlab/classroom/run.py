@@ -20,8 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distlab.classroom.contained import in_container
 from distlab.classroom.grades import Grade, Mark, keep_grade, kept_grade
@@ -32,20 +33,7 @@ from distlab.grading import Lesson
 LOOK_S = 0.2
 END_S = 60.0  # for a pipe to close whose processes were killed
 LAST_WORDS = 400
-
-
-class Limits(NamedTuple):
-    """What one submission may take.
-
-    Attributes:
-        minutes: for all of its exercises.
-        folder_bytes: that it may write.
-        is_contained: whether it runs in a container, which keeps it from other files and the network.
-    """
-
-    minutes: float = 10.0
-    folder_bytes: int = 1 << 30
-    is_contained: bool = False
+FOLDER_BYTES = 1 << 30  # that one submission may write
 
 
 def grade_all(
@@ -55,7 +43,8 @@ def grade_all(
     *,
     seed: int,
     jobs: int = 1,
-    limits: Limits | None = None,
+    minutes: float = 10.0,
+    is_contained: bool = False,
     tell: Callable[[Grade, bool], None] = lambda grade, is_new: None,
 ) -> list[Grade]:
     """Grade every submission that has no result yet; return all grades in the order of submissions.
@@ -67,7 +56,8 @@ def grade_all(
             the seed and distlab are the same.
         seed: of the drawn arguments: the same for the whole class.
         jobs: how many submissions run at a time; each has up to four ranks.
-        limits: of each submission; by default those of `Limits`.
+        minutes: what all exercises of one submission may take.
+        is_contained: whether each runs in a container, which keeps it from other files and the network.
         tell: called with each grade, and whether it is new.
 
     Raises:
@@ -75,11 +65,12 @@ def grade_all(
     """
     results.mkdir(parents=True, exist_ok=True)
     ending, turn, code = threading.Event(), threading.Lock(), lesson_digest(lesson)
+    check = partial(_check, minutes=minutes, is_contained=is_contained, ending=ending)
 
     def grade(submission: Submission) -> Grade:
         key = "/".join((version(), code, hashlib.sha256(submission.data).hexdigest(), str(seed)))
         kept = None if submission.problem else kept_grade(results, submission.student, key)
-        found = kept or _grade(submission, lesson, seed, key, limits or Limits(), ending)
+        found = kept or _grade(submission, lesson, seed, key, check)
         with turn:
             if not ending.is_set():
                 keep_grade(results, found)
@@ -109,16 +100,14 @@ def lesson_digest(lesson: Lesson) -> str:
     return digest.hexdigest()[:16]
 
 
-def _grade(
-    submission: Submission, lesson: Lesson, seed: int, key: str, limits: Limits, ending: threading.Event
-) -> Grade:
+def _grade(submission: Submission, lesson: Lesson, seed: int, key: str, check: Callable[..., tuple[str, str]]) -> Grade:
     told, stopped = "", submission.problem
     if submission.path is not None and not stopped:
         with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
             copy = Path(home, submission.path.name)
             copy.write_bytes(submission.data)
             task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
-            told, stopped = (text.replace(f"{home}/", "") for text in _check(task, Path(home), limits, ending))
+            told, stopped = (text.replace(f"{home}/", "") for text in check(task, Path(home)))
     *whole, _ = told.split("\n")  # a limit may end it within a line
     return grade_of(submission, lesson, key, [json.loads(line) for line in whole], stopped)
 
@@ -142,13 +131,15 @@ def grade_of(submission: Submission, lesson: Lesson, key: str, lines: Sequence[d
     return Grade(submission.student, file, key, points, worth - blocked, blocked, tuple(marks), left_out, stopped)
 
 
-def _check(task: dict[str, Any], home: Path, limits: Limits, ending: threading.Event) -> tuple[str, str]:
+def _check(
+    task: dict[str, Any], home: Path, *, minutes: float, is_contained: bool, ending: threading.Event
+) -> tuple[str, str]:
     """Run the check in a process group of its own; return its lines, and why it was stopped, or ""."""
     command = ["env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-m", "distlab.classroom.one", json.dumps(task)]
-    if limits.is_contained:
+    if is_contained:
         command = [*in_container(home, [Path(task["folder"])]), *command]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    told, stopped, deadline = "", "", time.monotonic() + 60 * limits.minutes
+    told, stopped, deadline = "", "", time.monotonic() + 60 * minutes
     with tempfile.TemporaryFile() as words:
         with subprocess.Popen(command, cwd=home, stderr=words, start_new_session=True, **pipes) as process:
             try:
@@ -156,7 +147,12 @@ def _check(task: dict[str, Any], home: Path, limits: Limits, ending: threading.E
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         told, _ = process.communicate(timeout=LOOK_S)
                         break
-                    stopped = _reason_to_stop(home, limits, deadline, ending)
+                    if ending.is_set():
+                        stopped = "grading was interrupted"
+                    elif time.monotonic() > deadline:
+                        stopped = f"it ran for {minutes:g} minutes, the limit; pass --minutes for more"
+                    elif (size := _size(home)) > FOLDER_BYTES:
+                        stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -169,13 +165,9 @@ def _check(task: dict[str, Any], home: Path, limits: Limits, ending: threading.E
     return told, stopped
 
 
-def _reason_to_stop(home: Path, limits: Limits, deadline: float, ending: threading.Event) -> str:
-    """Return which limit a submission has reached, or ""."""
-    if ending.is_set():
-        return "grading was interrupted"
-    if time.monotonic() > deadline:
-        return f"it ran for {limits.minutes:g} minutes, the limit; pass --minutes for more"
-    with contextlib.suppress(OSError):  # a file went away meanwhile; the next look counts all again
-        if (size := sum(path.lstat().st_size for path in home.rglob("*"))) > limits.folder_bytes:
-            return f"it wrote {size / 1e6:.0f} MB of files; the limit is {limits.folder_bytes / 1e6:.0f} MB"
-    return ""
+def _size(folder: Path) -> int:
+    """Return the bytes of all files in a folder; 0 where one goes away meanwhile: the next look counts all again."""
+    try:
+        return sum(path.lstat().st_size for path in folder.rglob("*"))
+    except OSError:
+        return 0

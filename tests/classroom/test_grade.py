@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.classroom import Limits, Submission, find_submissions, grade_all
+from distlab.classroom import Submission, find_submissions, grade_all
 from distlab.classroom.contained import in_container, refuse_unless_it_runs
 from distlab.classroom.grades import class_page, keep_grade, kept_grade, student_page, to_gradescope, write_tables
 from distlab.classroom.run import grade_of
@@ -275,13 +275,14 @@ def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "limits", "words"),
-    [(ENDLESS, Limits(minutes=0.05), "it ran for 0.05 minutes"), (FILES, Limits(folder_bytes=10**6), "MB of files")],
+    ("text", "minutes", "words"),
+    [(ENDLESS, 0.05, "it ran for 0.05 minutes"), (FILES, 10, "MB of files; the limit is 1 MB")],
     ids=["time", "files"],
 )
-def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, text, limits, words):
+def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch, text, minutes, words):
+    monkeypatch.setattr("distlab.classroom.run.FOLDER_BYTES", 10**6)
     submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
-    (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=limits)
+    (grade,) = grade_all(submissions, lesson, here / "results", seed=1, minutes=minutes)
     assert words in grade.stopped
     assert grade.points == 0
     assert {mark.verdict for mark in grade.marks} == {"stopped"}
