@@ -168,10 +168,4 @@ def _to_work_in(notebook: dict[str, Any], work: Path) -> dict[str, Any]:
 
 
 def _put(path: Path, notebook: dict[str, Any]) -> None:
-    """Write a whole notebook at once."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
