@@ -60,14 +60,9 @@ def main(arguments: argparse.Namespace) -> int:
             again = "" if is_new else " (kept)"
             print(f"{grade.student:24} {grade.points:3} of {grade.possible}{again}{words}", flush=True)
 
-    how: dict[str, Any] = {
-        "seed": seed,
-        "jobs": arguments.jobs,
-        "minutes": arguments.minutes,
-        "is_contained": arguments.contained,
-    }
+    limits: dict[str, Any] = {"minutes": arguments.minutes, "is_contained": arguments.contained}
     try:
-        grades = grade_all(submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, **how)
+        grades = grade_all(submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, tell=tell, **limits)
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130
