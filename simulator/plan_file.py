@@ -102,7 +102,7 @@ class PlanFile:
             ValueError: the model or the cluster makes no sense, or the plan does not divide the model: which table.
         """
         workload, machine = self.made()
-        with _told("plan"):
+        with told_of("[plan]"):
             return simulate(workload, machine, self.plan, order=self.order)
 
     def made(self) -> tuple[Workload, Cluster]:
@@ -111,10 +111,13 @@ class PlanFile:
         Raises:
             ValueError: one of them makes no sense: which table.
         """
-        with _told("cluster"):
+        with told_of("[cluster]"):
             machine = self.cluster.cluster(self.plan.world_size)
-        with _told("workload"):
-            return self.workload.workload(), machine
+        with told_of("[workload]"):
+            try:
+                return self.workload.workload(), machine
+            except OSError as error:
+                raise ValueError(f"config {error.filename}: {error.strerror}") from None
 
     def text(self) -> str:
         """Return the file: what differs from defaults, and reads back as this."""
@@ -134,14 +137,13 @@ def read_plan_file(path: Path | str) -> PlanFile:
         ValueError: it is no TOML, or something in it makes no sense: the file, the table, the key, and what to write.
         OSError: it cannot be read.
     """
-    try:
-        return plan_of_text(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is not text in UTF-8; save it as UTF-8") from None
-    except RecursionError:
-        raise ValueError(f"{path}: tables or lists are nested too deeply; a plan file has two levels") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    with told_of(path):
+        try:
+            return plan_of_text(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
+        except UnicodeDecodeError:
+            raise ValueError("this is not text in UTF-8; save it as UTF-8") from None
+        except RecursionError:
+            raise ValueError("tables or lists are nested too deeply; a plan file has two levels") from None
 
 
 def plan_of_text(text: str) -> PlanFile:
@@ -149,43 +151,32 @@ def plan_of_text(text: str) -> PlanFile:
     tables = tomllib.loads(text)
     if not tables:
         raise ValueError("the file is empty; write [workload], [cluster] and [plan], each with its keys below it")
+    return plan_of_tables(tables)
+
+
+def plan_of_tables(tables: Mapping[str, Any]) -> PlanFile:
+    """Return what tables of a plan file say; see `read_plan_file`."""
     for name, table in tables.items():
         if name not in TABLES or not isinstance(table, dict):
             raise ValueError(f"{name} is not a table of a plan file; write [workload], [cluster], [plan] and [run]")
-    order = tables.get("plan", {}).pop("order", list(AXES))
+    plan = {**tables.get("plan", {})}
+    order = plan.pop("order", list(AXES))
     if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
         raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")
-    made = {
-        name: _record(kind, tables.get(name, {}), name) for name, kind in TABLES.items() if name in {*tables, *NEEDED}
-    }
+    said = {"workload": {}, "cluster": {}, **tables, "plan": plan}  # with their defaults, where a file leaves one out
+    made = {name: _record(TABLES[name], table, name) for name, table in said.items()}
     return PlanFile(**made, order=check_order(order))
 
 
 @contextmanager
-def _told(table: str) -> Iterator[None]:
-    """Say in which table something makes no sense."""
+def told_of(where: Path | str | None) -> Iterator[None]:
+    """Begin what the block raises with where it stands: a plan file, or a table of one; None: with nothing."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"[{table}] {error}") from None
-
-
-@contextmanager
-def told_of(path: Path | str | None) -> Iterator[None]:
-    """Say which plan file is meant in what the block raises; None: the plan is of no file.
-
-    Raises:
-        ValueError: what the block raises, or a file that it cannot read, behind the path.
-    """
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        is_named = str(getattr(error, "filename", error)).startswith(str(path))
-        if path is None or is_named:
+        if where is None:
             raise
-        if isinstance(error, OSError):
-            raise ValueError(f"{path}: [workload] config {error.filename}: {error.strerror}") from None
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{where} {error}" if str(where).startswith("[") else f"{where}: {error}") from None
 
 
 def _toml(value: Any) -> str:
@@ -226,19 +217,14 @@ TABLES: Mapping[str, Any] = MappingProxyType(
     {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan, "run": Run}
 )
 UNITS = ("_s", "_bytes")
-NEEDED = ("workload", "cluster", "plan")  # with their defaults, where a file leaves one out
 _WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text in quotes"}
-
-
-def _keys_of(kind: Any) -> str:
-    return ", ".join(each.name for each in fields(kind))
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """Return a value as its field has it.
 
     Raises:
-        ValueError: it is of another type, infinite or not a number.
+        ValueError: it has a different type, infinite or not a number.
     """
     kinds = [each for each in get_args(hint) or (hint,) if each is not type(None)]
     for kind in kinds:
@@ -250,5 +236,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return int(value)  # 25e6
         if type(value) is kind and kind is not float:
             return value
-    expected = " or ".join(_WORDS.get(kind) or f"a table with {_keys_of(kind)}" for kind in kinds)
+    expected = " or ".join(
+        _WORDS.get(kind) or f"a table with {', '.join(each.name for each in fields(kind))}" for kind in kinds
+    )
     raise ValueError(f"{where} is {json.dumps(value, default=str)}; write {expected}")

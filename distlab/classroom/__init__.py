@@ -4,14 +4,12 @@ Read in this order:
 
 1. `release`: what a student gets.
 2. `submissions`: what students hand in.
-3. `one`: one submission, checked in a process of its own.
-4. `run`: many of them, side by side, under limits.
-5. `contained`: the same in a container.
-6. `marks`: points.
-7. `page`: tables to read.
+3. `run`: all of it checked side by side, each submission by `one` in a process of its own, under limits.
+4. `contained`: the same in a container.
+5. `grades`: points, kept as files and shown as tables.
 """
 
-from distlab.classroom.marks import Grade as Grade
+from distlab.classroom.grades import Grade as Grade
 from distlab.classroom.release import release as release
-from distlab.classroom.run import Limits as Limits, grade_all as grade_all
+from distlab.classroom.run import grade_all as grade_all
 from distlab.classroom.submissions import Submission as Submission, find_submissions as find_submissions

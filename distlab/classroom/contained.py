@@ -6,7 +6,6 @@ submissions, the grades, keys in a home folder or the network. It can read the l
 
 from __future__ import annotations
 
-import shutil
 import site
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-_PACKAGES = ("distlab", "simulator")
 SHARED_MEMORY_BYTES = 1 << 30
 TRIAL_S = 60.0
 
@@ -26,13 +24,12 @@ def refuse_unless_it_runs() -> None:
     Raises:
         ValueError: bubblewrap is not there, or the system does not let it make one; one line that says what to do.
     """
-    if shutil.which("bwrap") is None:
-        raise ValueError(
-            "--contained needs bubblewrap (bwrap), which is not installed: on Debian or Ubuntu, apt install bubblewrap"
-        )
-    tried = subprocess.run(
-        [*in_container(Path("/tmp"), ()), sys.executable, "-c", ""], capture_output=True, text=True, timeout=TRIAL_S
-    )
+    command = [*in_container(Path("/tmp"), ()), sys.executable, "-c", ""]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_S)
+    except FileNotFoundError:
+        fix = "on Debian or Ubuntu, apt install bubblewrap"
+        raise ValueError(f"--contained needs bubblewrap (bwrap), which is not installed: {fix}") from None
     if tried.returncode:
         said = " ".join(tried.stderr.split())[-200:] or f"status {tried.returncode}"
         raise ValueError(f"--contained: bubblewrap cannot make a container here ({said}); use a virtual machine")
@@ -45,15 +42,11 @@ def in_container(home: Path, readable: Sequence[Path]) -> list[str]:
         home: the one folder that it may write.
         readable: files and folders that it may read, beside Python and its packages.
     """
-    found = [*_SYSTEM, sys.prefix, sys.base_prefix, site.getusersitepackages(), *_places(), *map(str, readable)]
+    specs = {name: find_spec(name) for name in ("distlab", "simulator", "torch")}
+    places = [str(Path(spec.origin).parents[name == "torch"]) for name, spec in specs.items() if spec and spec.origin]
+    found = [*_SYSTEM, sys.prefix, sys.base_prefix, site.getusersitepackages(), *places, *map(str, readable)]
     options = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
     options += ["--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
     for path in dict.fromkeys(found):
         options += ["--ro-bind-try", path, path]
     return ["bwrap", *options, "--bind", str(home), str(home), "--remount-ro", "/", "--chdir", str(home)]
-
-
-def _places() -> list[str]:
-    """Return the folders of this library's packages, and the one that torch is installed in."""
-    found = {name: spec.origin for name in (*_PACKAGES, "torch") if (spec := find_spec(name)) and spec.origin}
-    return [str(Path(origin).parents[name == "torch"]) for name, origin in found.items()]

@@ -1,7 +1,7 @@
-"""Check one submission in this process, and write each report to a pipe as soon as it is there.
+"""Check one submission in this process: `python -m distlab.classroom.one TASK`, where TASK is JSON.
 
-Run as `python -m distlab.classroom.one`; what to do comes as JSON in its one argument. The submission's code runs in
-ranks only. Its prints go to this process' output; reports go through a pipe that no rank inherits.
+Its code runs in ranks only. Each report is a line of JSON on what was this process' standard output, as soon as it is
+there; no rank inherits that, and what else is printed is dropped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAX_MORE_PROCESSES = 1024  # threads count too: eight ranks have some hundred, a
 
 
 def main() -> None:
-    """Check the exercises one after the other; one line of JSON for each."""
+    """Check the exercises one after the other."""
     task: dict[str, Any] = json.loads(sys.argv[1])
-    os.set_inheritable(task["pipe"], False)
-    with open(task["pipe"], "w", encoding="utf-8") as pipe:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as out, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
         from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server
         from distlab.grading import load_lesson
         from distlab.grading.answer.submission import isolated_submission
@@ -27,23 +27,18 @@ def main() -> None:
         from distlab.grading.guard import limit_number_of_processes
 
         limit_number_of_processes(MAX_MORE_PROCESSES)
-
         lesson = load_lesson(task["lesson"], Path(task["folder"]))
         if not lesson.uses_optimizers():
             fork_server([module for module in PRELOAD if module != OPTIMIZERS])
         try:
             functions, notes = isolated_submission(task["file"], lesson)
         except ValueError as error:
-            _tell(pipe, {"unread": str(error)})
+            print(json.dumps({"unread": str(error)}), file=out)
             return
-        _tell(pipe, {"notes": list(notes)})
+        print(json.dumps({"notes": [*notes]}), file=out)
         for exercise in lesson.exercises:
-            _tell(pipe, examine(exercise, functions[exercise.name], seed=task["seed"]).as_dict())
-
-
-def _tell(pipe: Any, line: dict[str, Any]) -> None:
-    pipe.write(json.dumps(line) + "\n")
-    pipe.flush()
+            report = examine(exercise, functions[exercise.name], seed=task["seed"])
+            print(json.dumps(report.as_dict()), file=out)
 
 
 if __name__ == "__main__":

@@ -12,44 +12,28 @@ import contextlib
 import hashlib
 import json
 import os
-import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from distlab import __version__
 from distlab.classroom.contained import in_container
-from distlab.classroom.marks import Grade, grade_of, read_grade, write_grade
+from distlab.classroom.grades import Grade, Mark, keep_grade, kept_grade
 from distlab.classroom.submissions import Submission
+from distlab.faces import version
 from distlab.grading import Lesson
 
-MARK = "DISTLAB_GRADE"  # in the environment of every process of a submission
 LOOK_S = 0.2
-END_S = 60.0  # for a check that has closed its pipe to end, also on a busy machine
+END_S = 60.0  # for a pipe to close whose processes were killed
 LAST_WORDS = 400
-
-
-class Limits(NamedTuple):
-    """What one submission may take.
-
-    Attributes:
-        minutes: for all of its exercises.
-        folder_bytes: that it may write.
-        is_contained: whether it runs in a container, which keeps it from other files and the network.
-    """
-
-    minutes: float = 10.0
-    folder_bytes: int = 1 << 30
-    is_contained: bool = False
+FOLDER_BYTES = 1 << 30  # that one submission may write
 
 
 def grade_all(
@@ -59,7 +43,8 @@ def grade_all(
     *,
     seed: int,
     jobs: int = 1,
-    limits: Limits | None = None,
+    minutes: float = 10.0,
+    is_contained: bool = False,
     tell: Callable[[Grade, bool], None] = lambda grade, is_new: None,
 ) -> list[Grade]:
     """Grade every submission that has no result yet; return all grades in the order of submissions.
@@ -71,50 +56,40 @@ def grade_all(
             the seed and distlab are the same.
         seed: of the drawn arguments: the same for the whole class.
         jobs: how many submissions run at a time; each has up to four ranks.
-        limits: of each submission; by default those of `Limits`.
+        minutes: what all exercises of one submission may take.
+        is_contained: whether each runs in a container, which keeps it from other files and the network.
         tell: called with each grade, and whether it is new.
 
     Raises:
         KeyboardInterrupt: after the running submissions were ended; results so far are kept.
     """
     results.mkdir(parents=True, exist_ok=True)
-    ending, turn = threading.Event(), threading.Lock()
-
-    code = lesson_digest(lesson)
-
-    def key_of(submission: Submission) -> str:
-        return "/".join((__version__, code, submission.digest, str(seed)))
+    ending, turn, code = threading.Event(), threading.Lock(), lesson_digest(lesson)
+    check = partial(_check, minutes=minutes, is_contained=is_contained, ending=ending)
 
     def grade(submission: Submission) -> Grade:
-        key = key_of(submission)
-        kept = None if submission.problem else read_grade(results, submission.student, key)
-        found = kept or _grade(submission, lesson, seed, limits or Limits(), ending)
+        key = "/".join((version(), code, hashlib.sha256(submission.data).hexdigest(), str(seed)))
+        kept = None if submission.problem else kept_grade(results, submission.student, key)
+        found = kept or _grade(submission, lesson, seed, key, check)
         with turn:
             if not ending.is_set():
-                if kept is None:
-                    write_grade(results, found, key)
+                keep_grade(results, found)
                 tell(found, kept is None)
         return found
 
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(grade, submission) for submission in submissions]
         try:
-            grades = [_result_of(future) for future in futures]
+            while wait(futures, LOOK_S).not_done:  # in short turns: an interrupt that a different thread gets is seen
+                pass
         except BaseException:
             ending.set()
-            for future in futures:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
             raise
-    for submission, one in zip(submissions, grades, strict=True):  # a submission may have written to another's result
-        write_grade(results, one, key_of(submission))
+    grades = [future.result() for future in futures]
+    for one in grades:  # a submission may have written to the result of a different one
+        keep_grade(results, one)
     return grades
-
-
-def _result_of(future: Future[Grade]) -> Grade:
-    """Wait in short turns: an interrupt that another thread gets is seen between two of them."""
-    while wait([future], LOOK_S).not_done:
-        pass
-    return future.result()
 
 
 def lesson_digest(lesson: Lesson) -> str:
@@ -125,99 +100,74 @@ def lesson_digest(lesson: Lesson) -> str:
     return digest.hexdigest()[:16]
 
 
-def _grade(submission: Submission, lesson: Lesson, seed: int, limits: Limits, ending: threading.Event) -> Grade:
-    lines: list[dict[str, Any]] = []
-    stopped = submission.problem
+def _grade(submission: Submission, lesson: Lesson, seed: int, key: str, check: Callable[..., tuple[str, str]]) -> Grade:
+    told, stopped = "", submission.problem
     if submission.path is not None and not stopped:
-        home = Path(tempfile.mkdtemp(prefix="distlab-grade-"))
-        try:
-            copy = home / submission.path.name
+        with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
+            copy = Path(home, submission.path.name)
             copy.write_bytes(submission.data)
             task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
-            lines, stopped = _check(task, home, limits, ending)
-            stopped = stopped.replace(f"{home}/", "")
-            for line in lines:
-                line["message"] = str(line.get("message", "")).replace(f"{home}/", "")
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
-    file = "" if submission.path is None else str(submission.path)
-    return grade_of(submission.student, file, submission.digest, lesson.exercises, lines, stopped)
+            told, stopped = (text.replace(f"{home}/", "") for text in check(task, Path(home)))
+    *whole, _ = told.split("\n")  # a limit may end it within a line
+    return grade_of(submission, lesson, key, [json.loads(line) for line in whole], stopped)
+
+
+def grade_of(submission: Submission, lesson: Lesson, key: str, lines: Sequence[dict[str, Any]], stopped: str) -> Grade:
+    """Make a grade of what the process that checked told, line by line."""
+    reports = {line.get("exercise"): line for line in lines}
+    notes = reports.get(None, {})
+    stopped, marks = notes.get("unread", stopped), []
+    for exercise in lesson.exercises:
+        named: dict[str, Any] = {"verdict": "stopped", "message": stopped}
+        if (report := reports.get(exercise.name)) is not None:
+            named = {name: report[name] for name in ("verdict", "fault", "message", "seconds")}
+        elif submission.path is None and not stopped:
+            named = {"verdict": "not attempted", "message": "nothing was handed in"}
+        worth = exercise.difficulty
+        marks.append(Mark(exercise.name, worth, worth if named["verdict"] == "passed" else 0, **named))
+    points, worth = sum(mark.points for mark in marks), sum(mark.worth for mark in marks)
+    blocked = sum(mark.worth for mark in marks if mark.verdict == "blocked")
+    file, left_out = str(submission.path or ""), tuple(notes.get("notes", ()))
+    return Grade(submission.student, file, key, points, worth - blocked, blocked, tuple(marks), left_out, stopped)
 
 
 def _check(
-    task: dict[str, Any], home: Path, limits: Limits, ending: threading.Event
-) -> tuple[list[dict[str, Any]], str]:
+    task: dict[str, Any], home: Path, *, minutes: float, is_contained: bool, ending: threading.Event
+) -> tuple[str, str]:
     """Run the check in a process group of its own; return its lines, and why it was stopped, or ""."""
-    ours, theirs = os.pipe()
-    mark = uuid.uuid4().hex
-    places = ["env", f"{MARK}={mark}", f"HOME={home}", f"TMPDIR={home}"]
-    if limits.is_contained:
-        places = [*in_container(home, [Path(task["folder"])]), *places]
-    with open(ours, "rb", buffering=0) as pipe, tempfile.TemporaryFile() as words:
-        with subprocess.Popen(
-            [*places, sys.executable, "-m", "distlab.classroom.one", json.dumps({**task, "pipe": theirs})],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=words,
-            cwd=home,
-            pass_fds=(theirs,),
-            start_new_session=True,
-        ) as process:
-            os.close(theirs)
+    command = ["env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-m", "distlab.classroom.one", json.dumps(task)]
+    if is_contained:
+        command = [*in_container(home, [Path(task["folder"])]), *command]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    told, stopped, deadline = "", "", time.monotonic() + 60 * minutes
+    with tempfile.TemporaryFile() as words:
+        with subprocess.Popen(command, cwd=home, stderr=words, start_new_session=True, **pipes) as process:
             try:
-                lines, stopped = _listen(pipe, home, limits, ending)
-                if not stopped:
-                    process.wait(timeout=END_S)
-            except subprocess.TimeoutExpired:
-                stopped = "its check did not end"
+                while not stopped:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        told, _ = process.communicate(timeout=LOOK_S)
+                        break
+                    if ending.is_set():
+                        stopped = "grading was interrupted"
+                    elif time.monotonic() > deadline:
+                        stopped = f"it ran for {minutes:g} minutes, the limit; pass --minutes for more"
+                    elif (size := _size(home)) > FOLDER_BYTES:
+                        stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
             finally:
-                _kill(process.pid, mark)
-        if not stopped and lines and "unread" in lines[0]:
-            return [], str(lines[0]["unread"])
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if stopped:
+                told, _ = process.communicate(timeout=END_S)
         if not stopped and process.returncode:
             words.seek(0)
             last = " ".join(words.read().decode(errors="replace").split())[-LAST_WORDS:]
             stopped = f"its check ended with status {process.returncode}: {last or 'no words'}"
-    return lines, stopped
-
-
-def _listen(pipe: Any, home: Path, limits: Limits, ending: threading.Event) -> tuple[list[dict[str, Any]], str]:
-    """Read lines until the pipe closes or a limit is reached."""
-    lines: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 60 * limits.minutes
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while True:
-            if selector.select(LOOK_S):
-                data = os.read(pipe.fileno(), 1 << 16)
-                if not data:
-                    return lines, ""
-                *whole, rest = (rest + data).split(b"\n")
-                lines += map(json.loads, whole)
-            if ending.is_set():
-                return lines, "grading was interrupted"
-            if time.monotonic() > deadline:
-                return lines, f"it ran for {limits.minutes:g} minutes, the limit; pass --minutes for more"
-            if (size := _size(home)) > limits.folder_bytes:
-                return lines, f"it wrote {size / 1e6:.0f} MB of files; the limit is {limits.folder_bytes / 1e6:.0f} MB"
+    return told, stopped
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of all files in a folder; what goes away meanwhile counts nothing."""
-    total = 0
-    for place, _, files in os.walk(folder):  # it passes over folders that are gone; Path.rglob raises
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
-
-
-def _kill(pid: int, mark: str) -> None:
-    """Kill the process group, and whatever else carries the submission's mark."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    for environment in Path("/proc").glob("[0-9]*/environ"):  # on systems without /proc the group has to do
-        with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in environment.read_bytes().split(b"\0"):
-                os.kill(int(environment.parent.name), signal.SIGKILL)
+    """Return the bytes of all files in a folder; 0 where one goes away meanwhile: the next look counts all again."""
+    try:
+        return sum(path.lstat().st_size for path in folder.rglob("*"))
+    except OSError:
+        return 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 KINDS = (".ipynb", ".py")
-_SAFE = re.compile(r"[^\w.@+-]+")
+HIDDEN = (".", "__")
 
 
 class Submission(NamedTuple):
@@ -18,14 +17,12 @@ class Submission(NamedTuple):
     Attributes:
         student: names the student and the files of results: the submission's file name, or its folder's.
         path: the notebook or module, or None where the student's folder has none.
-        digest: of the file's bytes, "" where there is none.
         data: the file's bytes as they were found: a different submission that runs first cannot change them.
         problem: why it cannot be graded, in one line, or "".
     """
 
     student: str
     path: Path | None = None
-    digest: str = ""
     data: bytes = b""
     problem: str = ""
 
@@ -41,41 +38,28 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
         lesson: name of the lesson's folder, such as 03_data_parallel.
 
     Raises:
-        ValueError: a path is not there or has another ending, or there is no submission at all. What is wrong with one
-            student's files stands in `problem`, and does not keep the others from being graded.
+        ValueError: a path is not there or has a different ending, or there is no submission at all. What is wrong with
+            one student's files stands in `problem`, and does not keep the others from being graded.
     """
     found: dict[str, Submission] = {}
     for path in paths:
-        for student, files in _by_student(path, lesson):
-            name = _SAFE.sub("_", student).strip(".") or "student"
-            one = _read(name, files, lesson)
-            if name in found:
-                both = f"{found[name].path} and {one.path}"
-                text = f"two submissions are {name}'s: {both}; leave one out, or rename a folder"
-                one = Submission(name, one.path, one.digest, problem=text)
-            found[name] = one
+        if not path.exists() or (path.is_file() and path.suffix not in KINDS):
+            raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py) nor a folder of them")
+        for child in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if child.name.startswith(HIDDEN) or not (child.is_dir() or child.suffix in KINDS):
+                continue
+            name = child.name if child.is_dir() else _owner(child, lesson)
+            student = re.sub(r"[^\w.@+-]+", "_", name).strip(".") or "student"
+            one = _read(student, child, lesson)
+            if student in found:
+                both = f"{found[student].path} and {one.path}"
+                text = f"two submissions are {student}'s: {both}; leave one out, or rename a folder"
+                one = Submission(student, one.path, problem=text)
+            found[student] = one
     if not found:
         listed = ", ".join(map(str, paths))
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")
-    return [found[name] for name in sorted(found)]
-
-
-def _by_student(path: Path, lesson: str) -> Iterator[tuple[str, list[Path]]]:
-    """Yield each student's name and files in a file or folder."""
-    if path.is_file() and path.suffix not in KINDS:
-        raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py); pass one, or a folder")
-    if not path.exists():
-        raise ValueError(f"{path} is not there; pass notebooks, .py files or folders of them")
-    for child in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if child.is_dir() and not child.name.startswith((".", "__")):
-            yield child.name, sorted(one for one in child.rglob("*") if _is_answer(one.relative_to(child), one))
-        elif child.suffix in KINDS:
-            yield _owner(child, lesson), [child] if _is_answer(Path(child.name), child) else []
-
-
-def _is_answer(name: Path, path: Path) -> bool:
-    """Whether a file holds answers; no pipe, no link to nothing, and nothing in a hidden folder."""
-    return path.suffix in KINDS and path.is_file() and not any(part.startswith((".", "__")) for part in name.parts)
+    return [found[student] for student in sorted(found)]
 
 
 def _owner(path: Path, lesson: str) -> str:
@@ -84,19 +68,24 @@ def _owner(path: Path, lesson: str) -> str:
     return next((name for name in names if name not in (lesson, "lesson", "answers", "work", "")), path.stem)
 
 
-def _read(student: str, files: Sequence[Path], lesson: str) -> Submission:
+def _read(student: str, place: Path, lesson: str) -> Submission:
     """Read a student's one file for the lesson: the one of its name, or the only one that is of no lesson."""
+    files = [one for one in sorted(place.rglob("*")) if _is_answer(one, place)] if place.is_dir() else [place]
     if len(files) > 1:
-        others = [path for path in files if not re.match(r"\d\d_|START$", path.stem)]
-        named = [path for path in files if lesson in (path.stem, path.parent.name) and path not in others]
-        files = named or [path for path in others if lesson == path.parent.name] or others
+        plain = [path for path in files if not re.match(r"\d\d_|START$", path.stem)]  # named like no lesson
+        beside = [path for path in plain if path.parent.name == lesson]
+        files = [path for path in files if path.stem == lesson] or beside or plain
     if len(files) > 1:
         listed = ", ".join(path.name for path in files[:4])
         return Submission(student, problem=f"several files to grade ({listed}); name the right one {lesson}.ipynb")
-    if not files:
+    if not files or not files[0].is_file():  # a pipe, or a link to nothing
         return Submission(student)
     try:
-        data = files[0].read_bytes()
+        return Submission(student, files[0], files[0].read_bytes())
     except OSError as error:
         return Submission(student, files[0], problem=f"{files[0]} cannot be read: {error.strerror}")
-    return Submission(student, files[0], hashlib.sha256(data).hexdigest(), data)
+
+
+def _is_answer(path: Path, place: Path) -> bool:
+    inside = path.relative_to(place).parts
+    return path.suffix in KINDS and path.is_file() and not any(part.startswith(HIDDEN) for part in inside)

@@ -17,6 +17,7 @@ from distlab.cli.course import capstone, check, grade, lab, lesson, release
 from distlab.cli.measure import bench, calibrate, doctor, gpu, profile, tour, where
 from distlab.cli.predict import cost, export, plan, simulate, validate
 from distlab.comm.command import runnable
+from distlab.faces import version
 
 COMMANDS = {
     "doctor": doctor,
@@ -46,21 +47,23 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {runnable(self.prog)} --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line; `wanted`: the one command whose flags are needed, None: all."""
     top = _Parser(prog="distlab", description=distlab.__doc__.splitlines()[0] if distlab.__doc__ else None)
-    top.add_argument("--version", action="version", version=f"distlab {distlab.__version__}")
+    top.add_argument("--version", action="version", version=f"distlab {version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, module in COMMANDS.items():
         lines = (module.__doc__ or "").strip().splitlines()
         command = commands.add_parser(name, help=lines[0].rstrip("."), description=(module.__doc__ or "").strip())
-        module.add_arguments(command)
+        if wanted in (name, None):  # the flags of some are made from the simulator's records
+            module.add_arguments(command)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser(given[0] if given else "").parse_args(given)
     prog = f"distlab {arguments.command}"
     try:
         status: int = COMMANDS[arguments.command].main(arguments)

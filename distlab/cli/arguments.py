@@ -48,21 +48,23 @@ def counts_of_devices(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
-def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
+def check_output(flag: str, path: Path | None, *, folder: bool = False, picture: bool = False) -> None:
     """Refuse a path that cannot be written, before the work whose result it is for; a file's folder is made, and told.
 
     Args:
         flag: the flag that names the path.
-        path: of a file, or of a folder.
+        path: of a file, or of a folder; None: the flag was not given.
         folder: whether it is a folder.
+        picture: whether it is a picture, whose name must end as one that can be drawn.
 
     Raises:
         ValueError: saying what to pass instead.
     """
-    expected = "a folder" if folder else "a file"
+    if path is None:
+        return
+    expected, found = ("a folder", "a file") if folder else ("a file", "a folder")
     if path.exists() and path.is_dir() != folder:
-        found = "a folder" if path.is_dir() else "a file"
-        raise ValueError(f"{flag} {path}: expected the path of {expected}, got {found}; pass another path")
+        raise ValueError(f"{flag} {path}: expected the path of {expected}, got {found}; pass a different path")
     where = path if folder else path.parent
     is_new = not where.exists()
     try:
@@ -77,6 +79,13 @@ def check_output(flag: str, path: Path, *, folder: bool = False) -> None:
         ) from None
     if is_new and not folder:
         print(f"{flag} {path}: made the folder {where}", file=sys.stderr)
+    if picture:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+        if path.suffix and path.suffix[1:].lower() not in kinds:
+            wrong = f"expected a picture such as step.png, got {path.suffix}; kinds are {', '.join(kinds)}"
+            raise ValueError(f"{flag} {path}: {wrong}")
 
 
 def load_script(name: str, path: Path) -> Any:

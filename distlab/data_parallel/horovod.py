@@ -1,13 +1,7 @@
 """HorovodOptimizer: the other classic design, in which the *optimizer* averages gradients and the model knows nothing.
 
 Hooks on the optimizer's parameters fill fusion buffers during backward. A full buffer goes on the wire, and `step()`
-waits for all buffers before it updates. A training loop keeps its shape:
-
-    broadcast_parameters(model)
-    optimizer = HorovodOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    loss_fn(model(inputs), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+waits for all buffers before it updates. A training loop stays that of one process: lesson 3 shows one.
 
 Clipping goes between `synchronize()` and `step()`, which then averages nothing twice. A parameter that no rank used
 counts as zeros and is updated, by momentum and weight decay; one process, and `DataParallel`, leave it alone.
@@ -81,10 +75,9 @@ class HorovodOptimizer:
         """Count a backward pass of a parameter; return whether it was the last of the step."""
         parameter = slots.parameters[slot]
         if self._made[parameter] == self._passes:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: {self._names[parameter]} got gradient {self._passes + 1} before step(), "
-                f"expected {self._passes}: call step() more often, or pass a larger backward_passes_per_step"
-            )
+            which = f"rank {dist.get_rank()}: {self._names[parameter]} got gradient {self._passes + 1} before step()"
+            fix = "call step() more often, or pass a larger backward_passes_per_step"
+            raise RuntimeError(f"{which}, expected {self._passes}: {fix}")
         self._averaged = False
         self._made[parameter] += 1
         return self._made[parameter] == self._passes
@@ -112,8 +105,6 @@ class HorovodOptimizer:
     def zero_grad(self) -> None:
         """Forget the gradients; between backward and step() they are on the wire, and a RuntimeError says so."""
         if any(self._made.values()):
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: zero_grad() between backward() and step() would lose gradients; call it "
-                "after step(), or after synchronize() to leave out an update"
-            )
+            why = "zero_grad() between backward() and step() would lose gradients; call it after step()"
+            raise RuntimeError(f"rank {dist.get_rank()}: {why}, or after synchronize() to leave out an update")
         self.optimizer.zero_grad()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -31,3 +33,19 @@ def lazy(face: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {face!r} has no attribute {name!r}")
 
     return load
+
+
+def attributes_of(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class, and of those that it extends, say of each attribute."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        block = re.search(r"^Attributes:\n((?:[ ]+.*\n?)*)", inspect.cleandoc(each.__doc__ or ""), re.MULTILINE)
+        for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {8,}.*)*)", block[1] if block else "", re.MULTILINE):
+            found[name] = " ".join(text.split()).rstrip(".")
+    return found
+
+
+def version() -> str:
+    """Return the version of this package, also where a folder named distlab hides its face."""
+    text = Path(__file__).parents[1].joinpath("__init__.py").read_text(encoding="utf-8")
+    return text.partition('__version__ = "')[2].partition('"')[0]

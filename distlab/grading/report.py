@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from distlab.faces import version
 from distlab.grading.exercise import Exercise
 from distlab.grading.lesson import source_text
 
@@ -72,8 +73,6 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as data that JSON holds."""
-        from distlab import __version__
-
         torch = sys.modules.get("torch")
         return {
             "schema": SCHEMA,
@@ -85,7 +84,7 @@ class Report:
             "worlds": list(self.worlds),
             "seconds": round(self.seconds, 3),
             "versions": {
-                "distlab": __version__,
+                "distlab": version(),
                 "python": platform.python_version(),
                 "torch": getattr(torch, "__version__", None),
             },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import re
 import types
 import typing
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from distlab.comm.command import runnable
+from distlab.faces import attributes_of
 from distlab.nodes import Nodes
 
 MAX_FIELDS = 7  # of a lab's own
@@ -78,7 +78,7 @@ def parser_of(settings: type[CommonSettings], prog: str) -> argparse.ArgumentPar
     Raises:
         ValueError: the dataclass has too many fields, or one of a type that no flag can have.
     """
-    described = _described(settings)
+    described = attributes_of(settings)
     own = len(fields(settings)) - len(fields(CommonSettings))
     if own > MAX_FIELDS:
         raise ValueError(f"{settings.__name__} has {own} fields of its own; a lab has at most {MAX_FIELDS}")
@@ -125,16 +125,6 @@ def what_is_run(settings: CommonSettings) -> str:
 
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _described(settings: type) -> dict[str, str]:
-    """Read what the docstrings of a dataclass and of those it extends say of each attribute."""
-    found: dict[str, str] = {}
-    for kind in reversed(settings.__mro__):
-        block = re.search(r"^Attributes:\n((?:[ ]+.*\n?)*)", inspect.cleandoc(kind.__doc__ or ""), re.M)
-        for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {8,}.*)*)", block[1] if block else "", re.M):
-            found[name] = " ".join(text.split()).rstrip(".")
-    return found
 
 
 def _add(parser: argparse.ArgumentParser, entry: Field[Any], hint: Any, text: str) -> None:

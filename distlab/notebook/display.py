@@ -41,8 +41,6 @@ def show(figure: Figure | bytes, text: str) -> None:
     if not text.strip():
         raise ValueError("show(figure, text) needs the text that says what the figure shows")
     light, dark = (figure, b"") if isinstance(figure, bytes) else (png_of(figure), png_of(figure, dark=True))
-    if not isinstance(figure, bytes):
-        _close(figure)
     display(Picture(light, text, dark))  # type: ignore[no-untyped-call]
 
 
@@ -58,11 +56,3 @@ def png_of(figure: Any, *, dark: bool = False) -> bytes:
         page = Bbox.union([Bbox.from_bounds(0, 0, *figure.get_size_inches()), figure.get_tightbbox()])
         figure.savefig(buffer, format="png", dpi=DPI, bbox_inches=page)
     return buffer.getvalue()
-
-
-def _close(figure: Any) -> None:
-    """Close a figure of pyplot, so that the notebook does not show it once more."""
-    if getattr(figure.canvas, "manager", None) is not None:
-        import matplotlib.pyplot as plt
-
-        plt.close(figure)

@@ -102,9 +102,10 @@ def options(work: Path, port: int | None) -> list[str]:
         "user_settings_dir": work / SETTINGS / "settings",
         "workspaces_dir": work / SETTINGS / "workspaces",
     }
-    written = [f"--ServerApp.{name}={value}" for name, value in server.items()]
-    written += [f"--LabApp.{name}={value}" for name, value in lab.items()]
-    return [*written, f"--KernelManager.shutdown_wait_time={KERNEL_STOP_S}", "--IdentityProvider.hashed_password="]
+    kernels = {"shutdown_wait_time": KERNEL_STOP_S}
+    parts: dict[str, dict[str, Any]] = {"ServerApp": server, "LabApp": lab, "KernelManager": kernels}
+    parts["IdentityProvider"] = {"hashed_password": ""}
+    return [f"--{part}.{name}={value}" for part, values in parts.items() for name, value in values.items()]
 
 
 def quiet_settings(folder: Path) -> None:
@@ -126,7 +127,7 @@ def _refuse_taken(port: int) -> None:
         try:
             one.bind((HOST, port))
         except OSError:
-            text = f"port {port} is taken by another program; pass a different --port, or none: a free one is found"
+            text = f"port {port} is taken by a different program; pass a different --port, or none: a free one is found"
             raise ValueError(text) from None
 
 

@@ -74,10 +74,10 @@ class Precision:
     """Types of numbers in a step.
 
     Attributes:
-        compute: type of parameters and activations in forward and backward.
+        compute: type of parameters and activations in forward and backward; one of DTYPE_BYTES.
         master: also keep parameters in float32, for the update (no second copy where compute is float32).
         reduce: type in which gradients are summed over ranks.
-        gradients: type in which gradients are kept until the update.
+        gradients: type in which gradients are kept until the update; one of DTYPE_BYTES.
     """
 
     compute: str = "float32"

@@ -51,9 +51,9 @@ class ClusterDescription:
     """A cluster in a few words: a preset, and what differs from it.
 
     Attributes:
-        name: of the preset; `distlab simulate --list` prints them.
+        name: a preset; `distlab simulate --list` prints them.
         num_devices: as many as the plan has ranks; None: whole nodes that hold them.
-        stack: of software; None: the preset's own.
+        stack: what its software reaches: one that --list prints, or best-case; None: the preset's own.
         devices_per_node: neighbours that `intra_node` links.
         device: figures in place of the preset's, before the stack takes its part of them.
         intra_node: the link inside a node, by name or by figures.

@@ -12,6 +12,7 @@ from simulator.models.gpt import gpt_workload
 from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture, mix_experts
+from simulator.models.parts import require_sizes
 
 OF_ANY = ("sequence_length", "microbatch_size", "attention")
 # What makes sizes those of a Llama; without any of them they are a GPT's.
@@ -26,23 +27,23 @@ class ModelDescription:
     With one of OF_LLAMA they are those of a decoder like Llama.
 
     Attributes:
-        model: name of a published model.
-        config: path of a Hugging Face `config.json`.
-        hidden_size: h.
-        num_layers: blocks.
-        num_heads: heads of attention.
-        vocab_size: tokens of the vocabulary.
-        feed_forward_size: width of the feed-forward part; None: 4 h.
-        num_key_value_heads: heads of keys and values; None: as many as heads.
-        head_size: elements of a head; None: h over heads.
-        is_gated: the feed-forward part has a gate (a Llama's has one unless told).
-        ties_embedding: the head uses the embedding's parameters.
-        num_experts: in each block; 1: no mixture.
+        model: a published model, such as llama-2-7b, in place of sizes.
+        config: a Hugging Face `config.json`, in place of sizes.
+        hidden_size: hidden size h; None: the model's, or 2048.
+        num_layers: blocks; None: the model's, or 24.
+        num_heads: heads of attention; None: the model's, or 16.
+        vocab_size: tokens of the vocabulary; None: the model's, or 51200.
+        feed_forward_size: width of the feed-forward part of a model like Llama; None: 4 h.
+        num_key_value_heads: heads of keys and values of a model like Llama; None: as many as heads.
+        head_size: elements of a head of a model like Llama; None: h over heads.
+        is_gated: the gate in the feed-forward part of a model like Llama (three products with it, two without).
+        ties_embedding: the head of a model like Llama uses the embedding's parameters.
+        num_experts: experts in each block; 1: no mixture.
         top_k: experts that a token goes to.
-        expert_size: width of an expert; None: of the feed-forward part.
-        sequence_length: tokens; None: the model's own, for sizes 2,048.
+        expert_size: width of an expert of a model like Llama; None: as of the feed-forward part.
+        sequence_length: tokens in a sequence; None: the model's, or 2048.
         microbatch_size: samples in a micro-batch.
-        attention: "plain" or "flash"; None: as the model was published, for sizes plain.
+        attention: plain, or flash, which keeps no scores; None: as the model was published, or plain.
     """
 
     model: str | None = None
@@ -64,6 +65,7 @@ class ModelDescription:
     attention: str | None = None
 
     def __post_init__(self) -> None:
+        require_sizes("sizes", num_experts=self.num_experts, top_k=self.top_k, microbatch_size=self.microbatch_size)
         for name in ("model", "config"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty; name one, or leave {name} out and give sizes")
@@ -90,7 +92,7 @@ class ModelDescription:
         }
 
     def with_microbatch(self, samples: int) -> ModelDescription:
-        """Return the same model with another number of samples in a micro-batch."""
+        """Return the same model with a different number of samples in a micro-batch."""
         return replace(self, microbatch_size=samples)
 
     def workload(self) -> Workload:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import distlab
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [f"distlab.{path.parent.name}" for path in sorted((ROOT / "distlab").glob("*/__init__.py"))]
 FACES = [*PACKAGES, "simulator", "simulator.viz", "simulator.export"]
@@ -66,11 +68,12 @@ def test_a_room_has_few_files_and_says_in_which_order_to_read_them(room):
 def test_a_folder_of_the_same_name_beside_a_script_hides_nothing_but_distlabs_own_face(tmp_path):
     """Such as a clone: Python takes the folder for a part of the package, and for its face."""
     (tmp_path / "distlab").mkdir()
-    (tmp_path / "train.py").write_text(
-        "from distlab.comm import run\nfrom distlab.measure import Machine\nprint(run)\n"
-    )
+    lines = ["from distlab.cli import main", "from distlab.comm import run", "from distlab.measure import Machine"]
+    lines += ["from distlab.classroom import grade_all", "from distlab.grading import Report", "print(run)"]
+    (tmp_path / "train.py").write_text("\n".join([*lines, "main(['--version'])"]))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.startswith("<function run"), done.stderr
+    assert done.stdout.endswith(f"distlab {distlab.__version__}\n")

@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from distlab.classroom import Limits
+from distlab.classroom.run import FOLDER_BYTES
 from distlab.grading import Exercise, lessons
 from distlab.grading.guard import MAX_FILE_BYTES
 from distlab.grading.run import MAX_OUTPUT_BYTES
@@ -57,7 +57,7 @@ def test_it_says_that_limits_are_no_security_boundary():
 
 
 def test_the_limits_that_it_names_are_the_real_ones():
-    memory, files = Exercise.__dataclass_fields__["memory_limit_bytes"].default, Limits().folder_bytes
+    memory, files = Exercise.__dataclass_fields__["memory_limit_bytes"].default, FOLDER_BYTES
     text = f"{memory >> 30} GiB of memory per rank, a time limit, files of at most {MAX_FILE_BYTES >> 20} MiB and "
     text += f"{files >> 30} GiB in all, {MAX_OUTPUT_BYTES // 10**6} MB of output, no new processes."
     assert text in " ".join(GUIDE.split())

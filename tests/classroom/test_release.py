@@ -31,6 +31,9 @@ def lines_of_bodies(path: Path) -> set[str]:
 def test_every_lesson_can_be_released_and_shows_no_solution(tmp_path):
     copies = release(LESSONS, tmp_path / "copy")
     assert [copy.name[:2] for copy in copies] == list(lessons(LESSONS))
+    names_of = "from distlab.grading import lessons, load_lesson\n"
+    names_of += "print([one.name for number in lessons() for one in load_lesson(number).exercises])"
+    assert python_in(tmp_path / "copy", names_of) == python_in(ROOT, names_of)
     for copy in copies:
         original = LESSONS / copy.name
         names = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}

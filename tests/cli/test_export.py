@@ -1,4 +1,4 @@
-"""A plan's flags become a file of another tool, and what it cannot say is told beside it."""
+"""A plan's flags become a file of a different tool, and what it cannot say is told beside it."""
 
 import json
 

@@ -41,8 +41,11 @@ MISTAKES = [
     (["simulate", "--layers", "0"], ""),
     (["simulate", "--hidden", "100", "--heads", "3"], ""),
     (["simulate", "--data", "100000000"], "100,000,000 ranks; simulate takes at most 1,000,000"),
-    (["simulate", "--schedule", "dualpipe"], "invalid choice: 'dualpipe'"),
-    *((["simulate", "--sharding", stage], "pass 0 to 3") for stage in ("two", "4", "-1")),
+    (["simulate", "--schedule", "dualpipe"], "schedule is 'dualpipe'; choose one of naive, "),
+    *((["simulate", "--sharding", stage], "choose 0, 1, 2 or 3") for stage in ("4", "-1")),
+    (["simulate", "--sharding", "two"], '--sharding is "two"; write a whole number'),
+    (["simulate", "--experts", "0"], "--experts is 0; pass a whole number of at least 1"),
+    (["simulate", "--recompute-layers", "2"], "--recompute-method and --recompute-layers choose blocks of recompute"),
     (["simulate", "none.toml"], "distlab simulate: none.toml: No such file or directory\n"),
     # A script whose variable is empty was once told the step of the default plan.
     *(([*command, ""], "directory") for command in (["simulate"], ["export", "--to", "torchtitan"])),

@@ -2,13 +2,17 @@
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from distlab.cli import COMMANDS, parser
 from distlab.cli.course.lab import find_lab, load_settings
+from distlab.cli.predict.flags import ONLY_IN_FILES
 from distlab.lab.settings import parser_of
+from distlab.plan import Plan, Precision, Sharding
+from simulator import ClusterDescription, ModelDescription
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [ROOT / "README.md", ROOT / "lessons" / "START.py", *sorted(ROOT.glob("lessons/[0-9][0-9]_*/lesson.py"))]
@@ -89,3 +93,18 @@ def test_the_readme_says_how_to_reach_the_commands():
     venv = re.search(r"^VENV := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert f"\n. {venv[1]}/bin/activate\n" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"`. {venv[1]}/bin/activate`" in (ROOT / "lessons" / "START.py").read_text(encoding="utf-8")
+
+
+def test_every_key_of_a_plan_file_has_a_flag_or_is_only_in_files():
+    """Each flag's help is what the record says of the field, with the names that it may have."""
+    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    help_of = {action.dest: action.help for action in subparsers.choices["simulate"]._actions}
+    records = {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan}
+    records |= {"plan.sharding": Sharding, "plan.precision": Precision}
+    paths = {f"{table}.{each.name}" for table, kind in records.items() for each in fields(kind)} - set(records)
+    left = {path for path in paths if path.rpartition(".")[2] in ONLY_IN_FILES}
+    assert paths - left == {path for path in help_of if "." in path} - {"plan.order"}
+    assert all(help_of[path] for path in paths - left)
+    for name in ("one_f_one_b", "dualpipe_v", "(default one_f_one_b)"):
+        assert name in help_of["plan.schedule"]
+    assert help_of["workload.head_size"].endswith(" (default: h over heads)")

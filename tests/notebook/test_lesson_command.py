@@ -176,7 +176,7 @@ def test_a_start_with_a_damaged_copy_tells_it_serves_and_ends_with_a_kernel_that
     work.mkdir()
     (work / "START.ipynb").write_bytes(b'{"cells": [')
     with started(work) as lab:
-        told = [line for line in lab.lines if "START.ipynb cannot be read: Expecting" in line]
+        told = [line for line in lab.lines if "START.ipynb cannot be used: Expecting" in line]
         assert len(told) == 1
         assert "distlab lesson reset START" in told[0]
         lab.post("/api/terminals", {})
@@ -213,7 +213,7 @@ def test_a_port_that_is_taken(lesson, tmp_path):
         done = lesson("start", "--no-browser", "--port", str(port), work=tmp_path / "work")
     assert done.returncode == 2
     fix = "pass a different --port, or none: a free one is found"
-    assert done.stderr == f"distlab lesson: port {port} is taken by another program; {fix}\n"
+    assert done.stderr == f"distlab lesson: port {port} is taken by a different program; {fix}\n"
 
 
 def test_without_a_port_a_free_one_is_found(tmp_path):

@@ -99,7 +99,7 @@ def test_some_ranks_alone(notebook):
     assert notebook.lines("%%ranks\ny") == ["[rank 0] 1", "[rank 1] 0", "[rank 2] 1"]
 
 
-def test_another_number_starts_others_and_says_so(notebook):
+def test_a_different_number_starts_others_and_says_so(notebook):
     notebook.lines("%%ranks --new 2\n1")
     before = pids(notebook)
     assert notebook.lines("%%ranks 3 [1]\nworld_size") == ["(2 ranks ended; starting 3)", "[rank 1] 3"]

@@ -185,7 +185,7 @@ def test_the_box_commits_and_shows_what_code_commits():
         ("nan", "&#x27;nan&#x27; cannot be the answer: write a finite number of ms"),
         (" ", "Type a number first."),
         ("3,5", "&#x27;3,5&#x27; is not a number; write one such as 3.2 or 1000"),
-        ("10,00,000", "&#x27;10,00,000&#x27; is not a number; write one such as 3.2 or 1000"),
+        ("1,000", "&#x27;1,000&#x27; is not a number; write one such as 3.2 or 1000"),
         ("1 0", "&#x27;1 0&#x27; is not a number; write one such as 3.2 or 1000"),
     ],
 )
@@ -196,10 +196,8 @@ def test_the_box_says_what_was_understood(typed, says):
     assert said.value == f"Predict: How long? ({says})"
 
 
-@pytest.mark.parametrize(
-    ("typed", "number"), [("1,000", 1000), ("1,234,567.5", 1234567.5), ("1_000", 1000), ("1E+3", 1000), (".5", 0.5)]
-)
-def test_the_box_reads_thousands_and_decimals(typed, number):
+@pytest.mark.parametrize(("typed", "number"), [("1_000", 1000), ("1E+3", 1000), (".5", 0.5)])
+def test_the_box_reads_numbers_as_python_writes_them(typed, number):
     guess = predict("How long?", "ms")
     _, box, button = widget(guess)
     box.value = typed

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import whole_number
 
@@ -40,8 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: there is nothing to grade, a limit is not a time, or no container can be made.
     """
-    from distlab.classroom import Limits, find_submissions, grade_all
+    from distlab.classroom import find_submissions, grade_all
     from distlab.classroom.contained import refuse_unless_it_runs
+    from distlab.classroom.grades import write_tables
     from distlab.grading import load_lesson
 
     if not 0 < arguments.minutes < 24 * 60:
@@ -60,19 +60,16 @@ def main(arguments: argparse.Namespace) -> int:
             again = "" if is_new else " (kept)"
             print(f"{grade.student:24} {grade.points:3} of {grade.possible}{again}{words}", flush=True)
 
-    limits = Limits(arguments.minutes, is_contained=arguments.contained)
+    limits: dict[str, Any] = {"minutes": arguments.minutes, "is_contained": arguments.contained}
     try:
-        grades = grade_all(
-            submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, limits=limits, tell=tell
-        )
+        grades = grade_all(submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, tell=tell, **limits)
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130
-    _write(out, f"Lesson {lesson.number}, {lesson.title}", grades)
+    write_tables(out, f"Lesson {lesson.number}, {lesson.title}", grades)
     if arguments.json:
-        print(
-            json.dumps({"lesson": lesson.number, "seed": seed, "grades": [_as_dict(each) for each in grades]}, indent=2)
-        )
+        told = {"lesson": lesson.number, "seed": seed, "grades": [asdict(each) for each in grades]}
+        print(json.dumps(told, indent=2))
     else:
         print(
             f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; in students/ a page for each and "
@@ -91,19 +88,3 @@ def _seed(kept: Path, asked: int | None) -> int:
             seed = random.SystemRandom().randrange(10**6)
     kept.write_text(f"{seed}\n", encoding="utf-8")
     return seed
-
-
-def _write(out: Path, title: str, grades: Sequence[Grade]) -> None:
-    from distlab.classroom.page import class_page, student_page, to_csv, to_gradescope
-
-    (out / "students").mkdir(exist_ok=True)
-    (out / "grades.csv").write_text(to_csv(grades), encoding="utf-8")
-    (out / "grades.json").write_text(json.dumps([_as_dict(each) for each in grades], indent=2), encoding="utf-8")
-    (out / "grades.html").write_text(class_page(title, grades), encoding="utf-8")
-    for grade in grades:
-        (out / "students" / f"{grade.student}.html").write_text(student_page(title, grade), encoding="utf-8")
-        (out / "students" / f"{grade.student}.results.json").write_text(json.dumps(to_gradescope(grade), indent=2))
-
-
-def _as_dict(grade: Grade) -> dict[str, object]:
-    return {**asdict(grade), "points": grade.points, "possible": grade.possible, "blocked": grade.blocked}

@@ -94,7 +94,7 @@ def saved(path: Path) -> dict[str, object]:
     except ValueError:
         kept = None
     if not isinstance(kept, dict):
-        raise ValueError(f"--save {path}: expected results of distlab bench, got another file; pass another path")
+        raise ValueError(f"--save {path}: expected results of distlab bench, got something else; pass a different path")
     return kept
 
 

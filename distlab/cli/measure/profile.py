@@ -32,14 +32,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Read the traces, print what they say, and save what was asked for."""
-    from distlab.cli.predict.simulate import check_picture
     from distlab.profile import Profile, find, read_files, report
 
     for flag in ("sections", "timeline", "save"):
-        if path := getattr(arguments, flag):
-            check_output(f"--{flag}", path)
-            if flag != "save":
-                check_picture(f"--{flag}", path)
+        check_output(f"--{flag}", getattr(arguments, flag), picture=flag != "save")
     measured, predicted = read_files(arguments.trace)
     if arguments.plan is not None:
         predicted = Profile.of(_predict(arguments.plan))

@@ -1,5 +1,5 @@
-"""Commands that compute and start no rank: what a step, a run, a plan takes, and the same plan for other tools.
+"""Commands that predict: no rank is started.
 
-Read `simulate` (one step), `plan` (the best of all plans) and `cost` (a whole run). `plan_arguments` and `clusters`
-read their flags. `export` writes a plan in the words of other tools; `validate` predicts published figures again.
+Read `simulate` (one step), `plan` (the best of all plans) and `cost` (a whole run). `flags` are made from the records
+of a plan file. `export` writes a plan for a different tool; `validate` compares with published figures.
 """

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output, counts_of_devices, positive_number
-from distlab.cli.predict.simulate import check_picture, check_size
+from distlab.cli.predict.simulate import check_size
 
 if TYPE_CHECKING:
     from simulator import Bill, Curve, PlanFile, Run
@@ -29,7 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 15e12")
     command.add_argument("--price", type=positive_number, metavar="DOLLARS", help="of a device for an hour")
     add_failures(command)
-    what = "other numbers of devices (default: an eighth to 16 times the plan's)"
+    what = "further numbers of devices (default: an eighth to 16 times the plan's)"
     command.add_argument("--gpus", type=counts_of_devices, metavar="N[,N...]", help=what)
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of the failures that are drawn (default 0)")
     command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
@@ -57,9 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     from simulator.plan_file import told_of
 
     for flag in ("curve", "goodput"):
-        if path := getattr(arguments, flag):
-            check_output(f"--{flag}", path)
-            check_picture(f"--{flag}", path)
+        check_output(f"--{flag}", getattr(arguments, flag), picture=True)
     said = read_plan_file(arguments.file)
     run = _run(arguments, said)
     own = said.plan.world_size
@@ -89,16 +88,13 @@ def main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, said: PlanFile) -> Run:
     from simulator import Failures, Run
 
-    own = said.run
-    tokens: float | None = arguments.tokens or (own.num_tokens if own else None)
-    if tokens is None:
+    if said.run is None and arguments.tokens is None:
         raise ValueError(f"{arguments.file} has no [run] with num_tokens; add it, or --tokens such as 1e12")
-    run = replace(own, num_tokens=tokens) if own else Run(tokens)
-    if arguments.price:
-        run = replace(run, price=arguments.price)
+    run = said.run or Run(arguments.tokens)
+    failures = run.failures
     if arguments.failures is not None:
-        run = replace(run, failures=replace(run.failures or Failures(), rate=arguments.failures))
-    return run
+        failures = replace(failures or Failures(), rate=arguments.failures)
+    return Run(arguments.tokens or run.num_tokens, arguments.price or run.price, failures)
 
 
 def _draw(arguments: argparse.Namespace, chosen: Bill, costs: Curve) -> None:
@@ -122,11 +118,22 @@ def facts(chosen: Bill, costs: Curve, left_out: dict[int, str], *, seed: int = 0
     said |= row(chosen) | {"price": run.price, "failures": None}
     if run.failures is not None:
         said["failures"] = _failures(chosen, seed)
-    said["curve"] = [row(each) for each in costs.bills]
+    said |= curve_facts(costs, row)
+    return said | {"left_out": {str(count): why for count, why in left_out.items()}}
+
+
+def curve_facts(costs: Curve, row: Callable[[Bill], dict[str, Any]]) -> dict[str, Any]:
+    """Return the bills of a curve as JSON-ready values, each as `row` says, and the places of the three best."""
     three = {"shortest": costs.shortest, "cheapest": costs.cheapest, "sweet_spot": costs.sweet}
-    said |= {name: costs.bills.index(each) for name, each in three.items()}
-    said["left_out"] = {str(count): why for count, why in left_out.items()}
-    return said
+    places = {name: costs.bills.index(each) for name, each in three.items()}
+    return {"curve": [row(each) for each in costs.bills], **places}
+
+
+def marks(said: dict[str, Any]) -> list[str]:
+    """Return what stands behind each bill of a curve: whether it is one of the three best."""
+    three = ("shortest", "cheapest", "sweet_spot")
+    names = [[name.replace("_", " ") for name in three if said[name] == place] for place in range(len(said["curve"]))]
+    return [f"  <- {', '.join(each)}" if each else "" for each in names]
 
 
 def row(each: Bill) -> dict[str, Any]:
@@ -181,13 +188,9 @@ def text(said: dict[str, Any]) -> str:
     rows += _failure_rows(said["failures"]) if said["failures"] else []
     lines = [f"{name:<14} {value}" for name, value in rows]
     lines.append("the same plan and batch on other numbers of devices")
-    names: dict[int, list[str]] = {}
-    for name in ("shortest", "cheapest", "sweet_spot"):
-        names.setdefault(said[name], []).append(name.replace("_", " "))
-    for place, each in enumerate(said["curve"]):
+    for each, mark in zip(said["curve"], marks(said), strict=True):
         parts = [f"{each['devices']:>8,} devices", f"{format_span(86_400 * each['days']):>10}"]
         parts += [f"{each['dollars']:>14,.0f} dollars"] if each["dollars"] is not None else []
-        mark = f"  <- {', '.join(names[place])}" if place in names else ""
         lines.append(f"{'  '.join(parts)}  step {format_s(each['step_s'])}, goodput {each['goodput']:.1%}{mark}")
     lines += [f"{int(count):>8,} devices  left out: {why}" for count, why in said["left_out"].items()]
     return "\n".join(lines)

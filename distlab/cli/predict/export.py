@@ -1,4 +1,4 @@
-"""Print a plan in the words of another tool: its configuration, its flags, or what starts the ranks.
+"""Print a plan in the words of a different tool: its configuration, its flags, or what starts the ranks.
 
 The plan is a file, or the flags of distlab simulate. A part that the tool cannot express is refused in one line;
 deepspeed and fsdp2, whose users write code of their own, leave it out and say where it goes. That, and what the tool
@@ -11,16 +11,14 @@ import argparse
 import sys
 
 from distlab.cli.arguments import positive_number
-from distlab.cli.predict.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
+from distlab.cli.predict.flags import add_description, said_by
 
 TOOLS = ("deepspeed", "fsdp2", "torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab export`."""
-    command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the plan's flags")
     command.add_argument("--to", required=True, choices=TOOLS, help="whose words to print")
-    add_description(command)
     what = "clip the gradients' norm (default: do not)"
     command.add_argument("--max-norm", type=positive_number, metavar="NORM", help=what)
     what = "name of the model's list of layers, for FSDP2 (default blocks)"
@@ -29,20 +27,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--script", default="train.py", metavar="WORDS", help=what)
     what = "the container of pytorchjob and jobset (default pytorch/pytorch:latest)"
     command.add_argument("--image", default="pytorch/pytorch:latest", help=what)
+    add_description(command)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the file to standard output, and notes to standard error."""
-    from simulator import ClusterDescription, PlanFile, read_plan_file
     from simulator.export import Wish, export
     from simulator.plan_file import told_of
 
-    if arguments.file is not None:
-        check_alone(arguments)
-        said = read_plan_file(arguments.file)
-    else:
-        machine = ClusterDescription(arguments.cluster, stack=arguments.stack)
-        said = PlanFile(description_of(arguments), machine, plan_of(arguments), order_of(arguments))
+    said = said_by(arguments)
     wish = Wish(arguments.max_norm, arguments.blocks, arguments.script, arguments.image)
     with told_of(arguments.file):
         found = export(said, arguments.to, wish)

@@ -16,20 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output, counts_of_devices, positive_number, whole_number
-from distlab.cli.predict.clusters import find_cluster
-from distlab.cli.predict.cost import add_failures
-from distlab.cli.predict.plan_arguments import add_model_arguments, description_of
-from distlab.cli.predict.simulate import check_picture
+from distlab.cli.predict.cost import add_failures, curve_facts, marks
+from distlab.cli.predict.flags import add_flags, cluster_of, model_of
 
 if TYPE_CHECKING:
-    from simulator import Bill, Choice, Failures, Question, Run, Search
+    from simulator import Bill, Question, Search
 
 WISHES = ("fastest", "cheapest")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab plan`."""
-    add_model_arguments(command)
     what = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
     command.add_argument("--cluster", action="append", metavar="NAME[:PRICE]", help=f"{what} (default dgx-a100)")
     command.add_argument("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
@@ -51,21 +48,29 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
     command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
     command.add_argument("--json", action="store_true", help="print the plans as JSON")
+    add_flags(command, "workload")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Search each cluster and number of devices, and print what was found."""
-    from simulator import search
+    from simulator import Failures, Run, bill, search
 
-    _check(arguments)
+    if not arguments.tokens:
+        for flag, why in (("curve", "shows days and dollars of a run"), ("days", "needs the run's length")):
+            if getattr(arguments, flag):
+                raise ValueError(f"--{flag} {why}; add --tokens, such as --tokens 1e12")
+    check_output("--save", arguments.save)
+    check_output("--curve", arguments.curve, picture=True)
+    failures = None if arguments.failures is None else Failures(arguments.failures)
     found: list[tuple[Search, list[Bill]]] = []
     left_out: list[float] = []
     for question in _questions(arguments):
-        one, run = search(question), _run(arguments, question)
+        one = search(question)
         best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
-        billed = _bills(best, run)
-        bills = [bill for bill in billed if not arguments.days or bill.days <= arguments.days]
-        left_out += [bill.days for bill in billed if bill not in bills]
+        run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
+        billed = [bill(choice.step, run) for choice in best]
+        bills = [each for each in billed if not arguments.days or each.days <= arguments.days]
+        left_out += [each.days for each in billed if each not in bills]
         if bills:
             found.append((one, bills))
         if not one.is_complete:
@@ -79,10 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     ranked = sorted((bill for _, bills in found for bill in bills), key=weight)[: arguments.top]
     own = next(one for one, bills in found if any(bill is ranked[0] for bill in bills))
-    if arguments.save:
-        arguments.save.write_text(_file(arguments, own, ranked[0]), encoding="utf-8")
     bests = [bills[0] for _, bills in found]
-    _draw(arguments, bests)
+    _save(arguments, own, ranked[0], bests)
     said = facts(own, ranked, bests, has_tokens=arguments.tokens is not None)
     print(json.dumps(said, indent=2) if arguments.json else text(said))
     return 0
@@ -101,53 +104,12 @@ def _why_none(days: float | None, left_out: list[float], last: Search) -> str:
     return f"no plan fits: {holds} and has {format_bytes(free)} for it; use more devices, or devices with more memory"
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other, before the search."""
-    if arguments.save:
-        check_output("--save", arguments.save)
-    if arguments.curve:
-        check_output("--curve", arguments.curve)
-        check_picture("--curve", arguments.curve)
-        if not arguments.tokens:
-            raise ValueError("--curve shows days and dollars of a run; add --tokens, such as --tokens 1e12")
-    _failures(arguments)  # a rate that makes no sense is refused here
-    if arguments.days and not arguments.tokens:
-        raise ValueError("--days needs the run's length; add --tokens, such as --tokens 1e12")
+def _questions(arguments: argparse.Namespace) -> list[Question]:
+    from simulator import ClusterDescription, Question
 
-
-def _run(arguments: argparse.Namespace, question: Question) -> Run:
-    """Return the run; without --tokens, one whose steps only compare plans."""
-    from simulator import Run
-
-    return Run(arguments.tokens or 1e9, question.price, _failures(arguments))
-
-
-def _failures(arguments: argparse.Namespace) -> Failures | None:
-    from simulator import Failures
-
-    return None if arguments.failures is None else Failures(arguments.failures)
-
-
-def _bills(choices: list[Choice], run: Run) -> list[Bill]:
-    from simulator import bill
-
-    return [bill(choice.step, run) for choice in choices]
-
-
-def _draw(arguments: argparse.Namespace, bests: list[Bill]) -> None:
-    if arguments.curve:
-        from simulator import curve
-        from simulator.viz import draw_cost_curve
-
-        draw_cost_curve(curve(bests)).savefig(arguments.curve, dpi=150)
-
-
-def _questions(arguments: argparse.Namespace) -> list[Any]:
-    from simulator import Question
-
-    if arguments.microbatch_size is not None:
+    if "workload.microbatch_size" in vars(arguments):
         raise ValueError("--microbatch is what the search chooses; leave it out")
-    asked = []
+    model, asked = model_of(arguments), []
     for said in arguments.cluster or ["dgx-a100"]:
         name, _, price = said.partition(":")
         try:
@@ -157,16 +119,12 @@ def _questions(arguments: argparse.Namespace) -> list[Any]:
                 f"--cluster {said}: {price!r} is not a price; pass dollars for a device and an hour"
             ) from None
         for count in arguments.gpus:
-            own = {"headroom": arguments.headroom / 100, "price": dollars}
-            own |= {"partial_recompute": not arguments.whole_recompute}
-            machine = find_cluster(name, count, arguments.stack)
-            if machine.num_devices != count:  # whole nodes, or a part of one
-                if count > machine.devices_per_node:
-                    raise ValueError(
-                        f"--gpus {count} does not fill nodes of {machine.devices_per_node}; use a multiple"
-                    )
-                machine = replace(machine, num_devices=count)
-            asked.append(Question(description_of(arguments), machine, arguments.batch, **own))
+            machine = cluster_of(ClusterDescription(name, stack=arguments.stack), count)
+            if max(count, machine.num_devices) > machine.devices_per_node and count != machine.num_devices:
+                raise ValueError(f"--gpus {count} does not fill nodes of {machine.devices_per_node}; use a multiple")
+            own: dict[str, Any] = {"headroom": arguments.headroom / 100, "price": dollars}
+            own["partial_recompute"] = not arguments.whole_recompute
+            asked.append(Question(model, replace(machine, num_devices=count), arguments.batch, **own))
     if len({question.price is None for question in asked}) > 1:
         raise ValueError("some clusters have a price and others none; give one to all, such as dgx-h100:2.50")
     return asked
@@ -184,13 +142,19 @@ def _tell(name: str) -> Callable[[int, int, float], None] | None:
     return show
 
 
-def _file(arguments: argparse.Namespace, own: Search, best: Bill) -> str:
-    from simulator import ClusterDescription, PlanFile
+def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:
+    """Write the best plan as a file, and draw the cost curve, each where a file is named."""
+    from simulator import ClusterDescription, PlanFile, curve
+    from simulator.viz import draw_cost_curve
 
-    question, step = own.found.question, best.step
-    machine = ClusterDescription(step.cluster.name, step.cluster.num_devices, arguments.stack)
-    run = best.run if arguments.tokens else None
-    return PlanFile(question.model.with_microbatch(step.workload.samples), machine, step.plan, run=run).text()
+    if arguments.save:
+        question, step = own.found.question, best.step
+        model = question.model.with_microbatch(step.workload.samples)
+        machine = ClusterDescription(step.cluster.name, step.cluster.num_devices, arguments.stack)
+        file = PlanFile(model, machine, step.plan, run=best.run if arguments.tokens else None)
+        arguments.save.write_text(file.text(), encoding="utf-8")
+    if arguments.curve:
+        draw_cost_curve(curve(bests)).savefig(arguments.curve, dpi=150)
 
 
 def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
@@ -216,12 +180,7 @@ def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: boo
         "why": [reason._asdict() for reason in reasons(own, best)],
         "nearly_fits": near_fit(own),
     }
-    if len(bests) > 1:
-        found = curve(bests)
-        said["curve"] = [row(bill) for bill in found.bills]
-        three = {"shortest": found.shortest, "cheapest": found.cheapest, "sweet_spot": found.sweet}
-        said |= {name: found.bills.index(each) for name, each in three.items()}
-    return said
+    return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
 
 def text(said: dict[str, Any]) -> str:
@@ -248,10 +207,5 @@ def text(said: dict[str, Any]) -> str:
         lines.append(f"faster, if it fitted: {said['nearly_fits']}")
     if "curve" in said:
         lines.append("the best plan of each")
-        names: dict[int, list[str]] = {said[name]: [] for name in ("shortest", "cheapest", "sweet_spot")}
-        for name in ("shortest", "cheapest", "sweet_spot"):
-            names[said[name]].append(name.replace("_", " "))
-        for place, row in enumerate(said["curve"]):
-            mark = f"  <- {', '.join(names[place])}" if place in names else ""
-            lines.append(f"   {line(row)}{mark}")
+        lines += [f"   {line(row)}{mark}" for row, mark in zip(said["curve"], marks(said), strict=True)]
     return "\n".join(lines)

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import check_output
-from distlab.cli.predict.clusters import find_cluster, presets
-from distlab.cli.predict.plan_arguments import add_description, check_alone, description_of, order_of, plan_of
-from distlab.plan import Cluster, Plan, Workload
+from distlab.cli.predict.flags import add_description, changed_flags, cluster_of, presets, said_by
+from distlab.plan import SCHEDULES, Cluster, Plan, Workload
 
 if TYPE_CHECKING:
     from simulator import Memory, Step
-    from simulator.memory.advice import Change
 
 SHOWN = 8
 MOST_RANKS = 1_000_000
@@ -32,32 +30,12 @@ MOST_RESERVED = 1.13  # over what is counted: 2410.06511, tables 1 to 3, 2024
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab simulate`."""
-    command.add_argument("file", nargs="?", metavar="PLAN.toml", help="a plan file, in place of the flags that follow")
-    add_description(command)
     command.add_argument("--list", action="store_true", help="print the presets and stop")
     command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
     command.add_argument("--memory", type=Path, metavar="FILE", help="save a picture (PNG) of what fills the memory")
     command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
     command.add_argument("--json", action="store_true", help="print the step as JSON")
-
-
-def described(arguments: argparse.Namespace) -> tuple[Workload, Cluster, Plan, tuple[str, ...]]:
-    """Return the model, the cluster, the plan and the order of its axes, from a plan file or from flags.
-
-    Raises:
-        ValueError: they make no sense, flags come beside a file, or there are too many ranks or passes.
-    """
-    from simulator import read_plan_file
-
-    if arguments.file is not None:
-        check_alone(arguments)
-        said = read_plan_file(arguments.file)
-        check_size(said.plan)
-        return *said.made(), said.plan, said.order
-    plan = plan_of(arguments)
-    check_size(plan)
-    machine = find_cluster(arguments.cluster, plan.world_size, arguments.stack)
-    return description_of(arguments).workload(), machine, plan, order_of(arguments)
+    add_description(command)
 
 
 def check_size(plan: Plan) -> None:
@@ -84,60 +62,47 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print(presets())
         return 0
+    said = said_by(arguments)
+    plan = said.plan
     with told_of(arguments.file):
-        workload, cluster, plan, order = described(arguments)
+        check_size(plan)
+        if arguments.file is None:
+            cluster = cluster_of(said.cluster, plan.world_size)
+            workload = said.workload.workload()
+        else:
+            workload, cluster = said.made()
     for flag in ("timeline", "memory", "trace"):
-        if path := getattr(arguments, flag):
-            check_output(f"--{flag}", path)
-            if flag != "trace":
-                check_picture(f"--{flag}", path)
+        check_output(f"--{flag}", getattr(arguments, flag), picture=flag != "trace")
     why_no_time = why_not_timed(plan)
     if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
     with told_of(arguments.file):
-        step = None if why_no_time else simulate(workload, cluster, plan, order=order)
+        step = None if why_no_time else simulate(workload, cluster, plan, order=said.order)
         memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.software.flat_buffers)
-    save_pictures(step, memory, cluster, timeline=arguments.timeline, filled=arguments.memory)
-    if arguments.trace and step:
-        from distlab.trace import write_chrome
-
-        write_chrome(arguments.trace, predicted=step.trace)
+    _save(arguments, step, memory, cluster)
     counted = memory_facts(workload, plan, cluster, memory)
+    notes = _notes(workload, plan, step, counted)
     if arguments.json:
         about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
-        about |= {"parameters": workload.num_parameters, "notes": notes_of(workload, plan, step=step, counted=counted)}
+        about |= {"parameters": workload.num_parameters, "notes": notes}
         print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
     else:
-        print(table(workload, plan, cluster, step=step, counted=counted))
+        print(table(workload, plan, cluster, step=step, counted=counted, notes=notes))
     return 0
 
 
-def check_picture(flag: str, path: Path) -> None:
-    """Refuse a picture of a kind that cannot be drawn.
+def _save(arguments: argparse.Namespace, step: Step | None, memory: Memory, cluster: Cluster) -> None:
+    """Draw the timeline (a pipeline as its schedule) and the memory, and write the trace, where files are named."""
+    from distlab.trace import write_chrome
+    from simulator import viz
 
-    Raises:
-        ValueError: naming the kinds that can.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise ValueError(
-            f"{flag} {path}: expected a picture such as step.png, got {path.suffix}; kinds are {', '.join(kinds)}"
-        )
-
-
-def save_pictures(
-    step: Step | None, memory: Memory, cluster: Cluster, *, timeline: Path | None, filled: Path | None
-) -> None:
-    """Draw the step's timeline (a pipeline as its schedule) and its memory, each where a file is named."""
-    from simulator.viz import draw_memory, draw_schedule, draw_timeline
-
-    if timeline and step:
-        draw = draw_schedule if step.plan.pipeline > 1 else draw_timeline
-        draw(step.trace).savefig(timeline, dpi=150)
-    if filled:
-        draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(filled, dpi=150)
+    if arguments.timeline and step:
+        draw = viz.draw_schedule if step.plan.pipeline > 1 else viz.draw_timeline
+        draw(step.trace).savefig(arguments.timeline, dpi=150)
+    if arguments.memory:
+        viz.draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(arguments.memory, dpi=150)
+    if arguments.trace and step:
+        write_chrome(arguments.trace, predicted=step.trace)
 
 
 def facts(step: Step) -> dict[str, object]:
@@ -175,8 +140,9 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
             if error.change is None:
                 why = str(error)
             else:
-                flags = " ".join(changed_flags(error.change, workload, plan))
-                why += f"; add {flags}, and it needs {format_bytes(error.change.max_bytes)}"
+                flags = changed_flags(plan, error.change.plan)  # a micro-batch that is cut makes more of fewer samples
+                flags += [f"--microbatch {workload.samples // error.change.split}"] if error.change.split > 1 else []
+                why += f"; add {' '.join(flags)}, and it needs {format_bytes(error.change.max_bytes)}"
     kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
     return {
         "max_memory_bytes": memory.max_bytes,
@@ -188,7 +154,7 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     }
 
 
-def notes_of(workload: Workload, plan: Plan, *, step: Step | None, counted: dict[str, Any]) -> list[str]:
+def _notes(workload: Workload, plan: Plan, step: Step | None, counted: dict[str, Any]) -> list[str]:
     """Return what to know of the plan's figures; see `simulator.step.timed.notes_on`."""
     from simulator.step.timed import notes_on
 
@@ -201,65 +167,28 @@ def notes_of(workload: Workload, plan: Plan, *, step: Step | None, counted: dict
     return notes
 
 
-def changed_flags(change: Change, workload: Workload, before: Plan) -> list[str]:
-    """Return the flags that make the change; a micro-batch that is cut gives more micro-batches of fewer samples."""
-    now, was = change.plan.sharding, before.sharding
-    flags = [
-        ("--schedule", change.plan.schedule, before.schedule),
-        ("--stages-per-rank", change.plan.stages_per_rank, before.stages_per_rank),
-        ("--recompute", change.plan.recompute, before.recompute),
-        ("--recompute-method", change.plan.recompute_method, before.recompute_method),
-        ("--recompute-layers", change.plan.recompute_layers, before.recompute_layers),
-        ("--sharding", now.stage, was.stage),
-        ("--replicas", now.replicas, was.replicas),
-        ("--offload", now.offload, was.offload),
-        ("--microbatch", workload.samples // change.split, workload.samples),
-        ("--microbatches", change.plan.num_microbatches, before.num_microbatches),
-    ]
-    return [f"{flag} {new}" for flag, new, old in flags if new != old]
-
-
-def _count(number: float) -> str:
-    if number < 1e6:
-        return f"{number:,.0f}"
-    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
-
-
-def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any]) -> str:
+def table(
+    workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any], notes: list[str]
+) -> str:
     """Lay a step out for a terminal."""
     from simulator import why_not_timed
     from simulator.units import format_bytes, format_s
 
     used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
-    degrees = {name: getattr(plan, name) for name in ("data", "pipeline", "tensor", "context", "expert")}
-    shown = " x ".join(f"{n} ({name})" for name, n in degrees.items() if n > 1 or name in ("data", "pipeline"))
+    degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", "tensor", "context", "expert")}
+    shown = " x ".join(f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline"))
     rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
-    rows += [("note", note) for note in notes_of(workload, plan, step=step, counted=counted)]
+    rows += [("note", note) for note in notes]
     rows += [
         ("model", f"{workload.name}, {_count(workload.num_parameters)} parameters"),
         ("ranks", f"{shown} on {cluster.name}"),
     ]
-    if step and not counted["fits"]:
-        rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
-    elif step:
-        if plan.pipeline > 1:
-            rows.append(("schedule", _schedule(plan, step)))
-        rows += [
-            ("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples per second"),
-            *_in_a_run(step),
-            ("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"),
-            *_utilization(step),
-            ("exposed communication", format_s(step.exposed_communication_s)),
-            ("sent per rank", format_bytes(max(step.sent_bytes_by_pipeline_rank))),
-        ]
-        waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
-        rows += [
-            (f"  {axis}", f"{format_bytes(sent[axis])} sent, {format_s(waits[axis])} exposed")
-            for axis in waits
-            if sent[axis]
-        ]
-    else:
+    if step is None:
         rows.append(("step", f"not simulated: {why_not_timed(plan)}"))
+    elif not counted["fits"]:
+        rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
+    else:
+        rows += _rows_of(step)
     rows.append(("memory, fullest rank", used if counted["fits"] else f"{used}: DOES NOT FIT"))
     by_kind = sorted(counted["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
@@ -268,33 +197,38 @@ def table(workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None
     return "\n".join(f"{name:<22} {value}" for name, value in rows)
 
 
-def _in_a_run(step: Step) -> list[tuple[str, str]]:
-    """Return the row of a step of many in a row, where it is shorter than one alone by more than a thousandth."""
-    from simulator.units import format_s
-
-    if step.steady_s >= 0.999 * step.duration_s:
-        return []
-    return [("step in a run", f"{format_s(step.steady_s)}, where no rank waits for the others between steps")]
+def _count(number: float) -> str:
+    if number < 1e6:
+        return f"{number:,.0f}"
+    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
 
 
-def _utilization(step: Step) -> list[tuple[str, str]]:
-    from simulator.units import format_flops_per_s
+def _rows_of(step: Step) -> list[tuple[str, str]]:
+    """Return the rows about a step's time, its rates and what it sends."""
+    from simulator.units import counted, format_bytes, format_flops_per_s, format_s
 
-    device = step.cluster.device
-    rows = [("of achievable products", f"{step.utilization:.1%} of {format_flops_per_s(device.matmul_flops_per_s)}")]
-    rows = rows if step.plan.float8 == "none" else []
+    plan, device, rows = step.plan, step.cluster.device, []
+    if plan.pipeline > 1:
+        stages = f"{plan.stages_per_rank} stages per rank, " if plan.stages_per_rank > 1 else ""
+        held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")
+        what = f"{SCHEDULES[plan.schedule].title}, {stages}{counted(plan.num_microbatches, 'micro-batch')}"
+        rows.append(("schedule", f"{what}, in flight {held}"))
+    rows.append(("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples per second"))
+    if step.steady_s < 0.999 * step.duration_s:
+        rows.append(("step in a run", f"{format_s(step.steady_s)}, where no rank waits for the others between steps"))
+    rows.append(("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"))
     if device.peak_flops_per_s is not None:
         peak = format_flops_per_s(device.peak_flops_per_s)
-        rows.insert(0, ("MFU", f"{step.mfu:.1%} of the data sheet's {peak} per rank"))
+        rows.append(("MFU", f"{step.mfu:.1%} of the data sheet's {peak} per rank"))
+    if plan.float8 == "none":
+        reached = format_flops_per_s(device.matmul_flops_per_s)
+        rows.append(("of achievable products", f"{step.utilization:.1%} of {reached}"))
+    rows.append(("exposed communication", format_s(step.exposed_communication_s)))
+    rows.append(("sent per rank", format_bytes(max(step.sent_bytes_by_pipeline_rank))))
+    waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
+    rows += [
+        (f"  {axis}", f"{format_bytes(sent[axis])} sent, {format_s(waits[axis])} exposed")
+        for axis in waits
+        if sent[axis]
+    ]
     return rows
-
-
-def _schedule(plan: Plan, step: Step) -> str:
-    from distlab.plan import SCHEDULES
-    from simulator.units import counted
-
-    stages = f"{plan.stages_per_rank} stages per rank, " if plan.stages_per_rank > 1 else ""
-    held = ", ".join(map(str, step.memory.in_flight[:SHOWN])) + (", ..." if plan.pipeline > SHOWN else "")
-    return (
-        f"{SCHEDULES[plan.schedule].title}, {stages}{counted(plan.num_microbatches, 'micro-batch')}, in flight {held}"
-    )

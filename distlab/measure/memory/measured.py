@@ -205,12 +205,11 @@ class Tracker(TorchDispatchMode):
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the kind of each tensor of an optimizer: master weights, gradients, state."""
-        offloaded = False
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             self.ledger.set_kind(parameter, "master weights")  # a parameter of the module stays one
             self.ledger.set_kind(parameter.grad, "gradients")
-            for tensor in tensors_in(optimizer.state.get(parameter, {})):
-                self.ledger.set_kind(tensor, "optimizer")
+        for tensor in tensors_in(list(optimizer.state.values())):
+            self.ledger.set_kind(tensor, "optimizer")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ class Copy(NamedTuple):
 
     Attributes:
         name: such as "03_data_parallel/03_data_parallel.ipynb", below the work folder.
-        state: "made", "kept", "refreshed", "newer" (the lesson has changed since), "damaged" or "blocked".
+        state: "made", "kept", "refreshed", "newer" (the lesson has changed since) or "damaged".
         message: what to tell about it, or "".
     """
 
@@ -70,9 +69,10 @@ def draw_map(lessons: Path, work: Path) -> None:
     from distlab.notebook.learner.course import CourseMap, rows, this_machine_can
 
     path = work / START
-    if damage(path):
+    try:
+        notebook = _read(path)
+    except (OSError, ValueError):
         return
-    notebook = _read(path)
     drawn = CourseMap(rows(lessons, load_progress(work)), this_machine_can())
     data = {"text/html": drawn._repr_html_(), "text/plain": str(drawn)}
     for cell in notebook["cells"]:
@@ -110,46 +110,42 @@ def fingerprint(notebook: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:16]
 
 
-def damage(path: Path) -> str:
-    """Return why a file cannot be opened as a notebook, or "" where it can."""
-    try:
-        notebook = _read(path)
-    except (OSError, ValueError, RecursionError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    if not isinstance(notebook, dict) or notebook.get("nbformat") != 4 or not isinstance(notebook.get("cells"), list):
-        return "is JSON, but no notebook of format 4"
-    return ""
-
-
 def _copy(name: str, original: Path, work: Path) -> Copy:
     """Make one copy, or look at the one that is there."""
     copy, lesson = work / name, _read(original)
-    version = fingerprint(lesson)
-    reset_it = runnable(f"distlab lesson reset {name.partition('_')[0].removesuffix('.ipynb')}")
-    if not os.path.lexists(copy):
-        try:
+    number = name.partition("_")[0].removesuffix(".ipynb")
+    reset_it = f"`{runnable(f'distlab lesson reset {number}')}` puts it aside"
+    try:
+        if not os.path.lexists(copy):
             copy.parent.mkdir(exist_ok=True)
             _put(copy, _to_work_in(lesson, work))
-        except OSError as error:
-            return Copy(name, "blocked", f"{copy} cannot be made: {error.strerror}")
-        return Copy(name, "made")
-    if wrong := damage(copy):
-        message = f"{copy} {wrong}. It is kept as it is; `{reset_it}` puts it aside and brings a fresh one"
-        return Copy(name, "damaged", message)
-    mine = _read(copy)
+            return Copy(name, "made")
+        mine = _read(copy)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        return Copy(
+            name, "damaged", f"{copy} cannot be used: {why}. It is left alone; {reset_it} and brings a fresh one"
+        )
     came_from = mine["metadata"].get(CAME_FROM)
-    if version in (came_from, fingerprint(mine)):
+    if fingerprint(lesson) in (came_from, fingerprint(mine)):
         return Copy(name, "kept")
     if name == START and fingerprint(mine) == came_from:  # the learner wrote nothing in it
-        with contextlib.suppress(OSError):
-            _put(copy, _to_work_in(lesson, work))
-            return Copy(name, "refreshed")
-    since = "there is a newer version of it" if came_from else "it is not known which version it came from"
-    return Copy(name, "newer", f"{copy}: {since}. Yours is kept; `{reset_it}` puts it aside and brings the new one")
+        _put(copy, _to_work_in(lesson, work))
+        return Copy(name, "refreshed")
+    text = f"{copy}: there is a newer version of it. Yours is kept; {reset_it} and brings the new one"
+    return Copy(name, "newer", text)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read a notebook.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it cannot be read.
+    """
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(notebook, dict) or notebook.get("nbformat") != 4 or not isinstance(notebook.get("cells"), list):
+        raise ValueError("it is JSON, but no notebook of format 4")
     return notebook
 
 
@@ -172,10 +168,4 @@ def _to_work_in(notebook: dict[str, Any], work: Path) -> dict[str, Any]:
 
 
 def _put(path: Path, notebook: dict[str, Any]) -> None:
-    """Write a whole notebook at once."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

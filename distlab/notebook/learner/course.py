@@ -6,9 +6,8 @@ import html
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distlab.grading.progress import Entry, copy_in, load_progress, work_folder
 
@@ -82,10 +81,8 @@ def this_machine_can() -> str:
     here = f"This machine has {cores} core{'s' if cores != 1 else ''} and"
     if not gpus:
         return f"{here} no GPU: every lesson runs here; parts for GPUs use the CPU."
-    names = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0]})"
-    if len(gpus) == 1:
-        return f"{here} {names}: every lesson runs here; ranks share the GPU where a part needs several."
-    return f"{here} {names}: every lesson runs here, and parts for GPUs use them."
+    use = "ranks share the GPU where a part needs several" if len(gpus) == 1 else "parts for GPUs use them"
+    return f"{here} {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0]}): every lesson runs here; {use}."
 
 
 class CourseMap:
@@ -115,64 +112,51 @@ class CourseMap:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f'<th scope="col" style="text-align:left">{name}</th>'
-            for name in ("Lesson", "Afterwards you can", "Time", "After", "Exercises passed")
-        )
-        body = "".join(_html_row(row) for row in self.rows)
+        columns = ("Lesson", "Afterwards you can", "Time", "After", "Exercises passed")
+        head = "".join(f'<th scope="col" style="text-align:left">{name}</th>' for name in columns)
         return (
             f"<p>{html.escape(self.machine)}</p><p>{html.escape(self.summary)}</p>"
-            f'<table aria-label="The lessons of the course"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+            f'<table aria-label="The lessons of the course"><thead><tr>{head}</tr></thead>'
+            f"<tbody>{''.join(map(_html_row, self.rows))}</tbody></table>"
         )
 
 
 def _html_row(row: Row) -> str:
-    name = html.escape(f"{row.number} {row.title}")
-    link = f'<a href="{row.folder}/{row.notebook}">{name}</a>' if row.ready else name
-    minutes = f"{row.minutes} min" if row.minutes else ""
-    cells = [link, html.escape(row.can), minutes, html.escape(", ".join(row.needs)), _bar(row)]
+    name, done = html.escape(f"{row.number} {row.title}"), html.escape(row.progress)
+    if row.exercises:
+        number, style = f'max="{len(row.exercises)}" value="{row.passed}"', "width:5em;display:block"
+        done = f'<progress {number} style="{style}" aria-hidden="true"></progress>{done}'
+    cells = (  # beside JupyterLab's folders 1024 pixels leave some 550: names and goals wrap, numbers stay whole
+        (f'<a href="{row.folder}/{row.notebook}">{name}</a>' if row.ready else name, "min-width:7em"),
+        (html.escape(row.can), "min-width:13em"),
+        (f"{row.minutes} min" if row.minutes else "", "white-space:nowrap"),
+        (html.escape(", ".join(row.needs)), "min-width:4em"),
+        (done, "white-space:nowrap"),
+    )
     grey = "" if row.ready else ' style="opacity:0.65"'
-    # Beside JupyterLab's folders a window of 1024 pixels leaves some 550: names and goals wrap, numbers stay whole.
-    layouts = ["min-width:7em", "min-width:13em", "white-space:nowrap", "min-width:4em", "white-space:nowrap"]
-    columns = (f'<td style="text-align:left;{layout}">{cell}</td>' for layout, cell in zip(layouts, cells, strict=True))
+    columns = (f'<td style="text-align:left;{layout}">{cell}</td>' for cell, layout in cells)
     return f"<tr{grey}>{''.join(columns)}</tr>"
 
 
-def _bar(row: Row) -> str:
-    if not row.exercises:
-        return html.escape(row.progress)
-    number, style = f'max="{len(row.exercises)}" value="{row.passed}"', "width:5em;display:block"
-    return f'<progress {number} style="{style}" aria-hidden="true"></progress>{html.escape(row.progress)}'
-
-
 def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) -> Row:
+    """Return a lesson's row, from what the builder wrote into its notebook; without one it is to come."""
     number, _, words = folder.partition("_")
-    facts = _facts(lessons / folder / "lesson.ipynb")
-    title = words.replace("_", " ").capitalize()
-    if facts is None:
-        return Row(number, folder, title, can, ready=False)
-    exercises = tuple(facts.get("exercises", ()))
+    row = Row(number, folder, words.replace("_", " ").capitalize(), can, ready=False)
+    try:
+        facts = json.loads((lessons / folder / "lesson.ipynb").read_text(encoding="utf-8"))["metadata"]["distlab"]
+    except (OSError, ValueError, KeyError):
+        return row
+    known = [(name, progress.get(name, Entry())) for name in facts.get("exercises", ())]
     work = work_folder()
-    copy = None if work is None else copy_in(work, folder)
-    return Row(
-        number,
-        folder,
-        facts.get("title", title),
-        can,
+    copy = lessons / "lesson.ipynb" if work is None else copy_in(work, folder)
+    return replace(
+        row,
+        title=facts.get("title", row.title),
         ready=True,
         minutes=facts.get("minutes"),
         needs=tuple(map(str, facts.get("needs", ()))),
-        exercises=exercises,
-        passed=sum(name in progress and progress[name].passed for name in exercises),
-        solutions_seen=tuple(name for name in exercises if name in progress and progress[name].solution_seen),
-        notebook=copy.name if copy is not None and copy.is_file() else "lesson.ipynb",
+        exercises=tuple(name for name, _ in known),
+        passed=sum(entry.passed for _, entry in known),
+        solutions_seen=tuple(name for name, entry in known if entry.solution_seen),
+        notebook=copy.name if copy.is_file() else row.notebook,
     )
-
-
-def _facts(notebook: Path) -> dict[str, Any] | None:
-    """Return what the builder wrote into a lesson's notebook about it, or None where it is not built."""
-    try:
-        facts: dict[str, Any] = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]["distlab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return facts

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distlab.grading.progress import OUTSIDE, Entry, load_progress, now, work_folder
 from distlab.notebook.learner.course import CourseMap, Row, rows
+from distlab.notebook.learner.stuck import Note
 
 PAGE = "progress.html"
 TITLE = "Distributed training: my progress"
@@ -23,34 +22,21 @@ STYLE = (
 COLUMNS = ("exercise", "passed on", "checks", "help", "what your answer used")
 
 
-class ProgressPage:
-    """The page that was written, for a notebook: a link."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-
-    def __repr__(self) -> str:
-        return (
-            OUTSIDE if self.path is None else f"Your progress is in {PAGE}, beside START.ipynb. Open it, and print it."
-        )
-
-    def _repr_html_(self) -> str:
-        if self.path is None:
-            return f"<p>{html.escape(OUTSIDE)}</p>"
-        link = f'<a href="{PAGE}" target="_blank">{PAGE}</a>'
-        return f"<p>Your progress is in {link}. Open it, and print it from there.</p>"
-
-
-def progress_page() -> ProgressPage:
-    """Write the page into the folder of your working copies, anew at each call."""
+def progress_page() -> Note:
+    """Write the page into the folder of your working copies, anew at each call; return a link to it."""
     from distlab.grading.lesson import lessons_folder
 
     work = work_folder()
-    return ProgressPage(None if work is None else write_page(lessons_folder(), work))
+    if work is None:
+        return Note(OUTSIDE)
+    write_page(lessons_folder(), work)
+    link = f'<a href="{PAGE}" target="_blank">{PAGE}</a>'
+    text = f"Your progress is in {PAGE}, beside START.ipynb. Open it, and print it."
+    return Note(text, page=f"<p>Your progress is in {link}. Open it, and print it from there.</p>")
 
 
 def write_page(lessons: Path, work: Path) -> Path:
-    """Write the page into a folder of working copies, all at once; return its path.
+    """Write the page into a folder of working copies; return its path.
 
     Raises:
         ValueError: the folder is not one that `distlab lesson start` made.
@@ -60,10 +46,7 @@ def write_page(lessons: Path, work: Path) -> Path:
         raise ValueError(f"{work} has no working copies: `distlab lesson start` makes them, --work names their folder")
     progress = load_progress(work)
     text = page(rows(lessons, progress), progress, day=now()[:10])
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=work, suffix=".part", delete=False) as part:
-        part.write(text)
-    Path(part.name).chmod(0o644)
-    os.replace(part.name, work / PAGE)
+    (work / PAGE).write_text(text, encoding="utf-8")
     return work / PAGE
 
 

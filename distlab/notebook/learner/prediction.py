@@ -6,7 +6,6 @@ Only a number that you gave counts as your answer, and only that is kept, in the
 from __future__ import annotations
 
 import html
-import re
 import sys
 from typing import Any
 
@@ -94,7 +93,7 @@ class Prediction:
 
     @property
     def _key(self) -> str:
-        """The question as the file of progress names it: with its unit, so that another unit is another question."""
+        """The question as the file of progress names it, with its unit."""
         return f"{self.question} ({self.unit})" if self.unit else self.question
 
     def _give(self, value: float) -> str:
@@ -102,8 +101,8 @@ class Prediction:
         self._set(value)
         self.given = True
         told = keep_prediction(self._key, float(value))
-        if self._box is not None and _number_in(self._box.value) != self.value:
-            self._box.value = _text_of(float(value))  # the box then gives the same number once more
+        if self._box is not None:
+            self._box.value = _text_of(float(value))
         return "" if told in ("", OUTSIDE) else f" ({told})"
 
     def _set(self, value: float) -> None:
@@ -146,8 +145,9 @@ class Prediction:
         if not text.strip():
             kept = f"; {self._number(self.value)} stays your answer" if self.given and self.value is not None else ""
             return f"Predict: {self.question} (Type a number first{kept}.)"
-        number = _number_in(text)
-        if number is None:
+        try:
+            number = float(text)
+        except ValueError:
             return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2 or 1000)"
         if refusal := self._refusal(number):
             return f"Predict: {self.question} ({text.strip()!r} cannot be the answer: write {refusal})"
@@ -162,16 +162,6 @@ def _times(ratio: float) -> str:
 def _text_of(value: float) -> str:
     """Write a number so that reading it gives the same one."""
     return repr(value).removesuffix(".0")
-
-
-def _number_in(text: str) -> float | None:
-    """Read a number as Python or a lesson writes it, such as 1_000, 1e3 or 1,000.5; None where it is none."""
-    if re.fullmatch(r"\s*-?\d{1,3}(,\d{3})+(\.\d*)?\s*", text):
-        text = text.replace(",", "")
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def predict(question: str, unit: str = "", *, signed: bool = False) -> Prediction:

@@ -31,8 +31,8 @@ from distlab.grading.progress import (
 class Note:
     """A text for a notebook, which shows it as Markdown, or as HTML where there is some."""
 
-    def __init__(self, text: str, markdown: str, page: str | None = None) -> None:
-        self.text, self.markdown, self.page = text, markdown, page
+    def __init__(self, text: str, markdown: str = "", page: str | None = None) -> None:
+        self.text, self.markdown, self.page = text, markdown or text, page
 
     def __repr__(self) -> str:
         return self.text
@@ -56,7 +56,7 @@ def hint(name: str) -> Note:
     exercise = load_lesson(name).exercise(name)
     total = len(exercise.hints)
     if not total:
-        return _line(f"hint: {name} has no hints")
+        return Note(f"hint: {name} has no hints")
     told = _keep(exercise, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
     seen = max(1, min(entry_of(name).hints, total))  # 1: also where nothing can be kept
     shown = [(f"Hint {number} of {total}:", text) for number, text in enumerate(exercise.hints[:seen], 1)]
@@ -79,10 +79,14 @@ def solution(name: str) -> Note:
     exercise = load_lesson(name).exercise(name)
     entry = entry_of(name)
     if not entry.passed and not entry.solution_seen and (missing := _missing(exercise, entry)):
-        return _line(missing)
+        return Note(missing)
     if not (text := source_text(reference_of(exercise))):
-        return _line(f"solution: this copy has no solution of {name}; ask your instructor")
-    told = [] if entry.passed else _keep(exercise, _with_solution_seen)
+        return Note(f"solution: this copy has no solution of {name}; ask your instructor")
+    told = (
+        []
+        if entry.passed
+        else _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or now()))
+    )
     source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), text]))
     head, foot = f"The solution of {name}:", "\n\n".join(told)
     code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
@@ -90,32 +94,22 @@ def solution(name: str) -> Note:
     return Note("\n\n".join(filter(None, [head, source, foot])), f"{head}\n\n```python\n{source}\n```\n\n{foot}", page)
 
 
-def _with_solution_seen(entry: Entry) -> Entry:
-    return replace(entry, solution_seen=entry.solution_seen or now())
-
-
 def _missing(exercise: Exercise, entry: Entry) -> str:
     """Return the line that says what is still to do before the solution is shown, or ""."""
-    failed, hints, total = min(entry.failed, FAILED_CHECKS), min(entry.hints, len(exercise.hints)), len(exercise.hints)
-    todo = []
+    failed, total = min(entry.failed, FAILED_CHECKS), len(exercise.hints)
+    hints, todo = min(entry.hints, total), []
     if failed < FAILED_CHECKS:
         todo.append(f'check("{exercise.name}", {exercise.function}) checks your function')
     if hints < total:
         todo.append(f'hint("{exercise.name}") shows and counts the next hint')
-    if not todo:
-        return ""
     so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"
-    return f"solution: {so_far}; {' and '.join(todo)}"
+    return f"solution: {so_far}; {' and '.join(todo)}" if todo else ""
 
 
 def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:
     """Change the record of an exercise; return the lines that the learner must read about it."""
     told = change_entry(exercise.name, alter)
     return [told] if told not in ("", OUTSIDE) else []
-
-
-def _line(text: str) -> Note:
-    return Note(text, text)
 
 
 def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:

@@ -1,5 +1,4 @@
 """`%%ranks`: a cell that runs on ranks, which stay alive between cells.
 
-Read `magic`; `line` reads what stands after `%%ranks`, `remote` is what runs inside a rank, and `trouble` says what
-went wrong there.
+Read `magic`; `remote` is what runs inside a rank, and `trouble` says what went wrong there.
 """

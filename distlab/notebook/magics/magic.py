@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
-from distlab.notebook.magics.line import Line, read_line
 from distlab.notebook.magics.remote import holdings, take
 from distlab.notebook.magics.trouble import CellError, explain, name_cells
 
@@ -24,11 +25,62 @@ if TYPE_CHECKING:
     from distlab.comm import Records
 
 TIMEOUT_S = 60.0
+USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --new 4, %%ranks --push a,b, %%ranks --timeout 10"
+_WORD = re.compile(
+    r"""\s+
+    | --new (?P<new>) (?!\S)
+    | --push [ =]\s* (?P<push> [a-z_]\w* (?:\s*,\s* [a-z_]\w*)*) (?![,\w])
+    | --timeout [ =]\s* (?P<timeout> (?=\S*[1-9]) \d*\.?\d+) (?!\S)
+    | \[ (?P<chosen> \s*\d+\s* (?:,\s*\d+\s*)*) \]
+    | (?P<size> [1-9]\d*) (?![^\s\[])""",
+    re.ASCII | re.IGNORECASE | re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a %%ranks line asks for.
+
+    Attributes:
+        world_size: how many ranks, or None: those that run already.
+        chosen: ranks that execute the cell, or None: all.
+        new: whether to begin with fresh ranks.
+        push: names to copy from the notebook into the ranks first.
+        timeout_s: how long the cell may take, or None: the usual limit.
+    """
+
+    world_size: int | None = None
+    chosen: tuple[int, ...] | None = None
+    new: bool = False
+    push: tuple[str, ...] = ()
+    timeout_s: float | None = None
+
+
+def read_line(text: str) -> Line:
+    """Read the arguments of %%ranks.
+
+    Raises:
+        ValueError: something there cannot be read; the text says what, and what can stand there.
+    """
+    said: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        if (found := _WORD.match(text, at)) is None:
+            raise ValueError(f"%%ranks cannot read {' '.join(text[at:].split())!r}; write one of: {USAGE}")
+        said |= {name: value for name, value in found.groupdict().items() if value is not None}
+        at = found.end()
+    return Line(
+        int(said["size"]) if "size" in said else None,
+        tuple(sorted({int(rank) for rank in said["chosen"].split(",")})) if "chosen" in said else None,
+        "new" in said,
+        tuple(name.strip() for name in said["push"].split(",")) if "push" in said else (),
+        float(said["timeout"]) if "timeout" in said else None,
+    )
 
 
 @magics_class
 class RanksMagics(Magics):
-    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until another number is asked for."""
+    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until the number changes."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 
 GIVEN = ("rank", "world_size", "torch", "dist")  # names that a rank begins with
 MAX_NAMES = 12
@@ -30,13 +30,9 @@ def holdings() -> list[str]:
 
 
 def _describe(value: object) -> str:
-    shape = getattr(value, "shape", None)
-    if shape is not None and hasattr(value, "dtype"):
-        return f"{type(value).__name__} {list(shape)}"
+    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if shape is not None:
+        return f"{kind} {list(shape)}"
     if isinstance(value, bool | int | float):
         return repr(value)
-    if isinstance(value, str | bytes | list | tuple | dict | set):
-        return f"{type(value).__name__} of {len(value)}"
-    if callable(value) and hasattr(value, "__name__"):
-        return "class" if isinstance(value, type) else "function"
-    return type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, Sized) else kind

@@ -48,14 +48,10 @@ def shorten(text: str) -> str:
     """Leave out the frames inside torch and the standard library, where the learner's own are there."""
     if all(_is_foreign(file) for file in _FRAME.findall(text)):
         return text
-    kept: list[str] = []
-    hidden = False
+    kept, hidden = [], False
     for line in text.splitlines():
         frame = _FRAME.match(line)
-        if frame:
-            hidden = _is_foreign(frame[1])
-        elif not line.startswith("    ") or not line.strip():
-            hidden = False
+        hidden = _is_foreign(frame[1]) if frame else hidden and line.startswith("    ") and bool(line.strip())
         if not hidden:
             kept.append(line)
     return "\n".join(kept)
@@ -87,7 +83,7 @@ def stopped_check(error: BaseException, trace: TracebackType | None, shell: Inte
 
 
 def name_cells(text: str, shell: InteractiveShell) -> str:
-    """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for one of another cell."""
+    """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for a line of others."""
     newest = f"In[{len(shell.user_ns.get('In', ' ')) - 1}]"
 
     def name(match: re.Match[str]) -> str:

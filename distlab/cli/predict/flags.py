@@ -1,0 +1,236 @@
+"""Flags that say what a plan file says: one for a field of its records, with the words of their docstrings as help.
+
+What the flags say is read as a plan file is, so that both are checked by the same code and refused in the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+
+from distlab.faces import attributes_of
+from distlab.plan import AXES, SCHEDULES, Cluster, Link, Plan, Precision, Sharding
+
+if TYPE_CHECKING:
+    from simulator import ClusterDescription, ModelDescription, PlanFile
+
+NAMES = {  # of flags that are not called as the field is
+    "workload.hidden_size": "hidden",
+    "workload.num_layers": "layers",
+    "workload.num_heads": "heads",
+    "workload.vocab_size": "vocabulary",
+    "workload.feed_forward_size": "feed-forward",
+    "workload.num_key_value_heads": "kv-heads",
+    "workload.is_gated": "no-gate",
+    "workload.ties_embedding": "tie-embedding",
+    "workload.num_experts": "experts",
+    "workload.sequence_length": "sequence",
+    "workload.microbatch_size": "microbatch",
+    "cluster.name": "cluster",
+    "plan.num_microbatches": "microbatches",
+    "plan.gradient_sync": "sync",
+    "plan.bucket_bytes": "bucket-mb",
+    "plan.sharding.stage": "sharding",
+    "plan.precision.compute": "precision",
+    "plan.precision.master": "no-master",
+}
+ONLY_IN_FILES = {"first_bucket_bytes", "compression", "reshard_after_forward", "prefetch", "reduce"}
+ONLY_IN_FILES |= {"num_devices", "devices_per_node", "device", "intra_node", "inter_node"}
+BEGIN = {"plan.data": 8}  # where neither a file nor a flag says how many
+FOLLOWING = ("plan.stages_per_rank", "plan.precision.compute")  # the schedule and the model say what they are
+MB = 1_000_000
+
+
+class Flag(NamedTuple):
+    """A flag for one field of a plan file: its name, the types that its value may have, its default and its help."""
+
+    name: str
+    kinds: tuple[Any, ...]
+    default: Any
+    text: str
+
+
+@cache
+def _flags() -> dict[str, Flag]:
+    """Return the flag of each field that a flag can say, by its place in a plan file, such as plan.sharding.stage."""
+    from simulator import ClusterDescription, ModelDescription
+
+    records: dict[str, Any] = {"workload": ModelDescription, "cluster": ClusterDescription, "plan": Plan}
+    records |= {"plan.sharding": Sharding, "plan.precision": Precision}
+    found: dict[str, Flag] = {}
+    for table, kind in records.items():
+        home, hints, words = vars(sys.modules[kind.__module__]), get_type_hints(kind), attributes_of(kind)
+        for each in fields(kind):
+            path = f"{table}.{each.name}"
+            if path in records or each.name in ONLY_IN_FILES:
+                continue
+            text = words[each.name]
+            if listed := re.search(r"one of ([A-Z_]+)\b", text):
+                text = text.replace(listed[1], ", ".join(home[listed[1]]))
+            kinds = get_args(hints[each.name]) or (hints[each.name],)
+            name = f"--{NAMES.get(path) or each.name.replace('_', '-')}"
+            found[path] = Flag(name, kinds, None if path in FOLLOWING else BEGIN.get(path, each.default), text)
+    what = "axes from the slowest to the fastest, the last on neighbours"
+    return found | {"plan.order": Flag("--order", (str,), ",".join(AXES), what)}
+
+
+def _named(text: str) -> str:
+    """Write the names of flags in place of the keys of a plan file."""
+    keys = {path.rpartition(".")[2]: flag.name for path, flag in _flags().items()}
+    text = re.sub(r"^\[([\w.]+)\] (\w*)", lambda one: _flags().get(f"{one[1]}.{one[2]}", (one[2],))[0], text)
+    return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda one: keys.get(one[0], one[0]), text)
+
+
+def add_flags(command: argparse.ArgumentParser, *tables: str) -> None:
+    """Declare the flags of some tables of a plan file; what was not given is left out of the arguments."""
+    groups = {table: command.add_argument_group(f"the {table}, as in a plan file's [{table}]") for table in tables}
+    for path, flag in _flags().items():
+        if (table := path.partition(".")[0]) not in tables:
+            continue
+        options: dict[str, Any] = {}
+        text = re.sub(r"; None: (.*)$", r" (default: \1)", _named(flag.text))
+        if bool in flag.kinds:
+            is_off = flag.name.startswith("--no-")
+            options = {"action": "store_const", "const": not is_off}
+            text = f"without: {text}" if is_off else text
+        else:
+            options["metavar"] = "N" if int in flag.kinds else "NAME|FILE" if path == "cluster.name" else "NAME"
+            default = flag.default // MB if path == "plan.bucket_bytes" else flag.default
+            text += "" if default is None else f" (default {default})"
+        text = text.replace("%", "%%")
+        groups[table].add_argument(flag.name, dest=path, default=argparse.SUPPRESS, help=text, **options)
+
+
+def add_description(command: argparse.ArgumentParser) -> None:
+    """Declare a plan file, and the flags that say the same in its place."""
+    what = "a plan file, in place of the flags of its tables"
+    command.add_argument("file", nargs="?", metavar="PLAN.toml", help=what)
+    add_flags(command, "workload", "cluster", "plan")
+
+
+def said_by(arguments: argparse.Namespace) -> PlanFile:
+    """Return what the plan file says, or the flags.
+
+    Raises:
+        ValueError: it makes no sense, or there are flags beside a file.
+        OSError: the file cannot be read.
+    """
+    from simulator import read_plan_file
+    from simulator.plan_file import plan_of_tables
+
+    if arguments.file is None:
+        with _told_of_flags():
+            return plan_of_tables(_tables(arguments))
+    if beside := [flag.name for path, flag in _flags().items() if path in vars(arguments)]:
+        raise ValueError(f"{arguments.file} says all of the plan: leave out {', '.join(beside)}")
+    return read_plan_file(arguments.file)
+
+
+def model_of(arguments: argparse.Namespace) -> ModelDescription:
+    """Return the model that the flags describe.
+
+    Raises:
+        ValueError: they make no sense together.
+    """
+    from simulator.plan_file import plan_of_tables
+
+    with _told_of_flags():
+        return plan_of_tables(_tables(arguments)).workload
+
+
+@contextmanager
+def _told_of_flags() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(_named(str(error))) from None
+
+
+def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the tables of a plan file that say what the flags say."""
+    tables: dict[str, Any] = {}
+    given = BEGIN | {path: value for path, value in vars(arguments).items() if path in _flags()}
+    for path, value in given.items():
+        *above, key = path.split(".")
+        table = tables
+        for name in above:
+            table = table.setdefault(name, {})
+        is_number = int in _flags()[path].kinds and re.fullmatch(r"[+-]?\d+", str(value).strip())
+        table[key] = int(value) if is_number else value
+    plan = tables["plan"]
+    if "precision" in plan:
+        plan["precision"] = {"compute": "bfloat16"} | plan["precision"]
+    if (family := SCHEDULES.get(plan.get("schedule", Plan.schedule))) is not None:
+        plan.setdefault("stages_per_rank", family.stages_per_rank())
+    if isinstance(plan.get("bucket_bytes"), int):
+        plan["bucket_bytes"] *= MB
+    if "order" in plan:
+        first = plan["order"].split(",")
+        plan["order"] = [*(axis for axis in AXES if axis not in first), *first]
+    return tables
+
+
+def changed_flags(before: Plan, after: Plan) -> list[str]:
+    """Return the flags that make one plan of a different one."""
+
+    def value(record: Any, path: str) -> Any:
+        for name in path.split(".")[1:]:
+            record = getattr(record, name, None)
+        return record
+
+    pairs = [(flag, value(before, path), value(after, path)) for path, flag in _flags().items()]
+    return [f"{flag.name} {new}" for flag, old, new in pairs if new != old]
+
+
+def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:
+    """Return a preset with enough devices for a number of ranks, or the cluster of a calibration file.
+
+    Raises:
+        ValueError: there is neither a preset nor a file of that name, or no stack of that name; or a stack comes with a
+            file, which has what its machine reached.
+    """
+    from simulator.hardware import presets as hardware
+
+    known = hardware.names("clusters")
+    if said.name in known:
+        return said.cluster(num_ranks)
+    if not Path(said.name).exists():
+        raise ValueError(f"{said.name!r} is neither a preset nor a file; presets: {', '.join(known)}")
+    if said.stack:
+        text = f"--stack {said.stack}: {said.name} has the speeds that its machine reached; leave --stack out"
+        raise ValueError(text)
+    from distlab.measure import load_calibration
+
+    return load_calibration(Path(said.name)).cluster
+
+
+def presets() -> str:
+    """List the clusters, the stacks and the models that have a name, with what they are."""
+    from simulator import model_by_name
+    from simulator.hardware import presets as hardware
+    from simulator.models.by_name import MODELS
+    from simulator.units import format_bytes, format_bytes_per_s
+
+    def wire(link: Link) -> str:
+        return f"{link.name} of {format_bytes_per_s(max(protocol.bytes_per_s for protocol in link.protocols))}"
+
+    rows = [("clusters (--cluster)", "a node")]
+    for name in hardware.names("clusters"):
+        known = hardware.cluster(name)
+        wires = f"{wire(known.intra_node)} inside, {wire(known.inter_node)} between nodes"
+        memory = format_bytes(known.device.memory_bytes)
+        rows.append((f"  {name}", f"{known.devices_per_node} x {known.device.name} of {memory}; {wires}"))
+    rows.append(("stacks (--stack)", "software; of the best product and of the memory's rate what it reaches"))
+    for name in hardware.names("stacks"):
+        own = hardware.stack(name)
+        rows.append((f"  {name}", f"{own.software}; {own.matmul_fraction:.0%}, {own.memory_fraction:.0%}"))
+    rows.append(("models (--model)", "parameters"))
+    rows += [(f"  {name}", f"{model_by_name(name).num_parameters / 1e9:,.4g} billion") for name in MODELS]
+    return "\n".join(f"{name:<22} {value}" for name, value in rows)
