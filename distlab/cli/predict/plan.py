@@ -139,7 +139,7 @@ def _draw(arguments: argparse.Namespace, bests: list[Bill]) -> None:
         from simulator import curve
         from simulator.viz import draw_cost_curve
 
-        draw_cost_curve(curve(bests)).savefig(arguments.curve, dpi=150)
+        draw_cost_curve(curve(bests)).figure.savefig(arguments.curve, dpi=150)
 
 
 def _questions(arguments: argparse.Namespace) -> list[Any]:

@@ -135,9 +135,9 @@ def save_pictures(
 
     if timeline and step:
         draw = draw_schedule if step.plan.pipeline > 1 else draw_timeline
-        draw(step.trace).savefig(timeline, dpi=150)
+        draw(step.trace).figure.savefig(timeline, dpi=150)
     if filled:
-        draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(filled, dpi=150)
+        draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).figure.savefig(filled, dpi=150)
 
 
 def facts(step: Step) -> dict[str, object]:

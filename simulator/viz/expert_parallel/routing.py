@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from simulator.viz.drawing.pen import Pen, Point, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
 from simulator.viz.expert_parallel.routes import Routes, routes_of
@@ -23,14 +23,13 @@ TOP_IN, GAP_IN, HEAD_IN, FOOT_IN, LEFT_IN, TABLE_IN, CHOICE_IN = 1.05, 1.25, 0.3
 DROPPED = "#B40000"
 
 
-def routing_figure(
+def draw_routing(
     experts: Sequence[ArrayLike],
     *,
     num_experts: int,
     capacity: int | None = None,
     kept: Sequence[ArrayLike] | None = None,
-    title: str | None = None,
-) -> Figure:
+) -> Picture:
     """Draw tokens, the experts that they ask, and the rows that travel between ranks; arguments as `routes_of`.
 
     Raises:
@@ -47,19 +46,12 @@ def routing_figure(
     _draw_experts(pen, routes, spots, height - low, slot)
     _draw_table(pen, routes, height - low)
     pen.flush()
-    put_title(figure, title or _load_of_experts(routes), _sizes_and_traffic(routes))
-    return figure
+    put_title(figure, _load_of_experts(routes), _sizes_and_traffic(routes))
+    return Picture(figure, _say(routes))
 
 
-def describe_routing(
-    experts: Sequence[ArrayLike],
-    *,
-    num_experts: int,
-    capacity: int | None = None,
-    kept: Sequence[ArrayLike] | None = None,
-) -> str:
-    """Say in words what `routing_figure` shows; arguments and errors as `routes_of`."""
-    routes = routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept)
+def _say(routes: Routes) -> str:
+    """Say each rank's load, and the tokens that no expert took."""
     lines = [f"{_load_of_experts(routes)}. {_sizes_and_traffic(routes)}"]
     asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
     for rank in range(routes.num_ranks):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side, shaded
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.schedules.run import ScheduleRun
 from simulator.viz.timeline.draw_rows import Heading, Scene, Words, draw_scene, limit_of, styles_of
@@ -19,7 +19,7 @@ MAX_RANKS = 64  # of each schedule
 HEADING = 1.0  # the room for a heading, in heights of a row
 
 
-def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = None) -> Figure:
+def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = None) -> Picture:
     """Draw schedules one under the other on one time axis; the title says what sets them apart.
 
     Raises:
@@ -28,10 +28,10 @@ def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = N
     scene = stack(runs)
     view = view_of(time_range_s, scene.limit_s)
     seen = [int(in_view(side.trace, view).sum()) for side in scene.sides]
-    return draw_scene(scene, words_of(runs), view, exact=sum(seen) <= MAX_BOXES)
+    return Picture(draw_scene(scene, words_of(runs), view, exact=sum(seen) <= MAX_BOXES), say_schedules(runs))
 
 
-def describe_schedules(runs: Sequence[ScheduleRun]) -> str:
+def say_schedules(runs: Sequence[ScheduleRun]) -> str:
     """Say in plain sentences what `draw_schedules` shows: one sentence per schedule, then how the two compare."""
     text = " ".join(sentence(run) for run in runs)
     if len(runs) == 2:

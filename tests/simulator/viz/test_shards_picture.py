@@ -1,48 +1,13 @@
 """The picture of shards puts every number at its owner."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from pen_facts import clashes, words
+from viz_traces import SPLITS, weights
 
-from simulator.viz import cut_weights, describe_shards, shards_figure
+from simulator.viz import cut_weights, draw_shards
 from simulator.viz.drawing.style import RANK_COLOURS
 from simulator.viz.tensor_parallel.shard_parts import shards_of
-
-H = 4
-
-
-def split(dim, *sections):
-    return SimpleNamespace(dim=dim, sections=sections)
-
-
-SPLITS = {
-    "token_embedding.weight": split(0, 11),
-    "blocks.0.attention.query_key_value.weight": split(0, H, H, H),
-    "blocks.0.attention.query_key_value.bias": split(0, H, H, H),
-    "blocks.0.attention.output.weight": split(1, H),
-    "blocks.0.feed_forward.widen.weight": split(0, 4 * H),
-    "blocks.0.feed_forward.output.weight": split(1, 4 * H),
-    "blocks.1.feed_forward.output.weight": split(1, 4 * H),
-}
-
-
-def weights():
-    generator = np.random.default_rng(1)
-    shapes_of = {
-        "token_embedding.weight": (11, H),
-        "blocks.0.norm.weight": (H,),
-        "blocks.0.attention.query_key_value.weight": (3 * H, H),
-        "blocks.0.attention.query_key_value.bias": (3 * H,),
-        "blocks.0.attention.output.weight": (H, H),
-        "blocks.0.attention.output.bias": (H,),
-        "blocks.0.feed_forward.widen.weight": (4 * H, H),
-        "blocks.0.feed_forward.output.weight": (H, 4 * H),
-        "blocks.1.feed_forward.output.weight": (H, 4 * H),
-    }
-    return {name: generator.normal(size=shape) for name, shape in shapes_of.items()}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -81,34 +46,15 @@ def test_parts_are_those_of_the_runner(num_ranks):
 
 def test_every_place_of_the_image_has_its_owners_colour():
     parts = cut_weights(weights(), SPLITS, 2)
-    figure = shards_figure(parts, SPLITS, num_heads=2)
+    figure = draw_shards(parts, SPLITS, num_heads=2).figure
     images = {image.get_gid(): np.asarray(image.get_array()) for image in figure.axes[0].images}
     assert "blocks.1.feed_forward.output.weight" not in images  # of equal blocks the first
     widen = images["blocks.0.feed_forward.widen.weight"]
-    assert widen.shape == (H, 4 * H, 3)  # inputs down, outputs across
+    assert widen.shape == (4, 4 * 4, 3)  # inputs down, outputs across
     embedding = images["token_embedding.weight"]
-    assert embedding.shape == (12, H, 3)  # eleven tokens, and one of padding
+    assert embedding.shape == (12, 4, 3)  # eleven tokens, and one of padding
     for picture, axis in ((widen, 1), (embedding[:11], 0)):
         for rank, part in enumerate(np.array_split(picture, 2, axis=axis)):
             colour = np.array(to_rgb(RANK_COLOURS[rank]))
             share = (1 - part) / (1 - colour)
             assert np.ptp(share, axis=-1).max() < 1e-9  # one colour, in shades of white
-
-
-@pytest.mark.parametrize(("num_ranks", "heads"), [(2, 2), (4, 4), (4, None), (1, 1)])
-def test_marks_stand_at_both_ends_of_a_region_and_words_lie_apart(num_ranks, heads):
-    figure = shards_figure(cut_weights(weights(), SPLITS, num_ranks), SPLITS, num_heads=heads)
-    shown = words(figure)
-    assert (shown.count("f"), shown.count("g")) == (2, 3)  # the embedding has no f
-    assert [shown.count(letter) for letter in "QKV"] == [1, 1, 1]
-    if heads == 4:
-        assert shown.count("h3") == 4  # in Q, K, V and the rows behind them
-    assert clashes(figure) == []
-
-
-def test_the_text_names_rows_and_columns():
-    text = describe_shards(cut_weights(weights(), SPLITS, 2), SPLITS)
-    assert "query_key_value.weight [12, 4], cut by outputs: rank 0 0-1 and 4-5 and 8-9; rank 1 2-3 and 6-7" in text
-    assert "blocks.0.feed_forward.output.weight [4, 16], cut by inputs: rank 0 0-7; rank 1 8-15." in text
-    assert "token_embedding.weight [11, 4], cut by tokens: rank 0 0-5; rank 1 6-10." in text
-    assert "8 numbers of 2 weights are whole on every rank" in text
