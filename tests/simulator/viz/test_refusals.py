@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from test_race_picture import PLAIN
+from test_numbers import PLAIN
 from viz_traces import SPLITS, data_parallel, grid, ring, split, weights
 
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")

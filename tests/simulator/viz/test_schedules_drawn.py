@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from picture_facts import shapes, words
-from viz_traces import MS, data_parallel
+from viz_traces import data_parallel
 
 from distlab.plan import ActionTimes, gpipe, interleaved, one_f_one_b, parse_schedule
 from simulator import simulate_schedule
@@ -95,6 +95,3 @@ def test_moments_are_when_something_starts_or_ends_and_not_too_many():
         assert len(moments) == MAX_MOMENTS + 1
         assert (moments[0], moments[-1]) == (0, large.end_ns.max())
         assert (np.diff(moments) > 0).all()
-
-
-FORWARD, BACKWARD = 10 * MS, 20 * MS
