@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from simulator.units import format_bytes, format_s, name_ranks
-from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
+from simulator.viz.collectives.message_record import PAIRS, CallEvent, Diagram, DiagramCall, cycle_of, read_diagram
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
@@ -119,7 +119,7 @@ def _duration(diagram: Diagram) -> str:
     return note + "."
 
 
-def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float) -> None:
+def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
     style = kind_styles([event.op])[event.op]
     look: dict[str, Any]

@@ -21,7 +21,7 @@ from simulator.viz.data_parallel.step_state import (
     MEAN,
     OWN,
     SENT,
-    Held,
+    RankMoment,
     RankStep,
     TrainStep,
     best_moment,
@@ -116,7 +116,7 @@ def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | Non
 
     Args:
         trace: one step, predicted (`Step.trace`, or `Step.layer_trace` with each layer) or measured: "forward",
-            "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on another lane.
+            "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on a different lane.
             `step_of` cuts one step out of a measured trace.
         at_s: the moment, in seconds since the step began; None chooses one in which an all-reduce is under way.
         title: replaces the takeaway, and begins the words.
@@ -174,7 +174,7 @@ def _draw_header(view: _View, top: float, own: RankStep) -> None:
         view.pen.words((x, top + 0.16), title, colour=FAINT, side="left")
 
 
-def _draw_rank(view: _View, row: int, own: RankStep, held: Held) -> None:
+def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
     """Draw one rank's row: what it does, its weights, its activations and each gradient."""
     pen, low, tall = view.pen, view.rows[row] + GAP_IN / 2, ROW_IN - GAP_IN
     middle = low + tall / 2
@@ -211,7 +211,7 @@ def _draw_rank(view: _View, row: int, own: RankStep, held: Held) -> None:
         pen.words((place, middle), fitting(room, label), size=NAME_PT, colour=text_colour(fill))
 
 
-def _draw_all_reduces(view: _View, held: Sequence[Held]) -> None:
+def _draw_all_reduces(view: _View, held: Sequence[RankMoment]) -> None:
     """Frame each column that is being averaged now, with arrows between the rows once every rank has come to it."""
     bottom, top = view.rows[-1], view.rows[0] + ROW_IN
     for column, (left, wide) in enumerate(view.cells):
@@ -260,7 +260,7 @@ def _legend(own: RankStep) -> list[LegendBox]:
     return boxes + [LegendBox(style.colour, "white", style.letter, style.words) for style in styles.values()]
 
 
-def _say(step: TrainStep, shown: Sequence[Held], moment: float) -> str:
+def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
     """Say what each rank does and holds in a line."""
     own = step.ranks[0]
     lines = [f"{_takeaway(own, shown[0], moment)}. Step {format_s(step.duration_s)}, {_shares(own)}."]
@@ -294,7 +294,7 @@ def _shares(own: RankStep) -> str:
     return f"{text} ({percent(own.exposed_share)})"
 
 
-def _takeaway(own: RankStep, held: Held, moment: float) -> str:
+def _takeaway(own: RankStep, held: RankMoment, moment: float) -> str:
     """Return the title: what is being averaged now and what the rank does meanwhile."""
     sent = [r for r, (state, _) in zip(own.reductions, held.gradients, strict=True) if state == SENT]
     flying = [reduction for reduction in sent if moment < reduction.arrived_s]

@@ -1,8 +1,8 @@
 """Draw where tokens go: which experts each asks, on which rank those are, and whom an expert's capacity turns away.
 
 Tokens stand above, rank by rank, with the experts that they ask; a struck number is a choice that an expert had no room
-for. Lines lead to the experts' places below: a thick one goes to another rank. A token that no expert took is red; its
-residual connection alone carries it on.
+for. Lines lead to the experts' places below: a thick one goes to a different rank. A token that no expert took is red;
+its residual connection alone carries it on.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _sizes_and_traffic(routes: Routes) -> str:
     room = f"{routes.capacity} {places} for each rank" if routes.capacity is not None else "room for all that come"
     moved = int(routes.between.sum() - np.trace(routes.between))
     each = f"{choices} choice{'s' if choices > 1 else ''} each"
-    return f"{tokens} tokens, {each}; an expert has {room}; {moved} rows go to another rank, and back."
+    return f"{tokens} tokens, {each}; an expert has {room}; {moved} rows go to a different rank, and back."
 
 
 def _draw_tokens(pen: Pen, routes: Routes, top: float) -> list[list[Point]]:

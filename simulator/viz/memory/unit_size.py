@@ -120,7 +120,7 @@ def _draw_time(axes: Axes, sizes: Floats, sweep: UnitSweep) -> None:
 def _draw_areas(
     axes: Axes, gid: str, sizes: Floats, total: Floats, upper: Floats, names: Sequence[tuple[str, str, str, float]]
 ) -> None:
-    """Draw a line whose upper part is one thing and whose rest another: words, colour, gid and opacity of each."""
+    """Draw a line over two areas, the upper one first in `names`: words, colour, gid and opacity of each."""
     below = total - upper
     for low, high, (_, colour, name, alpha) in ((0 * total, below, names[1]), (below, total, names[0])):
         axes.fill_between(sizes, low, high, color=colour, alpha=alpha, linewidth=0, gid=name)

@@ -40,7 +40,7 @@ COMPUTE, BUBBLE = "compute", "bubble"
 COMPUTE_COLOUR, BUBBLE_COLOUR = "#56B4E9", "#D0D0D0"
 
 
-class Part(NamedTuple):
+class TimePart(NamedTuple):
     """A part of a step's time."""
 
     name: str
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     seconds: float
 
 
-def parts_of(step: Step) -> list[Part]:
+def parts_of(step: Step) -> list[TimePart]:
     """Split a step's duration on the rank that ends last; the parts sum to it.
 
     Exposed are the seconds of `Step.exposed_by_axis`, the bubble is the rank's other idle time before its last pass,
@@ -58,14 +58,14 @@ def parts_of(step: Step) -> list[Part]:
     """
     exposed, bubble = step.exposed_by_axis, _bubble_s(step)
     by_axis = [
-        Part(axis, AXIS_STYLES[axis].letter, f"{axis} exposed", AXIS_STYLES[axis].colour, exposed[axis])
+        TimePart(axis, AXIS_STYLES[axis].letter, f"{axis} exposed", AXIS_STYLES[axis].colour, exposed[axis])
         for axis in reversed(AXES)
     ]
     rest = step.duration_s - bubble - sum(part.seconds for part in by_axis)
     return [
-        Part(COMPUTE, "", "compute", COMPUTE_COLOUR, rest),
+        TimePart(COMPUTE, "", "compute", COMPUTE_COLOUR, rest),
         *by_axis,
-        Part(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
+        TimePart(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
     ]
 
 

@@ -15,7 +15,7 @@ from distlab.trace import Trace
 from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.lanes import Side, stages_of_ranks
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.timeline.draw_rows import Words
+from simulator.viz.timeline.draw_rows import Caption
 from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.timeline import draw_rows, ends_text
 
@@ -48,7 +48,7 @@ def draw_schedule(
         expected = facts_of(sides[1].trace)
         ends = ends_text(facts, expected)
         said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
-    words = Words(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
+    words = Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
     return Picture(draw_rows(sides, words, time_range_s=time_range_s), " ".join(said))
 
 

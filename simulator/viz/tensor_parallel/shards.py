@@ -33,7 +33,7 @@ from simulator.viz.drawing.style import (
     text_colour,
 )
 from simulator.viz.drawing.words import width_in
-from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
+from simulator.viz.tensor_parallel.shard_parts import CutWeight, SplitLike, shards_of
 
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3
@@ -47,7 +47,7 @@ STRIP_IN, BIAS_IN = 0.4, 0.13
 FUSED = ("Q", "K", "V")
 
 
-class _Card(NamedTuple):
+class _WeightCard(NamedTuple):
     """One weight as it is drawn.
 
     Attributes:
@@ -57,11 +57,11 @@ class _Card(NamedTuple):
         bias: of the same layer, or None.
     """
 
-    shards: Shards
+    shards: CutWeight
     turned: bool
     wide: float
     tall: float
-    bias: Shards | None
+    bias: CutWeight | None
 
     @property
     def across(self) -> bool:
@@ -83,7 +83,7 @@ class _Region(NamedTuple):
     """Layers between an f and a g."""
 
     name: str
-    cards: tuple[_Card, ...]
+    cards: tuple[_WeightCard, ...]
 
     @property
     def wide(self) -> float:
@@ -130,7 +130,7 @@ def draw_shards(
     return Picture(figure, _say(found, names, len(parts)))
 
 
-def _say(found: Mapping[str, Shards], names: Sequence[str], num_ranks: int) -> str:
+def _say(found: Mapping[str, CutWeight], names: Sequence[str], num_ranks: int) -> str:
     """Say which rank holds which rows or columns of each weight."""
     lines = [f"{_share_that_is_cut(found, num_ranks)}. {_whole_weights(found)}"]
     for name in names:
@@ -153,7 +153,7 @@ def _turned(name: str) -> bool:
     return "embedding" not in name
 
 
-def _chosen(found: Mapping[str, Shards]) -> list[str]:
+def _chosen(found: Mapping[str, CutWeight]) -> list[str]:
     """Return the weights of two dims that are cut, of several equal blocks those of the first."""
     if next(iter(found.values())).num_ranks > MAX_RANKS:
         raise ValueError(f"more than {MAX_RANKS} ranks cannot be told apart by colour; draw fewer")
@@ -165,10 +165,10 @@ def _chosen(found: Mapping[str, Shards]) -> list[str]:
     return names
 
 
-def _regions(found: Mapping[str, Shards], names: Sequence[str]) -> list[_Region]:
+def _regions(found: Mapping[str, CutWeight], names: Sequence[str]) -> list[_Region]:
     """Group weights by the module above their layer, in the order of the model."""
     width = min(min(found[name].shape) for name in names)
-    groups: dict[str, list[_Card]] = {}
+    groups: dict[str, list[_WeightCard]] = {}
     for name in names:
         words = name.split(".")
         one, turned = found[name], _turned(name)
@@ -176,7 +176,7 @@ def _regions(found: Mapping[str, Shards], names: Sequence[str]) -> list[_Region]
         tall, wide = (min(2.6, max(0.6, 1.4 * (size / width) ** 0.5)) for size in (rows, columns))
         wide *= 1.6 if turned and len(one.sections) == len(FUSED) else 1.0  # room to name three times the ranks
         bias = found.get(".".join([*words[:-1], "bias"]))
-        groups.setdefault(".".join(words[:-2] or words[:-1]), []).append(_Card(one, turned, wide, tall, bias))
+        groups.setdefault(".".join(words[:-2] or words[:-1]), []).append(_WeightCard(one, turned, wide, tall, bias))
     return [_Region(name, tuple(cards)) for name, cards in groups.items()]
 
 
@@ -199,7 +199,7 @@ def _widened(line: Sequence[_Region]) -> list[_Region]:
     ]
 
 
-def _share_that_is_cut(found: Mapping[str, Shards], num_ranks: int) -> str:
+def _share_that_is_cut(found: Mapping[str, CutWeight], num_ranks: int) -> str:
     whole = sum(int(np.prod(one.shape)) for one in found.values())
     cut = sum(int(np.prod(one.shape)) for one in found.values() if one.dim is not None)
     held = sum(one.held for one in found.values())
@@ -208,7 +208,7 @@ def _share_that_is_cut(found: Mapping[str, Shards], num_ranks: int) -> str:
     return f"{num_ranks} ranks: {percent(cut / whole)} of {whole:,} numbers are cut, and each rank holds {held:,}"
 
 
-def _whole_weights(found: Mapping[str, Shards]) -> str:
+def _whole_weights(found: Mapping[str, CutWeight]) -> str:
     whole = [one for one in found.values() if one.dim is None]
     count = sum(one.values.size for one in whole)
     kept = f"{count:,} numbers of {len(whole)} weights are whole on every rank" if whole else "no weight is whole"
@@ -247,7 +247,7 @@ def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
     pen.words((spot[0] - 0.01, spot[1]), letter, size=TEXT_PT, bold=True, colour="white")
 
 
-def _draw_foot(pen: Pen, found: Mapping[str, Shards], num_ranks: int) -> None:
+def _draw_foot(pen: Pen, found: Mapping[str, CutWeight], num_ranks: int) -> None:
     """Write what the marks mean, and a legend of ranks."""
     for number, mark in enumerate(MARKS):
         pen.words((LEFT_IN, 0.86 - 0.24 * number), MEANINGS[mark], side="left", colour=INK)
@@ -259,7 +259,7 @@ def _draw_foot(pen: Pen, found: Mapping[str, Shards], num_ranks: int) -> None:
     pen.legend(boxes)
 
 
-def _draw_card(pen: Pen, card: _Card, corner: tuple[float, float], num_heads: int | None) -> None:
+def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_heads: int | None) -> None:
     """Draw one weight as an image, its bias under it, and the ranks of its slices along the cut."""
     one, (x, y) = card.shards, corner
     image = _image(one)
@@ -290,7 +290,7 @@ def _stamp(
     axes.set_ylim(limits[1])
 
 
-def _draw_owners(pen: Pen, card: _Card, corner: tuple[float, float], num_heads: int | None) -> None:
+def _draw_owners(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_heads: int | None) -> None:
     """Write the rank next to each slice, and its heads where they are known; a letter over each fused part."""
     one, (x, y) = card.shards, corner
     length, begin = len(one.owner), 0
@@ -329,7 +329,7 @@ def _heads_of(rank: int, num_ranks: int, num_heads: int | None) -> str:
     return f"h{rank * each}" + (f"-{(rank + 1) * each - 1}" if each > 1 else "")
 
 
-def _image(one: Shards) -> NDArray[np.float64]:
+def _image(one: CutWeight) -> NDArray[np.float64]:
     """Return a colour for every number: the owner's, the stronger the larger the number."""
     values = np.abs(one.values)
     most = float(np.quantile(values, 0.99)) or float(values.max()) or 1.0

@@ -26,7 +26,7 @@ SECTION_STYLES: Mapping[str, KindStyle] = {
     "sync": KINDS["all_reduce"]._replace(letter="S", words="sync: bytes travel, nothing hides them"),
     "optimizer": KINDS["optimizer"],
     "other": KINDS["copy"]._replace(letter="?", words="other"),
-    "idle": KINDS["wait"]._replace(letter="i", words="idle: waits for another rank, or has nothing to do"),
+    "idle": KINDS["wait"]._replace(letter="i", words="idle: waits for a different rank, or has nothing to do"),
 }
 MAX_BARS = 16
 LEFT_IN, RIGHT_IN, TOP_IN, LOW_IN, ROW_IN = 1.15, 1.15, 1.05, 0.85, 0.46

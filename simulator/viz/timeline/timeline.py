@@ -13,7 +13,7 @@ from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
-from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
+from simulator.viz.timeline.draw_rows import Caption, Scene, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
 from simulator.viz.timeline.overlay import Overlay
 
@@ -48,7 +48,7 @@ def draw_timeline(
     return Picture(figure, (f"{title}. " if title else "") + say_timeline(measured, predicted))
 
 
-def draw_rows(sides: Sequence[Side], words: Words, *, time_range_s: View | None = None) -> Figure:
+def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | None = None) -> Figure:
     """Draw the rows of one or two traces that start at zero, with the words around them.
 
     Raises:
@@ -70,13 +70,13 @@ def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace
     return (measured.measured, measured.predicted) if isinstance(measured, Overlay) else (measured, predicted)
 
 
-def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Words:
+def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Caption:
     """Return title and texts around the rows: an overlay's verdict, or how far apart two traces end."""
     if isinstance(measured, Overlay):
         dim = bool(measured.trouble)
-        return Words(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
+        return Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
     facts, expected = facts_of(measured), None if predicted is None else facts_of(predicted)
-    return Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
+    return Caption(title or takeaway(facts, expected), "", ends_text(facts, expected))
 
 
 def say_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> str:

@@ -19,7 +19,7 @@ from simulator.units import format_s
 from simulator.viz.drawing.boxes import View
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import NAMES, Picture, with_picture
-from simulator.viz.timeline.draw_rows import Scene, Words
+from simulator.viz.timeline.draw_rows import Caption, Scene
 from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack
 from simulator.viz.timeline.timeline import draw_timeline, say_timeline, traces_of, words_of
@@ -103,7 +103,7 @@ class Timeline(anywidget.AnyWidget):
 
         self.put(scene, words, summary, picture)
 
-    def put(self, scene: Scene, words: Words, summary: str, picture: Callable[[View | None], Picture]) -> None:
+    def put(self, scene: Scene, words: Caption, summary: str, picture: Callable[[View | None], Picture]) -> None:
         """Show a scene that is made already, as far as both of its traces can be read.
 
         `picture` draws a view of it for readers without a kernel.
