@@ -8,7 +8,7 @@ from viz_traces import SPLITS, weights
 from simulator.viz import cut_weights, draw_shards
 from simulator.viz.context_parallel.context import ring_work
 from simulator.viz.drawing.style import RANK_COLOURS
-from simulator.viz.expert_parallel.routes import routes_of
+from simulator.viz.expert_parallel.routing import routes_of
 from simulator.viz.tensor_parallel.shard_parts import shards_of
 
 
