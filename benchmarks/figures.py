@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from distlab.measure import interleave
 from distlab.trace import Trace
-from simulator.viz import draw_schedule, draw_timeline, to_png
+from simulator.viz import Picture, draw_schedule, draw_timeline, to_png
 
 BLOCKS, QUICK_BLOCKS = 20, 3
 
@@ -33,7 +33,7 @@ def pipeline_trace(num_ranks: int, num_microbatches: int) -> Trace:
     )
 
 
-def draw_every_box(trace: Trace) -> Figure:
+def draw_every_box(trace: Trace) -> Picture:
     """Draw each span as a box of one PolyCollection, on a figure of the same size: the plain way."""
     figure = Figure(figsize=(12.8, 9.37), dpi=100)
     axes = figure.subplots()
@@ -43,13 +43,13 @@ def draw_every_box(trace: Trace) -> Figure:
     colours = np.array([[0.34, 0.71, 0.91], [0.9, 0.62, 0.0]])[trace.is_word("kind", "B").astype(int)]
     axes.add_collection(PolyCollection(corners, facecolors=colours))
     axes.autoscale()
-    return figure
+    return Picture(figure, "every box")
 
 
-def seconds(make: Callable[[], Figure]) -> float:
+def seconds(make: Callable[[], Picture]) -> float:
     """Time a picture from its trace to its PNG."""
     start = time.perf_counter()
-    to_png(make())
+    to_png(make().figure)
     return time.perf_counter() - start
 
 
@@ -57,11 +57,19 @@ def rows(quick: bool = False) -> Iterator[Row]:
     """Measure the pictures one after the other; each is drawn once before it is timed."""
     blocks = QUICK_BLOCKS if quick else BLOCKS
     some, many, most = pipeline_trace(16, 60), pipeline_trace(64, 256), pipeline_trace(64, 1024)
-    cases: list[tuple[str, Callable[[], Figure], float]] = [
-        ("timeline of 1,920 spans over 1,920 predicted, exact boxes, to PNG", lambda: draw_timeline(some, some), 0.5),
+    cases: list[tuple[str, Callable[[], Picture], float]] = [
+        (
+            "timeline of 1,920 spans over 1,920 predicted, exact boxes, to PNG",
+            lambda: draw_timeline(some, some).figure,
+            0.5,
+        ),
         ("timeline of 32,768 spans to PNG", lambda: draw_timeline(many), 0.15),
         ("timeline of 131,072 spans to PNG", lambda: draw_timeline(most), 0.5),
-        ("0.4 s of 131,072 spans, exact boxes, to PNG", lambda: draw_schedule(most, time_range_s=(5.0, 5.4)), 0.5),
+        (
+            "0.4 s of 131,072 spans, exact boxes, to PNG",
+            lambda: draw_schedule(most, time_range_s=(5.0, 5.4)).figure,
+            0.5,
+        ),
     ]
     for claim, make, bar in cases:
         seconds(make)

@@ -81,7 +81,7 @@ def moving_picture(step: Trace) -> bytes:
     """Return a GIF that goes through the step from its first to its last moment."""
     frames = []
     for number in range(NUM_FRAMES + 1):
-        png = to_png(draw_train_step(step, at_s=number / NUM_FRAMES * step.duration_s, title=TITLE))
+        png = to_png(draw_train_step(step, at_s=number / NUM_FRAMES * step.duration_s, title=TITLE).figure)
         frame = Image.open(io.BytesIO(png)).convert("RGB")
         height = round(frame.height * WIDTH_PX / frame.width)
         frames.append(frame.resize((WIDTH_PX, height), Image.Resampling.LANCZOS))

@@ -38,8 +38,8 @@ def _draw_ratios(results: Results) -> None:
     (results.folder / PICTURE).unlink(missing_ok=True)
     if ratios := _ratios(results):
         device = str(results.key["device"])
-        figure = draw_bars(ratios, unit="x", title="Our time over the peer's: below 1 we are faster", subtitle=device)
-        figure.savefig(results.folder / PICTURE, dpi=150)
+        title = "Our time over the peer's: below 1 we are faster"
+        draw_bars(ratios, unit="x", title=title, subtitle=device).figure.savefig(results.folder / PICTURE, dpi=150)
 
 
 def headline(results: Results) -> str:

@@ -51,7 +51,8 @@ def write_pictures(folder: Path, num_ranks: int, window: StepWindow | None) -> I
         yield f"There is no timeline.png: {error.name} is not installed (pip install 'distlab[labs]')"
         return
     picture = folder / "timeline.png"
-    draw_timeline(shown, predicted, title=None if window is None else window.title or None).savefig(picture, dpi=150)
+    drawn = draw_timeline(shown, predicted, title=None if window is None else window.title or None)
+    drawn.figure.savefig(picture, dpi=150)
     yield f"Saved {picture}"
 
 

@@ -34,7 +34,7 @@
 
 # %%
 from distlab.trace import Span, Trace
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 PARTS_MS = (("compute", "forward", "F", 0, 40), ("compute", "backward", "B", 40, 120))
 PARTS_MS += (("communication", "gradients to the other GPU", "send", 120, 135),)
@@ -44,7 +44,7 @@ step = Trace.from_spans(
     for lane, name, kind, start, end in PARTS_MS
 )
 words = "One step on two GPUs: 120 ms of work, then 15 ms in which neither GPU works"
-show(draw_timeline(step, title=words), f"{words}. {describe_timeline(step)}")
+show(draw_timeline(step, title=words))
 
 # %% [markdown]
 # Both GPUs compute what they computed before. One thing is new: once per step they must agree on what they learned. So
@@ -88,14 +88,14 @@ print(f"two batches: {2 * alone_s * 1e3:.0f} ms on one GPU, {(alone_s + ethernet
 # %%
 from ipywidgets import SelectionSlider
 
-from simulator.viz import Panel, describe_link_times, draw_link_times
+from simulator.viz import Panel, draw_link_times
 
 WIRES = ("nvlink4", "pcie4-x16", "infiniband-hdr", "ethernet-100g", "ethernet-10g")
 
 
 def wires(megabytes):
     size = megabytes * 1e6
-    return draw_link_times(size, WIRES, compute_s=alone_s), describe_link_times(size, WIRES, compute_s=alone_s)
+    return draw_link_times(size, WIRES, compute_s=alone_s)
 
 
 panel = Panel(wires, megabytes=SelectionSlider(options=(0.001, 0.002, 0.1, 1, 10, 100, 375, 1000, 10000), value=375))
@@ -187,10 +187,10 @@ else:
 
 # %%
 from distlab.notebook import last_records
-from simulator.viz import describe_message_diagram, draw_message_diagram
+from simulator.viz import draw_message_diagram
 
 words = "One message: rank 0 sends, rank 1 receives"
-show(draw_message_diagram(last_records(), title=words), f"{words}\n{describe_message_diagram(last_records())}")
+show(draw_message_diagram(last_records(), title=words))
 
 # %% [markdown]
 # A message is bytes and nothing else: no shape, no type, no name. Both sides must know what is coming.
@@ -268,7 +268,7 @@ with Ranks(4) as ranks:
     print("the token on each rank:", ranks.run(pass_token))
     records = ranks.records()
 words = "A token: four messages, one after another"
-show(draw_message_diagram(records, title=words), f"{words}\n{describe_message_diagram(records)}")
+show(draw_message_diagram(records, title=words))
 
 # %% [markdown]
 # A line is a rank, time runs to the right, an arrow is a message. The bars are waiting: rank 3 does nothing but wait
@@ -304,7 +304,7 @@ except RankError as error:
     print(in_cells(error).split("\n\n")[0])
 
 # %%
-show(draw_message_diagram(swap.records()), describe_message_diagram(swap.records()))
+show(draw_message_diagram(swap.records()))
 swap.close()
 
 # %% [markdown]
@@ -356,7 +356,7 @@ with Ranks(4) as ranks:
     print(ranks.run(shift_once))
     records = ranks.records()
 words = "A shift: four messages at the same time"
-show(draw_message_diagram(records, title=words), f"{words}\n{describe_message_diagram(records)}")
+show(draw_message_diagram(records, title=words))
 
 # %% tags=["nbval-check-output"]
 with Ranks(3, echo=False) as ranks:
@@ -442,10 +442,10 @@ print(guess.compare(times_s[-1] * 1e3))
 # %% exercise="01.fit"
 
 # %%
-from simulator.viz import describe_fit, draw_fit
+from simulator.viz import draw_fit
 
 alpha_s, beta = fit(sizes, times_s)
-show(draw_fit(sizes, times_s, alpha_s, beta), describe_fit(sizes, times_s, alpha_s, beta))
+show(draw_fit(sizes, times_s, alpha_s, beta))
 
 # %% [markdown]
 # ## Does the line predict?
@@ -530,7 +530,7 @@ for name, claimed, one_way in (("PCIe 4.0 x16", 32e9, pcie), ("NVLink 4", 900e9,
     print(f"{name:<13} {one_way / 1e9:6.1f} GB/s one way; 1 GB: {true_ms:5.1f} ms, not {naive_ms:4.1f} ms")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 claims = {"PCIe 4.0 x16": (32e9, pcie), "NVLink 4": (900e9, nvlink), "HDR": (200e9, hdr)}
 times_ms = {
@@ -538,7 +538,7 @@ times_ms = {
     for name, (claimed, one_way) in claims.items()
 }
 words = {"unit": "ms", "title": "1 GB one way: HDR takes eight times what its number seems to say"}
-show(draw_bars(times_ms, **words), describe_bars(times_ms, **words))
+show(draw_bars(times_ms, **words))
 
 # %% [markdown]
 # | claim | what it counts | verdict |
@@ -606,7 +606,7 @@ with Ranks(4) as ranks:
     ranks.run(gather_ranks)
     records = ranks.records()
 words = "A gather: every message ends at one rank"
-show(draw_message_diagram(records, title=words), f"{words}\n{describe_message_diagram(records)}")
+show(draw_message_diagram(records, title=words))
 
 # %% [markdown]
 # All messages end at one rank, and its wire carries their bytes one after another. They start together, so their
@@ -702,7 +702,7 @@ for rank, (equal, rows) in enumerate(run(race, 2, args=(shift, torch_shift), rec
     names = ("your shift", "batch_isend_irecv")
     shown[f"rank {rank}"] = {name: 1e3 * median(s) for name, s in zip(names, zip(*rows, strict=True), strict=True)}
 words = {"unit": "ms", "title": "1 MiB to the next rank: your shift, and torch's own"}
-show(draw_bars(shown, **words), describe_bars(shown, **words))
+show(draw_bars(shown, **words))
 
 # %% [markdown]
 # Small things that are not tensors (a file name, a dictionary of settings) travel by `broadcast_object_list`, which
@@ -818,7 +818,7 @@ with Ranks(4) as ranks:
     except RankError as error:
         print(in_cells(error).split("\n\n")[0])
     records = ranks.records()
-show(draw_message_diagram(records), describe_message_diagram(records))
+show(draw_message_diagram(records))
 
 # %% [markdown]
 # Ranks 2 and 3 do what they should and wait. The circle is between 0 and 1: rank 1 sends something that rank 0 never

@@ -36,7 +36,7 @@
 
 # %%
 from distlab.trace import Span, Trace
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 
 def through_rank_0(n, message_ns=40_000_000):  # 1 GB at 25 GB/s
@@ -49,7 +49,7 @@ def through_rank_0(n, message_ns=40_000_000):  # 1 GB at 25 GB/s
 
 naive = Trace.from_spans(through_rank_0(4))
 words = "A sum through rank 0: its wire carries every message, one after another"
-show(draw_timeline(naive, title=words), f"{words}. {describe_timeline(naive)}")
+show(draw_timeline(naive, title=words))
 
 # %% [markdown]
 # With 64 ranks it is the same picture with 126 messages. What does that cost in each step?
@@ -128,10 +128,10 @@ for n in (2, 3, 4):
 # The relay as it was recorded, on 4 ranks. Count the arrows that leave one rank: each of them is a whole tensor.
 
 # %%
-from simulator.viz import describe_message_diagram, draw_message_diagram
+from simulator.viz import draw_message_diagram
 
 words = "The relay: each rank sends a whole tensor to the next one, three times"
-show(draw_message_diagram(relayed, title=words), f"{words}\n{describe_message_diagram(relayed)}")
+show(draw_message_diagram(relayed, title=words))
 
 # %%
 print(guess.compare(times * 1.0))  # of the last line: 4 ranks, 1 MB
@@ -323,7 +323,7 @@ steps_guess
 # %%
 my_tree = record(tree_broadcast, 8)
 title = "A tree reaches 8 ranks in 3 steps: whoever has the tensor sends it on"
-show(draw_message_diagram(my_tree, title=title), describe_message_diagram(my_tree))
+show(draw_message_diagram(my_tree, title=title))
 
 # %% [markdown]
 # Seven messages, as in a chain; but at most three follow one another. How does that grow?
@@ -384,10 +384,10 @@ for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce), ("halving
     print(f"{name:17} {times:.2f} times the tensor in {messages:2} messages")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 words = {"unit": "S", "title": "Halving-doubling sends as little as the ring, in fewer messages"}
-show(draw_bars(sent, subtitle="what the busiest of 8 ranks sent, as recorded", **words), describe_bars(sent, **words))
+show(draw_bars(sent, subtitle="what the busiest of 8 ranks sent, as recorded", **words))
 
 # %% [markdown]
 # *Bonus.* Any other number of ranks? `distlab/collectives/halving.py` folds it: with 6 ranks, two pairs act as one
@@ -521,12 +521,12 @@ for size, row in zip(sizes, measured_s, strict=True):
     print(f"{size:8} bytes: predicted against measured: " + ", ".join(told))
 
 # %%
-from simulator.viz import describe_race, draw_race
+from simulator.viz import draw_race
 
 shown = ("ring", "binomial_tree", "halving_doubling")
 points = {name: (sizes, measured_s[:, i]) for i, name in enumerate(shown)}
 title = "Lines: predicted from the ring's times alone. Points: measured here"
-show(draw_race(here, 4, shown, measured=points, title=title), describe_race(here, 4, shown, measured=points))
+show(draw_race(here, 4, shown, measured=points, title=title))
 
 # %% [markdown]
 # The bar tells who wins by the prediction; the lowest point tells who won here. Where the points leave the lines, the
@@ -688,10 +688,7 @@ for size in (1e9, 1e6):
     )
 
 # %%
-show(
-    draw_race("nvlink3", 64, inter_node="infiniband-hdr"),
-    describe_race("nvlink3", 64, inter_node="infiniband-hdr"),
-)
+show(draw_race("nvlink3", 64, inter_node="infiniband-hdr"))
 
 # %% [markdown]
 # Across machines each wire now carries an eighth. The question's 79 ms become 16. For 1 MB the gain is in the steps:
@@ -756,7 +753,7 @@ from distlab.plan import Link, Protocol
 label = Link("10 MB/s, 1 ms", (Protocol(1e-3, 10e6),))
 points = {name: (TRIED["throttled"], on_wire["throttled"][:, i]) for i, name in enumerate(shown)}
 title = "Lines: from the wire's label alone. Points: measured here"
-show(draw_race(label, 4, shown, measured=points, title=title), describe_race(label, 4, shown, measured=points))
+show(draw_race(label, 4, shown, measured=points, title=title))
 
 # %% [markdown]
 # On the throttled wire each rank has a wire of its own and sleeps while its bytes travel. So the first model,
@@ -791,7 +788,7 @@ bars = {
     "two levels": {"predicted": said_s * 1e3, "measured": two_s * 1e3},
 }
 words = {"unit": "ms", "title": f"Two levels take {two_s / flat_s:.2f} of the flat ring's time"}
-show(draw_bars(bars, subtitle="2 MiB, four ranks in two nodes, 10 MB/s between", **words), describe_bars(bars, **words))
+show(draw_bars(bars, subtitle="2 MiB, four ranks in two nodes, 10 MB/s between", **words))
 
 # %% [markdown]
 # A rank of the flat ring sends 1.5 S. Where its neighbour sits in the other node, all of it crosses the slow wire. With

@@ -66,12 +66,12 @@ def step_on(num_gpus, rung, samples=4):
 
 
 # %%
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 trace = step_on(64, "flat").trace
 rank_0 = trace.select(trace.rank == 0)  # all ranks do the same
 words = "One all-reduce after backward: first the wire waits for the GPU, then the GPU for the wire"
-show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+show(draw_timeline(rank_0, title=words))
 
 # %% [markdown]
 # Guides repeat that 64 H100s for a week cost 20,000 to 40,000 dollars. A week has 168 hours, so that is 64 x 168, or
@@ -160,7 +160,7 @@ def four_times():
 _ = run(four_times, 1)
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def lengths():
@@ -170,10 +170,7 @@ def lengths():
 
 ratios = run(lengths, 1)[0]
 words = {"unit": "x", "title": "A gradient that is 4 times too large: SGD shows it, Adam hides it"}
-show(
-    draw_bars(ratios, subtitle="length of the update, compared with the right one", **words),
-    describe_bars(ratios, **words),
-)
+show(draw_bars(ratios, subtitle="length of the update, compared with the right one", **words))
 
 # %% [markdown]
 # Keep this in mind whenever a distributed program is "proved" with a falling loss: **compare with one process, and
@@ -231,10 +228,7 @@ for rank in range(1, 4):
 # %%
 far = {f"rank {rank}": float((apart[rank] - apart[0]).norm() / apart[0].norm()) * 100 for rank in range(4)}
 words = {"unit": "%", "title": "Equal gradients, unequal starts: four different models after five steps"}
-show(
-    draw_bars(far, subtitle="distance from rank 0's weights, as a share of their length", **words),
-    describe_bars(far, **words),
-)
+show(draw_bars(far, subtitle="distance from rank 0's weights, as a share of their length", **words))
 
 # %% [markdown]
 # No error was raised. Yet these are four different models, and the mean of their gradients fits none of them.
@@ -310,7 +304,7 @@ both = {
     for number, (together, alone) in enumerate(zip(means, judge[1], strict=True), 1)
 }
 words = {"unit": "nats", "title": "Four ranks and one process have the same loss at every update"}
-show(draw_bars(both, **words), describe_bars(both, **words))
+show(draw_bars(both, **words))
 
 
 # %% tags=["nbval-check-output"]
@@ -345,7 +339,7 @@ print(f"a ring on 4 ranks: {2 * 3} rounds per all-reduce, {2 * 3 * len(sizes_byt
 # %%
 sizes_kb = {name: 4 * parameter.numel() / 1e3 for name, parameter in GPT(CONFIG).named_parameters()}
 words = {"unit": "kB", "title": "28 messages in each step: most are tiny, and each pays the same latency"}
-show(draw_bars(sizes_kb, subtitle="gradients of each parameter, float32", **words), describe_bars(sizes_kb, **words))
+show(draw_bars(sizes_kb, subtitle="gradients of each parameter, float32", **words))
 
 # %% [markdown]
 # Now measure this machine, with all four ranks at work at once: how fast it computes, the latency and bandwidth of its
@@ -526,7 +520,7 @@ def show_ladder(title):
         for rung, overlay in overlays.items()
     }
     words = {"unit": "ms", "title": title}
-    show(draw_bars(rungs, subtitle="one step on four ranks of this machine", **words), describe_bars(rungs, **words))
+    show(draw_bars(rungs, subtitle="one step on four ranks of this machine", **words))
 
 
 show_ladder("Two rungs: 28 all-reduces, and one")
@@ -707,7 +701,7 @@ for rung in RUNGS:
 # %%
 import ipywidgets
 
-from simulator.viz import Panel, describe_timeline, draw_timeline
+from simulator.viz import Panel, draw_timeline
 
 
 def with_buckets(bucket_mb, num_gpus, samples=1):
@@ -720,7 +714,7 @@ def draw_buckets(bucket_mb, num_gpus):
     exposed_ms = step.exposed_communication_s * 1e3
     title = f"{bucket_mb} MB buckets: {step.duration_s * 1e3:.0f} ms per step, {exposed_ms:.0f} ms exposed"
     one = step.trace.select(step.trace.rank == 0)  # all ranks do the same
-    return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
+    return draw_timeline(one, title=title)
 
 
 # %%
@@ -766,7 +760,7 @@ for rung, prepare in PREPARE.items():
 speedups = {rung: 64 * alone_s / step_on(64, rung).duration_s for rung in RUNGS}
 words = {"unit": "x", "title": "What each of your four rungs gets out of 64 GPUs"}
 subtitle = "work per second compared with one GPU; 64 would be perfect; simulated, 8,192 tokens per GPU"
-show(draw_bars(speedups, subtitle=subtitle, **words), describe_bars(speedups, **words))
+show(draw_bars(speedups, subtitle=subtitle, **words))
 ranks.close()
 
 # %% [markdown]
@@ -840,12 +834,12 @@ def largest_difference(some, others):
 # else can you change, if the wire stays as it is?
 
 # %%
-from simulator.viz import describe_bars, describe_timeline, draw_bars, draw_timeline
+from simulator.viz import draw_bars, draw_timeline
 
 trace = step_on(64, "overlapped", samples=1).trace
 rank_0 = trace.select(trace.rank == 0)
 words = "2,048 tokens per GPU: the wire is still busy when backward has ended"
-show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+show(draw_timeline(rank_0, title=words))
 
 # %% [markdown]
 # ## Send less often: accumulate
@@ -895,7 +889,7 @@ def draw_accumulating(num_microbatches):
     exposed_ms, each_ms = step.exposed_communication_s * 1e3, step.duration_s * 1e3 / num_microbatches
     title = f"Update of {num_microbatches}: {each_ms:.0f} ms per micro-batch, {exposed_ms:.0f} ms exposed in all"
     one = step.trace.select(step.trace.rank == 0)
-    return draw_timeline(one, title=title), f"{title}. {describe_timeline(one)}"
+    return draw_timeline(one, title=title)
 
 
 accumulation_panel = Panel(
@@ -1005,7 +999,7 @@ for count, (_, _, seconds) in accumulated.items():
     times_ms[f"an update every {count}"] = {"predicted": said_ms, "measured": 1e3 * seconds}
     print(f"4 micro-batches, an update every {count}: predicted {said_ms:.0f} ms, measured {seconds * 1e3:.0f} ms")
 words = {"unit": "ms", "title": "Four micro-batches, with four updates and with one"}
-show(draw_bars(times_ms, **words), describe_bars(times_ms, **words))
+show(draw_bars(times_ms, **words))
 
 # %% [markdown]
 # ## Every sample once
@@ -1037,7 +1031,7 @@ def times_seen(dealt):
 
 
 words = {"unit": "x", "title": "torch's sampler: in one epoch two of ten samples are seen twice"}
-show(draw_bars(times_seen(handed_out()), **words), describe_bars(times_seen(handed_out()), **words))
+show(draw_bars(times_seen(handed_out()), **words))
 
 # %% [markdown]
 # Four things to know about it:
@@ -1079,7 +1073,7 @@ print("each sample once:", sorted(seen) == list(range(10)))
 # %%
 words = {"unit": "x", "title": "Your sampler, stopped on four ranks and resumed on two: each sample once"}
 dealt = [samples for batch in before + after for samples in batch]
-show(draw_bars(times_seen(dealt), **words), describe_bars(times_seen(dealt), **words))
+show(draw_bars(times_seen(dealt), **words))
 
 # %% [markdown]
 # The library's `distlab.data_parallel.DistributedSampler` is this with the interface of torch's, and a `state_dict`.
@@ -1195,7 +1189,7 @@ for claim, (bytes_per_s, low, high) in claimed.items():
 # Now the claims about speed-up. "8 GPUs give 6 to 7x", "near linear to 8-16 GPUs", "twice the GPUs, 1.7x":
 
 # %%
-from simulator.viz import describe_scaling, draw_scaling
+from simulator.viz import draw_scaling
 
 claims = {"8 GPUs give 6-7x": (8, 6, 7)}
 lines = {
@@ -1203,7 +1197,7 @@ lines = {
     "per parameter, 8,192 tokens": lambda n: step_on(n, "per_parameter", 4),
     "per parameter, 2,048 tokens": lambda n: step_on(n, "per_parameter", 1),
 }
-show(draw_scaling(lines, claims=claims), describe_scaling(lines, claims=claims))
+show(draw_scaling(lines, claims=claims))
 
 # %% tags=["nbval-check-output"]
 for samples in (1, 4):
@@ -1265,7 +1259,7 @@ for samples, count in ((16, 1), (4, 4), (4, 1)):
     print(f"{count} x {samples:2} samples: {activation_bytes / 1e6:.2f} MB of activations,", end=" ")
     print(f"{gradient_bytes / 1e6:.2f} MB of gradients: {(activation_bytes + gradient_bytes) / 1e6:.2f} MB")
 words = {"unit": "MB", "title": "Accumulation keeps few activations, and one set of gradients"}
-show(draw_bars(held_mb, subtitle="held at the end of the last forward", **words), describe_bars(held_mb, **words))
+show(draw_bars(held_mb, subtitle="held at the end of the last forward", **words))
 
 # %% [markdown]
 # - **Against the large batch** accumulation saves: a quarter of the activations. That is what it is for.
@@ -1334,7 +1328,7 @@ print(f"largest difference of the losses in {len(ours)} steps: {gap:.1e}")
 print(f"a step of yours takes {median(ratios):.2f} times a step of DDP; half of the pairs: {low:.2f} to {high:.2f}")
 step_ms = {who: 1e3 * median(s for _, s in rows[2:]) for who, rows in (("your overlap", ours), ("torch's DDP", theirs))}
 words = {"unit": "ms", "title": "The fourth rung in your Python, and in torch's C++"}
-show(draw_bars(step_ms, subtitle="one step, turn by turn in one run", **words), describe_bars(step_ms, **words))
+show(draw_bars(step_ms, subtitle="one step, turn by turn in one run", **words))
 
 # %% [markdown]
 # **Horovod puts the average elsewhere: into the optimizer.** The model knows nothing. Hooks on the optimizer's

@@ -36,11 +36,11 @@
 # a model what 900 taught it? With which learning rate, and with which optimizer? This lesson answers that.
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 updates = {f"batch {batch:,}": 20.0 * -(-1437 // batch) for batch in (32, 128, 512, 1437)}  # -(-a // b) rounds up
 words = {"unit": "updates", "title": "20 passes over 1,437 samples: a larger batch means fewer updates"}
-show(draw_bars(updates, **words), describe_bars(updates, **words))
+show(draw_bars(updates, **words))
 
 # %% [markdown]
 # Why would you want so large a batch? Lesson 3 left this question open. A GPT of 1.3 billion parameters trains on 8
@@ -84,7 +84,7 @@ for each in (2, 4, 16):
 
 # %%
 words = {"unit": "x", "title": "64 GPUs against 8: eight times the GPUs are used well only with a large batch"}
-show(draw_bars(gains, subtitle="samples per second, simulated", **words), describe_bars(gains, **words))
+show(draw_bars(gains, subtitle="samples per second, simulated", **words))
 
 # %% [markdown]
 # The larger batch uses the machine better: each GPU computes longer between two exchanges. But samples per second are
@@ -221,10 +221,7 @@ print(guess_1.answer)
 
 # %%
 words = {"unit": "%", "title": "SGD with linear scaling: a batch of 1,437 is no better than guessing"}
-show(
-    draw_bars(reached, subtitle="test accuracy after 20 passes; guessing gives 10 %", **words),
-    describe_bars(reached, **words),
-)
+show(draw_bars(reached, subtitle="test accuracy after 20 passes; guessing gives 10 %", **words))
 
 # %% [markdown]
 # Twenty updates with a scaled rate do not replace nine hundred with the base rate. First the reason, then the remedy.
@@ -247,7 +244,7 @@ GPT.loss(gpt(inputs), targets).backward()
 matrices = {name: p for name, p in gpt.named_parameters() if p.dim() == 2}
 relative = {name: float(p.grad.norm() / p.detach().norm()) for name, p in matrices.items()}
 words = {"unit": "", "title": "One rate for all: some tensors take far longer steps than others"}
-show(draw_bars(relative, subtitle="|g| / |w| of each matrix, at the start", **words), describe_bars(relative, **words))
+show(draw_bars(relative, subtitle="|g| / |w| of each matrix, at the start", **words))
 print(f"the largest is {max(relative.values()) / min(relative.values()):.0f} times the smallest")
 
 # %% [markdown]
@@ -283,7 +280,7 @@ print(f"without decay in the ratio: {float(bare_ratio * (gradient + 0.01 * weigh
 # %%
 steps = {"decay in the ratio": length, "decay left out": float(bare_ratio * (gradient + 0.01 * weight).norm())}
 words = {"unit": "% of |w|", "title": "A ratio that ignores decay makes this step 100 times too long"}
-show(draw_bars(steps, **words), describe_bars(steps, **words))
+show(draw_bars(steps, **words))
 
 # %% [markdown]
 # **LAMB** (You et al. 2020) does the same to Adam's direction, with decay inside. It became known by BERT, trained in
@@ -362,7 +359,7 @@ for name, make in OPTIMIZERS.items():
     one_run[name] = 100 * ranks.run(learn, make, 1437, rates.at)[0][0]
     print(f"{name:5} rate {OWN_RATES[name]:6.3g}: accuracy {one_run[name]:.1f}%")
 words = {"unit": "%", "title": "With a rate found for this batch, twenty updates are enough to learn"}
-show(draw_bars(one_run, subtitle="test accuracy, one run, batch 1,437", **words), describe_bars(one_run, **words))
+show(draw_bars(one_run, subtitle="test accuracy, one run, batch 1,437", **words))
 
 # %% [markdown]
 # Your four ranks made one run of each. Do not conclude anything from one run: the experiment has five seeds.
@@ -386,16 +383,16 @@ shallow, protocol = RESULTS["tasks"]["shallow"], RESULTS["protocol"]
 print(f"measured {shallow['date']}, torch {protocol['torch']}, {protocol['seeds']} seeds")
 
 # %%
-from simulator.viz import describe_batch_sizes, draw_batch_sizes
+from simulator.viz import draw_batch_sizes
 
 linear = {name: accuracies(name, "linear") for name in OPTIMIZERS}
 subtitle = "Digits, two layers, 20 epochs; linear scaling from batch 32, warmup, linear decay."
-show(draw_batch_sizes(linear, subtitle=subtitle), describe_batch_sizes(linear))
+show(draw_batch_sizes(linear, subtitle=subtitle))
 
 # %%
 by_root = {name: accuracies(name, "square root") for name in OPTIMIZERS}
 subtitle = subtitle.replace("linear scaling", "square-root scaling")
-show(draw_batch_sizes(by_root, subtitle=subtitle), describe_batch_sizes(by_root))
+show(draw_batch_sizes(by_root, subtitle=subtitle))
 
 # %% [markdown]
 # **Linear scaling breaks everything at 1,437, and at 512 everything but LAMB.** The rate tuned at 32 was nearly as
@@ -513,7 +510,7 @@ print(f"memory: gradients of {gradients_gb:.1f} GB (32 bit) stay from the first 
 # %%
 words = {"unit": "x", "title": "One exchange for many micro-batches: more samples per second"}
 subtitle = "64 GPUs, micro-batches of 1 sample, simulated"
-show(draw_bars(accumulated_gains, subtitle=subtitle, **words), describe_bars(accumulated_gains, **words))
+show(draw_bars(accumulated_gains, subtitle=subtitle, **words))
 
 # %% [markdown]
 # Both halves of the claim are wrong. Compared with an exchange and an update after each micro-batch, accumulation
@@ -582,7 +579,7 @@ print(f"{guess_3.answer} It is {costs[8] / costs[1]:.0%}.")
 
 # %%
 words = {"unit": "ms", "title": "What a sample costs, by the number of micro-batches in an update"}
-show(draw_bars(said_and_took, **words), describe_bars(said_and_took, **words))
+show(draw_bars(said_and_took, **words))
 
 # %% [markdown]
 # One calibration and a few updates, on a machine that others use too: the error says how rough that is. Predicted and
@@ -660,7 +657,7 @@ print(
 print(f"; half of the pairs: {low:.1f} to {high:.1f}")
 update_ms = {"LAMB": 1e3 * statistics.median(lamb), "torch's AdamW": 1e3 * statistics.median(adamw)}
 words = {"unit": "ms", "title": "One update of the small GPT, on one rank"}
-show(draw_bars(update_ms, **words), describe_bars(update_ms, **words))
+show(draw_bars(update_ms, **words))
 
 # %% [markdown]
 # The lengths of all tensors cost two reads of memory; whether that shows next to the dozen reads and writes of Adam

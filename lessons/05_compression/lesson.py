@@ -44,7 +44,7 @@ guess_0
 # %%
 from distlab.plan import Cluster, Plan
 from simulator import Measured, device, gpt_workload, link, simulate
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 MODEL = gpt_workload(
     hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200, microbatch_size=4
@@ -61,7 +61,7 @@ guess_0.default(3)  # assumed if you gave no number above
 four, one = step_on(4), step_on(1)
 rank_0 = four.trace.select(four.trace.rank == 0)  # all ranks do the same
 words = "One machine's step: the GPU works for a moment, then it waits for the wire"
-show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+show(draw_timeline(rank_0, title=words))
 print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
 
 # %% [markdown]
@@ -172,14 +172,14 @@ bench("bfloat16", average_in(torch.bfloat16))
 bench("float16", average_in(torch.float16))
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bytes(title):
     """Draw what each average so far has sent per rank."""
     sent_kb = {name: num_bytes / 1e3 for name, (num_bytes, _) in table.items()}
     words = {"unit": "kB", "title": title}
-    show(draw_bars(sent_kb, subtitle="sent per rank, as recorded", **words), describe_bars(sent_kb, **words))
+    show(draw_bars(sent_kb, subtitle="sent per rank, as recorded", **words))
 
 
 show_bytes("Half of the bits is half of the bytes")
@@ -242,7 +242,7 @@ saved = {
     for n in (2, 4, 8, 16, 32, 64, 100, 256)
 }
 words = {"unit": "x less", "title": "What top-1 % saves falls with the number of ranks, to nothing at 100"}
-show(draw_bars(saved, **words), describe_bars(saved, **words))
+show(draw_bars(saved, **words))
 
 # %% [markdown]
 # To save 99 % is to send 100x less, and **100x holds nowhere.** It is 50x on 2 ranks, 25x on 4, 1x on 100, and on more
@@ -276,7 +276,7 @@ def show_errors(title):
     errors = {name: 100 * error for name, (_, error) in table.items()}
     words = {"unit": "%", "title": title}
     subtitle = "distance from the true mean, as a share of its length"
-    show(draw_bars(errors, subtitle=subtitle, **words), describe_bars(errors, **words))
+    show(draw_bars(errors, subtitle=subtitle, **words))
 
 
 show_errors("Random places are wrong by several lengths of the gradient")
@@ -436,7 +436,7 @@ print(guess_2.compare(float(without["top-1 %"][-5:].mean())))
 ends = {"no compression": float(plain[-5:].mean())}
 ends |= {name: float(losses[-5:].mean()) for name, losses in without.items() if end_of(losses) != "ran away"}
 words = {"unit": "nats", "title": "Loss after 80 updates, without memory (who ran away is not drawn)"}
-show(draw_bars(ends, subtitle="mean of the last five updates; less is better", **words), describe_bars(ends, **words))
+show(draw_bars(ends, subtitle="mean of the last five updates; less is better", **words))
 
 # %% [markdown]
 # ### What is dropped comes back
@@ -684,7 +684,7 @@ for r in (1, 4, 8):
     found[f"rank {r}"] = steps | {"best factors": 100 * best}
     print(f"rank {r}: wrong by {', '.join(f'{error:.0%}' for error in errors)} in steps 1, 2, 3; best {best:.0%}")
 words = {"unit": "%", "title": "A second power iteration is nearly as good as the best factors"}
-show(draw_bars(found, subtitle="error, as a share of the matrix' length", **words), describe_bars(found, **words))
+show(draw_bars(found, subtitle="error, as a share of the matrix' length", **words))
 
 # %% [markdown]
 # One iteration is within two to three times the error of the best factors, and on the same matrix a second or third
@@ -1036,7 +1036,7 @@ for name in ("float16", "PowerSGD"):
     print(f"{'':9} half of the pairs: {low:.2f} to {high:.2f}")
     step_ms[name] = {who: 1e3 * median(s for _, s in rows[3:]) for who, rows in (("ours", ours), ("torch", theirs))}
 words = {"unit": "ms", "title": "A step with the library's hook, and with torch's own"}
-show(draw_bars(step_ms, **words), describe_bars(step_ms, **words))
+show(draw_bars(step_ms, **words))
 
 # %% [markdown]
 # The same settings under other names:

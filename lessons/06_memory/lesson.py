@@ -54,9 +54,9 @@ states = sum(memory.of(kind) for kind in ("parameters", "gradients", "optimizer"
 print(guess_0.compare(states / 1e9, how="counted"))
 
 # %%
-from simulator.viz import describe_memory, draw_memory
+from simulator.viz import draw_memory
 
-show(draw_memory(memory, capacity_bytes=80e9), describe_memory(memory, capacity_bytes=80e9))
+show(draw_memory(memory, capacity_bytes=80e9))
 
 # %% [markdown]
 # This is what one rank holds in a training step. The dashed line is the memory of the GPU. Look at the left: the bar
@@ -123,13 +123,13 @@ for stage in range(4):
     print(f"stage {stage}: {held / 1e9:6.1f} GB a rank, {120e9 / held:4.1f}x less")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 paper = {f"stage {stage}": Plan(64, precision=MIXED, sharding=Sharding(stage)) for stage in range(4)}
@@ -249,14 +249,14 @@ beside(at_peak, plain)
 # layer takes equally long there).
 
 # %%
-from simulator.viz import describe_measured_memory, draw_measured_memory
+from simulator.viz import draw_measured_memory
 
 
 def draw_over_time(predicted, over_time):
     """Draw both on one clock: a count has none, so each layer's pass gets the same part of the measured time."""
     times, rows = predicted.over_time()
     both = (times * over_time[0][-1] // times[-1], rows), over_time
-    show(draw_measured_memory(*both), describe_measured_memory(*both))
+    show(draw_measured_memory(*both))
 
 
 draw_over_time(plain, over_time)
@@ -697,7 +697,7 @@ except ValueError as error:
 # Decide before you run the next cell.
 
 # %%
-from simulator.viz import describe_memory_of_plans, draw_memory_of_plans
+from simulator.viz import draw_memory_of_plans
 
 plans = {
     "as it is": Plan(8, precision=MIXED),
@@ -707,10 +707,7 @@ plans = {
     "stage 3, full": Plan(8, precision=MIXED, sharding=Sharding(3), recompute="full"),
 }
 compared = {name: memory_of(MODEL, plan) for name, plan in plans.items()}
-show(
-    draw_memory_of_plans(compared, capacity_bytes=H100.memory_bytes),
-    describe_memory_of_plans(compared, capacity_bytes=H100.memory_bytes),
-)
+show(draw_memory_of_plans(compared, capacity_bytes=H100.memory_bytes))
 
 # %% [markdown]
 # Recompute alone can never do it: 108 GB of states are there before the first token. Stage 1 alone is not enough

@@ -45,13 +45,13 @@ print(f"states of 7.5 billion parameters: {one / 1e9:.0f} GB; a GPU has 80 GB; 6
 print(f"data parallel on 64 GPUs holds {64 * one / 1e9:,.0f} GB, to keep {one / 1e9:.0f} GB of facts")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 sizes_gb = {"states, on every rank": one / 1e9, "memory of a GPU": 80, "states, divided by 64": one / 64 / 1e9}
@@ -380,7 +380,7 @@ guess_1
 # whole unit in memory. `gather_into(whole, shard, async_op=True)` starts and returns a handle with `.wait()`.
 
 # %%
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 SHALLOW = gpt_workload(hidden_size=4096, num_layers=3, num_heads=32, sequence_length=2048, vocab_size=51200)
 for units_ahead in (0, 1):
@@ -388,7 +388,7 @@ for units_ahead in (0, 1):
     trace = simulate(SHALLOW, cluster("dgx-h100", 64, stack="best-case"), plan).layer_trace
     rank_0 = trace.select(trace.rank == 0)
     words = "Each unit waits for its gather" if units_ahead == 0 else "Gathers run while units compute"
-    show(draw_timeline(rank_0, title=words), f"{words}. {describe_timeline(rank_0)}")
+    show(draw_timeline(rank_0, title=words))
 
 # %% exercise="07.ahead"
 

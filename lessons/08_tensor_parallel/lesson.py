@@ -54,21 +54,21 @@ states = adam_state_bytes(MODEL.num_parameters)
 print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e9:.0f} GB of states; a GPU has 80 GB")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 from distlab.plan import ActionTimes, make_schedule
 from simulator import simulate_schedule
-from simulator.viz import describe_schedule, draw_schedule
+from simulator.viz import draw_schedule
 
 naive_trace = simulate_schedule(make_schedule("naive", 4, 1), ActionTimes(1, 1, 1)).trace
-show(draw_schedule(naive_trace), describe_schedule(naive_trace))
+show(draw_schedule(naive_trace))
 
 # %% [markdown]
 # The picture shows the first idea. Each row is a GPU, F is its forward pass, B its backward pass, and the empty part is
@@ -392,11 +392,11 @@ def held_parts():
 # %%
 from functools import partial
 
-from simulator.viz import describe_shards, shards_figure
+from simulator.viz import draw_shards
 
 held = ranks.run(held_parts)
 parts, splits = [one for one, _ in held], held[0][1]
-show(shards_figure(parts, splits, num_heads=CONFIG.num_heads), describe_shards(parts, splits))
+show(draw_shards(parts, splits, num_heads=CONFIG.num_heads))
 
 # %% [markdown]
 # ## The vocabulary
@@ -547,7 +547,7 @@ from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from distlab.tensor_parallel import parallelize
 from simulator import activation_bytes_per_layer, cluster, gpt_workload, link, simulate
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 ranks = Ranks(4)
 
@@ -573,7 +573,7 @@ CORPUS = ByteCorpus(python_documentation(), context=32)
 
 def show_bars(numbers, unit, title, subtitle=""):
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 def new_gpt():

@@ -49,7 +49,7 @@ guess_0
 # %%
 from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
 MACHINE = cluster("dgx-h100", 4, stack="best-case")
@@ -66,7 +66,7 @@ def step_of_model(schedule, num_microbatches, *, batch=64, stages_per_rank=1, cl
 guess_0.default(80)  # assumed if you gave no number above
 naive_step = step_of_model("naive", 1, batch=8)
 print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
-show(draw_timeline(naive_step.trace), describe_timeline(naive_step.trace))
+show(draw_timeline(naive_step.trace))
 
 # %% [markdown]
 # Each rank is a GPU, and time runs to the right. Look at the four rows named *compute*: coloured boxes are work, and
@@ -182,10 +182,10 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 # %%
 from distlab.plan import ActionTimes, make_schedule
 from simulator import simulate_schedule
-from simulator.viz import describe_schedule, draw_schedule
+from simulator.viz import draw_schedule
 
 naive_paper = simulate_schedule(make_schedule("naive", 4, 1), ActionTimes(1, 1, 1))
-show(draw_schedule(naive_paper.trace), describe_schedule(naive_paper.trace))
+show(draw_schedule(naive_paper.trace))
 
 # %% [markdown]
 # ## GPipe: cut the batch
@@ -240,7 +240,7 @@ gpipe_8 = schedule_of([gpipe_order(rank, 8) for rank in range(4)])
 guess_1.default(10)  # assumed if you gave no number above
 on_paper = simulate_schedule(gpipe_8, THREE)
 print(guess_1.compare(100 * on_paper.bubble_fraction, how="simulated"))
-show(draw_schedule(on_paper.trace), describe_schedule(on_paper.trace))
+show(draw_schedule(on_paper.trace))
 
 # %% [markdown]
 # That idle time is called the **[bubble](../GLOSSARY.md#bubble)**. Look where it is. At the start rank 3 waits until
@@ -261,13 +261,13 @@ for p in (2, 4, 8, 16):
     print(f"  {p:2} ranks            " + "".join(f"{bubble_fraction(p, m, 1):7.1%}" for m in (1, 2, 4, 8, 16, 32, 64)))
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 shown = {f"{m} micro-batches": 100 * bubble_fraction(4, m, 1) for m in (1, 2, 4, 8, 16, 32, 64)}
@@ -346,7 +346,7 @@ bench("GPipe", gpipe_8)
 
 # %%
 trace, paper = seen["GPipe"]
-show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
+show(draw_schedule(trace, paper.trace))
 
 # %% [markdown]
 # On paper GPipe takes the ranks from 25 % to 73 %, with the same work and the same numbers. Measured times are longer
@@ -615,7 +615,7 @@ print(
 
 # %%
 trace, paper = seen["interleaved"]
-show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
+show(draw_schedule(trace, paper.trace))
 
 # %% [markdown]
 # Here "in flight" counts every stage of a rank by itself. Two of these are as large as one was before, so 11 on rank 0
@@ -773,7 +773,7 @@ bench("ZB, yours", schedule_of([zero_bubble_order(rank, 4, 8) for rank in range(
 bench("ZB-H1", make_schedule("zb_h1", 4, 8))
 bench("ZB-V", make_schedule("zb_v", 4, 8))
 trace, paper = seen["ZB, yours"]
-show(draw_schedule(trace, paper.trace), describe_schedule(trace, paper.trace))
+show(draw_schedule(trace, paper.trace))
 
 # %% [markdown]
 # Where did each bubble go? All in units of F, with I and W as long. Every rank but the first waits at the start for the

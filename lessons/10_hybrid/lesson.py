@@ -53,11 +53,11 @@ GOOD = ("pipeline", "data", "expert", "context", "tensor")  # slowest to fastest
 BAD = ("tensor", "data", "expert", "context", "pipeline")
 
 # %%
-from simulator.viz import describe_mesh, mesh_figure
+from simulator.viz import draw_mesh
 
 for axes in ({"pipeline": 4, "data": 2, "tensor": 8}, {"tensor": 8, "data": 2, "pipeline": 4}):
     asked = {"devices_per_node": 8, "rank": 0}
-    show(mesh_figure(Mesh(axes), **asked), describe_mesh(Mesh(axes), **asked))
+    show(draw_mesh(Mesh(axes), **asked))
 
 # %% tags=["nbval-check-output"]
 states = adam_state_bytes(MODEL.num_parameters)
@@ -88,13 +88,13 @@ for words, step in (("tensor inside a machine", good), ("tensor across machines"
     print(f"{lost:7,.0f} dollars a month for the wire")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 shown = {"tensor inside a machine": good.duration_s, "tensor across machines": bad.duration_s}
@@ -146,7 +146,7 @@ for axis in AXES_222:
 
 # %%
 show(
-    mesh_figure(Mesh(AXES_222), devices_per_node=4),
+    draw_mesh(Mesh(AXES_222), devices_per_node=4),
     "eight ranks on pipeline 2 x data 2 x tensor 2; tensor groups are neighbours",
 )
 
@@ -229,7 +229,7 @@ def new_gpt():
 
 # %%
 pair_of_axes = Mesh({"data": 4, "tensor": 2})
-show(mesh_figure(pair_of_axes, devices_per_node=4), describe_mesh(pair_of_axes, devices_per_node=4))
+show(draw_mesh(pair_of_axes, devices_per_node=4))
 
 
 # %%
@@ -592,9 +592,9 @@ for order, step in orders:
     print(f"{', '.join(long):24} {step.duration_s:6.2f} s, {step.utilization:.0%} of peak")
 
 # %%
-from simulator.viz import placement_figure
+from simulator.viz import draw_placement
 
-show(placement_figure(orders), "time of a step by order of axes; tensor across machines is the slowest")
+show(draw_placement(orders), "time of a step by order of axes; tensor across machines is the slowest")
 
 # %% [markdown]
 # **Tensor inside a machine** decides nearly everything. Between the others there is little: the pipeline's messages are

@@ -57,13 +57,13 @@ print(f"  all else that a layer keeps {rest / 1e9:6,.0f} GB, in {LAYERS} layers 
 print(f"  with full recomputation     {LAYERS * 2 * LONG * H / 1e9:6,.0f} GB, and one layer's {rest / 1e9:.0f} GB")
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 guess_0.default(50)  # assumed if you gave no number above
@@ -183,9 +183,9 @@ for rank in range(4):
     print(f"rank {rank} holds {mine.tolist()}: {int((mine + 1).sum())} pairs")
 
 # %%
-from simulator.viz import context_figure, describe_context
+from simulator.viz import draw_context
 
-show(context_figure(4, "zigzag"), describe_context(4, "zigzag"))
+show(draw_context(4, "zigzag"))
 
 # %% [markdown]
 # Follow one colour through the mask. At hop 0 a rank works on its own keys, under the ordinary mask. Of each later
@@ -487,7 +487,7 @@ for n in (8, 16, 32):
 # %%
 import ipywidgets
 
-from simulator.viz import Panel, describe_timeline, draw_timeline
+from simulator.viz import Panel, draw_timeline
 
 
 def draw_blocks(num_gpus, kind):
@@ -496,7 +496,7 @@ def draw_blocks(num_gpus, kind):
     trace = trace.select(trace.rank == 0)
     trace = trace.select(trace.end_ns <= trace.end_ns[trace.is_word("name", "forward block 1")].max())
     title = f"{kind}, {LONG // num_gpus:,} positions on each of {num_gpus} GPUs"
-    return draw_timeline(trace, title=title), f"{title}. {describe_timeline(trace)}"
+    return draw_timeline(trace, title=title)
 
 
 # %%
@@ -560,13 +560,13 @@ print(guess_3.compare(k, how="counted"))
 # %% exercise="11.route"
 
 # %%
-from simulator.viz import describe_routing, routing_figure
+from simulator.viz import draw_routing
 
 draw = torch.Generator().manual_seed(3)
 scores = [torch.randn(6, 4, generator=draw) + torch.tensor([1.0, 0, 0, 0]) for _ in range(2)]
 experts, _, kept, _ = zip(*(route(one.softmax(-1), 2, 4) for one in scores), strict=True)
 chosen = {"num_experts": 4, "capacity": 4, "kept": kept}
-show(routing_figure(experts, **chosen), describe_routing(experts, **chosen))
+show(draw_routing(experts, **chosen))
 
 # %% [markdown]
 # Twelve tokens on two ranks, two experts each. The first expert is popular. How large must

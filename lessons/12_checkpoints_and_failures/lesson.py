@@ -34,13 +34,13 @@
 # report lists the causes.
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 causes = {"GPU": 148, "GPU memory": 72, "software bug": 54, "network switch or cable": 35, "host maintenance": 32}

@@ -85,13 +85,13 @@ def train(slow=(), load=(), overlap=True):
 
 
 # %%
-from simulator.viz import describe_bars, describe_timeline, draw_bars, draw_timeline
+from simulator.viz import draw_bars, draw_timeline
 
 
 def show_step(step, words):
     """Draw what ranks did and sent, and say the same in words."""
     shown = step.select(~step.is_word("lane", "wait"))
-    show(draw_timeline(shown, title=words), f"{words}. {describe_timeline(shown)}")
+    show(draw_timeline(shown, title=words))
 
 
 ranks = Ranks(4, timeout_s=120)
@@ -130,7 +130,7 @@ print(f"with the fault {sick_ms:.0f} ms: {sick_ms / well_ms:.2f} times as long")
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 def length_ms(profile, rank, name):
@@ -327,13 +327,10 @@ for number, row in enumerate(rows_of(sections["loader"])):
     print(f"rank {number}: " + ", ".join(f"{name} {1e3 * seconds:5.1f} ms" for name, seconds in row.items()))
 
 # %%
-from simulator.viz import describe_sections, draw_sections
+from simulator.viz import draw_sections
 
 words = "Rank 1 loads 30 ms longer: the three others wait for it at the end of the step"
-show(
-    draw_sections(sections["loader"].mean_s(), title=words),
-    f"{words}. {describe_sections(sections['loader'].mean_s())}",
-)
+show(draw_sections(sections["loader"].mean_s(), title=words))
 
 # %% [markdown]
 # ### Exercise: dearest

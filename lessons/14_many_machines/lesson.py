@@ -40,10 +40,10 @@
 
 # %%
 from distlab.plan import Mesh
-from simulator.viz import describe_mesh, mesh_figure
+from simulator.viz import draw_mesh
 
 two_machines = Mesh({"node": 2, "local": 8})
-show(mesh_figure(two_machines, devices_per_node=8), describe_mesh(two_machines, devices_per_node=8))
+show(draw_mesh(two_machines, devices_per_node=8))
 
 # %% [markdown]
 # Each row is a machine, a [node](../GLOSSARY.md#node) with eight ranks. Ranks 0 to 7 are on the first one. How does the
@@ -144,7 +144,7 @@ print(json.dumps(lines_of(both[0])[0], indent=1))
 
 # %%
 equal = Mesh({"group": 2, "local": 4})
-show(mesh_figure(equal, devices_per_node=4, rank=5), describe_mesh(equal, devices_per_node=4, rank=5))
+show(draw_mesh(equal, devices_per_node=4, rank=5))
 
 # %% [markdown]
 # ## Slurm
@@ -182,12 +182,12 @@ for name, value in torch_variables(slurm, hosts_of("node[08-09]")).items():
 # Nodes need not be equal. Here is what your function tells one task of each node, in a larger job:
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 tasks = [slurm | {"SLURM_TASKS_PER_NODE": "8(x3),4", "SLURM_NODEID": str(node)} for node in range(4)]
 told = {f"node {i}": int(torch_variables(one, ["a"])["LOCAL_WORLD_SIZE"]) for i, one in enumerate(tasks)}
 words = {"unit": "ranks", "title": "LOCAL_WORLD_SIZE: the last node of a job may have fewer"}
-show(draw_bars(told, **words), describe_bars(told, **words))
+show(draw_bars(told, **words))
 
 # %% [markdown]
 # The other way to use Slurm is one task per *node*, which runs torchrun. Then torchrun gives the numbers, and
@@ -316,7 +316,7 @@ guess_1.default(1)  # assumed if you gave no number above
 print(guess_1.compare(two_s / flat_s))
 bars = {"a flat ring": flat_s * 1e3, "two levels": two_s * 1e3}
 words = {"unit": "ms", "title": "Two levels send a third of the bytes over the slow wire"}
-show(draw_bars(bars, **words), describe_bars(bars, **words))
+show(draw_bars(bars, **words))
 
 # %% [markdown]
 # A rank of the flat ring sends 1.5 times the tensor: $2(n-1)/n$ with $n = 4$ (lesson 2). Where its neighbour is on the
@@ -413,7 +413,7 @@ for name, (_, end) in ended.items():
     what = f"{name}: until its ranks start" if started else f"{name}: until it gives up"
     took[what] = min(started, default=end) - (came if name == "late" else begin)
 words = {"unit": "s", "title": "Late is not lost: early and late start together"}
-show(draw_bars(took, subtitle="the start of Python included", **words), describe_bars(took, **words))
+show(draw_bars(took, subtitle="the start of Python included", **words))
 
 # %% [markdown]
 # A table to keep. The first column is what you see, and you see it on the machines that did nothing wrong.
@@ -473,7 +473,7 @@ print("updates of the first start:", [one["update"] for one in made if one["proc
 print("updates of the second one: ", [one["update"] for one in again])
 waited = {"killed until back": back - killed, "back until the next update": again[0]["time"] - back}
 words = {"unit": "s", "title": "One machine was away, and all of them waited"}
-show(draw_bars(waited, **words), describe_bars(waited, **words))
+show(draw_bars(waited, **words))
 
 # %% [markdown]
 # You did nothing on machine `a`: its agent did it all. One or two updates were made twice: those since the newest
@@ -541,7 +541,7 @@ except FileNotFoundError:
 tried = {line[:24].strip(): float(line.split()[-2]) for line in done.stdout.splitlines() if "after" in line}
 words = {"unit": "s", "title": "Only silence takes time: the other answers come at once"}
 tried = tried or {"not tried here": 0.0}
-show(draw_bars(tried, subtitle="limit 1.5 s", **words), describe_bars(tried, **words))
+show(draw_bars(tried, subtitle="limit 1.5 s", **words))
 
 # %% [markdown]
 # Four ways to fail, and only their *time* tells them apart. **Refused at once**: the machine is there, and nothing
@@ -654,7 +654,7 @@ def ping_pong(clock, rounds, number, times=20):
 
 # %%
 from distlab.trace import Span, Trace
-from simulator.viz import describe_timeline, draw_timeline
+from simulator.viz import draw_timeline
 
 with Ranks(2, record=False) as ranks:
     (marks_0, rounds), (marks_1, _) = ranks.run(on_my_clock)
@@ -672,7 +672,7 @@ def steps_of(place, marks):
 aligned = [mark + offset for mark in marks_1]
 three = steps_of(0, marks_0) + steps_of(1, marks_1) + steps_of(2, aligned)
 title = "Row 0: rank 0. Row 1: rank 1 by its own clock. Row 2: rank 1, clock corrected"
-show(draw_timeline(Trace.from_spans(three), title=title), f"{title}. {describe_timeline(Trace.from_spans(three))}")
+show(draw_timeline(Trace.from_spans(three), title=title))
 
 # %% [markdown]
 # Uncorrected, rank 1 seems to be 16 steps late, and a search for stragglers finds one that does not exist.

@@ -53,13 +53,13 @@ def plan_of(data, tensor, pipeline, recompute="none", stage=1):
 
 
 # %%
-from simulator.viz import describe_bars, draw_bars
+from simulator.viz import draw_bars
 
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
     words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words), describe_bars(numbers, **words))
+    show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
 FOUR = {
@@ -128,11 +128,11 @@ print(guess_0.compare(100 * sum("FSDP (ZeRO-3) (data" in row for row in rows) / 
 from dataclasses import replace
 
 from simulator import link, strategy_map
-from simulator.viz import describe_strategy_map, draw_strategy_map
+from simulator.viz import draw_strategy_map
 
 SLOW = replace(MACHINE, inter_node=link("ethernet-10g"))
 fields = strategy_map(("llama-2-7b", "llama-2-70b"), SLOW, (8, 32, 128), batch_size=256)
-show(draw_strategy_map(fields), describe_strategy_map(fields))
+show(draw_strategy_map(fields))
 
 # %% [markdown]
 # Over 10 Gb/s it takes too long to gather all parameters in each pass: plans with few bytes between machines win. So
@@ -368,10 +368,10 @@ def best_bill(num_gpus):
 
 
 from simulator import curve
-from simulator.viz import describe_cost_curve, draw_cost_curve
+from simulator.viz import draw_cost_curve
 
 costs = curve([best_bill(num_gpus) for num_gpus in (32, 64, 128, 256, 512)])
-show(draw_cost_curve(costs), describe_cost_curve(costs))
+show(draw_cost_curve(costs))
 
 # %%
 by_count = {one.num_devices: one for one in costs.bills}
@@ -613,11 +613,11 @@ ranks.close()
 # %% exercise="15.capstone"
 
 # %%
-from simulator.viz import describe_planner, planner_figure
+from simulator.viz import draw_planner
 
 chosen = plan_70b(80_000, 14)
 mine = bill(simulate(MODEL, cluster("dgx-h100", chosen.world_size), chosen), RUN)
-show(planner_figure(mine), describe_planner(mine))
+show(draw_planner(mine))
 
 # %% [markdown]
 # To defend it, answer four questions in a sentence each, with numbers from above. Why does it fit, and what is the

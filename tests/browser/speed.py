@@ -16,7 +16,7 @@ SETUP = """
 import ipywidgets
 import numpy as np
 from distlab.trace import Trace
-from simulator.viz import Panel, Timeline, describe_timeline, draw_timeline
+from simulator.viz import Panel, Timeline, draw_timeline
 
 def pipeline(num_ranks, num_microbatches, slow=1):
     rank, index = np.divmod(np.arange(num_ranks * 2 * num_microbatches), 2 * num_microbatches)
@@ -28,7 +28,7 @@ def pipeline(num_ranks, num_microbatches, slow=1):
 
 def draw(ranks, microbatches):
     trace = pipeline(ranks, microbatches)
-    return draw_timeline(trace), describe_timeline(trace)
+    return draw_timeline(trace)
 """
 CELLS = [
     SETUP,

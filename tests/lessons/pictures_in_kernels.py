@@ -1,7 +1,7 @@
 """Look at every picture that a lesson shows while `make test` runs its cells: one that cannot be read fails its cell.
 
 `pytest -p tests.lessons.pictures_in_kernels` gives each kernel a startup file that calls `watch()`. Texts that lie on
-each other, are cut, small or pale, light or dark, then raise in the cell that calls `show(figure, text)`.
+each other, are cut, small or pale then raise in the cell that shows the picture, panel or timeline.
 """
 
 import functools
@@ -35,38 +35,27 @@ def _startup_folder():
 
 
 def watch():
-    """Make `show` look at each picture before it shows it. What was painted to be looked at is what is shown."""
+    """Make pictures, panels and timelines look at themselves before they are shown."""
     sys.path.append(str(ROOT / "tests" / "simulator" / "viz"))
-    from distlab.notebook import display
+    from simulator.viz import Panel, Picture, Timeline
 
-    shown, paint = display.show, display.png_of
+    def looking(kind, figure_of, render):
+        shown = kind._repr_mimebundle_
 
-    def show(figure, text):
-        painted = {}
+        def show(self, **options):
+            require_readable(figure_of(self), render)
+            return shown(self, **options)
 
-        def png_of(figure, *, dark=False):
-            if dark not in painted:
-                painted[dark] = paint(figure, dark=dark)
-            return painted[dark]
+        kind._repr_mimebundle_ = show
 
-        display.png_of = png_of
-        try:
-            if not isinstance(figure, bytes):
-                faults = faults_of(figure, png_of)
-                assert not faults, f"this picture cannot be read: {'; '.join(faults)}"
-            shown(figure, text)
-        finally:
-            display.png_of = paint
-
-    display.show = show
+    looking(Picture, lambda picture: picture.figure, lambda figure: Picture(figure, "looked at").png())
+    looking(Panel, lambda panel: panel.figure, None)
+    looking(Timeline, lambda timeline: timeline.figure, None)
 
 
-def faults_of(figure, png_of):
-    """Return what cannot be read in a picture that `show` shows."""
-    from picture_facts import clashes, look_at, pale_texts, small_texts
+def require_readable(figure, render):
+    """Raise if something cannot be read in a picture."""
+    from picture_facts import faults
 
-    from simulator.viz.drawing.paint import flip
-    from simulator.viz.drawing.style import LEAST_PT
-
-    light, dark = look_at(figure, png_of), look_at(figure, lambda figure: png_of(figure, dark=True), flip)
-    return [*clashes(light), *pale_texts(light), *small_texts(light, LEAST_PT), *clashes(dark), *pale_texts(dark)]
+    found = faults(figure, render) if render else faults(figure)
+    assert not found, f"this picture cannot be read: {'; '.join(found)}"

@@ -73,6 +73,6 @@ def _save(measured: Profile, predicted: Profile | None, arguments: argparse.Name
 
     if arguments.sections:
         expected = None if predicted is None else predicted.mean_s()
-        draw_sections(measured.mean_s(), expected).savefig(arguments.sections, dpi=150)
+        draw_sections(measured.mean_s(), expected).figure.savefig(arguments.sections, dpi=150)
     if arguments.timeline:
-        draw_timeline(step, other).savefig(arguments.timeline, dpi=150)
+        draw_timeline(step, other).figure.savefig(arguments.timeline, dpi=150)

@@ -140,6 +140,6 @@ def write_files(folder: Path, findings: Findings, overlay: Overlay) -> list[Path
     from simulator.viz import draw_timeline
 
     picture, chrome = folder / "timeline.png", folder / "timeline.json"
-    draw_timeline(overlay, title=findings.headline()).savefig(picture, dpi=150)
+    draw_timeline(overlay, title=findings.headline()).figure.savefig(picture, dpi=150)
     write_chrome(chrome, measured=overlay.measured, predicted=overlay.predicted.from_zero())
     return [picture, chrome]

@@ -101,14 +101,15 @@ def _draw(arguments: argparse.Namespace, chosen: Bill, costs: Curve) -> None:
     if arguments.curve:
         from simulator.viz import draw_cost_curve
 
-        draw_cost_curve(costs).savefig(arguments.curve, dpi=150)
+        draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
     if arguments.goodput:
         from simulator.viz import draw_goodput
 
         if chosen.run.failures is None:
             raise ValueError("--goodput shows failures, and the run has none; add --failures, such as llama-3")
         save_s, seed = chosen.goodput.save_s, arguments.seed
-        draw_goodput(chosen.run.failures, chosen.num_devices, save_s, seed=seed).savefig(arguments.goodput, dpi=150)
+        picture = draw_goodput(chosen.run.failures, chosen.num_devices, save_s, seed=seed)
+        picture.figure.savefig(arguments.goodput, dpi=150)
 
 
 def facts(chosen: Bill, costs: Curve, left_out: dict[int, str], *, seed: int = 0) -> dict[str, Any]:

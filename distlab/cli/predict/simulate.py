@@ -98,9 +98,9 @@ def _save(arguments: argparse.Namespace, step: Step | None, memory: Memory, clus
 
     if arguments.timeline and step:
         draw = viz.draw_schedule if step.plan.pipeline > 1 else viz.draw_timeline
-        draw(step.trace).savefig(arguments.timeline, dpi=150)
+        draw(step.trace).figure.savefig(arguments.timeline, dpi=150)
     if arguments.memory:
-        viz.draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).savefig(arguments.memory, dpi=150)
+        viz.draw_memory(memory, capacity_bytes=cluster.device.memory_bytes).figure.savefig(arguments.memory, dpi=150)
     if arguments.trace and step:
         write_chrome(arguments.trace, predicted=step.trace)
 

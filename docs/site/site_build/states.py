@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from simulator.viz import Panel, Timeline
+from simulator.viz import Panel, Timeline, to_png
 from simulator.viz.panels.schedules import ScheduleTimeline
 from simulator.viz.schedules.moment import moments_of, tell_moment
 
@@ -113,7 +113,7 @@ def played(widget: Any, folder: Path, wanted: Mapping[str, Sequence[Any]]) -> di
     choices = choices_of({name: one for name, one in controls.items() if name != "moment"}, wanted)
     before = [choice.values.index(controls[choice.name].value) for choice in choices]
     if not isinstance(widget, Panel):
-        picture(widget.png() if isinstance(widget, Timeline) else widget.png, folder / "first.png")
+        picture(to_png(widget.figure) if isinstance(widget, Timeline) else widget.png, folder / "first.png")
     states = []
     for place, values in enumerate(settings(choices)):
         for choice, value in zip(choices, values, strict=True):

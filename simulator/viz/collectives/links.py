@@ -15,6 +15,7 @@ from distlab.plan import Link, Protocol
 from simulator.hardware.cost import message_s
 from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s, percent
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
 
@@ -22,7 +23,7 @@ BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
 ROW_IN = 0.62
 
 
-def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> Figure:
+def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> Picture:
     """Draw one bar per link, fastest first, on a logarithmic axis: the seconds that one message of num_bytes takes.
 
     A bar is pink where latency is more than half of the time, blue where the bytes are.
@@ -67,12 +68,11 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     slow = "Pink: more than half of the time is latency" if late else "Nearly all of the time is bandwidth"
     put_title(figure, _fastest_and_slowest(num_bytes, rows, compute_s), f"{slow}. Speeds are one way.")
     axes.spines["left"].set_color(FAINT)
-    return figure
+    return Picture(figure, _say_times(num_bytes, rows, compute_s))
 
 
-def describe_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> str:
-    """Say in words what `draw_link_times` shows; arguments and errors as there."""
-    rows = _rows(num_bytes, links, compute_s)
+def _say_times(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
+    """Say each link's time in a line."""
     lines = [f"{_fastest_and_slowest(num_bytes, rows, compute_s)}."]
     for link, seconds in rows:
         share = "" if compute_s is None else f" ({_share(seconds, compute_s)} the step's compute)"
@@ -122,7 +122,7 @@ POINT, LINE, LATENCY, BANDWIDTH = "#D55E00", "#0072B2", "#CC79A7", "#009E73"
 Floats = NDArray[np.float64]
 
 
-def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float) -> Figure:
+def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float) -> Picture:
     """Draw measured messages as points, and over them the line alpha + size / bandwidth, both axes logarithmic.
 
     The two parts of the sum are drawn dashed. They cross at the size alpha x bandwidth, where half of the time is
@@ -164,18 +164,12 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
         mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")
-    put_title(figure, _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s))
-    return figure
-
-
-def describe_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float) -> str:
-    """Say in words what `draw_fit` shows; arguments and errors as there."""
-    sizes, times = _checked(sizes_bytes, times_s, alpha_s, bytes_per_s)
+    takeaway, note = _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s)
+    put_title(figure, takeaway, note)
     errors = (alpha_s + sizes / bytes_per_s) / times - 1
     worst = int(np.abs(errors).argmax())
-    text = f"{_cost_of_message(alpha_s, bytes_per_s)}. {_quality_of_fit(sizes, times, alpha_s, bytes_per_s)}"
-    text += f" Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))},"
-    return f"{text} the line says {percent(float(errors[worst]), 0, '+')}."
+    furthest = f"Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))}"
+    return Picture(figure, f"{takeaway}. {note} {furthest}, the line says {percent(float(errors[worst]), 0, '+')}.")
 
 
 def _checked(

@@ -39,7 +39,7 @@ class DiagramCall(RecordedCall, Protocol):
         """What calls share that can meet: their group, or their pair of ranks and tag."""
 
 
-class Event(NamedTuple):
+class CallEvent(NamedTuple):
     """One call in the diagram; x in steps.
 
     Attributes:
@@ -85,7 +85,7 @@ class Diagram(NamedTuple):
     """
 
     ranks: tuple[int, ...]
-    events: tuple[Event, ...]
+    events: tuple[CallEvent, ...]
     pairs: tuple[tuple[int, int], ...]
     meetings: tuple[tuple[int, ...], ...]
     waits_for: dict[int, tuple[int, ...]]
@@ -111,7 +111,7 @@ def read_diagram(records: Iterable[DiagramCall]) -> Diagram:
     pairs, meetings = _meet(calls)
     times = _steps(calls, pairs, meetings)
     events = tuple(
-        Event(index, c.rank, c.op, c.peer, c.num_bytes, tuple(c.group), *times[index], _is_stuck(c))
+        CallEvent(index, c.rank, c.op, c.peer, c.num_bytes, tuple(c.group), *times[index], _is_stuck(c))
         for index, c in enumerate(calls)
     )
     members = {rank for call in calls for rank in (call.rank, *call.group)}
@@ -204,7 +204,7 @@ def _steps(
     ]
 
 
-def _waits(events: tuple[Event, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
+def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
     """Return whom each stuck rank waits for: the other end, or the members that have not come."""
     came = {index: {events[other].rank for other in met} for met in meetings for index in met}
     waits: dict[int, tuple[int, ...]] = {}

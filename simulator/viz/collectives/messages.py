@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from simulator.units import format_bytes, format_s, name_ranks
-from simulator.viz.collectives.message_record import PAIRS, Diagram, DiagramCall, Event, cycle_of, read_diagram
+from simulator.viz.collectives.message_record import PAIRS, CallEvent, Diagram, DiagramCall, cycle_of, read_diagram
 from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
 from simulator.viz.drawing.style import (
     DPI,
@@ -31,7 +31,7 @@ HALF = 0.15  # half of a bar's height, in rows
 LABELLED = 24  # messages that still get their sizes written
 
 
-def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = None) -> Figure:
+def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = None) -> Picture:
     """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
@@ -40,7 +40,7 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = 
 
     Args:
         records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `DiagramCall`.
-        title: replaces the takeaway.
+        title: replaces the takeaway, and begins the words.
 
     Raises:
         ValueError: there are no calls.
@@ -66,18 +66,11 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = 
     draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
     put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
     put_legend(figure, _legend(diagram))
-    return figure
+    return Picture(figure, "\n".join([*([title] if title else []), *_say(diagram)]))
 
 
-def describe_message_diagram(records: Iterable[DiagramCall]) -> str:
-    """Write the diagram as text: one line per message or collective, then who waits for whom.
-
-    It holds no times, so it does not depend on how fast the ranks are.
-
-    Raises:
-        ValueError: there are no calls.
-    """
-    diagram = read_diagram(records)
+def _say(diagram: Diagram) -> list[str]:
+    """Say each message or collective in a line, then who waits for whom; no times, which depend on the machine."""
     lines = [f"{_deadlock_or_traffic(diagram)}."]
     received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}
@@ -96,7 +89,7 @@ def describe_message_diagram(records: Iterable[DiagramCall]) -> str:
         lines.append(f"rank {rank} waits for {name_ranks(others)}")
     if diagram.num_left_out:
         lines.append(f"{diagram.num_left_out} calls are left out")
-    return "\n".join(lines)
+    return lines
 
 
 def _deadlock_or_traffic(diagram: Diagram) -> str:
@@ -126,7 +119,7 @@ def _duration(diagram: Diagram) -> str:
     return note + "."
 
 
-def _draw_wait(axes: Axes, diagram: Diagram, event: Event, row: int, edge: float) -> None:
+def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
     style = kind_styles([event.op])[event.op]
     look: dict[str, Any]

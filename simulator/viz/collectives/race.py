@@ -18,6 +18,7 @@ from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import capitalised, format_bytes, format_s, percent
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     GRID,
     axes_pixels,
@@ -190,7 +191,7 @@ def draw_race(
     inter_node: Link | str | None = None,
     measured: Mapping[str, Points] | None = None,
     title: str | None = None,
-) -> Figure:
+) -> Picture:
     """Draw the time of each all-reduce against its size, and under it a band with the fastest at each size.
 
     Args:
@@ -201,7 +202,7 @@ def draw_race(
             hierarchical where there are several nodes.
         inter_node: the link between nodes; None is one node, however many ranks.
         measured: for each algorithm its sizes in bytes and its times in seconds, drawn as points over the lines.
-        title: replaces the takeaway.
+        title: replaces the takeaway, and begins the words.
 
     Raises:
         ValueError: as `race`, or a measured algorithm that does not take part.
@@ -221,7 +222,9 @@ def draw_race(
         axes.plot(facts.sizes_bytes, times, color=STYLES[name].colour, gid=f"line {name}", **look)
     look = {"s": 70, "edgecolors": INK, "linewidths": 1.0, "zorder": 4, "clip_on": False}
     for name, (sizes, points_s) in (measured or {}).items():
-        _check_measured(facts, name)
+        if name not in facts.times_s:
+            race_of = ", ".join(facts.times_s)
+            raise ValueError(f"measured has {name!r}, which is not in the race of {race_of}; add it there")
         axes.scatter(np.asarray(sizes), np.asarray(points_s), c=STYLES[name].colour, gid=f"measured {name}", **look)
     last = [float(times[-1]) for times in facts.times_s.values()]
     names = [f"{STYLES[name].words}\n{format_s(time)}" for name, time in zip(facts.times_s, last, strict=True)]
@@ -232,38 +235,24 @@ def draw_race(
     axes.set_ylabel("time of one all-reduce", fontsize=TEXT_PT, color=INK)
     _draw_band(figure, facts)
     note = f"All-reduce among {num_ranks} ranks over {facts.link}"
+    words = f"{f'{title}. ' if title else ''}{note}: {_say(facts, measured or {})}"
     note += "; lines predicted, points measured." if measured else "; predicted by latency and bandwidth."
     put_title(figure, title or race_takeaway(facts), note)
-    return figure
+    return Picture(figure, words)
 
 
-def describe_race(
-    link: Link | str,
-    num_ranks: int,
-    algorithms: Sequence[str] | None = None,
-    *,
-    inter_node: Link | str | None = None,
-    measured: Mapping[str, Points] | None = None,
-) -> str:
-    """Say in words what `draw_race` shows: who wins at which size, and by how much; arguments and errors as there."""
-    facts = race(link, num_ranks, algorithms, inter_node=inter_node)
-    text = f"All-reduce among {num_ranks} ranks over {facts.link}: {race_takeaway(facts)}."
+def _say(facts: Race, measured: Mapping[str, Points]) -> str:
+    """Say who wins at which size, the times at both ends, and how far predictions are off."""
     ends = [
         f"{STYLES[name].words} {format_s(float(times[0]))} and {format_s(float(times[-1]))}"
         for name, times in facts.times_s.items()
     ]
-    text += f" Times at 1 kB and at 1 GB: {'; '.join(ends)}."
-    for name, (sizes, times) in (measured or {}).items():
-        _check_measured(facts, name)
+    text = f"{race_takeaway(facts)}. Times at 1 kB and at 1 GB: {'; '.join(ends)}."
+    for name, (sizes, times) in measured.items():
         predicted = np.exp(np.interp(np.log(sizes), np.log(facts.sizes_bytes), np.log(facts.times_s[name])))
         error = float(np.median(np.abs(predicted / np.asarray(times, dtype=float) - 1)))
         text += f" Measured {STYLES[name].words}: the prediction is off by {percent(error)} (median of {len(times)})."
     return text
-
-
-def _check_measured(facts: Race, name: str) -> None:
-    if name not in facts.times_s:
-        raise ValueError(f"measured has {name!r}, which is not in the race of {', '.join(facts.times_s)}; add it there")
 
 
 def _draw_band(figure: Figure, facts: Race) -> None:

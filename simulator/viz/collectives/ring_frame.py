@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.ring_record import Record, RingSteps, chunk_name, provenance, ring_steps, step_verb
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
@@ -45,7 +45,7 @@ class _Card(NamedTuple):
         return np.array([self.column * self.size, self.slot * self.size])
 
 
-def draw_ring_frame(record: Record | RingSteps, step: int = 0) -> Figure:
+def draw_ring_frame(record: Record | RingSteps, step: int = 0) -> Picture:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
     A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
@@ -74,12 +74,11 @@ def draw_ring_frame(record: Record | RingSteps, step: int = 0) -> Figure:
     pen.legend(_legend(steps))
     pen.flush()
     put_title(figure, _what_ranks_send(steps, step), _what_cards_show(steps, step))
-    return figure
+    return Picture(figure, _say(steps, step))
 
 
-def describe_ring_frame(record: Record | RingSteps, step: int = 0) -> str:
-    """Say in words what `draw_ring_frame` shows: which chunks go to whom; arguments and errors as there."""
-    steps = _checked(record, step)
+def _say(steps: RingSteps, step: int) -> str:
+    """Say which chunks go to whom."""
     text = f"{_what_ranks_send(steps, step)}. {_what_cards_show(steps, step)}"
     if not step:
         return text

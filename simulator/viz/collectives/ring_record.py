@@ -48,7 +48,7 @@ class RecordedCall(Protocol):
         """When it was known to be over, or 0."""
 
 
-class Message(NamedTuple):
+class Delivery(NamedTuple):
     """One send and the receive that took it; times in nanoseconds on one clock."""
 
     sender: int
@@ -97,7 +97,7 @@ class _End(NamedTuple):
     end_ns: int
 
 
-def messages_of(record: Record) -> list[Message]:
+def messages_of(record: Record) -> list[Delivery]:
     """Pair sends with their receives, first in first out for each pair of ranks, in order of their starts.
 
     In a trace the peer is read from the span's name, "send to 1 #3"; recorded calls have it as a field.
@@ -120,7 +120,7 @@ def messages_of(record: Record) -> list[Message]:
                 f"rank {send.rank} sends {send.num_bytes} bytes to rank {send.peer}, which receives {taken.num_bytes}"
             )
             raise ValueError(f"{words}; pass the sends and receives of one call only")
-        messages.append(Message(send.rank, send.peer, send.num_bytes, send.start_ns, max(taken.end_ns, send.start_ns)))
+        messages.append(Delivery(send.rank, send.peer, send.num_bytes, send.start_ns, max(taken.end_ns, send.start_ns)))
     if not messages:
         raise ValueError("the record has no send; record an algorithm built on send and recv, with at least 2 ranks")
     return messages
@@ -172,9 +172,9 @@ def ring_steps(record: Record) -> RingSteps:
     )
 
 
-def _ring_order(messages: Sequence[Message]) -> tuple[tuple[int, ...], list[list[Message]]]:
+def _ring_order(messages: Sequence[Delivery]) -> tuple[tuple[int, ...], list[list[Delivery]]]:
     """Return the ranks in ring order, from the lowest on, and each one's messages."""
-    by_rank: dict[int, list[Message]] = {}
+    by_rank: dict[int, list[Delivery]] = {}
     for message in messages:
         by_rank.setdefault(message.sender, []).append(message)
     after = {}

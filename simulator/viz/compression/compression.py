@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from distlab.plan.compression import Compression
 from simulator.sweeps.compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s, percent, time_unit
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, line_look
 
@@ -36,7 +36,7 @@ def compression_label(compression: Compression) -> str:
     }[compression.method]
 
 
-def draw_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | None = None) -> Figure:
+def draw_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | None = None) -> Picture:
     """Draw the step's time at each bandwidth, plain and with each compression; a ring marks each break-even.
 
     Args:
@@ -64,11 +64,11 @@ def draw_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | None = 
     _label(axes, sweep)
     _name_lines(axes, sweep)
     put_title(figure, _best_or_break_even(sweep, at_bytes_per_s), _fastest_ways(sweep, at_bytes_per_s))
-    return figure
+    return Picture(figure, _say(sweep, at_bytes_per_s))
 
 
-def describe_compression(sweep: CompressionSweep, *, at_bytes_per_s: float | None = None) -> str:
-    """Say in words what `draw_compression` shows."""
+def _say(sweep: CompressionSweep, at_bytes_per_s: float | None) -> str:
+    """Say where each compression stops to pay, and at one bandwidth which way is fastest."""
     lines = [f"{_best_or_break_even(sweep, at_bytes_per_s)}."]
     lines.append(f"Without any communication the step takes {format_s(sweep.alone_s)}.")
     lines += [f"{_name(line)}: {stops(line)}." for line in sweep.lines]

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from distlab.plan.require import chosen
 from simulator.units import capitalised, percent
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
 from simulator.viz.drawing.words import width_in
@@ -103,7 +103,7 @@ TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85
 TABLE_IN = LEFT_IN + MASK_IN + 1.35
 
 
-def context_figure(num_ranks: int, order: str = "zigzag") -> Figure:
+def draw_context(num_ranks: int, order: str = "zigzag") -> Picture:
     """Draw who holds which positions, the blocks of the causal mask, and the work of every rank at every hop.
 
     Args:
@@ -122,15 +122,14 @@ def context_figure(num_ranks: int, order: str = "zigzag") -> Figure:
     _draw_merged(pen, ring)
     pen.flush()
     put_title(figure, _balance_of_work(ring), _how_to_read(ring))
-    return figure
+    return Picture(figure, _say(ring))
 
 
-def describe_context(num_ranks: int, order: str = "zigzag") -> str:
-    """Say in words what `context_figure` shows; arguments and errors as there."""
-    ring = ring_work(num_ranks, order)
+def _say(ring: RingWork) -> str:
+    """Say which positions each rank holds, and what it computes at each hop."""
     lines = [f"{_balance_of_work(ring)}. {_how_to_read(ring)}"]
     size = ring.length // len(ring.owner)
-    for rank in range(num_ranks):
+    for rank in range(ring.num_ranks):
         mine = np.flatnonzero(ring.owner == rank).tolist()
         held = " and ".join(f"{chunk * size}-{(chunk + 1) * size - 1}" for chunk in mine)
         work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())

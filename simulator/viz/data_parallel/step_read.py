@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from distlab.trace import Span, Trace
-from simulator.viz.data_parallel.step_state import RankStep, Reduction, TrainStep, passes
+from simulator.viz.data_parallel.step_state import BucketSum, RankStep, TrainStep, passes
 from simulator.viz.timeline.facts import Interval, computes, split, union
 
 SECOND = ", second factor"  # how the second call of a bucket is named
-_TOUCH_S = 2e-6  # an all-reduce that starts this soon after another one's end may have waited for the wire
+_TOUCH_S = 2e-6  # an all-reduce that starts this soon after the end of the one before may have waited for the wire
 
 
 def step_of(trace: Trace, number: int = -1) -> Trace:
@@ -106,7 +106,7 @@ def _sent(moves: Trace) -> list[Span]:
     return list(merged.values())
 
 
-def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> tuple[Reduction, ...]:
+def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> tuple[BucketSum, ...]:
     decoded = {span.name.removeprefix("decode "): span.end_ns / 1e9 for span in spans if span.kind == "decode"}
     ready = _ready(sent, spans)
     *before, (begin, end) = passes(spans, "B")
@@ -124,7 +124,7 @@ def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> tuple[Reduction,
         arrived = span.end_ns / 1e9
         done = decoded.get(name, arrived)
         times = (fill[index], ready[index], span.start_ns / 1e9, done)
-        found.append(Reduction(name, span.num_bytes, *times, arrived_s=arrived, earlier=earlier))
+        found.append(BucketSum(name, span.num_bytes, *times, arrived_s=arrived, earlier=earlier))
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ from simulator.viz.timeline.facts import Interval
 ABSENT, FILLING, OWN, SENT, MEAN = "absent", "filling", "own", "sent", "mean"
 
 
-class Reduction(NamedTuple):
+class BucketSum(NamedTuple):
     """One all-reduce of gradients as one rank sees it; times in seconds since the step began.
 
     Attributes:
@@ -65,7 +65,7 @@ class RankStep(NamedTuple):
 
     rank: int
     spans: tuple[Span, ...]
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[BucketSum, ...]
     hidden: tuple[Interval, ...]
     exposed: tuple[Interval, ...]
 
@@ -86,7 +86,7 @@ class RankStep(NamedTuple):
         return self.exposed_s / total if total else 0.0
 
 
-class Held(NamedTuple):
+class RankMoment(NamedTuple):
     """What a rank holds and does at one moment.
 
     Attributes:
@@ -109,14 +109,14 @@ class TrainStep(NamedTuple):
     duration_s: float
 
 
-def held_at(own: RankStep, at_s: float) -> Held:
+def held_at(own: RankStep, at_s: float) -> RankMoment:
     """Return what the rank holds and does at a moment."""
     update = [span for span in own.spans if span.kind == "optimizer"]
     updated = bool(update) and at_s >= max(span.end_ns for span in update) / 1e9
     gradients = tuple(_state(reduction, at_s) for reduction in own.reductions)
     most = max([_kept(own.spans, end) for _, end in passes(own.spans, "F")], default=0.0)
     kept = max(0.0, _kept(own.spans, at_s)) / most if most > 0 else 0.0
-    return Held(_doing(own, at_s), kept, updated, gradients)
+    return RankMoment(_doing(own, at_s), kept, updated, gradients)
 
 
 def passes(spans: Sequence[Span], kind: str) -> tuple[Interval, ...]:
@@ -141,7 +141,7 @@ def best_moment(step: TrainStep) -> float:
     return step.duration_s / 2
 
 
-def _state(reduction: Reduction, at_s: float) -> tuple[str, float]:
+def _state(reduction: BucketSum, at_s: float) -> tuple[str, float]:
     if at_s >= reduction.end_s:
         return MEAN, 1.0
     if at_s >= reduction.start_s:

@@ -13,18 +13,23 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import counted, format_bytes, format_s, percent
-from simulator.viz.data_parallel.step_read import step_of
-from simulator.viz.data_parallel.step_state import FILLING, MEAN, OWN, SENT, Held, RankStep, TrainStep, held_at, passes
-from simulator.viz.data_parallel.train_step_text import (
-    MAX_RANKS,
-    describe_train_step,
-    microbatches,
-    read_moment,
-    shares,
-    takeaway,
+from simulator.units import counted, format_bytes, format_s, name_ranks, percent
+from simulator.viz.data_parallel.step_read import read_step
+from simulator.viz.data_parallel.step_state import (
+    ABSENT,
+    FILLING,
+    MEAN,
+    OWN,
+    SENT,
+    RankMoment,
+    RankStep,
+    TrainStep,
+    best_moment,
+    held_at,
+    passes,
 )
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_time_scale, frame, put_title
 from simulator.viz.drawing.style import (
     FAINT,
@@ -92,8 +97,7 @@ def fitting(room_in: float, *texts: str) -> str:
     return next((text for text in texts if width_in(text, NAME_PT) + 0.06 <= room_in), "")
 
 
-__all__ = ["describe_train_step", "draw_train_step", "step_of"]
-
+MAX_RANKS = 8
 ROW_IN, GAP_IN, TOP_IN, HEADER_IN, NAMES_IN = 0.6, 0.23, 0.95, 0.36, 0.5
 ACTIVATIONS_IN, GRADIENTS_IN = 3.25, 4.75
 MAX_NAMED = 24
@@ -107,21 +111,22 @@ class _View(NamedTuple):
     cells: tuple[tuple[float, float], ...]
 
 
-def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | None = None) -> Figure:
+def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | None = None) -> Picture:
     """Draw what each rank of a data-parallel step holds at one moment, and the step's timeline under it.
 
     Args:
         trace: one step, predicted (`Step.trace`, or `Step.layer_trace` with each layer) or measured: "forward",
-            "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on another lane.
+            "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on a different lane.
             `step_of` cuts one step out of a measured trace.
         at_s: the moment, in seconds since the step began; None chooses one in which an all-reduce is under way.
-        title: replaces the takeaway.
+        title: replaces the takeaway, and begins the words.
 
     Raises:
         ValueError: the trace is not a data-parallel step (the text says why).
     """
-    step, own, moment = read_moment(trace, at_s)
-    shown = step.ranks if len(step.ranks) <= MAX_RANKS else step.ranks[:MAX_RANKS]
+    step = read_step(trace)
+    moment = best_moment(step) if at_s is None else min(max(float(at_s), 0.0), step.duration_s)
+    own, shown = step.ranks[0], step.ranks[:MAX_RANKS]
     held = [held_at(each, moment) for each in shown]
     rows_in = len(shown) * ROW_IN
     height = TOP_IN + HEADER_IN + rows_in + NAMES_IN + TIMELINE_IN + FOOT_IN
@@ -137,11 +142,11 @@ def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | Non
     view.pen.legend(_legend(own))
     view.pen.flush()
     note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
-    note += f"; {text}" if (text := microbatches(own)) else ""
+    note += f"; {text}" if (text := _microbatches(own)) else ""
     note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
-    note += f"; rank {own.rank}'s communication: {shares(own)}."
-    put_title(figure, title or takeaway(own, held_at(own, moment), moment), note)
-    return figure
+    note += f"; rank {own.rank}'s communication: {_shares(own)}."
+    put_title(figure, title or _takeaway(own, held[0], moment), note)
+    return Picture(figure, (f"{title}. " if title else "") + _say(step, held, moment))
 
 
 def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
@@ -169,7 +174,7 @@ def _draw_header(view: _View, top: float, own: RankStep) -> None:
         view.pen.words((x, top + 0.16), title, colour=FAINT, side="left")
 
 
-def _draw_rank(view: _View, row: int, own: RankStep, held: Held) -> None:
+def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
     """Draw one rank's row: what it does, its weights, its activations and each gradient."""
     pen, low, tall = view.pen, view.rows[row] + GAP_IN / 2, ROW_IN - GAP_IN
     middle = low + tall / 2
@@ -206,7 +211,7 @@ def _draw_rank(view: _View, row: int, own: RankStep, held: Held) -> None:
         pen.words((place, middle), fitting(room, label), size=NAME_PT, colour=text_colour(fill))
 
 
-def _draw_all_reduces(view: _View, held: Sequence[Held]) -> None:
+def _draw_all_reduces(view: _View, held: Sequence[RankMoment]) -> None:
     """Frame each column that is being averaged now, with arrows between the rows once every rank has come to it."""
     bottom, top = view.rows[-1], view.rows[0] + ROW_IN
     for column, (left, wide) in enumerate(view.cells):
@@ -253,3 +258,61 @@ def _legend(own: RankStep) -> list[LegendBox]:
     ]
     styles = kind_styles([span.kind for span in own.spans if span.kind not in ("F", "B")])
     return boxes + [LegendBox(style.colour, "white", style.letter, style.words) for style in styles.values()]
+
+
+def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
+    """Say what each rank does and holds in a line."""
+    own = step.ranks[0]
+    lines = [f"{_takeaway(own, shown[0], moment)}. Step {format_s(step.duration_s)}, {_shares(own)}."]
+    lines += [f"{text}."] if (text := _microbatches(own)) else []
+    for each, held in zip(step.ranks, shown, strict=False):
+        counts = {state: sum(s == state for s, _ in held.gradients) for state in (MEAN, SENT, OWN, FILLING, ABSENT)}
+        words = {MEAN: "averaged", SENT: "being averaged", OWN: "its own, ready", FILLING: "being made"}
+        words[ABSENT] = "not there yet"
+        parts = [f"{count} {words[state]}" for state, count in counts.items() if count]
+        weights = "new weights" if held.updated else "old weights"
+        count = len(held.gradients)
+        of = f"gradients of {counted(count, 'all-reduce')}"
+        gradients = f"{of}: {', '.join(parts)}" if parts else "no all-reduce"
+        lines.append(f"rank {each.rank}: {held.doing}; {weights}, {percent(held.activations)} activations, {gradients}")
+    if len(step.ranks) > MAX_RANKS:
+        lines.append(f"and {len(step.ranks) - MAX_RANKS} more ranks")
+    return "\n".join(lines)
+
+
+def _microbatches(own: RankStep) -> str:
+    """Say that gradients are accumulated, where they are."""
+    count = len(passes(own.spans, "B"))
+    return f"{count} micro-batches, only the last one's backward sends" if count > 1 else ""
+
+
+def _shares(own: RankStep) -> str:
+    """Say how much of a rank's communication is hidden and how much exposed."""
+    if not own.hidden_s + own.exposed_s:
+        return "no communication"
+    text = f"{format_s(own.hidden_s)} hidden, {format_s(own.exposed_s)} exposed"
+    return f"{text} ({percent(own.exposed_share)})"
+
+
+def _takeaway(own: RankStep, held: RankMoment, moment: float) -> str:
+    """Return the title: what is being averaged now and what the rank does meanwhile."""
+    sent = [r for r, (state, _) in zip(own.reductions, held.gradients, strict=True) if state == SENT]
+    flying = [reduction for reduction in sent if moment < reduction.arrived_s]
+    when = f"At {format_s(moment)}"
+    if not sent:
+        done = sum(state == MEAN for state, _ in held.gradients)
+        now = {"step done": "the step is done"}.get(held.doing, f"rank {own.rank}: {held.doing}")
+        return f"{when}: {now}, {done} of {len(held.gradients)} all-reduces done"
+    if not flying:
+        return f"{when}: {sent[0].name} has come; rank {own.rank}: {held.doing}"
+    sent = flying
+    what = sent[0].name if len(sent) == 1 else f"{sent[0].name} and {len(sent) - 1} more"
+    late = sent[0].missing(moment)
+    waits = held.doing.startswith(("waits", "step"))
+    if late:
+        others = f"{name_ranks(late)} {'has' if len(late) == 1 else 'have'} come"
+        hidden = "exposed" if waits else f"hidden behind {held.doing.split()[0]}"
+        return f"{when}: {what} cannot be averaged before {others}; {hidden}"
+    if waits:
+        return f"{when}: averaging {what} while rank {own.rank} waits, exposed"
+    return f"{when}: averaging {what}, hidden behind rank {own.rank}'s {held.doing.split()[0]}"

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_scale, even_ticks, frame, new_figure, put_title
 from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, WIDTH_IN, LegendBox, pale
 
@@ -17,7 +16,7 @@ TOP_IN, RIGHT_IN, BAR_IN = 1.05, 1.3, 0.3
 TALLEST_IN = 6.0  # of all bars together
 
 
-def draw_bars(numbers: Numbers, *, unit: str, title: str, subtitle: str = "") -> Figure:
+def draw_bars(numbers: Numbers, *, unit: str, title: str, subtitle: str = "") -> Picture:
     """Draw one horizontal bar per number, from zero, with the number at its end.
 
     Args:
@@ -54,16 +53,11 @@ def draw_bars(numbers: Numbers, *, unit: str, title: str, subtitle: str = "") ->
         colours = LINE_COLOURS[: len(series)]
         put_legend(figure, [LegendBox(pale(c, 0.75), c, "", name) for c, name in zip(colours, series, strict=True)])
     put_title(figure, title, subtitle)
-    return figure
-
-
-def describe_bars(numbers: Numbers, *, unit: str, title: str) -> str:
-    """Say in one paragraph what `draw_bars` shows; arguments and errors as there."""
-    parts = []
-    for name, row in _rows(numbers).items():
-        words = ", ".join(f"{series} {_short(number)} {unit}".strip() for series, number in row.items())
-        parts.append(f"{name}: {words}")
-    return f"{title}. {'; '.join(parts)}."
+    said = [
+        f"{name}: {', '.join(f'{which} {_short(number)} {unit}'.strip() for which, number in row.items())}"
+        for name, row in rows.items()
+    ]
+    return Picture(figure, f"{title}. {'; '.join(said)}.")
 
 
 def _rows(numbers: Numbers) -> dict[str, dict[str, float]]:

@@ -31,7 +31,7 @@ class Side(NamedTuple):
     predicted: bool
 
 
-class Row(NamedTuple):
+class LaneRow(NamedTuple):
     """One lane of one rank in one trace; y grows downwards, in units of a measured lane's height."""
 
     rank: int
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
         level_of: for each side, the level of each span within its row.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LaneRow, ...]
     total_height: float
     row_of: tuple[NDArray[np.int64], ...]
     level_of: tuple[NDArray[np.int64], ...]
@@ -129,9 +129,9 @@ def pack(row: NDArray[np.int64], start_ns: NDArray[np.int64], end_ns: NDArray[np
     return level
 
 
-def _stack(keys: Sequence[tuple[int, str, bool]], depth: Sequence[int]) -> tuple[tuple[Row, ...], float]:
+def _stack(keys: Sequence[tuple[int, str, bool]], depth: Sequence[int]) -> tuple[tuple[LaneRow, ...], float]:
     """Stack the rows from the top, with a gap between lanes and a wider one between ranks."""
-    rows: list[Row] = []
+    rows: list[LaneRow] = []
     top = 0.0
     num_ranks = len({rank for rank, _, _ in keys})
     rank_gap = CLOSE_GAP if num_ranks == len(keys) and num_ranks >= CLOSE_RANKS else RANK_GAP
@@ -141,7 +141,7 @@ def _stack(keys: Sequence[tuple[int, str, bool]], depth: Sequence[int]) -> tuple
         elif rows and rows[-1].lane != lane:
             top += LANE_GAP
         height = (PREDICTED_HEIGHT if predicted else 1.0) * (1 + 0.55 * (num_levels - 1))
-        rows.append(Row(rank, lane, predicted, top, height, num_levels))
+        rows.append(LaneRow(rank, lane, predicted, top, height, num_levels))
         top += height
     return tuple(rows), top
 

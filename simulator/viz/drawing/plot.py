@@ -5,7 +5,6 @@ Figures are made with matplotlib's objects; nothing here touches pyplot's global
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,13 +36,6 @@ def put_title(figure: Figure, title: str, subtitle: str = "") -> None:
     if subtitle:
         size = min(TEXT_PT, longest / max(1.0, 0.6 * len(subtitle)))
         figure.text(0.16 / width, 1 - 0.52 / height, subtitle, fontsize=size, color=FAINT, ha="left", va="top")
-
-
-def to_png(figure: Figure) -> bytes:
-    """Return the figure as PNG bytes; the same figure gives the same bytes."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": None})
-    return out.getvalue()
 
 
 def frame(figure: Figure, *, left: float, right: float, top: float, bottom: float, bare: bool = False) -> Axes:

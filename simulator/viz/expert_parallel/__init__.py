@@ -1,4 +1,1 @@
-"""Where tokens go among experts.
-
-Read `routes` (what is counted), then `routing`.
-"""
+"""Where tokens go among experts: read `routing`, first what is counted, then how it is drawn."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from simulator.units import percent
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     count_axis,
     frame,
@@ -61,7 +61,7 @@ def points(results: Results) -> dict[str, tuple[Point, ...]]:
     return found
 
 
-def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Figure:
+def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Picture:
     """Draw accuracy against the batch: each line's mean, and a bar from its worst to its best run.
 
     Args:
@@ -91,18 +91,13 @@ def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Figure:
     last = [line[-1].mean for line in lines.values()]
     names = [f"{percent(end, 1)}  {name}" for end, name in zip(last, lines, strict=True)]
     name_line_ends(axes, last, names, [line_look(index)["color"] for index in range(len(lines))])
-    put_title(figure, _best_and_worst(lines), subtitle)
-    return figure
-
-
-def describe_batch_sizes(results: Results) -> str:
-    """Say in words what `draw_batch_sizes` shows; arguments and errors as there."""
-    lines = points(results)
-    text = [f"{_best_and_worst(lines)}."]
-    for name, line in lines.items():
-        words = ", ".join(f"{p.batch:,}: {p.mean:.1%} ({p.low:.1%} to {p.high:.1%})" for p in line)
-        text.append(f"{name}: {words}.")
-    return "\n".join(text)
+    takeaway = _best_and_worst(lines)
+    put_title(figure, takeaway, subtitle)
+    said = [
+        f"{name}: {', '.join(f'{p.batch:,}: {p.mean:.1%} ({p.low:.1%} to {p.high:.1%})' for p in line)}."
+        for name, line in lines.items()
+    ]
+    return Picture(figure, "\n".join([f"{takeaway}.", *said]))
 
 
 def _best_and_worst(lines: Mapping[str, Sequence[Point]]) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from simulator.step.simulate import Step
 from simulator.units import percent
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     count_axis,
     frame,
@@ -56,19 +56,18 @@ class Scaling(NamedTuple):
         return np.asarray(self.speed_up / np.array(self.num_ranks))
 
 
-def scaling(step_of_n: StepOf | Mapping[str, StepOf]) -> tuple[Scaling, ...]:
+def scaling(lines: Mapping[str, StepOf]) -> tuple[Scaling, ...]:
     """Compute the speed-up of each line at NUM_RANKS, over its own speed on one rank.
 
     Raises:
         ValueError: no line, or a step that takes no time.
     """
-    lines = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
     if not lines:
         raise ValueError("there is no line; pass at least one")
     return tuple(_line(name, step_of, NUM_RANKS) for name, step_of in lines.items())
 
 
-def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[str, Claim] | None = None) -> Figure:
+def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[str, Claim] | None = None) -> Picture:
     """Draw the speed-up against the number of ranks, with the ideal, and the efficiency, with claims as bars.
 
     Args:
@@ -79,8 +78,8 @@ def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[st
     Raises:
         ValueError: as `scaling`, or a claim's range is empty.
     """
-    lines = scaling(step_of_n)
-    claims = _checked(claims)
+    named = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
+    lines, claims = scaling(named), _checked(claims)
     figure = new_figure(HEIGHT_IN)
     left = frame(figure, left=0.95, right=7.55, top=TOP_IN, bottom=BOTTOM_IN)
     right = frame(figure, left=6.55, right=2.75, top=TOP_IN, bottom=BOTTOM_IN)
@@ -105,13 +104,12 @@ def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[st
         _speed_up_of_most_ranks(lines),
         "Speed-up over one rank; every rank has the same batch, whatever their number.",
     )
-    return figure
+    return Picture(figure, "\n".join([*_say(lines), *_judge(named, claims)]))
 
 
-def describe_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[str, Claim] | None = None) -> str:
-    """Say in words what `draw_scaling` shows, and for each claim whether it holds; arguments and errors as there."""
-    lines = scaling(step_of_n)
-    text = [f"{_speed_up_of_most_ranks(lines)}."]
+def _say(lines: Sequence[Scaling]) -> Iterator[str]:
+    """Say each line's speed-up, and how efficient the most ranks are."""
+    yield f"{_speed_up_of_most_ranks(lines)}."
     for line in lines:
         points = ", ".join(
             f"{count}: {speed:.3g}x" for count, speed in zip(line.num_ranks, line.speed_up.tolist(), strict=True)
@@ -120,15 +118,17 @@ def describe_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mappin
         last = f"{percent(float(line.efficiency[-1]))} efficient at {line.num_ranks[-1]}"
         if np.isfinite(line.exposed[-1]):
             last += f", where {percent(float(line.exposed[-1]))} of the step waits for communication"
-        text.append(f"{name}speed-up {points}; {last}.")
-    lookup = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
-    for words, (count, low, high) in _checked(claims).items():
-        for name, step_of in lookup.items():
+        yield f"{name}speed-up {points}; {last}."
+
+
+def _judge(named: Mapping[str, StepOf], claims: Mapping[str, Claim]) -> Iterator[str]:
+    """Say for each claim whether it holds, on each line."""
+    for words, (count, low, high) in claims.items():
+        for name, step_of in named.items():
             speed = float(_line(name, step_of, (count,)).speed_up[0])
             where = f" on {name}" if name else ""
             verdict = "holds" if low - 0.05 <= speed <= high + 0.05 else "is too low" if speed > high else "is too high"
-            text.append(f"'{words}'{where}: {verdict}: {speed:.2f}x.")
-    return "\n".join(text)
+            yield f"'{words}'{where}: {verdict}: {speed:.2f}x."
 
 
 def _line(name: str, step_of: StepOf, counts: tuple[int, ...]) -> Scaling:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import format_bytes, percent
 from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import frame, new_figure, put_heading, put_title
 from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, WIDTH_IN
 from simulator.viz.memory.memory import (
@@ -29,7 +29,7 @@ Curve = tuple[Ints, Ints]
 TOP_IN, BOTTOM_IN = 1.15, 1.15
 
 
-def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float | None = None) -> Figure:
+def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float | None = None) -> Picture:
     """Draw one stacked bar per plan: what its fullest rank holds at its peak, by kind.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
@@ -50,17 +50,12 @@ def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float |
         words: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": SMALL_PT, "color": FAINT}
         axes.text(capacity_bytes, -0.6, f"device: {format_bytes(capacity_bytes)}", **words)
     put_legend(figure, boxes_of_kinds(rows))
-    put_title(figure, plans_takeaway(plans, capacity_bytes), "memory of the fullest rank at its peak")
-    return figure
-
-
-def describe_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float | None = None) -> str:
-    """Say in one paragraph what `draw_memory_of_plans` shows."""
-    rows = _rows(plans, capacity_bytes)
+    takeaway = plans_takeaway(plans, capacity_bytes)
+    put_title(figure, takeaway, "memory of the fullest rank at its peak")
     parts = [
         f"{name}: {format_bytes(int(row.sum()))} ({name_kinds(row)})" for name, row in zip(plans, rows, strict=True)
     ]
-    return f"{plans_takeaway(plans, capacity_bytes)}. {'; '.join(parts)}."
+    return Picture(figure, f"{takeaway}. {'; '.join(parts)}.")
 
 
 def plans_takeaway(plans: Mapping[str, Memory], capacity_bytes: float | None) -> str:
@@ -80,7 +75,7 @@ def plans_takeaway(plans: Mapping[str, Memory], capacity_bytes: float | None) ->
     return f"{least} holds {sizes[most] / sizes[least]:.3g} times less than {most}"
 
 
-def draw_measured_memory(predicted: Curve, measured: Curve) -> Figure:
+def draw_measured_memory(predicted: Curve, measured: Curve) -> Picture:
     """Draw what a step held as measured, over what was predicted, on one scale of bytes; each on its own clock.
 
     Args:
@@ -109,11 +104,11 @@ def draw_measured_memory(predicted: Curve, measured: Curve) -> Figure:
                 axes.axhline(_peak(values), color=INK, linestyle=(0, (2, 3)), linewidth=1.0)
     put_legend(figure, boxes_of_kinds(np.concatenate([rows for _, rows in both.values()])))
     put_title(figure, measured_takeaway(predicted, measured), "dotted: the other's peak")
-    return figure
+    return Picture(figure, _say_measured(predicted, measured))
 
 
-def describe_measured_memory(predicted: Curve, measured: Curve) -> str:
-    """Say in one paragraph what `draw_measured_memory` shows: both peaks, and where each kind differs most."""
+def _say_measured(predicted: Curve, measured: Curve) -> str:
+    """Say both peaks, and which kind differs most."""
     text = f"{measured_takeaway(predicted, measured)}."
     for name, (_, rows) in (("Measured", measured), ("Predicted", predicted)):
         row = rows[rows.sum(axis=1).argmax()]

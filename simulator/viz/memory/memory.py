@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import byte_unit, format_bytes, percent
 from simulator.viz.drawing.boxes import CHARACTER_WIDTH
 from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     axes_pixels,
     draw_scale,
@@ -58,7 +58,7 @@ TOP_IN, BOTTOM_IN = 1.35, 1.15
 CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
 
 
-def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Figure:
+def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Picture:
     """Draw each rank's peak as a stacked bar, and next to it the fullest rank from the step's start to its end.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
@@ -86,11 +86,11 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Figur
         time.axhline(capacity_bytes, **CAPACITY_LINE)
     put_legend(figure, boxes_of_kinds(memory.peak_bytes))
     put_title(figure, memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
-    return figure
+    return Picture(figure, _say(memory, capacity_bytes))
 
 
-def describe_memory(memory: Memory, *, capacity_bytes: float | None = None) -> str:
-    """Say in one paragraph what `draw_memory` shows."""
+def _say(memory: Memory, capacity_bytes: float | None) -> str:
+    """Say what the fullest rank holds at its peak, and what the others hold."""
     rank = memory.fullest_stage
     parts = name_kinds(memory.at_peak_bytes[rank])
     name = _name(memory, rank).capitalize()

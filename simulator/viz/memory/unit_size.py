@@ -17,6 +17,7 @@ from simulator.units import byte_unit, counted, format_bytes, format_s, percent,
 from simulator.viz.drawing.boxes import add_boxes, add_pixels
 from simulator.viz.drawing.lanes import Side, lanes_of, place
 from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
 
@@ -27,7 +28,7 @@ MAX_BOXES = 1_500
 Floats = NDArray[np.float64]
 
 
-def draw_sharding(sweep: UnitSweep, step: Step) -> Figure:
+def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
     """Draw memory and step time at each unit size, with the step's own size marked, and the step's timeline under them.
 
     Args:
@@ -50,16 +51,9 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Figure:
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, trace, lanes, height)
     put_title(figure, _memory_and_time(sweep, at), _setting(step))
-    return figure
-
-
-def describe_sharding(sweep: UnitSweep, step: Step) -> str:
-    """Say in words what `draw_sharding` shows."""
-    at = nearest(sweep, step.plan.sharding.unit_layers)
     lines = [f"{_memory_and_time(sweep, at)}. {_setting(step)}", f"Chosen: {point(sweep, at)}."]
-    lines.append(f"Fastest: {point(sweep, sweep.fastest)}.")
-    lines.append(f"Holding least: {point(sweep, sweep.smallest)}.")
-    return "\n".join(lines)
+    lines += [f"Fastest: {point(sweep, sweep.fastest)}.", f"Holding least: {point(sweep, sweep.smallest)}."]
+    return Picture(figure, "\n".join(lines))
 
 
 def nearest(sweep: UnitSweep, unit_layers: int) -> int:
@@ -126,7 +120,7 @@ def _draw_time(axes: Axes, sizes: Floats, sweep: UnitSweep) -> None:
 def _draw_areas(
     axes: Axes, gid: str, sizes: Floats, total: Floats, upper: Floats, names: Sequence[tuple[str, str, str, float]]
 ) -> None:
-    """Draw a line whose upper part is one thing and whose rest another: words, colour, gid and opacity of each."""
+    """Draw a line over two areas, the upper one first in `names`: words, colour, gid and opacity of each."""
     below = total - upper
     for low, high, (_, colour, name, alpha) in ((0 * total, below, names[1]), (below, total, names[0])):
         axes.fill_between(sizes, low, high, color=colour, alpha=alpha, linewidth=0, gid=name)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.mesh.degrees import COMPUTE, parts_of
@@ -38,7 +37,7 @@ class _Row(NamedTuple):
         return ", ".join(self.axes)
 
 
-def placement_figure(orders: Sequence[tuple[Order, Step]]) -> Figure:
+def draw_placement(orders: Sequence[tuple[Order, Step]]) -> Picture:
     """Draw the step's time under each order of the axes, the fastest first.
 
     Of more than MOST orders the fastest, the slowest, and some evenly between are drawn.
@@ -74,12 +73,11 @@ def placement_figure(orders: Sequence[tuple[Order, Step]]) -> Figure:
     )
     pen.flush()
     put_title(figure, _fastest_order(rows), _what_is_compared(rows, len(shown)))
-    return figure
+    return Picture(figure, _say(rows))
 
 
-def describe_placement(orders: Sequence[tuple[Order, Step]]) -> str:
-    """Say in words what `placement_figure` shows; arguments and errors as there."""
-    rows = _rows(orders)
+def _say(rows: Sequence[_Row]) -> str:
+    """Say each order's time, and what stays inside a node."""
     lines = [f"{_fastest_order(rows)}. {_what_is_compared(rows, len(rows))}"]
     for row in rows:
         inside = [axis for axis in row.axes if axis not in row.outside]

@@ -16,6 +16,7 @@ from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import counted, format_bytes, format_s, format_span, percent
 from simulator.viz.drawing.lanes import Side, place, shaded
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import frame, put_title, spread_evenly
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
@@ -39,7 +40,7 @@ COMPUTE, BUBBLE = "compute", "bubble"
 COMPUTE_COLOUR, BUBBLE_COLOUR = "#56B4E9", "#D0D0D0"
 
 
-class Part(NamedTuple):
+class TimePart(NamedTuple):
     """A part of a step's time."""
 
     name: str
@@ -49,7 +50,7 @@ class Part(NamedTuple):
     seconds: float
 
 
-def parts_of(step: Step) -> list[Part]:
+def parts_of(step: Step) -> list[TimePart]:
     """Split a step's duration on the rank that ends last; the parts sum to it.
 
     Exposed are the seconds of `Step.exposed_by_axis`, the bubble is the rank's other idle time before its last pass,
@@ -57,14 +58,14 @@ def parts_of(step: Step) -> list[Part]:
     """
     exposed, bubble = step.exposed_by_axis, _bubble_s(step)
     by_axis = [
-        Part(axis, AXIS_STYLES[axis].letter, f"{axis} exposed", AXIS_STYLES[axis].colour, exposed[axis])
+        TimePart(axis, AXIS_STYLES[axis].letter, f"{axis} exposed", AXIS_STYLES[axis].colour, exposed[axis])
         for axis in reversed(AXES)
     ]
     rest = step.duration_s - bubble - sum(part.seconds for part in by_axis)
     return [
-        Part(COMPUTE, "", "compute", COMPUTE_COLOUR, rest),
+        TimePart(COMPUTE, "", "compute", COMPUTE_COLOUR, rest),
         *by_axis,
-        Part(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
+        TimePart(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
     ]
 
 
@@ -88,7 +89,7 @@ BAD = "#B40000"
 REASON_CHARACTERS = 110  # of a line
 
 
-def degrees_figure(step: Step, *, num_devices: int | None = None) -> Figure:
+def draw_degrees(step: Step, *, num_devices: int | None = None) -> Picture:
     """Draw a plan's memory against the device's, its step's time by what it is spent on, and its utilisation.
 
     Args:
@@ -101,11 +102,11 @@ def degrees_figure(step: Step, *, num_devices: int | None = None) -> Figure:
     draw_memory_bars(figure, pen, step, top=2.9, bottom=MEMORY_LOW_IN)
     pen.flush()
     put_title(figure, fit_and_utilization(step), _speed_of_step(step, num_devices))
-    return figure
+    return Picture(figure, _say(step, num_devices))
 
 
-def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
-    """Say in words what `degrees_figure` shows; arguments as there."""
+def _say(step: Step, num_devices: int | None) -> str:
+    """Say a plan's equation, its step's time, its memory and what it sends."""
     parts = ", ".join(f"{part.words} {format_s(part.seconds)}" for part in parts_of(step) if part.seconds > 0)
     memory, capacity = step.memory, step.cluster.device.memory_bytes
     rank = memory.fullest_stage
@@ -125,7 +126,7 @@ def describe_degrees(step: Step, *, num_devices: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def impossible_figure(plan: Plan, reason: str) -> Figure:
+def draw_impossible(plan: Plan, reason: str) -> Picture:
     """Draw the degrees of a plan that cannot run, and say why."""
     figure, pen = sheet(HEIGHT_IN)
     draw_equation(pen, plan, None, HEIGHT_IN - 1.3)
@@ -137,12 +138,7 @@ def impossible_figure(plan: Plan, reason: str) -> Figure:
         pen.words((LEFT_IN + 0.2, top - 0.35 - 0.3 * number), line, size=TEXT_PT + 1, side="left")
     pen.flush()
     put_title(figure, "This plan cannot run", "Drag a slider: the reason says which.")
-    return figure
-
-
-def describe_impossible(plan: Plan, reason: str) -> str:
-    """Say in words what `impossible_figure` shows."""
-    return f"This plan cannot run: {equation(plan)}. Why: {reason}."
+    return Picture(figure, f"This plan cannot run: {equation(plan)}. Why: {reason}.")
 
 
 def equation(plan: Plan) -> str:
@@ -234,7 +230,7 @@ def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom
     pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
 
 
-def planner_figure(bill: Bill) -> Figure:
+def draw_planner(bill: Bill) -> Picture:
     """Draw a plan's degrees and wires, the price of its run, a step of some ranks over time, and their memory.
 
     Args:
@@ -247,12 +243,7 @@ def planner_figure(bill: Bill) -> Figure:
     draw_memory_bars(figure, pen, bill.step, top=2.65, bottom=MEMORY_LOW_IN)
     pen.flush()
     put_title(figure, fit_and_utilization(bill.step), _setting(bill))
-    return figure
-
-
-def describe_planner(bill: Bill) -> str:
-    """Say in words what `planner_figure` shows."""
-    return f"{describe_degrees(bill.step)}\nThe run: {cost_words(bill)}."
+    return Picture(figure, f"{_say(bill.step, None)}\nThe run: {cost_words(bill)}.")
 
 
 def cost_words(bill: Bill) -> str:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from distlab.plan import Mesh
 from simulator.units import counted, listed
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
@@ -55,16 +55,13 @@ class _Tile(NamedTuple):
         return np.array([self.left + (column + 0.5) * self.wide, self.top - (row + 0.5) * self.tall])
 
 
-def mesh_figure(
-    mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None, title: str | None = None
-) -> Figure:
+def draw_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None) -> Picture:
     """Draw the ranks of a mesh once for each axis of at least two ranks: a colour, a letter and a line for each group.
 
     Args:
         mesh: the ranks; at most 256.
         devices_per_node: ranks in a node, a row of the picture. None: the picture has no nodes.
         rank: if given, only this rank's groups are coloured: who its neighbours are on each axis.
-        title: replaces the takeaway.
 
     Raises:
         ValueError: more than 256 ranks, no such rank, or less than one device in a node.
@@ -86,14 +83,14 @@ def mesh_figure(
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
     pen.flush()
-    put_title(figure, title or _equation_and_nodes(mesh, devices_per_node), _how_to_read(mesh, devices_per_node, rank))
-    return figure
+    takeaway, note = _equation_and_nodes(mesh, devices_per_node), _how_to_read(mesh, devices_per_node, rank)
+    put_title(figure, takeaway, note)
+    return Picture(figure, "\n".join([f"{takeaway}. {note}", *_say_groups(mesh, axes, devices_per_node, rank)]))
 
 
-def describe_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None) -> str:
-    """Say in words what `mesh_figure` shows: every axis' groups and where they lie; arguments and errors as there."""
-    axes = _checked(mesh, devices_per_node, rank)
-    lines = [f"{_equation_and_nodes(mesh, devices_per_node)}. {_how_to_read(mesh, devices_per_node, rank)}"]
+def _say_groups(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, rank: int | None) -> list[str]:
+    """Say every axis' groups and where they lie; with a rank, its own ones."""
+    lines = []
     if rank is not None:
         place = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
         lines.append(f"Rank {rank} stands at {place}.")
@@ -102,7 +99,7 @@ def describe_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int 
         shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in groups[:8])
         more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
         lines.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
-    return "\n".join(lines)
+    return lines
 
 
 def axis_style(axis: str) -> KindStyle:

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 import ipywidgets as widgets
-from matplotlib.figure import Figure
 
 from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
 from simulator.hardware import presets as hardware
 from simulator.sweeps.compression import CompressionSweep, bandwidths, replica_link, sweep_compression
-from simulator.viz.collectives.race import describe_race, draw_race
-from simulator.viz.collectives.ring_frame import describe_ring_frame, draw_ring_frame
+from simulator.viz.collectives.race import draw_race
+from simulator.viz.collectives.ring_frame import draw_ring_frame
 from simulator.viz.collectives.ring_record import Record, ring_steps
-from simulator.viz.compression.compression import compression_label, describe_compression, draw_compression
+from simulator.viz.compression.compression import compression_label, draw_compression
 from simulator.viz.data_parallel.step_read import read_step
 from simulator.viz.data_parallel.step_state import best_moment
-from simulator.viz.data_parallel.train_step import describe_train_step, draw_train_step
+from simulator.viz.data_parallel.train_step import draw_train_step
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.panels.panel import Panel, by_name
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
@@ -48,8 +48,8 @@ def ring_panel(record: Record) -> Panel:
     steps = ring_steps(record)
     last = len(steps.chunk)
 
-    def draw(step: int) -> tuple[Figure, str]:
-        return draw_ring_frame(steps, step), describe_ring_frame(steps, step)
+    def draw(step: int) -> Picture:
+        return draw_ring_frame(steps, step)
 
     return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
 
@@ -65,8 +65,8 @@ def race_panel(num_ranks: int = 8, algorithms: Sequence[str] | None = None) -> P
     """
     table = {name: hardware.link(name) for name in LINKS}
 
-    def draw(link: str, num_ranks: int) -> tuple[Figure, str]:
-        return draw_race(table[link], num_ranks, algorithms), describe_race(table[link], num_ranks, algorithms)
+    def draw(link: str, num_ranks: int) -> Picture:
+        return draw_race(table[link], num_ranks, algorithms)
 
     return Panel(
         draw,
@@ -103,9 +103,8 @@ def train_step_panel(trace: Trace | Mapping[str, Trace]) -> Panel:
         layout={"width": "32em"},
     )
 
-    def draw(at_ms: float, version: str = first) -> tuple[Figure, str]:
-        chosen, at_s = traces[version], at_ms / 1e3
-        return draw_train_step(chosen, at_s), describe_train_step(chosen, at_s)
+    def draw(at_ms: float, version: str = first) -> Picture:
+        return draw_train_step(traces[version], at_ms / 1e3)
 
     if len(traces) == 1:
         return Panel(draw, at_ms=at_ms)
@@ -153,9 +152,8 @@ def compression_panel(
         chosen = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
         return sweep_compression(workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds)
 
-    def draw(log_bytes_per_s: float, compressor: str, model: str = next(iter(workloads))) -> tuple[Figure, str]:
-        sweep, at = sweep_of(model, compressor), 10**log_bytes_per_s
-        return draw_compression(sweep, at_bytes_per_s=at), describe_compression(sweep, at_bytes_per_s=at)
+    def draw(log_bytes_per_s: float, compressor: str, model: str = next(iter(workloads))) -> Picture:
+        return draw_compression(sweep_of(model, compressor), at_bytes_per_s=10**log_bytes_per_s)
 
     low, high = math.log10(min(speeds)), math.log10(max(speeds))
     here = math.log10(max(protocol.bytes_per_s for protocol in replica_link(cluster, plan).protocols))

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import ipywidgets as widgets
-from matplotlib.figure import Figure
 
 from distlab.plan import Cluster, Device, Plan, Precision, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
@@ -20,9 +19,10 @@ from simulator.models.by_name import model_by_name
 from simulator.step.simulate import simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
 from simulator.units import capitalised
-from simulator.viz.memory.compare import describe_memory_of_plans, draw_memory_of_plans
-from simulator.viz.memory.memory import describe_memory, draw_memory
-from simulator.viz.memory.unit_size import describe_sharding, draw_sharding
+from simulator.viz.drawing.picture import Picture
+from simulator.viz.memory.compare import draw_memory_of_plans
+from simulator.viz.memory.memory import draw_memory
+from simulator.viz.memory.unit_size import draw_sharding
 from simulator.viz.panels.panel import Panel
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
@@ -58,33 +58,30 @@ def memory_panel(*, devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm")) -> P
     workload = cache(model_by_name)
     known = {name: hardware.device(name) for name in devices}
 
-    def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> tuple[Figure, str]:
+    def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> Picture:
         pictures = _draw_stages if picture == "stages" else _draw_plan
         return pictures(workload(model, microbatch_size=microbatch), _plan(**degrees), known[device])
 
     return Panel(draw, **_controls(devices))
 
 
-def _draw_plan(workload: Workload, plan: Plan, device: Device) -> tuple[Figure, str]:
+def _draw_plan(workload: Workload, plan: Plan, device: Device) -> Picture:
     """Draw one plan's memory against the device; the text says what to change where it does not fit."""
-    memory, capacity = memory_of(workload, plan), device.memory_bytes
-    text = describe_memory(memory, capacity_bytes=capacity)
+    picture = draw_memory(memory_of(workload, plan), capacity_bytes=device.memory_bytes)
     try:
         check_fit(workload, plan, device)
     except DoesNotFitError as error:
-        text += f" {capitalised(error.advice)}."
-    return draw_memory(memory, capacity_bytes=capacity), text
+        return picture._replace(words=f"{picture.words} {capitalised(error.advice)}.")
+    return picture
 
 
-def _draw_stages(workload: Workload, plan: Plan, device: Device) -> tuple[Figure, str]:
+def _draw_stages(workload: Workload, plan: Plan, device: Device) -> Picture:
     """Draw the plan with every stage of sharding, side by side."""
     plans = {
         name if stage else "no sharding": memory_of(workload, replace(plan, sharding=Sharding(stage)))
         for name, stage in STAGES.items()
     }
-    capacity = device.memory_bytes
-    figure = draw_memory_of_plans(plans, capacity_bytes=capacity)
-    return figure, describe_memory_of_plans(plans, capacity_bytes=capacity)
+    return draw_memory_of_plans(plans, capacity_bytes=device.memory_bytes)
 
 
 def _plan(*, data: int, stage: int, recompute: str, precision: str, tensor: int, pipeline: int) -> Plan:
@@ -146,15 +143,14 @@ def sharding_panel(
     sizes = unit_sizes(model)
     sweep_of = cache(partial(sweep_units, model, sizes=sizes))
 
-    def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> tuple[Figure, str]:
+    def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> Picture:
         on = replace(machine, num_devices=gpus)
         replicas = max(1, gpus // machine.devices_per_node) if sets == NODE else 1
         sharding = replace(
             base.sharding, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas, reshard_after_forward=not keep
         )
         chosen = replace(base, data=gpus, sharding=sharding)
-        sweep, step = sweep_of(on, chosen), simulate(model, on, with_unit_layers(chosen, unit_layers))
-        return draw_sharding(sweep, step), describe_sharding(sweep, step)
+        return draw_sharding(sweep_of(on, chosen), simulate(model, on, with_unit_layers(chosen, unit_layers)))
 
     return Panel(
         draw,

@@ -15,10 +15,10 @@ import ipywidgets
 import traitlets
 from matplotlib.figure import Figure
 
-from simulator.viz.drawing.mimebundle import NAMES, title_of, with_picture
-from simulator.viz.drawing.paint import Painter
+from simulator.viz.drawing.paint import to_png
+from simulator.viz.drawing.picture import NAMES, Picture, title_of, with_picture
 
-Draw = Callable[..., tuple[Figure, str]]
+Draw = Callable[..., Picture]
 CONTROL_WIDTH = "26em"
 SCRIPTS = (NAMES, Path(__file__).with_name("panel.js"))  # one module: the second uses what the first defines
 FEW = 4  # controls that stand above a picture; more stand under it, so that a low screen shows the picture
@@ -40,7 +40,7 @@ def by_name(one_or_several: Named | Mapping[str, Named], what: str) -> dict[str,
     return dict(one_or_several)
 
 
-class Picture(anywidget.AnyWidget):
+class Shown(anywidget.AnyWidget):
     """An image with alt text, and a line of text under it that screen readers announce when it changes."""
 
     _esm = "\n".join(path.read_text("utf-8") for path in SCRIPTS)
@@ -76,7 +76,7 @@ class Redrawn(ipywidgets.VBox):
 
 
 class Panel(Redrawn):
-    """Controls over a picture: `draw` is called with the controls' values and returns a Figure and its text.
+    """Controls over a picture: `draw` is called with the controls' values and returns a Picture.
 
     A control is any ipywidgets widget that has a value; its name is the keyword that `draw` gets. A Play control
     becomes play buttons next to a slider, and the slider is the control. Set `panel.controls["name"].value` to move a
@@ -102,8 +102,7 @@ class Panel(Redrawn):
         self.figure: Figure | None = None
         self.error: Exception | None = None
         self.num_drawn = 0
-        self._painter = Painter()
-        self._picture = Picture()
+        self._picture = Shown()
         shown = [self._adopt(name, control) for name, control in controls.items()]
         row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
         parts = [row, self._picture] if shown else [self._picture]
@@ -129,7 +128,7 @@ class Panel(Redrawn):
         self.num_drawn += 1
         try:
             figure, text = self._draw(**self.values)
-            png, title, failed = self._painter.png(figure), title_of(figure), False
+            png, title, failed = to_png(figure), title_of(figure), False
             self.figure, self.error = figure, None
         except Exception as error:  # whatever it raises is shown where the picture was
             said = " ".join(str(error).split())
@@ -158,7 +157,7 @@ class Panel(Redrawn):
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and also the picture and its text for readers without a kernel."""
-        return with_picture(super()._repr_mimebundle_(), self.png, title=self._picture.title, text=self.text)
+        return with_picture(super()._repr_mimebundle_(), self.png, title=self._picture.title, words=self.text)
 
 
 def dress(name: str, control: Any) -> Any:

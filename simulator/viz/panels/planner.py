@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import ipywidgets as widgets
-from matplotlib.figure import Figure
 
 from distlab.plan import AXES, Cluster, Plan, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
@@ -20,19 +19,13 @@ from simulator.runs.failures import RATES, Failures, checkpoint_bytes
 from simulator.runs.money import Run, bill, curve
 from simulator.runs.spread import counts_of, spread
 from simulator.step.simulate import Step, simulate
-from simulator.viz.mesh.degrees import (
-    degrees_figure,
-    describe_degrees,
-    describe_impossible,
-    describe_planner,
-    impossible_figure,
-    planner_figure,
-)
+from simulator.viz.drawing.picture import Picture
+from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
 from simulator.viz.panels.memory import DEGREES, STAGES
 from simulator.viz.panels.panel import Panel, by_name
-from simulator.viz.runs.cost_curve import describe_cost_curve, draw_cost_curve
-from simulator.viz.runs.goodput import describe_goodput, draw_goodput
-from simulator.viz.runs.strategies import describe_strategy_map, draw_strategy_map
+from simulator.viz.runs.cost_curve import draw_cost_curve
+from simulator.viz.runs.goodput import draw_goodput
+from simulator.viz.runs.strategies import draw_strategy_map
 
 CLUSTERS = ("dgx-h100", "dgx-a100")
 MODELS = ("llama-3-70b", "llama-3-8b", "llama-2-7b", "gpt-3-175b")
@@ -71,12 +64,8 @@ def degrees_panel(
     model = model_by_name("llama-2-7b") if workload is None else workload
     clusters, base = _clusters(cluster, 64), OF_DEGREES if plan is None else plan
 
-    def draw(on: str = next(iter(clusters)), **values: Any) -> tuple[Figure, str]:
-        there = clusters[on].num_devices
-
-        def picture(step: Step) -> tuple[Figure, str]:
-            return degrees_figure(step, num_devices=there), describe_degrees(step, num_devices=there)
-
+    def draw(on: str = next(iter(clusters)), **values: Any) -> Picture:
+        picture = partial(draw_degrees, num_devices=clusters[on].num_devices)
         return _or_why_not(model, clusters[on], base, values, picture)
 
     return Panel(draw, **_degree_controls(base, clusters))
@@ -109,14 +98,9 @@ def planner_panel(
     workloads = dict(models) if isinstance(models, Mapping) else {name: model_by_name(name) for name in models}
     first = next(iter(clusters))
 
-    def draw(model: str, price: float, trillions: float, on: str = first, **values: Any) -> tuple[Figure, str]:
+    def draw(model: str, price: float, trillions: float, on: str = first, **values: Any) -> Picture:
         run = Run(10**trillions * 1e12, price, Failures("llama-3"))
-
-        def picture(step: Step) -> tuple[Figure, str]:
-            found = bill(step, run)
-            return planner_figure(found), describe_planner(found)
-
-        return _or_why_not(workloads[model], clusters[on], plan, values, picture)
+        return _or_why_not(workloads[model], clusters[on], plan, values, lambda step: draw_planner(bill(step, run)))
 
     return Panel(
         draw,
@@ -135,10 +119,9 @@ def cost_panel() -> Panel:
     """
     steps, _ = spread(model_by_name("llama-3-70b"), cluster_by_name(CLUSTERS[0]), OF_COST, counts_of(OF_COST))
 
-    def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> tuple[Figure, str]:
+    def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> Picture:
         fails = Failures(failures, restart_s=60 * restart_minutes)
-        found = curve([bill(step, Run(10**trillions * 1e12, price, fails)) for step in steps])
-        return draw_cost_curve(found), describe_cost_curve(found)
+        return draw_cost_curve(curve([bill(step, Run(10**trillions * 1e12, price, fails)) for step in steps]))
 
     return Panel(
         draw,
@@ -156,12 +139,9 @@ def goodput_panel() -> Panel:
     """
     log_first_s = math.log10(checkpoint_bytes(model_by_name("llama-3-405b"), Plan()) / 2e12)
 
-    def draw(
-        num_devices: int, failures: str, times_rate: float, restart_minutes: float, log_save_s: float
-    ) -> tuple[Figure, str]:
+    def draw(num_devices: int, failures: str, times_rate: float, restart_minutes: float, log_save_s: float) -> Picture:
         name: str | float = failures if times_rate == 1 else RATES[failures].per_device_hour * times_rate
-        asked = Failures(name, restart_s=60 * restart_minutes), num_devices, 10**log_save_s
-        return draw_goodput(*asked), describe_goodput(*asked)
+        return draw_goodput(Failures(name, restart_s=60 * restart_minutes), num_devices, 10**log_save_s)
 
     return Panel(
         draw,
@@ -196,8 +176,8 @@ def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = M
     def cells(wire: str, batch_size: int) -> tuple[MapCell, ...]:
         return strategy_map(models, replace(machine, inter_node=link(wire)), counts, batch_size=batch_size)
 
-    def draw(wire: str, batch_size: int) -> tuple[Figure, str]:
-        return draw_strategy_map(cells(wire, batch_size)), describe_strategy_map(cells(wire, batch_size))
+    def draw(wire: str, batch_size: int) -> Picture:
+        return draw_strategy_map(cells(wire, batch_size))
 
     return Panel(
         draw,
@@ -212,9 +192,9 @@ def _clusters(given: Cluster | Mapping[str, Cluster] | None, num_devices: int) -
 
 
 def _or_why_not(
-    workload: Workload, cluster: Cluster, base: Plan, values: dict[str, Any], draw: Callable[[Step], tuple[Figure, str]]
-) -> tuple[Figure, str]:
-    """Draw the step of a plan with what the controls say, or why it cannot run; and say the same."""
+    workload: Workload, cluster: Cluster, base: Plan, values: dict[str, Any], draw: Callable[[Step], Picture]
+) -> Picture:
+    """Draw the step of a plan with what the controls say, or why it cannot run."""
     stage = values.pop("stage")
     sharding = replace(base.sharding, stage=stage) if base.sharding.stage else Sharding(stage)
     plan = replace(base, sharding=sharding, **values)
@@ -226,8 +206,7 @@ def _or_why_not(
             )
         return draw(simulate(workload, cluster, plan))
     except ValueError as error:
-        reason = " ".join(str(error).split())
-        return impossible_figure(plan, reason), describe_impossible(plan, reason)
+        return draw_impossible(plan, " ".join(str(error).split()))
 
 
 def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
-from matplotlib.figure import Figure
 
 from distlab.plan import SCHEDULES, ActionTimes, ScheduleError, one_f_one_b, parse_schedule, validate
 from distlab.plan.require import chosen
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.mimebundle import with_picture
+from simulator.viz.drawing.paint import to_png
+from simulator.viz.drawing.picture import Picture, with_picture
 from simulator.viz.panels.panel import Redrawn, dress
-from simulator.viz.schedules.compare import describe_schedules, draw_schedules, stack, words_of
+from simulator.viz.schedules.compare import draw_schedules, say_schedules, stack, words_of
 from simulator.viz.schedules.moment import moments_of, tell_moment
 from simulator.viz.schedules.run import NAMES, ScheduleRun, play, run_schedule
 from simulator.viz.timeline.timeline_widget import Timeline
@@ -207,7 +207,7 @@ class ScheduleTimeline(Redrawn):
     @property
     def png(self) -> bytes:
         """The picture as a figure, in PNG."""
-        return self.timeline.png()
+        return to_png(self.timeline.figure)
 
     def _draw_once(self) -> None:
         try:
@@ -224,11 +224,11 @@ class ScheduleTimeline(Redrawn):
         self._times = moments_of(max((run.trace for run in runs), key=lambda trace: int(trace.end_ns.max())))
         everything = clock.value == clock.max
 
-        def picture(view: View | None) -> Figure:
+        def picture(view: View | None) -> Picture:
             return draw_schedules(runs, time_range_s=view)
 
         with self.timeline.hold_sync():
-            self.timeline.put(stack(runs), words_of(runs), describe_schedules(runs), picture)
+            self.timeline.put(stack(runs), words_of(runs), say_schedules(runs), picture)
             if not everything:
                 self._clock()
         last = len(self._times) - 1
@@ -262,7 +262,7 @@ class ScheduleTimeline(Redrawn):
         self._play.value = clock.value
         at_s = float(self._times[min(clock.value, len(self._times) - 1)]) / 1e9
         everything = clock.value == clock.max
-        text = describe_schedules(self.runs) if everything else tell_moment(self.runs, at_s)
+        text = say_schedules(self.runs) if everything else tell_moment(self.runs, at_s)
         with timeline.hold_sync():
             timeline.until_s = None if everything else at_s
             timeline.summary = text
@@ -270,7 +270,7 @@ class ScheduleTimeline(Redrawn):
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and also the figure and its text for readers without a kernel."""
         title = self.timeline.title
-        return with_picture(super()._repr_mimebundle_(), self.png, title=title, text=f"{title}. {self.text}")
+        return with_picture(super()._repr_mimebundle_(), self.png, title=title, words=f"{title}. {self.text}")
 
 
 def _grid(error: ValueError) -> tuple[str, ...]:

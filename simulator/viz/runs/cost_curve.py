@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from simulator.runs.money import Bill, Curve
 from simulator.units import counted, format_span
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import count_axis, frame, mark_ticks, new_figure, put_heading, put_title
 from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, line_look, text_on_white
 
@@ -17,7 +17,7 @@ DAYS, PRICE = LINE_COLOURS[0], LINE_COLOURS[1]
 NAMES = ("shortest", "cheapest", "sweet spot")
 
 
-def draw_cost_curve(costs: Curve) -> Figure:
+def draw_cost_curve(costs: Curve) -> Picture:
     """Draw days and price against the number of devices, with the three that stand out.
 
     Args:
@@ -34,11 +34,11 @@ def draw_cost_curve(costs: Curve) -> Figure:
     put_heading(left, "days")
     put_heading(right, price_unit(costs))
     put_title(figure, _takeaway(costs), _setting(costs))
-    return figure
+    return Picture(figure, _say(costs))
 
 
-def describe_cost_curve(costs: Curve) -> str:
-    """Say in words what `draw_cost_curve` shows."""
+def _say(costs: Curve) -> str:
+    """Say the days and the price on each number of devices in a line."""
     lines = [f"{_takeaway(costs)}. {_setting(costs)}"]
     for each in sorted(costs.bills, key=lambda bill: bill.num_devices):
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]

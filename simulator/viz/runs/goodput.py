@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
@@ -15,6 +14,7 @@ from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
 from simulator.runs.failures import Failures
 from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import counted, format_span, percent
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     GRID,
     count_axis,
@@ -36,7 +36,7 @@ POINTS, TRIALS = 60, 13
 Floats = NDArray[np.float64]
 
 
-def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: int = 0) -> Figure:
+def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: int = 0) -> Picture:
     """Draw the goodput against the interval between checkpoints, drawn and computed, and the parts against devices.
 
     Args:
@@ -55,12 +55,11 @@ def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: i
     _draw_intervals(left, good, failures.restart_s, seed)
     _draw_devices(right, failures, num_devices, save_s)
     put_title(figure, _takeaway(good), _setting(failures, num_devices, save_s))
-    return figure
+    return Picture(figure, _say(good, failures, num_devices, save_s))
 
 
-def describe_goodput(failures: Failures, num_devices: int, save_s: float) -> str:
-    """Say in words what `draw_goodput` shows."""
-    good = _with_failures(failures, num_devices, save_s)
+def _say(good: Goodput, failures: Failures, num_devices: int, save_s: float) -> str:
+    """Say the parts of the time, the best interval, and what other numbers of devices give."""
     both = (good.save_s, good.mtbf_s)
     parts = ", ".join(f"{name} {percent(getattr(good, name), 1)}" for name in PARTS if getattr(good, name) > 0)
     lines = [f"{_takeaway(good)}. {_setting(failures, num_devices, save_s)}", f"Parts of the time: {parts}."]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from matplotlib.figure import Figure
-
 from simulator.advisor.reasons import words_of
 from simulator.advisor.strategies import STRATEGIES, MapCell
 from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import FAINT, IDLE, SMALL_PT, TEXT_PT, WIDTH_IN, KindStyle, LegendBox, text_colour
 
@@ -31,7 +30,7 @@ TOP_IN, ROW_IN, LEFT_IN, RIGHT_IN, AXIS_IN = 1.05, 0.66, 1.75, 0.3, 0.75
 assert tuple(STYLES) == STRATEGIES
 
 
-def draw_strategy_map(cells: Sequence[MapCell]) -> Figure:
+def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
     """Draw a field for each model and number of devices: the strategy's letter, its degrees and its MFU.
 
     Args:
@@ -66,11 +65,11 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Figure:
     pen.legend(boxes)
     pen.flush()
     put_title(figure, _takeaway(cells), _setting(cells))
-    return figure
+    return Picture(figure, _say(cells))
 
 
-def describe_strategy_map(cells: Sequence[MapCell]) -> str:
-    """Say in words what `draw_strategy_map` shows, a line for each field."""
+def _say(cells: Sequence[MapCell]) -> str:
+    """Say each field in a line."""
     lines = [f"{_takeaway(cells)}. {_setting(cells)}"]
     for cell in cells:
         where = f"{cell.model} on {counted(cell.num_devices, 'GPU')}: "

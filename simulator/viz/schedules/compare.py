@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.boxes import View, in_view
-from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, Placement, Row, Side, shaded
+from simulator.viz.drawing.lanes import CLOSE_GAP, CLOSE_RANKS, RANK_GAP, LaneRow, Placement, Side, shaded
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.schedules.run import ScheduleRun
-from simulator.viz.timeline.draw_rows import Heading, Scene, Words, draw_scene, limit_of, styles_of
+from simulator.viz.timeline.draw_rows import Caption, Heading, Scene, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.timeline import MAX_BOXES, view_of
 
 MAX_RANKS = 64  # of each schedule
 HEADING = 1.0  # the room for a heading, in heights of a row
 
 
-def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = None) -> Figure:
+def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = None) -> Picture:
     """Draw schedules one under the other on one time axis; the title says what sets them apart.
 
     Raises:
@@ -28,10 +28,10 @@ def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = N
     scene = stack(runs)
     view = view_of(time_range_s, scene.limit_s)
     seen = [int(in_view(side.trace, view).sum()) for side in scene.sides]
-    return draw_scene(scene, words_of(runs), view, exact=sum(seen) <= MAX_BOXES)
+    return Picture(draw_scene(scene, words_of(runs), view, exact=sum(seen) <= MAX_BOXES), say_schedules(runs))
 
 
-def describe_schedules(runs: Sequence[ScheduleRun]) -> str:
+def say_schedules(runs: Sequence[ScheduleRun]) -> str:
     """Say in plain sentences what `draw_schedules` shows: one sentence per schedule, then how the two compare."""
     text = " ".join(sentence(run) for run in runs)
     if len(runs) == 2:
@@ -69,7 +69,7 @@ def count_of(peak: float) -> str:
     return f"{peak:.4g} micro-batch{'' if peak == 1 else 'es'} of activations"
 
 
-def words_of(runs: Sequence[ScheduleRun]) -> Words:
+def words_of(runs: Sequence[ScheduleRun]) -> Caption:
     """Return the takeaway, the note under it and the words at the ends."""
     first = runs[0]
     if len(runs) == 1:
@@ -79,7 +79,7 @@ def words_of(runs: Sequence[ScheduleRun]) -> Words:
         if first.ends_apart:
             title += f", and {percent(first.idle_of_span, 1)} where steps need not end together"
             ends += f", no rank works longer than {format_s(first.rank_span_s)}"
-        return Words(title, _notes(runs), ends)
+        return Caption(title, _notes(runs), ends)
     second = runs[1]
     change = second.duration_s / first.duration_s - 1
     title = f"{second.name} ends {percent(abs(change), 1)} {'earlier' if change < 0 else 'later'} than {first.name}"
@@ -89,7 +89,7 @@ def words_of(runs: Sequence[ScheduleRun]) -> Words:
     title += f"; both hold {held[0]}" if held[0] == held[1] else f"; {second.name} holds {held[1]} instead of {held[0]}"
     title += " micro-batches" if held != ["1", "1"] else " micro-batch"
     ends = f"{first.name} {format_s(first.duration_s)}, {second.name} {format_s(second.duration_s)}"
-    return Words(capitalised(title), _notes(runs), ends)
+    return Caption(capitalised(title), _notes(runs), ends)
 
 
 def stack(runs: Sequence[ScheduleRun]) -> Scene:
@@ -100,7 +100,7 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
     """
     if not runs:
         raise ValueError("there is no schedule to draw; pass at least one run")
-    rows: list[Row] = []
+    rows: list[LaneRow] = []
     headings = []
     row_of = []
     top = 0.0
@@ -114,7 +114,7 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
         place[drawn] = len(rows) + np.arange(len(drawn))
         gap = CLOSE_GAP if len(drawn) >= CLOSE_RANKS else RANK_GAP * 0.6
         for rank in drawn:
-            rows.append(Row(rank, "compute", False, top, 1.0, 1))
+            rows.append(LaneRow(rank, "compute", False, top, 1.0, 1))
             top += 1.0 + gap
         row_of.append(place[run.trace.rank])
     levels = tuple(np.zeros_like(row) for row in row_of)

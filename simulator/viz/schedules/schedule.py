@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from distlab.plan import Schedule, gpipe, interleaved, looped_bfs, naive, one_f_one_b
 from distlab.trace import Trace
 from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing.lanes import Side, stages_of_ranks
-from simulator.viz.timeline.draw_rows import Words
+from simulator.viz.drawing.picture import Picture
+from simulator.viz.timeline.draw_rows import Caption
 from simulator.viz.timeline.facts import facts_of
 from simulator.viz.timeline.timeline import draw_rows, ends_text
 
@@ -24,7 +24,7 @@ _PIPELINE_KINDS = ("F", "B", "I", "W")
 
 def draw_schedule(
     trace: Trace, predicted: Trace | None = None, *, time_range_s: tuple[float, float] | None = None
-) -> Figure:
+) -> Picture:
     """Draw the forward and backward boxes of a pipeline, with its bubble in the title.
 
     The bubble fraction is idle time over total time, from the first box to the last.
@@ -33,30 +33,23 @@ def draw_schedule(
         ValueError: a trace has no compute span of kind F, B, I or W.
     """
     work = _pipeline(trace)
-    facts = facts_of(work)
+    facts, known = facts_of(work), _textbook(work)
     sides = [Side(work.from_zero(), False)]
     ends = f"ends at {format_s(facts.duration_s)}"
+    microbatches = len(np.unique(work.microbatch[work.microbatch >= 0]))
+    bubble = percent(facts.bubble_fraction, 1)
+    said = [
+        f"Pipeline schedule of {counted(facts.num_ranks, 'rank')} and {counted(microbatches, 'micro-batch')} over "
+        f"{format_s(facts.duration_s)}. The bubble is {bubble} of the ranks' time.",
+        *([f"{known}."] if known else []),
+    ]
     if predicted is not None:
         sides.append(Side(_pipeline(predicted).from_zero(), True))
-        ends = ends_text(facts, facts_of(sides[1].trace))
-    bubble = f"The bubble leaves {percent(facts.bubble_fraction, 1)} of {facts.num_ranks} ranks' time idle"
-    words = Words(bubble, _textbook(work), ends)
-    return draw_rows(sides, words, time_range_s=time_range_s)
-
-
-def describe_schedule(trace: Trace, predicted: Trace | None = None) -> str:
-    """Say in one paragraph what `draw_schedule` shows."""
-    work = _pipeline(trace)
-    facts = facts_of(work)
-    microbatches = len(np.unique(work.microbatch[work.microbatch >= 0]))
-    text = f"Pipeline schedule of {counted(facts.num_ranks, 'rank')}"
-    text += f" and {counted(microbatches, 'micro-batch')} over {format_s(facts.duration_s)}."
-    text += f" The bubble is {percent(facts.bubble_fraction, 1)} of the ranks' time."
-    text += f" {known}." if (known := _textbook(work)) else ""
-    if predicted is not None:
-        expected = facts_of(_pipeline(predicted))
-        text += f" Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}."
-    return text
+        expected = facts_of(sides[1].trace)
+        ends = ends_text(facts, expected)
+        said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
+    words = Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
+    return Picture(draw_rows(sides, words, time_range_s=time_range_s), " ".join(said))
 
 
 def _pipeline(trace: Trace) -> Trace:

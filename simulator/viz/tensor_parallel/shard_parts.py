@@ -24,7 +24,7 @@ class SplitLike(Protocol):
         """Lengths along the dim of what is cut apart."""
 
 
-class Shards(NamedTuple):
+class CutWeight(NamedTuple):
     """One weight as the ranks hold it.
 
     Attributes:
@@ -107,7 +107,7 @@ def _part(name: str, whole: NDArray[np.float64], split: SplitLike, num_ranks: in
     return np.concatenate(pieces, axis=split.dim)
 
 
-def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> dict[str, Shards]:
+def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> dict[str, CutWeight]:
     """Put the ranks' parts together, and say whose each is.
 
     Args:
@@ -115,11 +115,11 @@ def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike
         splits: how those that are cut are cut; what is not named is whole on every rank.
 
     Raises:
-        ValueError: there is no rank, ranks hold different names, or a part has another shape than its split says.
+        ValueError: there is no rank, ranks hold different names, or a part has a different shape than its split says.
     """
     if not parts:
         raise ValueError("there is no rank; pass what every rank holds, rank 0 first")
-    found: dict[str, Shards] = {}
+    found: dict[str, CutWeight] = {}
     for rank, part in enumerate(parts):
         if set(part) != set(parts[0]):
             odd = ", ".join(sorted(set(part) ^ set(parts[0])))
@@ -129,13 +129,13 @@ def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike
         split = splits.get(name)
         if split is None:
             _require_shapes(name, arrays, arrays[0].shape)
-            found[name] = Shards(name, arrays[0], None, (), np.zeros(0, np.int64), len(parts))
+            found[name] = CutWeight(name, arrays[0], None, (), np.zeros(0, np.int64), len(parts))
         else:
             found[name] = _joined(name, arrays, split)
     return found
 
 
-def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike) -> Shards:
+def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike) -> CutWeight:
     num_ranks, dim, sections = len(arrays), split.dim, tuple(split.sections)
     widths = [-(-size // num_ranks) for size in sections]
     expected = list(arrays[0].shape)
@@ -148,7 +148,7 @@ def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike) 
         owner[size:] = -1
         owners.append(owner)
         begin += width
-    return Shards(name, np.concatenate(pieces, axis=dim), dim, sections, np.concatenate(owners), num_ranks)
+    return CutWeight(name, np.concatenate(pieces, axis=dim), dim, sections, np.concatenate(owners), num_ranks)
 
 
 def _require_shapes(name: str, arrays: Sequence[NDArray[np.float64]], expected: tuple[int, ...]) -> None:

@@ -12,14 +12,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from numpy.typing import NDArray
 
 from simulator.units import percent
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SHARED, TEXT_PT, WIDTH_IN, LegendBox
-from simulator.viz.tensor_parallel.shard_card import FUSED, STRIP_IN, Card, draw_card
-from simulator.viz.tensor_parallel.shard_parts import Shards, SplitLike, shards_of
+from simulator.viz.drawing.style import (
+    FAINT,
+    IDLE,
+    INK,
+    RANK_COLOURS,
+    SHARED,
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    LegendBox,
+    text_colour,
+)
+from simulator.viz.drawing.words import width_in
+from simulator.viz.tensor_parallel.shard_parts import CutWeight, SplitLike, shards_of
 
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3
@@ -29,13 +43,47 @@ MEANINGS = {
     "g": "g: forward an all-reduce, backward nothing",
 }
 MARK = "#1A1A1A"
+STRIP_IN, BIAS_IN = 0.4, 0.13
+FUSED = ("Q", "K", "V")
+
+
+class _WeightCard(NamedTuple):
+    """One weight as it is drawn.
+
+    Attributes:
+        shards: the weight.
+        turned: it is kept as outputs by inputs, and drawn the other way round.
+        wide, tall: inches.
+        bias: of the same layer, or None.
+    """
+
+    shards: CutWeight
+    turned: bool
+    wide: float
+    tall: float
+    bias: CutWeight | None
+
+    @property
+    def across(self) -> bool:
+        """Whether slices stand side by side: a column-parallel layer."""
+        return (self.shards.dim == 0) == self.turned
+
+    @property
+    def strip(self) -> float:
+        """Room left of the weight for the names of its rows' owners."""
+        return 0.45 if not self.across and self.shards.dim is not None else 0.0
+
+    @property
+    def extent(self) -> float:
+        """How wide the weight is with that."""
+        return self.strip + self.wide
 
 
 class _Region(NamedTuple):
     """Layers between an f and a g."""
 
     name: str
-    cards: tuple[Card, ...]
+    cards: tuple[_WeightCard, ...]
 
     @property
     def wide(self) -> float:
@@ -48,9 +96,9 @@ class _Region(NamedTuple):
         return max(card.tall + (2 * STRIP_IN + 0.4 if card.across else 0.0) for card in self.cards)
 
 
-def shards_figure(
+def draw_shards(
     parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike], *, num_heads: int | None = None
-) -> Figure:
+) -> Picture:
     """Draw the weights of a tensor-parallel model, each place in the colour of the rank that holds it.
 
     Drawn are weights of two dims that are cut, of several equal blocks those of the first.
@@ -65,8 +113,8 @@ def shards_figure(
         ValueError: as `shards_of`; more than 8 ranks; nothing is cut.
     """
     found = shards_of(parts, splits)
-    regions = _regions(found, _chosen(found))
-    lines = [_widened(line) for line in _lines(regions)]
+    names = _chosen(found)
+    lines = [_widened(line) for line in _lines(_regions(found, names))]
     height = TOP_IN + sum(HEAD_IN + max(region.tall for region in line) + 0.4 for line in lines) + FOOT_IN
     figure, pen = sheet(height)
     top = height - TOP_IN
@@ -79,14 +127,13 @@ def shards_figure(
     _draw_foot(pen, found, len(parts))
     pen.flush()
     put_title(figure, _share_that_is_cut(found, len(parts)), _whole_weights(found))
-    return figure
+    return Picture(figure, _say(found, names, len(parts)))
 
 
-def describe_shards(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> str:
-    """Say in words which rank holds which rows or columns; arguments and errors as `shards_figure`."""
-    found = shards_of(parts, splits)
-    lines = [f"{_share_that_is_cut(found, len(parts))}. {_whole_weights(found)}"]
-    for name in _chosen(found):
+def _say(found: Mapping[str, CutWeight], names: Sequence[str], num_ranks: int) -> str:
+    """Say which rank holds which rows or columns of each weight."""
+    lines = [f"{_share_that_is_cut(found, num_ranks)}. {_whole_weights(found)}"]
+    for name in names:
         one = found[name]
         turned = _turned(name)
         if one.dim is None:
@@ -106,7 +153,7 @@ def _turned(name: str) -> bool:
     return "embedding" not in name
 
 
-def _chosen(found: Mapping[str, Shards]) -> list[str]:
+def _chosen(found: Mapping[str, CutWeight]) -> list[str]:
     """Return the weights of two dims that are cut, of several equal blocks those of the first."""
     if next(iter(found.values())).num_ranks > MAX_RANKS:
         raise ValueError(f"more than {MAX_RANKS} ranks cannot be told apart by colour; draw fewer")
@@ -118,10 +165,10 @@ def _chosen(found: Mapping[str, Shards]) -> list[str]:
     return names
 
 
-def _regions(found: Mapping[str, Shards], names: Sequence[str]) -> list[_Region]:
+def _regions(found: Mapping[str, CutWeight], names: Sequence[str]) -> list[_Region]:
     """Group weights by the module above their layer, in the order of the model."""
     width = min(min(found[name].shape) for name in names)
-    groups: dict[str, list[Card]] = {}
+    groups: dict[str, list[_WeightCard]] = {}
     for name in names:
         words = name.split(".")
         one, turned = found[name], _turned(name)
@@ -129,7 +176,7 @@ def _regions(found: Mapping[str, Shards], names: Sequence[str]) -> list[_Region]
         tall, wide = (min(2.6, max(0.6, 1.4 * (size / width) ** 0.5)) for size in (rows, columns))
         wide *= 1.6 if turned and len(one.sections) == len(FUSED) else 1.0  # room to name three times the ranks
         bias = found.get(".".join([*words[:-1], "bias"]))
-        groups.setdefault(".".join(words[:-2] or words[:-1]), []).append(Card(one, turned, wide, tall, bias))
+        groups.setdefault(".".join(words[:-2] or words[:-1]), []).append(_WeightCard(one, turned, wide, tall, bias))
     return [_Region(name, tuple(cards)) for name, cards in groups.items()]
 
 
@@ -152,7 +199,7 @@ def _widened(line: Sequence[_Region]) -> list[_Region]:
     ]
 
 
-def _share_that_is_cut(found: Mapping[str, Shards], num_ranks: int) -> str:
+def _share_that_is_cut(found: Mapping[str, CutWeight], num_ranks: int) -> str:
     whole = sum(int(np.prod(one.shape)) for one in found.values())
     cut = sum(int(np.prod(one.shape)) for one in found.values() if one.dim is not None)
     held = sum(one.held for one in found.values())
@@ -161,7 +208,7 @@ def _share_that_is_cut(found: Mapping[str, Shards], num_ranks: int) -> str:
     return f"{num_ranks} ranks: {percent(cut / whole)} of {whole:,} numbers are cut, and each rank holds {held:,}"
 
 
-def _whole_weights(found: Mapping[str, Shards]) -> str:
+def _whole_weights(found: Mapping[str, CutWeight]) -> str:
     whole = [one for one in found.values() if one.dim is None]
     count = sum(one.values.size for one in whole)
     kept = f"{count:,} numbers of {len(whole)} weights are whole on every rank" if whole else "no weight is whole"
@@ -188,7 +235,7 @@ def _draw_region(
         if number:
             pen.arrow((x + 0.06, base), (x + 0.42, base), FAINT, line=2.0)
             x += 0.5
-        draw_card(pen, card, (x + card.strip, base - card.tall / 2), heads)
+        _draw_card(pen, card, (x + card.strip, base - card.tall / 2), heads)
         x += card.extent
     if closes.shards.dim is not None and not closes.across:
         _draw_mark(pen, (x + 0.32, base), marks[1])
@@ -200,7 +247,7 @@ def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
     pen.words((spot[0] - 0.01, spot[1]), letter, size=TEXT_PT, bold=True, colour="white")
 
 
-def _draw_foot(pen: Pen, found: Mapping[str, Shards], num_ranks: int) -> None:
+def _draw_foot(pen: Pen, found: Mapping[str, CutWeight], num_ranks: int) -> None:
     """Write what the marks mean, and a legend of ranks."""
     for number, mark in enumerate(MARKS):
         pen.words((LEFT_IN, 0.86 - 0.24 * number), MEANINGS[mark], side="left", colour=INK)
@@ -210,3 +257,91 @@ def _draw_foot(pen: Pen, found: Mapping[str, Shards], num_ranks: int) -> None:
     if any(one.dim is None for one in found.values()):
         boxes.append(LegendBox(SHARED, "white", "", "whole on every rank"))
     pen.legend(boxes)
+
+
+def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_heads: int | None) -> None:
+    """Draw one weight as an image, its bias under it, and the ranks of its slices along the cut."""
+    one, (x, y) = card.shards, corner
+    image = _image(one)
+    _stamp(pen, image.transpose(1, 0, 2) if card.turned else image, (x, y), card.wide, card.tall, gid=one.name)
+    pen.outline((x, y), card.wide, card.tall, FAINT, line=0.8)
+    rows, columns = one.shape[::-1] if card.turned else one.shape
+    name = one.name.split(".")[-2]
+    below = y - 0.14
+    if card.bias is not None:
+        _stamp(pen, _image(card.bias)[None], (x, y - 0.05 - BIAS_IN), card.wide, BIAS_IN, gid=card.bias.name)
+        below -= BIAS_IN + 0.05
+    label = f"{name} {rows} x {columns}"
+    size = min(SMALL_PT, SMALL_PT * (card.extent + 0.5) / max(width_in(label, SMALL_PT), 0.1))
+    pen.words((x + card.wide / 2, below), label, size=size)
+    if one.dim is not None:
+        _draw_owners(pen, card, corner, num_heads)
+
+
+def _stamp(
+    pen: Pen, image: NDArray[np.float64], corner: tuple[float, float], wide: float, tall: float, *, gid: str
+) -> None:
+    """Put an image on the sheet, whose limits it must not move."""
+    (x, y), axes = corner, pen.surface
+    assert isinstance(axes, Axes), "a sheet's pen draws on axes"
+    limits = axes.get_xlim(), axes.get_ylim()
+    axes.imshow(image, extent=(x, x + wide, y, y + tall), aspect="auto", interpolation="nearest", gid=gid, zorder=3)
+    axes.set_xlim(limits[0])
+    axes.set_ylim(limits[1])
+
+
+def _draw_owners(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_heads: int | None) -> None:
+    """Write the rank next to each slice, and its heads where they are known; a letter over each fused part."""
+    one, (x, y) = card.shards, corner
+    length, begin = len(one.owner), 0
+    for number, size in enumerate(one.sections):
+        width = -(-size // one.num_ranks)
+        for rank in range(one.num_ranks):
+            low, high = (begin + rank * width) / length, (begin + (rank + 1) * width) / length
+            if card.across:
+                spot, room = (x + low * card.wide, y + card.tall + 0.03), ((high - low) * card.wide, STRIP_IN)
+            else:
+                room = (card.strip - 0.05, (high - low) * card.tall)
+                spot = (x - room[0] - 0.03, y + card.tall * (1 - high))
+            _draw_owner(pen, spot, room, rank, _heads_of(rank, one.num_ranks, num_heads))
+        if len(one.sections) == len(FUSED):
+            middle = (begin + width * one.num_ranks / 2) / length
+            pen.words((x + middle * card.wide, y + card.tall + STRIP_IN + 0.15), FUSED[number], bold=True)
+        begin += width * one.num_ranks
+
+
+def _draw_owner(pen: Pen, corner: tuple[float, float], room: tuple[float, float], rank: int, heads: str) -> None:
+    """Draw a box in the rank's colour, with its name, and its heads in a second line."""
+    fill = RANK_COLOURS[rank]
+    pen.box(corner, *room, fill)
+    x, y = corner[0] + room[0] / 2, corner[1] + room[1] / 2
+    apart = min(0.09, 0.23 * room[1]) if heads else 0.0
+    for text, at in ((f"r{rank}", y + apart), (heads, y - apart)):
+        fits = SMALL_PT * (room[0] - 0.03) / max(width_in(text, SMALL_PT), 0.05)
+        pen.words((x, at), text, size=min(SMALL_PT, fits, 130 * apart if heads else SMALL_PT), colour=text_colour(fill))
+
+
+def _heads_of(rank: int, num_ranks: int, num_heads: int | None) -> str:
+    """Name a rank's heads: 'h0-1'; nothing where the heads are not asked for."""
+    if num_heads is None:
+        return ""
+    each = num_heads // num_ranks
+    return f"h{rank * each}" + (f"-{(rank + 1) * each - 1}" if each > 1 else "")
+
+
+def _image(one: CutWeight) -> NDArray[np.float64]:
+    """Return a colour for every number: the owner's, the stronger the larger the number."""
+    values = np.abs(one.values)
+    most = float(np.quantile(values, 0.99)) or float(values.max()) or 1.0
+    share = 0.22 + 0.78 * np.clip(values / most, 0, 1)
+    if one.dim is None:
+        colours = np.broadcast_to(np.array(to_rgb(SHARED)), (*values.shape, 3))
+    else:
+        table = np.array([*[to_rgb(RANK_COLOURS[rank]) for rank in range(one.num_ranks)], to_rgb(IDLE)])
+        shape = [1] * values.ndim + [3]
+        shape[one.dim] = len(one.owner)
+        colours = np.broadcast_to(table[one.owner].reshape(shape), (*values.shape, 3))
+        padding = [1] * values.ndim
+        padding[one.dim] = len(one.owner)
+        share = np.where((one.owner < 0).reshape(padding), 1.0, share)
+    return np.asarray(1 - share[..., None] * (1 - colours))

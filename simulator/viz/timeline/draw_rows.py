@@ -41,7 +41,7 @@ LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
 
 
 class Heading(NamedTuple):
-    """Words between rows: where their middle is, in the placement's units, and what they say."""
+    """Caption between rows: where their middle is, in the placement's units, and what they say."""
 
     at: float
     text: str
@@ -78,7 +78,7 @@ def limit_of(sides: Sequence[Side], bands: Sequence[View] = ()) -> float:
     return end_s * 1.012 if end_s else 1e-6
 
 
-class Words(NamedTuple):
+class Caption(NamedTuple):
     """What stands around the rows: the takeaway, a line of notes, the text over the lines at the ends, and their bands.
 
     `bands` are (start, end) in seconds in which the measured and the predicted end may lie. `dim` makes measured boxes
@@ -92,7 +92,7 @@ class Words(NamedTuple):
     dim: bool = False
 
 
-def draw_scene(scene: Scene, words: Words, view: View, *, exact: bool) -> Figure:
+def draw_scene(scene: Scene, words: Caption, view: View, *, exact: bool) -> Figure:
     """Draw a view of a scene with the words around it: exact boxes, or else pixel columns."""
     sides, placement, styles = scene.sides, scene.placement, scene.styles
     boxes = legend_boxes(styles, any(side.predicted for side in sides))
@@ -173,7 +173,7 @@ def _label_rows(axes: Axes, placement: Placement) -> None:
         axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=FAINT, **look)
 
 
-def _mark_ends(axes: Axes, sides: Sequence[Side], words: Words) -> None:
+def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
     """Draw a line where each trace ends (dashed for the second) in its band, and write the text over the later one."""
     low, high = axes.get_xlim()
     up = axes.get_xaxis_transform()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
-
 from simulator.units import counted, format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import put_title, spread_evenly
 from simulator.viz.drawing.style import (
     FAINT,
@@ -27,19 +26,19 @@ SECTION_STYLES: Mapping[str, KindStyle] = {
     "sync": KINDS["all_reduce"]._replace(letter="S", words="sync: bytes travel, nothing hides them"),
     "optimizer": KINDS["optimizer"],
     "other": KINDS["copy"]._replace(letter="?", words="other"),
-    "idle": KINDS["wait"]._replace(letter="i", words="idle: waits for another rank, or has nothing to do"),
+    "idle": KINDS["wait"]._replace(letter="i", words="idle: waits for a different rank, or has nothing to do"),
 }
 MAX_BARS = 16
 LEFT_IN, RIGHT_IN, TOP_IN, LOW_IN, ROW_IN = 1.15, 1.15, 1.05, 0.85, 0.46
 
 
-def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title: str | None = None) -> Figure:
+def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title: str | None = None) -> Picture:
     """Draw the sections of each rank's step as one bar, from the mean over steps.
 
     Args:
         measured: seconds by rank and section: "data", "forward", "backward", "sync", "optimizer", "other", "idle".
         predicted: the same of a prediction: the rank's own, or the only one.
-        title: replaces the takeaway.
+        title: replaces the takeaway, and begins the words.
 
     Raises:
         ValueError: no rank has any time.
@@ -62,12 +61,11 @@ def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title:
     pen.flush()
     shown = f"{len(ranks)} of {len(measured)} ranks; " if len(ranks) < len(measured) else ""
     put_title(figure, title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
-    return figure
+    return Picture(figure, (f"{title}. " if title else "") + _say(measured, predicted))
 
 
-def describe_sections(measured: Seconds, predicted: Seconds | None = None) -> str:
-    """Say in words what `draw_sections` shows; arguments and errors as there."""
-    _longest_s(measured, predicted)
+def _say(measured: Seconds, predicted: Seconds | None) -> str:
+    """Say each rank's sections in a line."""
     lines = [f"{_takeaway(measured)}."]
     for rank, row in measured.items():
         lines.append(f"Rank {rank}: {_listed(row)}.")

@@ -11,8 +11,9 @@ from distlab.trace import Trace
 from simulator.units import format_s, percent
 from simulator.viz.drawing.boxes import View, in_view
 from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
+from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
-from simulator.viz.timeline.draw_rows import Scene, Words, draw_scene, limit_of, styles_of
+from simulator.viz.timeline.draw_rows import Caption, Scene, draw_scene, limit_of, styles_of
 from simulator.viz.timeline.facts import Facts, facts_of
 from simulator.viz.timeline.overlay import Overlay
 
@@ -26,12 +27,12 @@ def draw_timeline(
     *,
     title: str | None = None,
     time_range_s: View | None = None,
-) -> Figure:
+) -> Picture:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
     Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns, and
-    a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway. Of more than
-    64 ranks (16 with a prediction) some are drawn, spread evenly.
+    a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway, and begins
+    the words. Of more than 64 ranks (16 with a prediction) some are drawn, spread evenly.
 
     Of an Overlay both traces are drawn, and the bands in which their ends lie. Its measured boxes are pale where the
     machine was not calm.
@@ -43,10 +44,11 @@ def draw_timeline(
     sides = [Side(first.from_zero(), False)]
     if second is not None:
         sides.append(Side(second.from_zero(), True))
-    return draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s)
+    figure = draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s)
+    return Picture(figure, (f"{title}. " if title else "") + say_timeline(measured, predicted))
 
 
-def draw_rows(sides: Sequence[Side], words: Words, *, time_range_s: View | None = None) -> Figure:
+def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | None = None) -> Figure:
     """Draw the rows of one or two traces that start at zero, with the words around them.
 
     Raises:
@@ -68,19 +70,19 @@ def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace
     return (measured.measured, measured.predicted) if isinstance(measured, Overlay) else (measured, predicted)
 
 
-def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Words:
+def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Caption:
     """Return title and texts around the rows: an overlay's verdict, or how far apart two traces end."""
     if isinstance(measured, Overlay):
         dim = bool(measured.trouble)
-        return Words(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
+        return Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
     facts, expected = facts_of(measured), None if predicted is None else facts_of(predicted)
-    return Words(title or takeaway(facts, expected), "", ends_text(facts, expected))
+    return Caption(title or takeaway(facts, expected), "", ends_text(facts, expected))
 
 
-def describe_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> str:
+def say_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> str:
     """Say in one paragraph what `draw_timeline` shows: the picture's text for readers who cannot see it."""
     if isinstance(measured, Overlay):
-        return f"{describe_timeline(measured.measured)} {measured}"
+        return f"{say_timeline(measured.measured)} {measured}"
     facts = facts_of(measured)
     ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
     text = f"Timeline of {ranks} over {format_s(facts.duration_s)}, {len(measured):,} spans."

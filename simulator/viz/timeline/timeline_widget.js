@@ -251,7 +251,7 @@ class Timeline {
     this.drawn = { view, packed: this.packed };
   }
 
-  // Draws again where letters have another colour now than when they were drawn.
+  // Draws again where letters have a different colour now than when they were drawn.
   recolour() {
     if (this.ink && this.figure.isConnected && getComputedStyle(this.figure).color !== this.ink) this.schedule();
   }

@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.boxes import View
-from simulator.viz.drawing.mimebundle import NAMES, with_picture
-from simulator.viz.drawing.plot import to_png
-from simulator.viz.timeline.draw_rows import Scene, Words
+from simulator.viz.drawing.paint import to_png
+from simulator.viz.drawing.picture import NAMES, Picture, with_picture
+from simulator.viz.timeline.draw_rows import Caption, Scene
 from simulator.viz.timeline.overlay import Overlay
 from simulator.viz.timeline.packet import kinds_of, make_scene, note_of, pack
-from simulator.viz.timeline.timeline import describe_timeline, draw_timeline, traces_of, words_of
+from simulator.viz.timeline.timeline import draw_timeline, say_timeline, traces_of, words_of
 
 HERE = Path(__file__)  # one module of three: each uses what those before it define
 SCRIPTS = (NAMES, HERE.with_name("timeline_draw.js"), HERE.with_name("timeline_widget.js"))
@@ -96,14 +96,14 @@ class Timeline(anywidget.AnyWidget):
         words = words_of(first, second, title=title)
         scene = make_scene(*traces_of(first, second), words.bands)
         words = words._replace(note="; ".join(filter(None, [words.note, note_of(scene)])))
-        summary = describe_timeline(first, second)
+        summary = say_timeline(first, second)
 
-        def picture(view: View | None) -> Figure:
+        def picture(view: View | None) -> Picture:
             return draw_timeline(first, second, title=title or None, time_range_s=view)
 
         self.put(scene, words, summary, picture)
 
-    def put(self, scene: Scene, words: Words, summary: str, picture: Callable[[View | None], Figure]) -> None:
+    def put(self, scene: Scene, words: Caption, summary: str, picture: Callable[[View | None], Picture]) -> None:
         """Show a scene that is made already, as far as both of its traces can be read.
 
         `picture` draws a view of it for readers without a kernel.
@@ -156,12 +156,13 @@ class Timeline(anywidget.AnyWidget):
         with self.hold_sync():
             self.packed, self.packet = packed, packet
 
-    def png(self) -> bytes:
-        """Draw the view as a figure, for readers without a kernel."""
+    @property
+    def figure(self) -> Figure:
+        """The view as a figure, drawn anew, for readers without a kernel."""
         whole = self._scene is None or self.view == (0.0, self._scene.limit_s)
-        return to_png(self._picture(None if whole else self.view))
+        return self._picture(None if whole else self.view).figure
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and also the figure and its text for readers without a kernel."""
-        text = f"{self.title}. {self.summary}"
-        return with_picture(super()._repr_mimebundle_(), self.png(), title=self.title, text=text)
+        words = f"{self.title}. {self.summary}"
+        return with_picture(super()._repr_mimebundle_(), to_png(self.figure), title=self.title, words=words)

@@ -1,4 +1,4 @@
-"""What a reader sees of a picture's texts: which lie on each other, are cut, are too small or too pale.
+"""What a reader sees of a picture: its texts and shapes, and which texts lie on each other, are cut, small or pale.
 
 Every text is noted at the moment at which it would be drawn, whatever artist draws it.
 """
@@ -15,9 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from simulator.viz import to_png
+from simulator.viz.drawing.style import LEAST_PT
+from simulator.viz.drawing.words import Words
 
-Theme = Callable[[np.ndarray], np.ndarray]
 TOUCH_PX = 1.5  # two texts may touch by this much: the edges of letters are blurred
 LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3
 COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
@@ -26,6 +26,18 @@ COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
 def with_gid(figure, gid):
     """Return what a figure's axes have of this name."""
     return [artist for axes in figure.axes for artist in axes.get_children() if artist.get_gid() == gid]
+
+
+def shapes(figure, gid):
+    """Return how many shapes the collections of this name have."""
+    return sum(len(artist.get_paths()) for artist in with_gid(figure, gid))
+
+
+def words(figure):
+    """Return every text of a figure: its own, those of its axes, and those of its pens and its legend."""
+    own = [text.get_text() for holder in (figure, *figure.axes) for text in holder.texts]
+    artists = [artist for holder in (*figure.axes, figure) for artist in holder.get_children()]
+    return own + [word.text for artist in artists if isinstance(artist, Words) for word in artist.words]
 
 
 class Written(NamedTuple):
@@ -53,8 +65,15 @@ class Look(NamedTuple):
     pixels: np.ndarray
 
 
-def look_at(figure: Figure, render: Callable[[Figure], bytes] = to_png, theme: Theme = lambda colour: colour) -> Look:
-    """Let `render` make the PNG, and note its texts in place of drawing them; `theme` changes colours [..., 3]."""
+def plain(figure: Figure, **options: float) -> bytes:
+    """Return the figure as PNG, as matplotlib alone makes it."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", **options)
+    return out.getvalue()
+
+
+def look_at(figure: Figure, render: Callable[[Figure], bytes] = plain) -> Look:
+    """Let `render` make the PNG, and note its texts in place of drawing them."""
     written: list[Written] = []
 
     def note(renderer, gc, x, y, s, prop, angle, ismath=False, mtext=None):
@@ -68,8 +87,7 @@ def look_at(figure: Figure, render: Callable[[Figure], bytes] = to_png, theme: T
         clip = gc.get_clip_rectangle()
         bounds = clip and (clip.x0, renderer.height - clip.y1, clip.x1, renderer.height - clip.y0)
         sides = *corners.min(axis=0).tolist(), *corners.max(axis=0).tolist()
-        colour = theme(np.array(gc.get_rgb()[:3]))
-        written.append(Written(s, prop.get_size_in_points(), colour, *sides, bounds))
+        written.append(Written(s, prop.get_size_in_points(), np.array(gc.get_rgb()[:3]), *sides, bounds))
 
     def clear(renderer):
         """Begin again: what was drawn to lay the figure out is not what is seen."""
@@ -77,12 +95,18 @@ def look_at(figure: Figure, render: Callable[[Figure], bytes] = to_png, theme: T
         written.clear()
 
     cleared = RendererAgg.clear
-    FigureCanvasAgg(figure)  # in place of a panel's own, which stamps the texts that it drew before
+    FigureCanvasAgg(figure)  # in place of one that stamps the texts that it drew before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RendererAgg, "draw_text", note)
         patch.setattr(RendererAgg, "clear", clear)
         png = render(figure)
     return Look(written, np.asarray(Image.open(io.BytesIO(png)).convert("RGB")) / 255)
+
+
+def faults(figure: Figure, render: Callable[[Figure], bytes] = plain) -> list[str]:
+    """Return what cannot be read in a picture."""
+    look = look_at(figure, render)
+    return [*clashes(look), *pale_texts(look), *small_texts(look)]
 
 
 def clashes(look: Look) -> list[str]:
@@ -124,6 +148,6 @@ def _luminance(colour: np.ndarray) -> np.ndarray:
     return linear @ np.array([0.2126, 0.7152, 0.0722])
 
 
-def small_texts(look: Look, least_pt: float) -> list[str]:
-    """Return the texts whose letters are smaller than so many points."""
-    return [f"{one.text!r} has {one.size_pt:.1f} points" for one in look.written if one.size_pt < least_pt - 0.05]
+def small_texts(look: Look) -> list[str]:
+    """Return the texts whose letters are too small on a usual page."""
+    return [f"{one.text!r} has {one.size_pt:.1f} points" for one in look.written if one.size_pt < LEAST_PT - 0.05]

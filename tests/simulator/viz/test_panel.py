@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from viz_traces import data_parallel
 
 from distlab.faces import public_names
-from simulator.viz import Panel, describe_timeline, draw_timeline
+from simulator.viz import Panel, Picture, draw_timeline
 from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import DPI
 
@@ -23,15 +23,14 @@ def counted(calls):
     def draw(**values):
         calls.append(values)
         words = ", ".join(f"{name} {value}" for name, value in values.items())
-        return picture(words), f"It shows {words}."
+        return Picture(picture(words), f"It shows {words}.")
 
     return draw
 
 
 def test_a_control_set_in_code_redraws_before_the_assignment_returns():
     def draw(ranks):
-        trace = data_parallel(ranks)
-        return draw_timeline(trace), describe_timeline(trace)
+        return draw_timeline(data_parallel(ranks))
 
     panel = Panel(draw, ranks=ipywidgets.IntSlider(2, min=1, max=4))
     before, figure = panel.png, panel.figure
@@ -61,7 +60,7 @@ def test_moves_while_a_picture_is_drawn_give_one_more_picture_of_the_newest():
         if size == 1:
             for value in (2, 3, 4):
                 panel.controls["size"].value = value
-        return picture(f"{size}"), f"size {size}"
+        return Picture(picture(f"{size}"), f"size {size}")
 
     panel = Panel(draw, size=ipywidgets.IntSlider(0, min=0, max=9))
     panel.controls["size"].value = 1
@@ -73,7 +72,7 @@ def test_an_error_is_one_line_and_the_next_value_draws_again():
     def draw(ranks):
         if ranks == 3:
             raise ValueError("12 layers cannot fill 3 stages;\n  use 2 or 4")
-        return picture(f"{ranks} ranks"), f"{ranks} ranks"
+        return Picture(picture(f"{ranks} ranks"), f"{ranks} ranks")
 
     panel = Panel(draw, ranks=ipywidgets.IntSlider(2, min=1, max=4))
     panel.controls["ranks"].value = 3
@@ -129,7 +128,7 @@ def test_a_control_without_a_value_is_refused_by_name(control):
 
 
 def test_a_panel_without_controls_is_a_picture():
-    assert Panel(lambda: (picture("one"), "just one")).text == "just one"
+    assert Panel(lambda: Picture(picture("one"), "just one")).text == "just one"
 
 
 def test_the_face_has_every_name_that_it_promises():

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from picture_facts import clashes, look_at
 from viz_traces import data_parallel, ring
 
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
@@ -114,6 +115,7 @@ def test_a_panel_follows_every_control(name):
         assert panel.error is None or (words and words in str(panel.error)), (name, value)
         assert ((panel.png, panel.text) != before) == differs, (name, value)
         assert (words.strip("~") in panel.text) != words.startswith("~"), (name, value, panel.text)
+        assert panel.error or not clashes(look_at(panel.figure)), (name, value)
 
 
 def test_panels_begin_where_their_inputs_say():

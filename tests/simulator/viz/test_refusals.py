@@ -7,9 +7,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from test_race_picture import PLAIN
-from test_shards_picture import SPLITS, split, weights
-from viz_traces import data_parallel, grid, ring
+from test_numbers import PLAIN
+from viz_traces import SPLITS, data_parallel, grid, ring, split, weights
 
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
@@ -24,7 +23,7 @@ from simulator import (  # noqa: E402
     viz as v,  # noqa: E402
 )
 from simulator.viz.collectives.ring_record import ring_steps  # noqa: E402
-from simulator.viz.expert_parallel.routes import routes_of  # noqa: E402
+from simulator.viz.expert_parallel.routing import routes_of  # noqa: E402
 
 WORKLOAD = gpt_workload(hidden_size=64, num_layers=2, num_heads=4, sequence_length=32, vocab_size=100)
 MEMORY, CUBE = memory_of(WORKLOAD, Plan()), Mesh({"pipeline": 2, "data": 2, "tensor": 2})
@@ -45,12 +44,11 @@ REFUSED = [
     says("0 bytes", v.draw_link_times, 0, WIRES),
     says("nan bytes", v.draw_link_times, math.nan, WIRES),
     says("wet-string", v.draw_link_times, 1e6, ["wet-string"]),
-    says("compute_s is 0", v.describe_link_times, 1e6, WIRES, compute_s=0),
+    says("compute_s is 0", v.draw_link_times, 1e6, WIRES, compute_s=0),
     *(says("profile at least one step", v.draw_sections, wrong) for wrong in ({}, {0: {"forward": 0.0}})),
-    *(says("9 ranks; pass 1 to 8", draw, 9) for draw in (v.context_figure, v.describe_context)),
-    *(says("order is 'random'; choose one of zigzag, straight", draw, 2, "random")
-      for draw in (v.context_figure, v.describe_context)),
-    says("there is no order", v.placement_figure, []),
+    says("9 ranks; pass 1 to 8", v.draw_context, 9),
+    says("order is 'random'; choose one of zigzag, straight", v.draw_context, 2, "random"),
+    says("there is no order", v.draw_placement, []),
     says("at least one", v.draw_fit, [], [], 1e-6, 1e9),
     says("1 sizes and 2 times", v.draw_fit, [1.0], [1.0, 2.0], 1e-6, 1e9),
     says("not a positive number", v.draw_fit, [1.0, 0.0], [1.0, 1.0], 1e-6, 1e9),
@@ -63,9 +61,9 @@ REFUSED = [
     says("above zero", v.draw_memory_of_plans, {"one": MEMORY}, capacity_bytes=-1),
     says("at least one Memory", v.draw_memory_of_plans, {}),
     says("measured has", v.draw_measured_memory, (TIMES, ROWS), (TIMES[1:], ROWS)),
-    *(says("more than 256 ranks to draw", draw, Mesh({"data": 257})) for draw in (v.mesh_figure, v.describe_mesh)),
-    *(says("rank 8 is outside the mesh", draw, CUBE, rank=8) for draw in (v.mesh_figure, v.describe_mesh)),
-    *(says("devices_per_node is 0", draw, CUBE, devices_per_node=0) for draw in (v.mesh_figure, v.describe_mesh)),
+    says("more than 256 ranks to draw", v.draw_mesh, Mesh({"data": 257})),
+    says("rank 8 is outside the mesh", v.draw_mesh, CUBE, rank=8),
+    says("devices_per_node is 0", v.draw_mesh, CUBE, devices_per_node=0),
     says("no call", v.draw_message_diagram, []),
     says("no field to draw", v.draw_strategy_map, ()),
     says("llama-2-8b", strategy_map, ("llama-2-8b",), cluster("dgx-h100"), (8,), batch_size=64),
@@ -85,27 +83,26 @@ REFUSED = [
     says("not one ring", ring_steps, ring(3).select(ring(3).rank != 2)),
     says("one call only", ring_steps, ring(4, num_steps=5)),
     says("different numbers", ring_steps, ring(3).select(np.arange(len(ring(3))) > 1)),
-    says("3 experts on 2 ranks", v.routing_figure, [[[0]], [[1]]], num_experts=3),
-    says("3 experts on 0 ranks", v.routing_figure, [], num_experts=3),
-    says("rank 1: experts has shape [1, 2]", v.routing_figure, [[[0]], [[1, 0]]], num_experts=2),
-    says("experts are 0 to 4; expected 0 to 3", v.routing_figure, [[[0], [4]]], num_experts=4),
-    says("capacity is -1", v.routing_figure, [[[0]]], num_experts=2, capacity=-1),
-    says("49 tokens, 2 experts and 1 ranks cannot be drawn apart", v.routing_figure, [[[0]] * 49], num_experts=2),
+    says("3 experts on 2 ranks", v.draw_routing, [[[0]], [[1]]], num_experts=3),
+    says("3 experts on 0 ranks", v.draw_routing, [], num_experts=3),
+    says("rank 1: experts has shape [1, 2]", v.draw_routing, [[[0]], [[1, 0]]], num_experts=2),
+    says("experts are 0 to 4; expected 0 to 3", v.draw_routing, [[[0], [4]]], num_experts=4),
+    says("capacity is -1", v.draw_routing, [[[0]]], num_experts=2, capacity=-1),
+    says("49 tokens, 2 experts and 1 ranks cannot be drawn apart", v.draw_routing, [[[0]] * 49], num_experts=2),
     says("kept has other shapes", routes_of, [np.array([[0]])], num_experts=2, kept=[np.array([True])]),
-    *(says("nothing fails", draw, Failures("none"), 64, 30.0) for draw in (v.draw_goodput, v.describe_goodput)),
+    says("nothing fails", v.draw_goodput, Failures("none"), 64, 30.0),
     says("no compute span of kind F, B, I or W", v.draw_schedule, Trace.from_spans([SEND])),
     says("there is no schedule to draw", v.draw_schedules, []),
-    *(says("there is no rank", draw, [], SPLITS) for draw in (v.shards_figure, v.describe_shards)),
-    *(says("rank 1: holds other weights than rank 0: blocks.0.attention.output", draw, [weights(), {}], SPLITS)
-      for draw in (v.shards_figure, v.describe_shards)),
-    says("rank 0: token_embedding.weight has shape [11, 4]; expected [6, 4]: pass each", v.shards_figure,
+    says("there is no rank", v.draw_shards, [], SPLITS),
+    says("rank 1: holds other weights than rank 0: blocks.0.attention.output", v.draw_shards, [weights(), {}], SPLITS),
+    says("rank 0: token_embedding.weight has shape [11, 4]; expected [6, 4]: pass each", v.draw_shards,
      [weights(), weights()], SPLITS),
-    says("more than 8 ranks cannot be told apart", v.shards_figure, v.cut_weights(weights(), SPLITS, 16), SPLITS),
-    says("no weight of two dims is cut", v.shards_figure, [weights()], {}),
+    says("more than 8 ranks cannot be told apart", v.draw_shards, v.cut_weights(weights(), SPLITS, 16), SPLITS),
+    says("no weight of two dims is cut", v.draw_shards, [weights()], {}),
     says("sections (3,) sum to 3; expected the 11 of dim 0", v.cut_weights, weights(),
      {"token_embedding.weight": split(0, 3)}, 2),
-    *(says("no spans; record or simulate", draw, EMPTY) for draw in (v.draw_timeline, v.describe_timeline)),
-    *(says("no spans", draw, data_parallel(1), EMPTY) for draw in (v.draw_timeline, v.describe_timeline)),
+    says("no spans; record or simulate", v.draw_timeline, EMPTY),
+    says("no spans", v.draw_timeline, data_parallel(1), EMPTY),
     says("start before end", v.draw_timeline, data_parallel(2), time_range_s=(2.0, 1.0)),
     says("Timeline got no trace; pass Timeline(measured)", v.Timeline),
     says("the trace has no spans", v.Timeline, EMPTY),

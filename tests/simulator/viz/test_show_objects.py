@@ -7,14 +7,13 @@ import base64
 import io
 import subprocess
 import sys
-import time
 
 import pytest
 from PIL import Image
 from viz_traces import data_parallel
 
 import simulator.viz  # noqa: F401  (the import gives the classes their pictures)
-from distlab.plan import Mesh, Plan, gpipe, one_f_one_b, parse_schedule
+from distlab.plan import Mesh, Plan, one_f_one_b, parse_schedule
 from distlab.trace import Trace
 from simulator import cluster, memory_of, model_by_name, simulate
 
@@ -61,21 +60,6 @@ def test_what_cannot_be_drawn_shows_its_own_text(item):
     data, metadata = item._repr_mimebundle_()
     assert data == {"text/plain": repr(item)}
     assert metadata == {}
-
-
-def test_a_large_schedule_is_drawn_in_lines_of_one_screen():
-    text, _, picture = shown(gpipe(64, 1024))
-    assert "64 ranks and 1,024 micro-batches" in text
-    assert picture.height < 1000
-
-
-@pytest.mark.soak
-def test_a_large_schedule_is_drawn_in_a_moment():
-    schedule = gpipe(64, 1024)
-    schedule._repr_mimebundle_()
-    begin = time.process_time()
-    schedule._repr_mimebundle_()
-    assert time.process_time() - begin < 3.0
 
 
 def test_a_kernel_shows_the_picture_with_its_alt_text_and_terminal_text_stays():

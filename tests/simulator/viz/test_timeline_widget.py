@@ -8,7 +8,7 @@ import traitlets
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
-from simulator.viz import Timeline, describe_timeline
+from simulator.viz import Timeline, draw_timeline, to_png
 from simulator.viz.timeline.packet import FIELDS, MAX_LINES
 from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS
 from simulator.viz.timeline.timeline_widget import SHORTEST_VIEW_S
@@ -88,7 +88,7 @@ def test_one_trace_alone_is_drawn_in_full_colour_whichever_it_is():
     first, second = Timeline(trace), Timeline(predicted=trace)
     assert first.packet == second.packet
     assert not any(row["predicted"] for row in second.rows)
-    assert first.summary == second.summary == describe_timeline(trace)
+    assert first.summary == second.summary == draw_timeline(trace).words
 
 
 def test_many_spans_become_columns_that_keep_each_kinds_time():
@@ -182,10 +182,10 @@ def test_a_reader_without_a_kernel_gets_the_figure_its_text_and_alt_text():
     assert "application/vnd.jupyter.widget-view+json" in data
     whole = base64.b64decode(data["image/png"])
     assert whole.startswith(b"\x89PNG")
-    assert data["text/plain"] == f"Two ranks. {describe_timeline(data_parallel(2))}"
+    assert data["text/plain"] == f"Two ranks. {draw_timeline(data_parallel(2)).words}"
     assert metadata["image/png"]["alt"] == "Two ranks"
     widget.view = (0.05, 0.06)
-    assert widget.png() != whole
+    assert to_png(widget.figure) != whole
 
 
 def test_an_instant_and_a_span_without_length_have_a_view():

@@ -1,4 +1,6 @@
-"""Traces that break symmetry: jitter, late starts, overlapping buckets, a ring with uneven chunks."""
+"""What pictures are drawn of: traces that break symmetry, recorded calls, weights, and choices of experts."""
+
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -70,4 +72,100 @@ def ring(num_ranks=4, sizes=None, num_steps=None, whole=False, pieces=1):
                 )
                 spans.append(Span(*taken))
         now += 2 * MS
+    return Trace.from_spans(spans)
+
+
+def call(rank, op, peer, times, **other):
+    start, wait, end = times
+    usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if end else "waiting", "channel": 7}
+    fields = {"rank": rank, "op": op, "peer": peer, "start_ns": start, "wait_ns": wait, "end_ns": end}
+    return SimpleNamespace(**(usual | fields | other))
+
+
+def ping(delay=1):
+    """Rank 0 sends and waits for the answer; rank 1 receives and answers."""
+    at = [0, 10 * delay, 11 * delay, 12 * delay, 30 * delay, 31 * delay, 45 * delay]
+    return [
+        call(0, "send", 1, (at[0], at[0], at[2]), channel=1),
+        call(1, "recv", 0, (at[1], at[1], at[3]), channel=1),
+        call(1, "send", 0, (at[4], at[4], at[6]), channel=2),
+        call(0, "recv", 1, (at[3], at[3], at[5]), channel=2),
+    ]
+
+
+def split(dim, *sections):
+    return SimpleNamespace(dim=dim, sections=sections)
+
+
+SPLITS = {
+    "token_embedding.weight": split(0, 11),
+    "blocks.0.attention.query_key_value.weight": split(0, 4, 4, 4),
+    "blocks.0.attention.query_key_value.bias": split(0, 4, 4, 4),
+    "blocks.0.attention.output.weight": split(1, 4),
+    "blocks.0.feed_forward.widen.weight": split(0, 16),
+    "blocks.0.feed_forward.output.weight": split(1, 16),
+    "blocks.1.feed_forward.output.weight": split(1, 16),
+}
+
+
+def weights():
+    generator = np.random.default_rng(1)
+    shapes_of = {
+        "token_embedding.weight": (11, 4),
+        "blocks.0.norm.weight": (4,),
+        "blocks.0.attention.query_key_value.weight": (12, 4),
+        "blocks.0.attention.query_key_value.bias": (12,),
+        "blocks.0.attention.output.weight": (4, 4),
+        "blocks.0.attention.output.bias": (4,),
+        "blocks.0.feed_forward.widen.weight": (16, 4),
+        "blocks.0.feed_forward.output.weight": (4, 16),
+        "blocks.1.feed_forward.output.weight": (4, 16),
+    }
+    return {name: generator.normal(size=shape) for name, shape in shapes_of.items()}
+
+
+def by_hand(rank=0, late=0):
+    """One rank: forward 10 ms, backward 40, two all-reduces of 15: from 30 (hidden) and from 45 (5 hidden, 10 not)."""
+    spans = [
+        Span(rank, "compute", "forward", "F", 0, 10 * MS),
+        Span(rank, "compute", "backward", "B", 10 * MS, 50 * MS),
+        Span(rank, "communication", "all_reduce bucket 0", "all_reduce", (30 + late) * MS, 45 * MS, 100),
+        Span(rank, "communication", "all_reduce bucket 1", "all_reduce", (46 + late) * MS, 61 * MS, 300),
+        Span(rank, "compute", "synchronize", "wait", 50 * MS, 61 * MS),
+        Span(rank, "compute", "optimizer", "optimizer", 61 * MS, 70 * MS),
+    ]
+    return Trace.from_spans(spans)
+
+
+def accumulated():
+    """One rank, two micro-batches: forward 10 ms, backward 20, again, one all-reduce halfway the second backward."""
+    spans = [
+        Span(0, "compute", "forward", "F", 0, 10 * MS, 0, 0, 0),
+        Span(0, "compute", "backward", "B", 10 * MS, 30 * MS, 0, 0, 0),
+        Span(0, "compute", "forward", "F", 30 * MS, 40 * MS, 0, 0, 1),
+        Span(0, "compute", "backward", "B", 40 * MS, 60 * MS, 0, 0, 1),
+        Span(0, "communication", "all_reduce bucket 0", "all_reduce", 50 * MS, 55 * MS, 100),
+        Span(0, "communication", "all_reduce bucket 1", "all_reduce", 60 * MS, 65 * MS, 100),
+        Span(0, "compute", "synchronize", "wait", 60 * MS, 65 * MS),
+        Span(0, "compute", "optimizer", "optimizer", 65 * MS, 70 * MS),
+    ]
+    return Trace.from_spans(spans)
+
+
+def choices(num_ranks=3, tokens=7, top_k=2):
+    generator = np.random.default_rng(3)
+    liked = np.linspace(1.5, 0, 6)
+    return [np.argsort(-(liked + generator.gumbel(size=(tokens, 6))), axis=1)[:, :top_k] for _ in range(num_ranks)]
+
+
+def two_stages():
+    """Two stages, two micro-batches, 1F1B: 90 ms of which each rank works 60."""
+    rows = [(0, "F", 0, 0), (0, "F", 1, 10), (0, "B", 0, 40), (0, "B", 1, 70)]
+    rows += [(1, "F", 0, 10), (1, "B", 0, 20), (1, "F", 1, 40), (1, "B", 1, 50)]
+    spans = [
+        Span(rank, "compute", f"{rank}{kind}{m}", kind, at * MS, (at + 10 + 10 * (kind == "B")) * MS, 0, rank, m)
+        for rank, kind, m, at in rows
+    ]
+    spans.append(Span(0, "compute", "optimizer", "optimizer", 90 * MS, 99 * MS))
+    spans.append(Span(0, "send forward", "0SEND_F0", "send", 10 * MS, 11 * MS, 64, 0, 0))
     return Trace.from_spans(spans)

@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pen_facts import shapes, words
-from viz_traces import ring
+from viz_traces import call, ping, ring
 
 from distlab.comm import RankError, Ranks
-from simulator.viz import describe_message_diagram, describe_ring_frame, draw_message_diagram, draw_ring_frame, to_png
+from simulator.viz import draw_message_diagram, draw_ring_frame
 from simulator.viz.collectives.message_record import cycle_of, read_diagram
 from simulator.viz.collectives.ring_frame import provenance
 from simulator.viz.collectives.ring_record import chunk_name, messages_of, ring_steps, step_verb
@@ -52,12 +51,7 @@ def test_calls_of_a_recorder_and_its_trace_give_the_same_text():
         for span in trace
     ]
     assert messages_of(calls) == messages_of(trace)
-    assert describe_ring_frame(calls, 2) == describe_ring_frame(trace, 2)
-
-
-def test_a_ring_of_whole_tensors_is_named():
-    text = describe_ring_frame(ring(4, whole=True))
-    assert "Not a ring's chunks: rank 2 receives 4 MB in step 1 and sends 16 MB in step 2" in text
+    assert draw_ring_frame(calls, 2).words == draw_ring_frame(trace, 2).words
 
 
 def test_half_a_ring():
@@ -102,57 +96,12 @@ def test_a_chunk_collects_the_ranks_it_passed():
     assert np.flatnonzero(parts[2][3, 0]).tolist() == [3]
 
 
-def test_a_frame_has_an_arrow_a_rank_and_frames_what_arrived():
-    start, second, last = (draw_ring_frame(ring(4), step) for step in (0, 2, 6))
-    assert [shapes(figure, "arrows") for figure in (start, second, last)] == [0, 4, 4]
-    assert [shapes(figure, "outlines") for figure in (start, second, last)] == [0, 4, 4]
-    assert words(start).count("sum") == 0
-    assert words(last).count("sum") == 16 + 4  # every chunk, and what the arrows bring
-    title = "Step 2 of 6: every rank sends 4 MB, and its neighbour adds its own part"
-    assert second.texts[0].get_text() == title
-    assert "Sent so far: 8 MB of 24 MB per rank" in second.texts[1].get_text()
-    assert "finished sums" in last.texts[0].get_text()
-    assert to_png(second) != to_png(last)
-
-
-def test_text_says_whose_parts_travel():
-    text = describe_ring_frame(ring(3), 2)
-    assert "rank 1 sends A (parts 0+1) to 2" in text
-    assert "rank 1 sends B (the whole sum) to 2" in describe_ring_frame(ring(3), 4)
-    assert describe_ring_frame(ring(3)).startswith("Before the first step: each of 3 ranks holds its own tensor")
-    assert "Not a ring's chunks" in describe_ring_frame(ring(4, whole=True), 1)
-
-
-def call(rank, op, peer, times, **other):
-    start, wait, end = times
-    usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if end else "waiting", "channel": 7}
-    fields = {"rank": rank, "op": op, "peer": peer, "start_ns": start, "wait_ns": wait, "end_ns": end}
-    return SimpleNamespace(**(usual | fields | other))
-
-
-def ping(delay=1):
-    """Rank 0 sends and waits for the answer; rank 1 receives and answers."""
-    at = [0, 10 * delay, 11 * delay, 12 * delay, 30 * delay, 31 * delay, 45 * delay]
-    return [
-        call(0, "send", 1, (at[0], at[0], at[2]), channel=1),
-        call(1, "recv", 0, (at[1], at[1], at[3]), channel=1),
-        call(1, "send", 0, (at[4], at[4], at[6]), channel=2),
-        call(0, "recv", 1, (at[3], at[3], at[5]), channel=2),
-    ]
-
-
-def arrows(figure):
-    return [p for p in figure.axes[0].patches if type(p).__name__ == "FancyArrowPatch"]
-
-
 def test_steps_of_cause_and_effect_do_not_depend_on_speed():
     slow, fast = read_diagram(ping(1000)), read_diagram(ping(1))
     assert slow.events == fast.events
     assert slow.pairs == fast.pairs == ((0, 1), (3, 2))
     for send, receive in fast.pairs:
         assert fast.events[receive].end_x > fast.events[send].start_x
-    text = describe_message_diagram(ping(3))
-    assert text == "2 messages of 16 B together between 2 ranks.\nrank 0 -> rank 1: 8 B\nrank 1 -> rank 0: 8 B"
 
 
 def test_tags_cross():
@@ -164,7 +113,6 @@ def test_tags_cross():
     ]
     diagram = read_diagram(calls)
     assert diagram.pairs == ((0, 3), (1, 2))
-    assert len(arrows(draw_message_diagram(calls))) == 2
 
 
 def test_a_ring_of_receives_is_a_deadlock():
@@ -174,11 +122,6 @@ def test_a_ring_of_receives_is_a_deadlock():
     diagram = read_diagram(calls)
     assert diagram.waits_for == {0: (2,), 1: (0,), 2: (1,)}
     assert cycle_of(diagram.waits_for) == (0, 2, 1)
-    figure = draw_message_diagram(calls)
-    assert figure.texts[0].get_text() == "Deadlock: rank 0 waits for 2, 2 waits for 1, 1 waits for 0"
-    words = [text.get_text().strip() for text in figure.axes[0].texts]
-    assert words == ["recv: waits for rank 2", "recv: waits for rank 0", "recv: waits for rank 1"]
-    assert not arrows(figure)
 
 
 def test_a_collective_that_one_rank_does_not_join():
@@ -186,7 +129,6 @@ def test_a_collective_that_one_rank_does_not_join():
     diagram = read_diagram(calls)
     assert diagram.ranks == (0, 1, 2)
     assert diagram.waits_for == {0: (1,), 2: (1,)}
-    assert describe_message_diagram(calls).splitlines()[0] == "Rank 0 waits for rank 1, forever (and 1 more wait)."
 
 
 def test_a_receive_from_anyone_takes_the_first_message_or_waits_for_all_others():
@@ -195,17 +137,6 @@ def test_a_receive_from_anyone_takes_the_first_message_or_waits_for_all_others()
     assert read_diagram(taken).pairs == ((0, 1),)
     stuck = [*taken, call(2, "recv", -1, (5, 5, 0), channel=6, **three)]
     assert read_diagram(stuck).waits_for == {2: (0, 1)}
-    assert describe_message_diagram(stuck).startswith("Rank 2 waits for ranks 0 and 1, forever.")
-    assert len(arrows(draw_message_diagram(stuck))) == 1
-
-
-def test_a_message_that_nobody_takes_is_marked():
-    calls = [call(0, "send", 1, (0, 1, 2)), call(1, "send", 0, (1, 1, 0), channel=9)]
-    text = describe_message_diagram(calls)
-    assert "rank 0 -> rank 1: 8 B (not received)" in text
-    assert "rank 1 waits for rank 0" in text
-    crosses = [a for a in draw_message_diagram(calls).axes[0].collections if len(a.get_offsets()) == 1]
-    assert len(crosses) == 4  # a dot and a cross for each send
 
 
 def test_of_too_many_calls_the_first_are_kept_and_the_last_of_a_hang():
@@ -215,7 +146,7 @@ def test_of_too_many_calls_the_first_are_kept_and_the_last_of_a_hang():
     assert [event.start_x for event in first.events[:2]] == [0, 2]
     stuck = [*calls, call(1, "recv", 0, (999, 999, 0), channel=1)]
     assert read_diagram(stuck).waits_for == {1: (0,)}
-    assert "11 calls are left out" in describe_message_diagram(stuck)
+    assert "11 calls are left out" in draw_message_diagram(stuck).words
 
 
 def test_a_real_run_is_drawn_from_its_records(ranks):
@@ -232,13 +163,10 @@ def test_a_real_run_is_drawn_from_its_records(ranks):
 
     three = ranks(3)
     three.run(shift)
-    text = describe_message_diagram(three.records()).splitlines()
+    text = draw_message_diagram(three.records()).words.splitlines()
     assert text[0] == "3 messages of 12 kB together and 1 collective between 3 ranks."
     assert sorted(text[1:4]) == [f"rank {rank} -> rank {(rank + 1) % 3}: 4 kB" for rank in range(3)]
     assert text[4] == "all_reduce of ranks 0, 1 and 2: 4 kB"
-    figure = draw_message_diagram(three.records())
-    assert len(arrows(figure)) == 3
-    assert to_png(figure).startswith(b"\x89PNG")
 
 
 def test_a_real_hang_is_drawn_from_its_records():
@@ -257,10 +185,9 @@ def test_a_real_hang_is_drawn_from_its_records():
         with pytest.raises(RankError, match="deadlock"):
             two.run(hang)
         records = two.records()
-    assert describe_message_diagram(records).splitlines() == [
+    assert draw_message_diagram(records).words.splitlines() == [
         "Deadlock: rank 0 waits for 1, 1 waits for 0.",
         "rank 0 -> rank 1: 12 B",
         "rank 0 waits for rank 1",
         "rank 1 waits for rank 0",
     ]
-    assert to_png(draw_message_diagram(records)).startswith(b"\x89PNG")

@@ -1,12 +1,15 @@
-"""Ring attention counts every visible pair once; experts drop what the real router drops: lines, waits and words."""
+"""Whose is what: chunks of a sequence, choices of experts and slices of weights are those of the real runner."""
 
 import numpy as np
 import pytest
-from pen_facts import clashes, shapes, words
+from matplotlib.colors import to_rgb
+from viz_traces import SPLITS, weights
 
-from simulator.viz import context_figure, describe_context, describe_routing, routing_figure
+from simulator.viz import cut_weights, draw_shards
 from simulator.viz.context_parallel.context import ring_work
-from simulator.viz.expert_parallel.routes import routes_of
+from simulator.viz.drawing.style import RANK_COLOURS
+from simulator.viz.expert_parallel.routing import routes_of
+from simulator.viz.tensor_parallel.shard_parts import shards_of
 
 
 def choices(num_ranks=3, tokens=7, num_experts=6, top_k=2, seed=3):
@@ -44,35 +47,6 @@ def test_rows_between_ranks_are_the_kept_choices():
     everything = routes_of(choices(), num_experts=6)
     assert everything.dropped == 0
     assert (everything.rows.sum(axis=0) == everything.asked).all()
-
-
-@pytest.mark.parametrize(
-    ("capacity", "num_ranks", "tokens", "top_k"),
-    [(2, 3, 7, 2), (None, 3, 7, 2), (1, 6, 8, 3), (0, 1, 4, 1), (None, 1, 1, 1)],
-)
-def test_a_line_leads_from_every_kept_choice_and_words_lie_apart(capacity, num_ranks, tokens, top_k):
-    asked = choices(num_ranks, tokens, 6, top_k)
-    routes = routes_of(asked, num_experts=6, capacity=capacity)
-    figure = routing_figure(asked, num_experts=6, capacity=capacity)
-    assert shapes(figure, "lines") == routes.between.sum() + routes.dropped  # and a stroke through each dropped one
-    assert clashes(figure) == []
-    shown = words(figure)
-    assert all(str(total) in shown for total in routes.between.sum(axis=0).tolist())
-
-
-def test_the_text_tells_load_and_losses():
-    asked = [np.array([[0], [0], [0], [1]]), np.array([[0], [0], [1], [1]])]
-    text = describe_routing(asked, num_experts=2, capacity=2)
-    assert text.startswith("Expert 0 is asked 5 times where 4 is even; 1 of 8 choices are dropped; rank 0 works 1.14x")
-    assert "Rank 0: expert 0 asked 5 times, 4 kept; works on 4 rows, 2 of them from other ranks." in text
-    assert "Rank 0: no choice of token 2 was kept." in text
-    assert "3 rows go to another rank" in text
-
-
-def test_what_a_run_kept_is_drawn_as_it_was():
-    asked = [np.array([[0], [0]])]
-    routes = routes_of(asked, num_experts=2, kept=[np.array([[False], [True]])])
-    assert routes.taken(0, 0) == [1]
 
 
 @pytest.mark.parametrize("order", ["zigzag", "straight"])
@@ -113,15 +87,51 @@ def test_a_rank_merges_what_has_reached_it():
     assert ring_work(4, "straight").merged(1, 3) == [0, 1]  # later ranks' keys are masked
 
 
-@pytest.mark.parametrize(("num_ranks", "order"), [(1, "zigzag"), (4, "straight"), (8, "zigzag"), (5, "straight")])
-def test_the_words_of_the_picture_lie_apart(num_ranks, order):
-    figure, ring = context_figure(num_ranks, order), ring_work(num_ranks, order)
-    assert words(figure).count("waits") == int((ring.work == 0).sum())
-    assert clashes(figure) == []
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_parts_go_back_to_where_they_came_from(num_ranks):
+    whole, parts = weights(), cut_weights(weights(), SPLITS, num_ranks)
+    found = shards_of(parts, SPLITS)
+    for name, one in found.items():
+        assert one.shape == whole[name].shape
+        if one.dim is None:
+            assert (one.values == whole[name]).all()
+            continue
+        inside = np.take(one.values, np.flatnonzero(one.owner >= 0), axis=one.dim)
+        assert (inside == whole[name]).all()
+        for rank in range(num_ranks):
+            own = np.concatenate([np.arange(low, high) for low, high in one.slices(rank)])
+            held = np.take(whole[name], own, axis=one.dim)
+            owned = np.take(one.values, np.flatnonzero(one.owner == rank), axis=one.dim)
+            assert (owned == held).all()
+    held = sum(one.held for one in found.values())
+    assert all(held == sum(np.size(value) for value in part.values()) for part in parts)
 
 
-def test_the_text_says_who_holds_what():
-    text = describe_context(2)
-    assert "Rank 0 holds positions 0-511 and 1536-2047; of all pairs it computes, hop by hop: 25.0 %, 25.0 %" in text
-    assert text.startswith("Zig-zag order: every rank computes the same at every hop, and none waits.")
-    assert "takes 1.75x as long as even work" in describe_context(4, "straight")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_are_those_of_the_runner(num_ranks):
+    torch = pytest.importorskip("torch")
+    from distlab.tensor_parallel import Split
+
+    sections = (3 * num_ranks, num_ranks, num_ranks)
+    for dim, sizes in ((0, sections), (1, sections), (0, (7,))):
+        full = torch.randn(*((sum(sizes), 2) if dim == 0 else (2, sum(sizes))), dtype=torch.float64, requires_grad=True)
+        real = Split(dim, sizes, padded=True)
+        parts = cut_weights({"w": full}, {"w": real}, num_ranks)
+        for rank in range(num_ranks):
+            assert (parts[rank]["w"] == real.cut(full.detach(), num_ranks, rank).numpy()).all()
+
+
+def test_every_place_of_the_image_has_its_owners_colour():
+    parts = cut_weights(weights(), SPLITS, 2)
+    figure = draw_shards(parts, SPLITS, num_heads=2).figure
+    images = {image.get_gid(): np.asarray(image.get_array()) for image in figure.axes[0].images}
+    assert "blocks.1.feed_forward.output.weight" not in images  # of equal blocks the first
+    widen = images["blocks.0.feed_forward.widen.weight"]
+    assert widen.shape == (4, 4 * 4, 3)  # inputs down, outputs across
+    embedding = images["token_embedding.weight"]
+    assert embedding.shape == (12, 4, 3)  # eleven tokens, and one of padding
+    for picture, axis in ((widen, 1), (embedding[:11], 0)):
+        for rank, part in enumerate(np.array_split(picture, 2, axis=axis)):
+            colour = np.array(to_rgb(RANK_COLOURS[rank]))
+            share = (1 - part) / (1 - colour)
+            assert np.ptp(share, axis=-1).max() < 1e-9  # one colour, in shades of white
