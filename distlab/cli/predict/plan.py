@@ -154,7 +154,7 @@ def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bi
         file = PlanFile(model, machine, step.plan, run=best.run if arguments.tokens else None)
         arguments.save.write_text(file.text(), encoding="utf-8")
     if arguments.curve:
-        draw_cost_curve(curve(bests)).savefig(arguments.curve, dpi=150)
+        draw_cost_curve(curve(bests)).figure.savefig(arguments.curve, dpi=150)
 
 
 def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
