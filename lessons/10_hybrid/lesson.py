@@ -413,7 +413,7 @@ def one_process():
     (a, b, c, d), x, target = stages_and_batch()
     loss = (torch.tanh(torch.tanh(x @ a) @ b @ c) @ d - target).square().mean()
     loss.backward()
-    return float(loss), [a.grad, b.grad, c.grad, d.grad]
+    return loss.item(), [a.grad, b.grad, c.grad, d.grad]
 
 
 # %%
