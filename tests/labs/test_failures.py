@@ -18,7 +18,7 @@ import distlab
 from distlab.cli import main
 from distlab.comm.launch import pool
 from distlab.comm.launch.ranks import _Round
-from distlab.elastic.agents import own_environment
+from distlab.comm.rendezvous import own_environment
 
 SMALL = ["--sizes", "8,1024", "--rounds", "1", "--repeats", "1", "--laps", "1"]
 MARK = "DISTLAB_TEST_OF_LABS"
