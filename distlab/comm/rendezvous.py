@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -100,6 +101,17 @@ def _number(env: Mapping[str, str], name: str, least: int, default: int | None =
     if number < least:
         raise ValueError(f"{name}={number} is too small; it is at least {least}")
     return number
+
+
+def own_environment() -> dict[str, str]:
+    """Return the environment for a new job: this process may be a rank itself, so without its own job's variables."""
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE)
+    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
+    root = str(Path(__file__).resolve().parents[2])  # its ranks find this very distlab, whatever is installed
+    path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
+    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's own would listen on every interface; rank 0 makes ours
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
 def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignore[name-defined]

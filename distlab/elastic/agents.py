@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from distlab.comm.checks import check_timeout
 from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
-from distlab.comm.rendezvous import STORE_FILE
+from distlab.comm.rendezvous import own_environment
 
 LOOPBACK = "127.0.0.1"
 
@@ -152,17 +152,6 @@ class Agents:
         for agent in self._started:
             agent.kill()
         self._folder.cleanup()
-
-
-def own_environment() -> dict[str, str]:
-    """Return the environment for a new job: this process may be a rank itself, so without its own job's variables."""
-    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE)
-    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
-    root = str(Path(__file__).resolve().parents[2])  # the agent finds this very distlab, whatever is installed
-    path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
-    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's own would listen on every interface; rank 0 makes ours
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 
 
 def kill_agent(process: subprocess.Popen[Any]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.comm.rendezvous import own_environment
 from distlab.elastic import plan_faults
-from distlab.elastic.agents import own_environment
 from distlab.lab import CommonSettings, Lab, flag, main
 
 JOB = Path(__file__).with_name("job.py")

@@ -254,6 +254,7 @@ class _Round:
         self.replies: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.gone = False  # whether a process has ended
+        self.asked: set[int] = set()  # ranks that had not come back when they were asked where they stand
         self.watchdog = Watchdog(pool.folder, owner.world_size, since_ns=time.monotonic_ns()) if owner.record else None
 
     def results(self) -> list[bytes]:
@@ -303,6 +304,8 @@ class _Round:
     def _take(self, timeout_s: float) -> None:
         for rank, failure, is_gone in self.pool.poll(timeout_s):
             self.gone |= is_gone
+            if failure is None and rank in self.asked:
+                continue
             if failure is None:
                 self.replies[rank] = read_result(self.pool.folder, rank)
             elif rank in self.waiting or all(one.rank != rank for one in self.failures):
@@ -345,9 +348,11 @@ class _Round:
             return [f"(the recorded calls could not be read: {error})"]
 
     def _stacks(self) -> dict[int, str]:
-        """Return where each rank stands from which nothing has come."""
+        """Return where each rank stands from which nothing has come; what it returns from now on does not count."""
         if not self.waiting:
             return {}
-        stacks = self.pool.stacks(sorted(self.waiting))
-        self._take(0.0)  # what came meanwhile
+        self._take(0.0)
+        self.asked = set(self.waiting)  # the signal for a stack may end what hung
+        stacks = self.pool.stacks(sorted(self.asked))
+        self._take(0.0)  # failures that came meanwhile
         return {rank: stack for rank, stack in stacks.items() if rank in self.waiting}

@@ -9,6 +9,7 @@ import faulthandler
 import linecache
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -31,7 +32,7 @@ from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import STORE_FILE, loopback_interface
-from distlab.comm.where.answer import answer
+from distlab.comm.where.answer import SIGNAL
 
 
 def stack_path(folder: str | Path, rank: int) -> Path:
@@ -95,7 +96,10 @@ def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
         os.chdir(settings.directory)
     torch.set_num_threads(1)
     keep_freed_memory()
-    faulthandler.enable(answer(rank, stack_path(folder, rank)), all_threads=False)
+    stacks = os.open(stack_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    signal.signal(SIGNAL, lambda *_: None)  # so that a process group made in here leaves the signal to this file
+    faulthandler.register(SIGNAL, stacks, all_threads=True)
+    faulthandler.enable(stacks, all_threads=False)
 
 
 def environment() -> frozenset[tuple[bytes, bytes]]:
