@@ -1,8 +1,7 @@
 """Whether an optimizer may be given a part of a tensor: found by trying it, since no name tells.
 
-SGD and Adam update each number from its own gradient and state. LAMB and Muon look at a whole tensor, and some look at
-all at once. So an optimizer updates a few numbers: together, each tensor alone, and cut in two. All must agree.
-Limit: one that changes its way after many steps.
+SGD and Adam look at one number, LAMB and Muon at a whole tensor, some at all. So an optimizer updates a few tensors:
+together, each alone, and cut in two. All must agree. Limit: one that changes its way after many steps.
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ def what_it_needs(optimizer: Optimizer) -> str:
         ValueError: it cannot be tried; the text says why.
     """
     optimizer = optimizer.inner if isinstance(optimizer, OffloadedOptimizer) else optimizer
-    if type(optimizer) in KNOWN:
-        return "elements"
     needs = ["elements"]
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if type(optimizer) not in KNOWN else ():
         options = {name: value for name, value in group.items() if name != "params"}
-        if "lr" in options:  # a schedule may begin at 0, and nothing would be seen
-            options["lr"] = max(float(options["lr"]), 0.01)
+        options |= {"lr": max(float(options["lr"]), 0.01)} if "lr" in options else {}  # 0 would show nothing
         for shapes, num_steps in ((SMALL, 100), (LARGE, 3)):
             starts = [torch.linspace(-1.5, 2.0 + len(one), math.prod(one)).reshape(one) for one in shapes]
             needs.append(_tried(partial(_updated, optimizer, options, num_steps), starts))
@@ -53,8 +49,7 @@ def _tried(update: Callable[[Sequence[Tensor]], list[Tensor]], starts: list[Tens
     try:
         together = update(starts)
     except ValueError:  # Muon wants two dimensions
-        starts = starts[:2]
-        together = update(starts)
+        together = update(starts := starts[:2])
     if not all(close(one, update([start])[0]) for one, start in zip(together, starts, strict=True)):
         return "all"
     try:
@@ -79,11 +74,10 @@ def _updated(optimizer: Optimizer, options: dict[str, Any], num_steps: int, star
     try:
         twin = _like(optimizer, options, parameters)
         takes_closure = "closure" in inspect.signature(twin.step).parameters
-        update: Callable[..., Any] = type(optimizer).step
         for step in range(num_steps):
             again(step, by=0.0)
             with torch.enable_grad():
-                update(twin, *([partial(again, step)] if takes_closure else []))
+                type(optimizer).step(twin, *([partial(again, step)] if takes_closure else []))  # type: ignore[arg-type]
             for row, one in zip(rows, parameters, strict=True):
                 row.append(one.detach().flatten().clone())
     except Exception as error:

@@ -15,7 +15,6 @@ Who draws? The module's own `draw_weight(name, parameter, generator)` (GPT has o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,11 +116,18 @@ def _drawn(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reset(layer: nn.Module, own: dict[str, str], source: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """Have a layer draw its own parameters, from `source`."""
-    with _in_memory(layer), torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(source.get_state())
-        layer.reset_parameters()  # type: ignore[operator]
+    """Have a layer draw its own parameters, in the host's memory, from `source`."""
+    before = {**layer._parameters}
+    try:
+        for key, one in before.items():
+            if one is not None:
+                layer._parameters[key] = nn.Parameter(torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(source.get_state())
+            layer.reset_parameters()  # type: ignore[operator]
         drawn = [(name, layer._parameters[key].detach()) for key, name in own.items()]  # type: ignore[union-attr]
+    finally:
+        layer._parameters.update(before)
     while drawn:
         yield drawn.pop(0)  # and hold on to none: the next layer needs the memory
 
@@ -131,16 +137,3 @@ def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None
     if parameter is None or parameter.is_meta:
         return parameter
     return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-
-@contextmanager
-def _in_memory(layer: nn.Module) -> Iterator[None]:
-    """Give a layer parameters of its own in host memory, in this block only."""
-    parameters = {**layer._parameters}
-    try:
-        for key, one in parameters.items():
-            if one is not None:
-                layer._parameters[key] = nn.Parameter(torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
-        yield
-    finally:
-        layer._parameters.update(parameters)

@@ -136,11 +136,6 @@ class Unit:
 
     # Parameters: gather, use, free
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the full buffer is there, or on its way."""
-        return self._version >= 0
-
     @torch.no_grad()
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Take this rank's part of whole parameters, given in the order of the layout; sends nothing."""

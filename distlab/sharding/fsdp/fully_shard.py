@@ -43,8 +43,9 @@ class FullyShard(NotCopied, nn.Module):
         model.clip_gradients_(1.0)
         optimizer.step()
 
-    The optimizer works on flat shards: only one that works by element may step (it is tried). A parameter without a
-    gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the same units in one order.
+    The optimizer works on flat shards: only one that works by element may step (it is tried); its state is by the names
+    of tensors. A parameter without a gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the
+    same units in one order.
 
     Forward may return objects of any class. Where tensors may hide in them (an iterator), the unit stays whole until
     the end of the step. A unit's forward sees its own parameters and those of units around it; other methods that read

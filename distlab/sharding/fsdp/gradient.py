@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,21 +101,20 @@ class GradientMemory:
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
         self._largest_bytes = 0
-        self._is_made = False
-        self._buffer: Tensor | None = None
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for this many bytes, before the first gradient comes."""
         self._largest_bytes = max(self._largest_bytes, num_bytes)
+
+    @cached_property
+    def _buffer(self) -> Tensor | None:
+        return buffer_of(self._largest_bytes, dtype=torch.uint8, device=self.device, group=self.group)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory without values; the gradient that was in it before has been summed by all ranks.
 
         Every rank calls this for the same units in the same order: the first call makes the buffer together.
         """
-        if not self._is_made:
-            self._is_made = True
-            self._buffer = buffer_of(self._largest_bytes, dtype=torch.uint8, device=self.device, group=self.group)
         if self._buffer is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self._buffer[: numel * dtype.itemsize].view(dtype)

@@ -34,15 +34,21 @@ from distlab.comm import agree
 from distlab.gradients.flat_gradients import refuse_second
 from distlab.gradients.gradient_status import find_faults
 from distlab.modules.moved import NotCopied
-from distlab.replicate import agree_on_build
+from distlab.replicate import Registered, agree_on_build
 from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.part import SCALER, OwnPiece
 from distlab.sharding.zero.offload import MakeOptimizer
-from distlab.sharding.zero.scatter_in_backward import KeptAlike, ScatterInBackward, broadcast_start, make_buckets
+from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
+
+CHANGED = (
+    "pieces were changed outside of step(), and other ranks have other values of these parameters now. An optimizer "
+    "around this one (Lookahead, SAM) does so: build it in make_optimizer, as an Optimizer whose step() does both, or "
+    "use it without sharding. Other changes belong to the module's own parameters, on all ranks"
+)
 
 
 class PlainSharded:
@@ -149,7 +155,8 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
         self._names = [name for bucket in self.buckets for name in bucket.names]
         broadcast_start(module, self.buckets, group)
         self.optimizer = self._make(trained, make_optimizer)
-        self._kept = KeptAlike(module, self.buckets)
+        self._registered = Registered(module, "ShardedOptimizer")
+        self._note_values()
         self.register_step_pre_hook = self.optimizer.register_step_pre_hook  # type: ignore[method-assign]
         self.register_step_post_hook = self.optimizer.register_step_post_hook  # type: ignore[method-assign]
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
@@ -223,7 +230,9 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
                 for bucket in self.buckets:
                     bucket.note_not_finite()
             statuses = [status for bucket in self.buckets for status in bucket.statuses]
-            told = self._kept.complaints()
+            told = self._registered.complaints()
+            if self._versions != [bucket.whole._version for bucket in self.buckets]:
+                told.append(CHANGED)
             found = find_faults(
                 statuses, self._names, self.group, unused=self.unused, step=self.step_number, complaints=told
             )
@@ -266,7 +275,7 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
                 work.finish() if isinstance(work, DirectGather) else work.wait()
             if call is not None:
                 call.draw(f"all_gather bucket {bucket.index}", "all_gather", lane="gather", num_bytes=bucket.num_bytes)
-        self._kept.note()
+        self._note_values()
         self.step_number += 1
 
     def clip_gradients_(self, max_norm: float) -> Tensor:

@@ -18,7 +18,7 @@ from distlab.gradients.flat_gradients import SendInBackward
 from distlab.gradients.gradient_status import UNUSED
 from distlab.modules.every_parameter import every_parameter
 from distlab.plan import assign_buckets
-from distlab.replicate import Registered, broadcast_each
+from distlab.replicate import broadcast_each
 from distlab.sharding.zero.shard_bucket import BufferPool, Kind, ShardBucket
 from distlab.trace import SpanWriter
 
@@ -109,31 +109,6 @@ class ScatterInBackward:
         while self._num_finished < end:
             self.buckets[self._num_finished].finish()
             self._num_finished += 1
-
-
-class KeptAlike(Registered):
-    """What is equal on all ranks after a step, as long as only `step` changes pieces: no other call sends them."""
-
-    def __init__(self, module: nn.Module, buckets: Sequence[ShardBucket]) -> None:
-        super().__init__(module, "ShardedOptimizer")
-        self._buckets = buckets
-        self.note()
-
-    def note(self) -> None:
-        """Take what the buckets hold now for alike on all ranks."""
-        self._versions = [bucket.whole._version for bucket in self._buckets]
-
-    def complaints(self) -> list[str]:
-        """Say what happened to the module, and to the pieces, since then."""
-        if self._versions == [bucket.whole._version for bucket in self._buckets]:
-            return super().complaints()
-        return [
-            *super().complaints(),
-            "pieces were changed outside of step(), and other ranks have other values of these parameters now. An "
-            "optimizer around this one (Lookahead, SAM) does so: build it in make_optimizer, as an Optimizer whose "
-            "step() does both, or use it without sharding. Other changes belong to the module's own parameters, on "
-            "all ranks",
-        ]
 
 
 def _make_way(bucket: ShardBucket, slot: int) -> Callable[[Tensor], None]:

@@ -23,7 +23,6 @@ from distlab.sharding.state.parts import (
     prepare,
     save_parts,
 )
-from distlab.sharding.zero.scatter_in_backward import KeptAlike
 from distlab.sharding.zero.shard_bucket import ShardBucket
 
 
@@ -34,7 +33,7 @@ class SavesShards(SavedInShards):
     buckets: Sequence[ShardBucket]
     group: ProcessGroup | None
     cut: CutLayers
-    _kept: KeptAlike
+    _versions: list[int]
     group_names: list[list[str]]  # of all parameters in the optimizer's groups, in the order of one process
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,9 +105,13 @@ class SavesShards(SavedInShards):
 
         def taking() -> None:
             take()
-            self._kept.note()  # whoever loads a state loads the parameters too, on all ranks
+            self._note_values()  # whoever loads a state loads the parameters too, on all ranks
 
         return taking
+
+    def _note_values(self) -> None:
+        """Take what the buckets hold now for equal on all ranks: only `step` sends what changes."""
+        self._versions = [bucket.whole._version for bucket in self.buckets]
 
     def _pieces(self) -> OwnPieces:
         layouts = [(bucket.layout, bucket.kind[0]) for bucket in self.buckets]
