@@ -169,7 +169,7 @@ def note_updates(path: Path, first: int = 3) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     counts: dict[int, int] = {}
-    kept = []  # or another optimizer could get a number that was freed
+    kept = []  # or a different optimizer could get a number that was freed
 
     def note(optimizer, *_) -> None:
         kept.append(optimizer)

@@ -94,7 +94,8 @@ def saved(path: Path) -> dict[str, object]:
     except ValueError:
         kept = None
     if not isinstance(kept, dict):
-        raise ValueError(f"--save {path}: expected results of distlab bench, got another file; pass another path")
+        wrong = f"--save {path}: expected results of distlab bench, got a different file; pass a different path"
+        raise ValueError(wrong)
     return kept
 
 
