@@ -63,7 +63,7 @@ def table(result: Calibration) -> str:
     device, contention = cluster.device, cluster.contention
     links = {"a message": cluster.intra_node}
     if cluster.num_devices > cluster.devices_per_node:
-        links |= {"a message to a different node": cluster.inter_node}
+        links |= {"a message between nodes": cluster.inter_node}
     worst = max(result.errors, key=lambda name: abs(result.errors[name]))
     rows = [
         ("a kernel", format_s(device.kernel_s)),

@@ -123,7 +123,7 @@ class _Sizes:
 
 
 def _count_parts(model: GPT, loss: Callable[[], Tensor]) -> dict[str, Layer]:
-    """Count modules inside of blocks: regions in one run, the layers and experts inside of them in another.
+    """Count modules inside of blocks: regions in one run, the layers and experts inside of them in a second.
 
     A run has a model's modules in it without a gap, for an operator in backward counts for the module whose output's
     gradient came last.

@@ -46,8 +46,8 @@ class MeasuredMemory:
 
     What is offloaded to the host counts on a CPU, whose memory is the host's, and not on a GPU.
 
-    Not seen on a CPU: what C++ kernels hold for themselves while they run, and what another thread allocates and frees
-    before this one touches it.
+    Not seen on a CPU: what C++ kernels hold for themselves while they run, and what a different thread allocates and
+    frees before this one touches it.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:

@@ -39,7 +39,7 @@ def sgd(parameters: list[nn.Parameter], learning_rate: float = LEARNING_RATE) ->
 
 
 def is_pipeline_alone(plan: Plan) -> bool:
-    """Whether the plan is a pipeline and nothing else: neither another axis nor sharding, recompute or a precision."""
+    """Whether the plan is a pipeline and nothing else: no other axis, no sharding, recompute or precision."""
     return plan.pipeline == plan.world_size > 1 and _has_plain_passes(plan) and plan.sharding.stage == 0
 
 
