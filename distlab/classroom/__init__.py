@@ -11,5 +11,5 @@ Read in this order:
 
 from distlab.classroom.grades import Grade as Grade
 from distlab.classroom.release import release as release
-from distlab.classroom.run import grade_all as grade_all
+from distlab.classroom.run import Limits as Limits, grade_all as grade_all
 from distlab.classroom.submissions import Submission as Submission, find_submissions as find_submissions

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distlab.classroom.contained import in_container
 from distlab.classroom.grades import Grade, Mark, keep_grade, kept_grade
@@ -36,6 +36,18 @@ LAST_WORDS = 400
 FOLDER_BYTES = 1 << 30  # that one submission may write
 
 
+class Limits(NamedTuple):
+    """How one submission is checked.
+
+    Attributes:
+        minutes: for all of its exercises.
+        is_contained: whether it runs in a container, which keeps it from other files and the network.
+    """
+
+    minutes: float = 10.0
+    is_contained: bool = False
+
+
 def grade_all(
     submissions: Sequence[Submission],
     lesson: Lesson,
@@ -43,8 +55,7 @@ def grade_all(
     *,
     seed: int,
     jobs: int = 1,
-    minutes: float = 10.0,
-    is_contained: bool = False,
+    limits: Limits | None = None,
     tell: Callable[[Grade, bool], None] = lambda grade, is_new: None,
 ) -> list[Grade]:
     """Grade every submission that has no result yet; return all grades in the order of submissions.
@@ -56,8 +67,7 @@ def grade_all(
             the seed and distlab are the same.
         seed: of the drawn arguments: the same for the whole class.
         jobs: how many submissions run at a time; each has up to four ranks.
-        minutes: what all exercises of one submission may take.
-        is_contained: whether each runs in a container, which keeps it from other files and the network.
+        limits: of each submission; by default those of `Limits`.
         tell: called with each grade, and whether it is new.
 
     Raises:
@@ -65,7 +75,7 @@ def grade_all(
     """
     results.mkdir(parents=True, exist_ok=True)
     ending, turn, code = threading.Event(), threading.Lock(), lesson_digest(lesson)
-    check = partial(_check, minutes=minutes, is_contained=is_contained, ending=ending)
+    check = partial(_check, limits=limits or Limits(), ending=ending)
 
     def grade(submission: Submission) -> Grade:
         key = "/".join((version(), code, hashlib.sha256(submission.data).hexdigest(), str(seed)))
@@ -131,15 +141,13 @@ def grade_of(submission: Submission, lesson: Lesson, key: str, lines: Sequence[d
     return Grade(submission.student, file, key, points, worth - blocked, blocked, tuple(marks), left_out, stopped)
 
 
-def _check(
-    task: dict[str, Any], home: Path, *, minutes: float, is_contained: bool, ending: threading.Event
-) -> tuple[str, str]:
+def _check(task: dict[str, Any], home: Path, *, limits: Limits, ending: threading.Event) -> tuple[str, str]:
     """Run the check in a process group of its own; return its lines, and why it was stopped, or ""."""
     command = ["env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-m", "distlab.classroom.one", json.dumps(task)]
-    if is_contained:
+    if limits.is_contained:
         command = [*in_container(home, [Path(task["folder"])]), *command]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    told, stopped, deadline = "", "", time.monotonic() + 60 * minutes
+    told, stopped, deadline = "", "", time.monotonic() + 60 * limits.minutes
     with tempfile.TemporaryFile() as words:
         with subprocess.Popen(command, cwd=home, stderr=words, start_new_session=True, **pipes) as process:
             try:
@@ -150,7 +158,7 @@ def _check(
                     if ending.is_set():
                         stopped = "grading was interrupted"
                     elif time.monotonic() > deadline:
-                        stopped = f"it ran for {minutes:g} minutes, the limit; pass --minutes for more"
+                        stopped = f"it ran for {limits.minutes:g} minutes, the limit; pass --minutes for more"
                     elif (size := _size(home)) > FOLDER_BYTES:
                         stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
             finally:

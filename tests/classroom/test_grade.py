@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.classroom import Submission, find_submissions, grade_all
+from distlab.classroom import Limits, Submission, find_submissions, grade_all
 from distlab.classroom.contained import in_container, refuse_unless_it_runs
 from distlab.classroom.grades import class_page, keep_grade, kept_grade, student_page, to_gradescope, write_tables
 from distlab.classroom.run import grade_of
@@ -282,7 +282,7 @@ def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch, text, minutes, words):
     monkeypatch.setattr("distlab.classroom.run.FOLDER_BYTES", 10**6)
     submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
-    (grade,) = grade_all(submissions, lesson, here / "results", seed=1, minutes=minutes)
+    (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=Limits(minutes))
     assert words in grade.stopped
     assert grade.points == 0
     assert {mark.verdict for mark in grade.marks} == {"stopped"}

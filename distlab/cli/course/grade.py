@@ -13,7 +13,7 @@ import json
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
 
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: there is nothing to grade, a limit is not a time, or no container can be made.
     """
-    from distlab.classroom import find_submissions, grade_all
+    from distlab.classroom import Limits, find_submissions, grade_all
     from distlab.classroom.contained import refuse_unless_it_runs
     from distlab.classroom.grades import write_tables
     from distlab.grading import load_lesson
@@ -60,9 +60,11 @@ def main(arguments: argparse.Namespace) -> int:
             again = "" if is_new else " (kept)"
             print(f"{grade.student:24} {grade.points:3} of {grade.possible}{again}{words}", flush=True)
 
-    limits: dict[str, Any] = {"minutes": arguments.minutes, "is_contained": arguments.contained}
+    limits = Limits(arguments.minutes, arguments.contained)
     try:
-        grades = grade_all(submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, tell=tell, **limits)
+        grades = grade_all(
+            submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, limits=limits, tell=tell
+        )
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130
