@@ -31,7 +31,7 @@ LOOK_S = 0.05  # how often a rank that waits looks whether the others still live
 MAX_SLOT_BYTES, MIN_SLOT_BYTES = 4 << 20, 256 << 10
 MAX_SLOTS_BYTES = 128 << 20  # of all ranks together, as far as the least of a slot allows
 RECORD_BYTES = 512  # at the head of a slot: what its rank calls
-MAX_RING_BYTES, MIN_RING_BYTES = 2 << 20, 128 << 10
+MAX_RING_BYTES, MIN_PIECE_BYTES = 2 << 20, 64 << 10  # a ring has at least two pieces, and whole ones
 MAX_RINGS_BYTES = 64 << 20  # of all rings together, as far as the least of a ring allows
 
 
@@ -45,7 +45,8 @@ class ArenaLayout:
 
     def __post_init__(self) -> None:
         slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * self.size) // PAGE * PAGE))
-        ring_bytes = max(MIN_RING_BYTES, min(MAX_RING_BYTES, MAX_RINGS_BYTES // self.size**2 // PAGE * PAGE))
+        ring_bytes = min(MAX_RING_BYTES, MAX_RINGS_BYTES // self.size**2)
+        ring_bytes = max(2, ring_bytes // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
         object.__setattr__(self, "slot_bytes", slot_bytes)
         object.__setattr__(self, "ring_bytes", ring_bytes)
 

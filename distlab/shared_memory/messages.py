@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from distlab.shared_memory import futex
-from distlab.shared_memory.arena import BELL, LOOK_S, PAGE, Arena
+from distlab.shared_memory.arena import BELL, LOOK_S, MIN_PIECE_BYTES, PAGE, Arena
 from distlab.shared_memory.dense import flat_of, settle
 from distlab.shared_memory.meeting import Meeting
 from distlab.shared_memory.work import GroupThread, SharedWork
@@ -30,7 +30,7 @@ from distlab.shared_memory.work import GroupThread, SharedWork
 WRITTEN, READ = 0, 64  # places of a ring's counts of bytes: the sender's and the receiver's
 HEADER_BYTES = 256  # messages begin at multiples of it, so that no header is cut by the ring's end
 TEXT_BYTES = HEADER_BYTES - 32
-PIECES_PER_RING, MIN_PIECE_BYTES = 8, 64 << 10  # to wake the other side takes longer than to copy fewer bytes
+PIECES_PER_RING = 8  # at most: to wake the other side takes longer than to copy fewer bytes than the least piece
 SETTLE_S = 0.0005  # how long a caller may take from its call to its wait, before the thread takes over
 copy = ctypes.memmove
 
@@ -45,14 +45,6 @@ class Header(ctypes.Structure):
         ("tag", ctypes.c_int32),
         ("text", ctypes.c_char * TEXT_BYTES),
     )
-
-
-def span_of(start: int, num_bytes: int) -> tuple[int, int]:
-    """Return where the bytes of a message begin whose header begins at a count of bytes, and where the message ends."""
-    first = start + HEADER_BYTES
-    if num_bytes > PAGE:  # a processor copies faster between places that are alike within their pages
-        first = -(-first // PAGE) * PAGE
-    return first, first - (-num_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
 class Message(SharedWork):
@@ -109,6 +101,15 @@ class _Ring:
         """The header at this side's position."""
         return Header.from_address(self.data + self.position % self.num_bytes)
 
+    def span(self, num_bytes: int) -> tuple[int, int]:
+        """Return where the bytes begin of a message whose header stands at this side's position, and where it ends.
+
+        Large ones begin at a page or piece: processors copy faster between places that are alike within their pages.
+        """
+        unit = HEADER_BYTES if num_bytes <= PAGE else PAGE if num_bytes <= self._piece_bytes else self._piece_bytes
+        first = -(-(self.position + HEADER_BYTES) // unit) * unit
+        return first, first - (-num_bytes // HEADER_BYTES) * HEADER_BYTES
+
     def piece(self, left: int, free: int) -> tuple[int, int]:
         """Return address and length of what can be moved at once: of bytes that are left, and free at this position."""
         at = self.position % self.num_bytes
@@ -147,7 +148,7 @@ class Outgoing(_Ring):
         header.tag, header.num_bytes, header.mark = message.tag, message.num_bytes, message.mark
         header.arrives_s, header.text = message.arrives_s, message.text.encode()[:TEXT_BYTES]
         self._moved = 0
-        self.position, self._end = span_of(self.position, message.num_bytes)
+        self.position, self._end = self.span(message.num_bytes)
         self.written.value = self.position
         return True
 
@@ -223,13 +224,13 @@ class Incoming(_Ring):
         if self.taking is not None:
             self._address = self.taking.address
         else:
-            more = written > span_of(self.position, header.num_bytes)[1] or written - self.position >= self.num_bytes
+            more = written > self.span(header.num_bytes)[1] or written - self.position >= self.num_bytes
             if not more or not any(m.peer in (-1, self.source) for m in receives):
                 return False
             self._memory = ctypes.create_string_buffer(header.num_bytes)
             self._address, self._header = ctypes.addressof(self._memory), Header.from_buffer_copy(header)
         self._left = header.num_bytes
-        self.position, self._end = span_of(self.position, header.num_bytes)
+        self.position, self._end = self.span(header.num_bytes)
         return True
 
     def _read(self) -> bool:

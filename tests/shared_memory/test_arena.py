@@ -4,13 +4,13 @@ import ctypes
 
 import pytest
 
-from distlab.shared_memory.arena import PAGE, ArenaLayout
-from distlab.shared_memory.messages import HEADER_BYTES, Header
+from distlab.shared_memory.arena import MIN_PIECE_BYTES, PAGE, ArenaLayout
+from distlab.shared_memory.messages import HEADER_BYTES, PIECES_PER_RING, Header
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 64])
+@pytest.mark.parametrize("size", [*range(1, 21), 64])
 def test_nothing_overlaps_and_it_is_as_small_as_the_package_says(size):
     layout, ranks = ArenaLayout(size), range(size)
     slot, ring = PAGE + layout.slot_bytes, PAGE + layout.ring_bytes
@@ -25,7 +25,8 @@ def test_nothing_overlaps_and_it_is_as_small_as_the_package_says(size):
     assert layout.ring_bytes <= 2 * MIB
     assert 2 * size * layout.slot_bytes <= 128 * MIB
     assert layout.num_bytes <= size * (8 * MIB + 3 * PAGE) + size**2 * (2 * MIB + PAGE)
-    assert layout.ring_bytes % HEADER_BYTES == 0, "a header is never cut"
+    piece_bytes = max(MIN_PIECE_BYTES, layout.ring_bytes // PIECES_PER_RING)
+    assert layout.ring_bytes % piece_bytes == piece_bytes % HEADER_BYTES == 0, "no piece and no header is cut"
 
 
 def test_a_header_has_the_size_that_is_kept_free_for_it():
