@@ -220,11 +220,6 @@ class RecordWriter:
             struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
         self.end(n, FAILED)
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the job has made a call, or a group."""
-        return self._newest >= self._first or self._groups[0] > 0
-
     def group(self, event: str, what: str = "") -> None:
         """Note that a group is "begun", "made" or "left" (destroyed); `what`: its members and the line."""
         self._groups[0] += event == "begun"

@@ -76,11 +76,6 @@ class Recorder:
         """Let those who watch know that this rank makes no more calls in this job."""
         self._writer.finish()
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether the job has made a call."""
-        return self._writer.has_rows
-
     def close(self) -> None:
         """Stop, and close the files; they stay readable."""
         self.stop()
