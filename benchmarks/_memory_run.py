@@ -16,10 +16,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
 from distlab.measure import KINDS, device_of, track_memory, workload_from_module
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Workload
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator

@@ -30,15 +30,15 @@ import torch.distributed as dist
 from _rows import Row, absolute
 from _script import run_script
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.gradient_hook import GradientHook
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.checkpoint import load, newest, save
 from distlab.checkpoint.parts import own_state, shared_state
 from distlab.comm import RankError, Ranks
 from distlab.compression import make_hook
-from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
-from distlab.gradient_hook import GradientHook
 from distlab.hybrid import Hybrid
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, StageState, find_tied, split_gpt
 from distlab.plan import Plan, one_f_one_b
 from distlab.plan.compression import Compression

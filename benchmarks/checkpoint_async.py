@@ -24,11 +24,11 @@ import torch.distributed as dist
 from _rows import Row, compare, noise, without_bar
 from _script import run_script
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.checkpoint import AsyncSaves, save
 from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
 from distlab.measure import MIN_BLOCKS
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 from distlab.sharding import FullyShard, ShardedState
 

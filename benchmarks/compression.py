@@ -30,11 +30,11 @@ from _script import backend_of, run_script
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from distlab.blocks.gradient_hook import GradientHook
 from distlab.comm import Ranks
 from distlab.comm.device import device_of, synchronize
 from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, dequantize, quantize, sign, top_k
 from distlab.data_parallel import DataParallel, train_step
-from distlab.gradient_hook import GradientHook
 from distlab.measure import MIN_BLOCKS, interleave
 
 BUCKET_MIB = 25

@@ -27,10 +27,11 @@ from _rows import Row, compare, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
 
-from distlab.clip import clip_gradients_
+from distlab.blocks.clip import clip_gradients_
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.comm.device import device_of, synchronize
-from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import (
     Bucketed,
     DataParallel,
@@ -42,7 +43,6 @@ from distlab.data_parallel import (
     train_step,
 )
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
 
 BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20  # torch DDP's defaults, both; given a bucket_cap_mb it would make the first as large

@@ -25,14 +25,14 @@ import torch.distributed as dist
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 
-from distlab.anomalies import AnomalyWatch
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks, Recorder, recorded
 from distlab.comm.launch.ranks import POLL_S
 from distlab.comm.watch.watchdog import Watchdog
 from distlab.data_parallel import DataParallel
+from distlab.elastic.votes import ReplicaVotes
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
-from distlab.votes import ReplicaVotes
+from distlab.profile.anomalies import AnomalyWatch
 
 CALL_BAR_US, LOOK_BAR, VOTE_BAR = 25.0, 1.0, 1.0
 EVERY = 50  # steps between two votes

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from _rows import Row, compare, compare_counts, noise, without_bar
 from torch import Tensor, nn
 
+from distlab.blocks.models import FeedForward, GPTConfig
 from distlab.comm import Ranks, recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import FeedForward, GPTConfig
 from distlab.rng import generator
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 128, 8, 2, 512

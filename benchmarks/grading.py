@@ -15,10 +15,10 @@ from _rows import Row, absolute
 
 from distlab.comm import run
 from distlab.comm.launch.fork_client import shut_down
-from distlab.grading import Evidence, Exercise, Fault, Report
-from distlab.grading.check import examine
-from distlab.grading.diagnosis.provenance import explain_sum
-from distlab.grading.diagnosis.values import seeded
+from distlab.course.grading import Evidence, Exercise, Fault, Report
+from distlab.course.grading.check import examine
+from distlab.course.grading.diagnosis.provenance import explain_sum
+from distlab.course.grading.diagnosis.values import seeded
 
 SIZE = 100
 

@@ -21,10 +21,10 @@ from _rows import Row, compare, noise
 from _script import backend_of, run_script
 from torch import Tensor, nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm.device import synchronize
 from distlab.large_batch import LAMB, LARS, Trust
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 DECAY = 0.01

@@ -28,10 +28,10 @@ import torch
 from _rows import Row
 from torch import Tensor, nn
 
-from distlab.data import ByteCorpus, digits, python_documentation
+from distlab.blocks.data import ByteCorpus, digits, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.large_batch import LAMB, LARS, LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr
 from distlab.measure import this_machine
-from distlab.models import GPT, GPTConfig
 from distlab.rng import derive_seed, generator
 
 BASE_BATCH, BATCHES = 32, (32, 128, 512, 1437)

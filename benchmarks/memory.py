@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from _memory_run import Job, RankMemory, measure_memory, workload_of
 from _rows import Row
 
+from distlab.blocks.models import GPTConfig
 from distlab.comm import Ranks
 from distlab.measure import KINDS
-from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator import Memory, memory_of
 from simulator.units import format_bytes

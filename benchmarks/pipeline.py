@@ -30,10 +30,10 @@ from _script import backend_of, run_script
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.comm.device import device_of, num_gpus, synchronize
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import Schedule, make_schedule
 

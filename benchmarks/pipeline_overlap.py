@@ -28,9 +28,9 @@ from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch import Tensor, nn
 
+from distlab.blocks.models import Block, GPTConfig
 from distlab.comm import Ranks
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import Block, GPTConfig
 from distlab.pipeline import Pipeline
 from distlab.pipeline.backward import layers
 from distlab.pipeline.backward.two_parts import SplitBackward, full_backward

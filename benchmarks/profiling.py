@@ -21,9 +21,9 @@ from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
 from distlab.profile import Profiler
 
 MARKS_BAR_US, CALL_BAR_US, SHARE_BAR = 100.0, 35.0, 2.0

@@ -76,7 +76,7 @@ def step_times(blocks: int, steps: int) -> dict[str, tuple[int, list[float], lis
     """Calls per step, and seconds per step with recording off and on, of training steps of the small GPT."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from distlab.models import GPT, GPTConfig
+    from distlab.blocks.models import GPT, GPTConfig
 
     torch.manual_seed(0)
     config, found = GPTConfig(), {}

@@ -30,11 +30,11 @@ from _script import backend_of, run_script
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.comm.device import device_of, synchronize
-from distlab.data import ByteCorpus, python_documentation
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
 from distlab.sharding import ShardedOptimizer
 
 BUCKET_MIB = 1  # a few of them in the small GPT

@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.comm.device import allocated_bytes, device_of, num_gpus, peak_bytes, reset_peak, synchronize
-from distlab.data import ByteCorpus, python_documentation
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard
 
 PROGRAMS = (

@@ -39,10 +39,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, Attention, FeedForward, GPTConfig
 from distlab.comm import Ranks, recorded
-from distlab.data import ByteCorpus, python_documentation
 from distlab.measure import MIN_BLOCKS, interleave
-from distlab.models import GPT, Attention, FeedForward, GPTConfig
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 
 PROGRAMS = (

@@ -32,10 +32,11 @@ import torch
 import torch.distributed as dist
 from _rows import Row, absolute, median_interval
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks, process_group, throttled
 from distlab.comm.record.throttle import link_s
 from distlab.compression import make_hook
-from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, train_step
 from distlab.measure import (
     Round,
@@ -47,7 +48,6 @@ from distlab.measure import (
     workload_from_module,
 )
 from distlab.measure.machine.fit import median_of
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Contention, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
 from simulator import Measured as MeasuredApart, MeasuredCodec, break_even_bytes_per_s, simulate

@@ -116,7 +116,7 @@ def run_timelines(cells: Sequence[str], num_runs: int, budget_s: float) -> dict[
     notebook = nbformat.v4.new_notebook()
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(LESSONS)}})
     with client.setup_kernel():
-        told(client, "%load_ext distlab.notebook")
+        told(client, "%load_ext distlab.course.notebook")
         for index in needed:
             if index not in measuring:
                 told(client, cells[index])

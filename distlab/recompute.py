@@ -30,9 +30,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from distlab.blocks.modules.blocks import Choice, find_blocks, outermost
+from distlab.blocks.modules.earlier_buffers import EarlierBuffers
 from distlab.comm import device
-from distlab.modules.blocks import Choice, find_blocks, outermost
-from distlab.modules.earlier_buffers import EarlierBuffers
 from distlab.rng import RandomState, keep_random_state, random_state, restore_random_state
 
 

@@ -16,7 +16,7 @@
 # and they talk through the same `torch.distributed` that a cluster uses.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The map
@@ -25,7 +25,7 @@
 # press Shift-Enter.
 
 # %%
-from distlab.notebook import course_map
+from distlab.course.notebook import course_map
 
 course_map()
 
@@ -95,7 +95,7 @@ numbers.tolist()
 # `distlab lesson page` does the same.
 
 # %% tags=["remove-output"]
-from distlab.notebook import progress_page
+from distlab.course.notebook import progress_page
 
 progress_page()
 

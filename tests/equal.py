@@ -7,10 +7,10 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from distlab.data import ByteCorpus, python_documentation
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.data_parallel import Bucketed, Overlapped, average_flat, average_per_parameter
 from distlab.large_batch import LAMB
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import utils
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_sequential
 from distlab.plan import make_schedule
 from distlab.recompute import recompute_blocks

@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.data_parallel import DataParallel
-from distlab.models import GPT, GPTConfig
 from distlab.precision import autocast
 from distlab.recompute import RecomputePlainly, recompute, recompute_blocks
 from distlab.rng import generator

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distlab.modules.blocks import find_blocks
+from distlab.blocks.modules.blocks import find_blocks
 from distlab.recompute import recompute, recompute_blocks
 
 

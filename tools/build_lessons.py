@@ -24,7 +24,7 @@ import nbformat
 from lesson_notebook import KINDS, make_notebook, read_source
 from nbformat import NotebookNode
 
-from distlab.grading.progress import MARKER
+from distlab.course.grading.progress import MARKER
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "lessons"

@@ -40,9 +40,9 @@ Calls that are alike (operation, shape, dtype, root, reduction) in swapped order
 No record sees **such calls swapped on one line** (a loop over a list, a function that both go through), or calls whose
 source cannot be read. Nor those between which an `if` chooses on a rank, since ranks may take turns by intent; nor
 those in two functions of which one is a method or inside another function, as hooks are.
-They meet, and different tensors are added up. `ReplicaVotes` (`distlab.votes`) tells at its next vote which rank
-differs, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once, and learns at
-its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.
+They meet, and different tensors are added up. `ReplicaVotes` (`distlab.elastic.votes`) tells at its next vote which
+rank differs, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once, and
+learns at its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.
 """
 
 

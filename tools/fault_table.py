@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from distlab.grading import Lesson, Mutant, Report, lessons, load_lesson
-from distlab.grading.check import examine
+from distlab.course.grading import Lesson, Mutant, Report, lessons, load_lesson
+from distlab.course.grading.check import examine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "tests" / "lessons" / "words.csv"
@@ -44,7 +44,7 @@ def examine_mutant(lesson: Lesson, mutant: Mutant, *, world: int | None = None) 
 def deciding_files(lesson: Lesson) -> list[Path]:
     """Return the files that decide what a lesson's checks say: its own, and those of the checks of all lessons."""
     own = [lesson.folder / "solutions.py", lesson.folder / "exercises.py", *lesson.folder.glob("checks/*.py")]
-    return sorted([*own, *(ROOT / "distlab" / "grading").rglob("*.py")])
+    return sorted([*own, *(ROOT / "distlab" / "course" / "grading").rglob("*.py")])
 
 
 def digest_of(lesson: Lesson) -> str:

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from distlab.grading import lessons, load_lesson
+from distlab.course.grading import lessons, load_lesson
 
 FOLDER = Path(__file__).resolve().parents[1] / "lessons"
 GUIDE = FOLDER / "INSTRUCTORS.md"

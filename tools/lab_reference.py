@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from distlab.cli.course.lab import find_lab
-from distlab.grading import lessons
-from distlab.lab.report import reference_section
+from distlab.course.grading import lessons
+from distlab.course.lab.report import reference_section
 from distlab.measure import this_machine
 
 LESSONS = Path(__file__).resolve().parents[1] / "lessons"

@@ -27,8 +27,8 @@ def complaints(notebook: NotebookNode) -> Iterator[str]:
     yield from _widgets_move(notebook)
     yield from _imports_first(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if not code or code[0].source.strip() != "%load_ext distlab.notebook":
-        yield "the first code cell must be  %load_ext distlab.notebook"
+    if not code or code[0].source.strip() != "%load_ext distlab.course.notebook":
+        yield "the first code cell must be  %load_ext distlab.course.notebook"
 
 
 def first_line(cell: NotebookNode) -> str:

@@ -19,9 +19,9 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-from distlab.grading import Exercise, load_lesson, reference_of
-from distlab.grading.lesson import mutant_named
-from distlab.grading.mutant import signature_and_body, wrong_text
+from distlab.course.grading import Exercise, load_lesson, reference_of
+from distlab.course.grading.lesson import mutant_named
+from distlab.course.grading.mutant import signature_and_body, wrong_text
 
 KINDS = ("lesson", "solution")
 FIELDS = ("title", "minutes", "needs", "aims")

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
-from distlab.data import ByteCorpus, python_documentation
+from distlab.course.grading import load_lesson
+from distlab.course.grading.check import examine
 from distlab.data_parallel import DataParallel, train_step
-from distlab.grading import load_lesson
-from distlab.grading.check import examine
-from distlab.models import GPT, GPTConfig
 from distlab.trace import SpanWriter, Trace
 from simulator.viz import draw_train_step, step_of, to_png
 

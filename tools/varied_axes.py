@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.grading import Exercise
-from distlab.grading.variation.calls import named, said, split
-from distlab.grading.variation.draw import AXES, Members
+from distlab.course.grading import Exercise
+from distlab.course.grading.variation.calls import named, said, split
+from distlab.course.grading.variation.draw import AXES, Members
 
 SEEDS = range(6)
 COVERED = "yes"

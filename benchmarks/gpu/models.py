@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import device as seam
 from distlab.measure import on_first_rank
-from distlab.models import GPT, GPTConfig
 from gpu.job import Job
 from gpu.timing import Step, built, device_here
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distlab.blocks.modules.structures import replace
 from distlab.comm import device
-from distlab.modules.structures import replace
 
 SMALL_BYTES = 1 << 16
 _LEAVES = {bool, int, float, str, bytes, type(None)}

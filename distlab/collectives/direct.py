@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import all_gather_single, reduce_scatter_single
 from distlab.comm.p2p import Pending, Receive, Send, has_own_halves, start
-from distlab.flat import all_gather_single, reduce_scatter_single
 
 
 class DirectGather:

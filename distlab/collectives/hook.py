@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.collectives.ring import ring_all_reduce
-from distlab.gradient_hook import GradientBucket
 
 
 class RingAllReduce:

@@ -5,7 +5,7 @@ value on every rank; `together` raises one error on all ranks). `device` is the 
 writes down every call, and `watch` finds ranks that cannot go on. `rendezvous` and `clocks` join ranks of several
 machines. `checks` refuses wrong arguments. `standby` lets torchrun's ranks start at once. `plain` reads what an
 untrusted process sends, or a file that may come from anyone. `command` writes a command so that it runs
-where its reader stands.
+where its reader stands. Under all this: `nodes` (nodes on one machine) over `shared_memory` (a backend).
 Names load on first use, so that importing the package does not load torch.
 """
 

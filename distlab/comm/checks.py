@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import SupportsIndex
 
-from distlab.shared_memory.futex import why_not_here
+from distlab.comm.shared_memory.futex import why_not_here
 
 CPU = "cpu"  # shared memory where all ranks can have it, else gloo
 BACKENDS = ("gloo", "shared", "nccl", "cpu:gloo,cuda:nccl", CPU)

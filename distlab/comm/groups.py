@@ -26,18 +26,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab import nodes as crossing_nodes, shared_memory
-from distlab.comm import device as gpus
+from distlab.comm import device as gpus, nodes as crossing_nodes, shared_memory
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.launch.processes import PR_SET_PDEATHSIG, prctl
+from distlab.comm.nodes import Nodes as Nodes
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
+from distlab.comm.shared_memory.meeting import meet_if_possible
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
-from distlab.nodes import Nodes as Nodes
 from distlab.plan import Mesh
-from distlab.shared_memory.meeting import meet_if_possible
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
 _Arguments = ParamSpec("_Arguments")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.agree import agree
-from distlab.shared_memory.group import is_shared
+from distlab.comm.shared_memory.group import is_shared
 
 
 class Send(NamedTuple):

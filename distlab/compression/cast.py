@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
-from distlab.gradient_hook import GradientBucket, Pending
 
 CAST_DTYPES = (torch.float16, torch.bfloat16)
 PART = 1 << 16  # elements

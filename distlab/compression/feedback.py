@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.comm import agree
-from distlab.gradient_hook import GradientBucket
 
 
 class FeedbackHook:

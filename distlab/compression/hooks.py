@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import all_gather_single
+from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.compression.codec import Codec, QuantizeCodec, SignCodec, TopKCodec, average_, is_finite
 from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
 from distlab.compression.sparse import random_indices
-from distlab.flat import all_gather_single
-from distlab.gradient_hook import GradientBucket, Pending
 from distlab.plan.compression import check_bits, check_ratio, num_kept
 from distlab.rng import generator
 

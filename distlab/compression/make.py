@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from distlab.blocks.gradient_hook import GradientHook
 from distlab.compression.hooks import Quantize, RandomK, Sign, TopK
 from distlab.compression.powersgd.hook import PowerSGD
-from distlab.gradient_hook import GradientHook
 from distlab.plan.compression import Compression
 
 

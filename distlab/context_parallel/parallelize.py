@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradients.flat_gradients import sum_and_divide
+from distlab.blocks.models import GPT, Attention
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import broadcast_each
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.context_parallel.all_to_all import all_to_all_attention, require_heads
 from distlab.context_parallel.placement import position_ids, require_divisible
 from distlab.context_parallel.ring import ring_attention
-from distlab.gradients.flat_gradients import sum_and_divide
-from distlab.models import GPT, Attention
-from distlab.modules.every_parameter import every_parameter
-from distlab.replicate import broadcast_each
 
 KINDS: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import all_gather_single
 from distlab.comm.p2p import group_rank, require_same
-from distlab.flat import all_gather_single
 
 
 def zigzag_positions(length: int, num_ranks: int, rank: int) -> Tensor:

@@ -8,8 +8,8 @@ It adds to `Overlapped`:
 - What goes wrong with a gradient on one rank (none, a sparse one, a second one, NaN) is named on every rank. No rank
   hangs.
 
-`SendInBackward` (`distlab.gradients.flat_gradients`) sends the buckets. Read `bucket` for what one of them does, and
-`distlab.gradients.gradient_status` for how ranks tell each other what is wrong.
+`SendInBackward` (`distlab.blocks.gradients.flat_gradients`) sends the buckets. Read `bucket` for what one of them does,
+and `distlab.blocks.gradients.gradient_status` for how ranks tell each other what is wrong.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import GradientHook
+from distlab.blocks.gradients.flat_gradients import SendInBackward, refuse_second
+from distlab.blocks.gradients.gradient_status import UNUSED, Reports, gather_reports
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.modules.moved import NotCopied
+from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.comm import device
 from distlab.comm.p2p import can_move_cpu_tensors
 from distlab.data_parallel.bucket import Bucket
 from distlab.data_parallel.buffers import SyncBatchNorm
 from distlab.data_parallel.steps import broadcast_parameters, in_buckets, trainable
-from distlab.gradient_hook import GradientHook
-from distlab.gradients.flat_gradients import SendInBackward, refuse_second
-from distlab.gradients.gradient_status import UNUSED, Reports, gather_reports
-from distlab.modules.every_parameter import every_parameter
-from distlab.modules.moved import NotCopied
-from distlab.replicate import Registered, agree_on_build
 from distlab.trace import SpanWriter
 
 WAYS_WITH_UNUSED = ("error", "zeros")

@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from distlab.blocks.replicate import broadcast_flat
 from distlab.comm import agree
-from distlab.replicate import broadcast_flat
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup | None = None) -> None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradients.flat_gradients import GradientSlots, SendInBackward
+from distlab.blocks.replicate import parameter_facts
 from distlab.comm import agree
 from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
-from distlab.gradients.flat_gradients import GradientSlots, SendInBackward
-from distlab.replicate import parameter_facts
 
 
 class HorovodOptimizer:

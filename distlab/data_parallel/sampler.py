@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
+from distlab.blocks.data import SampleOrder
 from distlab.comm import agree
-from distlab.data import SampleOrder
 
 TAILS = ("drop", "pad", "keep")
 FACTS = ("num_samples", "seed", "shuffle")

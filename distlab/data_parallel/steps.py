@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.flat import FlatBuffer, same_kind
-from distlab.modules.every_parameter import every_parameter
+from distlab.blocks.flat import FlatBuffer, same_kind
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import broadcast_flat
 from distlab.plan import assign_buckets
-from distlab.replicate import broadcast_flat
 from distlab.trace import SpanWriter
 
 

@@ -6,7 +6,8 @@ Begin with `plain`, the whole idea on one screen. What a cluster asks for stands
 2. `run`: `ElasticRun`, the loop itself.
 3. `leave`: SIGTERM.
 4. `restart`: new ranks for those that failed, where no torchrun does it.
-5. `faults`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
+5. `votes`: replicas find flipped bits by comparing.
+6. `faults`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
 """
 
 from distlab.elastic.agents import Agent as Agent, Agents as Agents

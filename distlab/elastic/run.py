@@ -23,19 +23,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.data import SampleOrder, rank_slice
 from distlab.checkpoint import AsyncSaves, CheckpointError, Resumed, load, save
 from distlab.checkpoint.parts import Parts, moments_of, refuse_shards, require_equal, sums_of
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.checks import check_timeout
 from distlab.comm.together import place_in, together
-from distlab.data import SampleOrder, rank_slice
 from distlab.data_parallel import loss_weight
 from distlab.elastic.faults import Faults
 from distlab.elastic.leave import STATUS, Left, Notice
+from distlab.elastic.votes import ReplicaVotes
 from distlab.elastic.work import Step, Work
 from distlab.rng import derive_seed, seed_rank
-from distlab.votes import ReplicaVotes
 
 _NEVER = sys.maxsize
 

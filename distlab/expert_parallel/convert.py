@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.models import GPT, Block, FeedForward
 from distlab.expert_parallel.layer import ExpertParallel, broadcast_state
 from distlab.expert_parallel.plain import MixtureOfExperts
 from distlab.expert_parallel.router import Router
-from distlab.models import GPT, Block, FeedForward
 
 
 def mix_experts(

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.clip import Gradient, clip_counted_
+from distlab.blocks.clip import Gradient, clip_counted_
+from distlab.blocks.gradients.flat_gradients import sum_and_divide
+from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.comm.p2p import group_rank
 from distlab.expert_parallel.layer import ExpertParallel
-from distlab.gradients.flat_gradients import sum_and_divide
-from distlab.modules.every_parameter import every_parameter
 
 
 def split_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

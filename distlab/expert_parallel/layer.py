@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import broadcast_each
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.expert_parallel.assign import Assignment, assign, combine
 from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_ranks, trade_counts
 from distlab.expert_parallel.plain import Load, MixtureOfExperts
 from distlab.expert_parallel.router import Router, Routing, load_sums, switch_loss
-from distlab.modules.every_parameter import every_parameter
 from distlab.plan import split_evenly
-from distlab.replicate import broadcast_each
 
 
 class ExpertParallel(nn.Module):

@@ -14,7 +14,7 @@ Last, `train`: `Hybrid`, all of it for real training, and who hears of a rank th
 whole or in parts.
 """
 
-from distlab.clip import Gradient as Gradient
+from distlab.blocks.clip import Gradient as Gradient
 from distlab.hybrid.layout import Layout as Layout, joint_group as joint_group, lay_out as lay_out
 from distlab.hybrid.plain import plain_mesh_step as plain_mesh_step
 from distlab.hybrid.stage_averages import StageAverages as StageAverages

@@ -29,16 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.models import GPT
+from distlab.blocks.replicate import broadcast_each
 from distlab.context_parallel import context_parallel, position_ids
 from distlab.context_parallel.parallelize import KINDS
 from distlab.expert_parallel import ExpertParallel, expert_parallel
 from distlab.hybrid.layout import COPIES, EXPERT_COPIES, Layout
 from distlab.hybrid.rules import mixtures_in
-from distlab.models import GPT
 from distlab.pipeline import TiedParameter, find_tied, split_gpt
 from distlab.plan import Plan, Schedule, make_schedule
 from distlab.recompute import recompute_blocks
-from distlab.replicate import broadcast_each
 from distlab.tensor_parallel import Split, parallelize, splits_of, vocabulary_parallel_cross_entropy
 
 

@@ -34,7 +34,7 @@ real libraries went wrong:
 | tied weights on two stages       | counted on both                             | over-clips                  |
 
 One rule covers all: of all ranks that hold equal copies of an element one counts it (`build.counts_here`); then squares
-are summed over the whole mesh, and every rank has the same bits (`distlab.clip.clip_counted_`).
+are summed over the whole mesh, and every rank has the same bits (`distlab.blocks.clip.clip_counted_`).
 
 Symbols: n copies of all but the experts, m of an expert: d c.
 """
@@ -47,7 +47,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from distlab.clip import Gradient
+from distlab.blocks.clip import Gradient
 from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
 from distlab.hybrid.build import Built, counts_here, divide_, named_parameters, split_experts, tied_parameters

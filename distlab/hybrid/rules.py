@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from distlab.blocks.models import GPT
 from distlab.expert_parallel import MixtureOfExperts
-from distlab.models import GPT
 from distlab.plan import Plan, mesh_of
 from distlab.precision import HALF, as_dtype
 

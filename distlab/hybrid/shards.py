@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from distlab.clip import Gradient
+from distlab.blocks.clip import Gradient
+from distlab.blocks.models import Block
+from distlab.blocks.modules.blocks import find_blocks
 from distlab.hybrid.build import Built, counts_here, divide_, split_experts, tied_parameters
 from distlab.hybrid.gradients import GradientAveraging, MakeOptimizer, ParameterBag
 from distlab.hybrid.layout import Layout
-from distlab.models import Block
-from distlab.modules.blocks import find_blocks
 from distlab.pipeline import Pipeline
 from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.sharding.cut_layers import CutLayers

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import FlatBuffer
+from distlab.blocks.gradients.flat_gradients import TimedWork
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import broadcast_each
 from distlab.comm.p2p import needs_batches
-from distlab.flat import FlatBuffer
-from distlab.gradients.flat_gradients import TimedWork
-from distlab.modules.every_parameter import every_parameter
 from distlab.pipeline import Pipeline
-from distlab.replicate import broadcast_each
 from distlab.trace import SpanWriter
 
 

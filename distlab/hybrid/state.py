@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.blocks.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.hybrid.build import Built, counts_here
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.part import OwnPiece
 from distlab.sharding.state.of_model import pieces_of, prepare_model, shard_state

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.clip import NotFiniteError, clip_counted_
+from distlab.blocks.clip import NotFiniteError, clip_counted_
+from distlab.blocks.models import GPT
+from distlab.blocks.replicate import parameter_facts
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.hybrid.build import build
@@ -30,12 +32,10 @@ from distlab.hybrid.layout import checksum, lay_out, problem_of_batch
 from distlab.hybrid.rules import problem_of, problem_of_balance
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
 from distlab.hybrid.state import HybridState
-from distlab.models import GPT
 from distlab.pipeline import Pipeline
 from distlab.pipeline.faults import gather_numbers, gather_texts
 from distlab.plan import AXES, Plan, mesh_of
 from distlab.precision import HALF, as_dtype, autocast
-from distlab.replicate import parameter_facts
 from distlab.trace import SpanWriter
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-HALF = (torch.float16, torch.bfloat16)
+from distlab.blocks.gradients.reduce import HALF as HALF
 
 
 def as_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 Start at `sections`: where a step begins, and how it is taken apart. Then read `calls` (what ranks do together),
 `profile` (all of it) and `findings` (what makes steps slow); `words` says it. Traces come from a `live` program
 or are `read` from files: `kineto` knows torch.profiler's, `align` brings clocks together.
-Names load on first use: files are read without torch.
+`anomalies` stands apart: where NaN or a spike began. Names load on first use: files are read without torch.
 """
 
 from __future__ import annotations

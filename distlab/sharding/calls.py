@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import all_gather_single, reduce_scatter_single
 from distlab.collectives import ring_reduce_scatter
 from distlab.comm.p2p import needs_batches
-from distlab.flat import all_gather_single, reduce_scatter_single
 
 
 def gather_into(

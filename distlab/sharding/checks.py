@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distlab.gradient_hook import LinearHook
-from distlab.modules.every_parameter import every_parameter, hidden_parameters, layers_of
+from distlab.blocks.gradient_hook import LinearHook
+from distlab.blocks.modules.every_parameter import every_parameter, hidden_parameters, layers_of
 
 
 def parameters_to_shard(module: nn.Module, *, plain: bool = False) -> list[tuple[str, nn.Parameter]]:

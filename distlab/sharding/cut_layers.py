@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.clip import Gradient, clip_counted_, clip_gradients_
-from distlab.modules.named_parts import SavedPart, Slab
-from distlab.modules.split import Split, group_of_parts, splits_of
+from distlab.blocks.clip import Gradient, clip_counted_, clip_gradients_
+from distlab.blocks.modules.named_parts import SavedPart, Slab
+from distlab.blocks.modules.split import Split, group_of_parts, splits_of
 from distlab.sharding.part import FlatShard, plain
 
 

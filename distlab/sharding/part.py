@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from distlab.blocks.modules.moved import KNOWN, name_of
 from distlab.comm.together import place_in
-from distlab.modules.moved import KNOWN, name_of
 
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
 SCALER = "each rank would judge by its part alone; use distlab.precision.LossScaler, whose ranks skip together"

@@ -13,7 +13,7 @@ Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any mo
 `full_state_dict` puts the model together again.
 """
 
-from distlab.modules.split import Split as Split, splits_of as splits_of
+from distlab.blocks.modules.split import Split as Split, splits_of as splits_of
 from distlab.tensor_parallel.attention import ParallelAttention as ParallelAttention
 from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module as parallelize_module
 from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS

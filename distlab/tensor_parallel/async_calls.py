@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import all_gather_single
 from distlab.collectives import DirectScatter
 from distlab.comm.p2p import group_rank
-from distlab.flat import all_gather_single
 
 
 class Sum:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.models import Attention
 from distlab.comm.p2p import group_rank
-from distlab.models import Attention
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
 from distlab.tensor_parallel.sequence import own_random
 

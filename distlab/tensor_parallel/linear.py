@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
+from distlab.blocks.modules.local_compute import is_replaced
+from distlab.blocks.modules.split import Split
+from distlab.blocks.replicate import broadcast_each
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
-from distlab.modules.local_compute import is_replaced
-from distlab.modules.split import Split
-from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.functions import (
     add_once,
     copy_to_ranks,
@@ -139,7 +139,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return join_features(y, self.group)[..., : self.out_features] if self.join_output else y
 
     def local_compute(self, x: Tensor) -> Tensor:
-        """Make this rank's features of what the ranks begin with; see `distlab.modules.local_compute`."""
+        """Make this rank's features of what the ranks begin with; see `distlab.blocks.modules.local_compute`."""
         return F.linear(x, self._rows, self.bias)
 
 
@@ -197,7 +197,7 @@ class RowParallelLinear(_ParallelLinear):
         return end(self.local_compute(x), self.group)
 
     def local_compute(self, x: Tensor) -> Tensor:
-        """Make this rank's summand of all features; see `distlab.modules.local_compute`."""
+        """Make this rank's summand of all features; see `distlab.blocks.modules.local_compute`."""
         return F.linear(x, self._rows, None if self.bias is None else add_once(self.bias, self.group))
 
 

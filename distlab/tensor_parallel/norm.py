@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.clip import Gradient, clip_counted_, counted_norm
+from distlab.blocks.clip import Gradient, clip_counted_, counted_norm
+from distlab.blocks.modules.split import splits_of
 from distlab.comm.p2p import group_rank
-from distlab.modules.split import splits_of
 
 
 def tensor_parallel_norm(model: nn.Module, group: ProcessGroup | None = None) -> Tensor:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.models import GPT, Block, FeedForward
+from distlab.blocks.modules.split import Split
 from distlab.comm.p2p import group_rank
-from distlab.models import GPT, Block, FeedForward
-from distlab.modules.split import Split
 from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
 from distlab.tensor_parallel.functions import join_sequence, split_sequence

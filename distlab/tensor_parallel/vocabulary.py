@@ -24,8 +24,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.modules.split import Split
 from distlab.comm.p2p import group_rank
-from distlab.modules.split import Split
 from distlab.tensor_parallel.functions import reduce_from_ranks, reduce_scatter_sequence
 from distlab.tensor_parallel.linear import take_parts
 
@@ -79,7 +79,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return end(x, self.group)
 
     def local_compute(self, tokens: Tensor) -> Tensor:
-        """Look rows of this rank up; see `distlab.modules.local_compute`."""
+        """Look rows of this rank up; see `distlab.blocks.modules.local_compute`."""
         return F.embedding(tokens, self.weight)
 
 

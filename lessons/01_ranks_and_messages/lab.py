@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.p2p import Receive, Send, exchange
-from distlab.lab import CommonSettings, Lab, flag, main
-from distlab.lab.report import grid
+from distlab.course.lab import CommonSettings, Lab, flag, main
+from distlab.course.lab.report import grid
 from simulator import fit_steps
 from simulator.hardware.cost import Steps
 from simulator.hardware.fit import relative_errors

@@ -19,7 +19,7 @@
 #   will take.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question
@@ -186,7 +186,7 @@ else:
 # bar is a rank that waits. `last_records()` has the calls of the last cell that ran on ranks.
 
 # %%
-from distlab.notebook import last_records
+from distlab.course.notebook import last_records
 from simulator.viz import draw_message_diagram
 
 words = "One message: rank 0 sends, rank 1 receives"
@@ -295,7 +295,7 @@ def polite_swap():
 
 # %%
 from distlab.comm import RankError
-from distlab.notebook import in_cells
+from distlab.course.notebook import in_cells
 
 swap = Ranks(2)
 try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distlab import collectives
 from distlab.comm import mesh_groups
 from distlab.comm.p2p import Receive, Send, exchange
-from distlab.lab import CommonSettings, Lab, flag, main
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.plan import Link, Mesh
 from simulator import bus_bytes_per_s, fit_steps, hierarchical_all_reduce_s
 from simulator.hardware.cost import Steps, all_reduce_steps, steps_s

@@ -18,7 +18,7 @@
 # - predict which one wins on PCIe, NVLink, InfiniBand and Ethernet.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

@@ -18,10 +18,10 @@ from torch.nn.utils import parameters_to_vector
 
 from distlab.collectives import RingAllReduce
 from distlab.comm import Records
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.data_parallel import DataParallel
 from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure import Round, fit_cluster, measure_round, median_round, workload_from_module
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Workload

@@ -31,7 +31,7 @@
 # - judge a claim such as "8 GPUs give 6 to 7x" by the conditions under which it holds.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question
@@ -772,7 +772,8 @@ ranks.close()
 # `distlab lab 03 --ranks 4 --impl mine --trace traces`.
 #
 # **How to come back.** Save the notebook and close it. When you open it again, run its first code cell
-# (`%load_ext distlab.notebook`), and then go on at the next heading. You need not run anything of sitting one again.
+# (`%load_ext distlab.course.notebook`), and then go on at the next heading. You need not run anything of sitting one
+# again.
 
 # %% [markdown]
 # # Sitting two: how often, and which data
@@ -787,7 +788,7 @@ ranks.close()
 # The reference takes the place of the others.
 
 # %%
-from distlab.notebook import saved_answers
+from distlab.course.notebook import saved_answers
 
 average_gradients, fill_buckets, overlap = saved_answers("03.average", "03.buckets", "03.overlap")
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import Digits, digits, rank_slice
 from distlab.data_parallel import DataParallel, loss_weight
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.large_batch import LAMB, LARS, Trust
 
 TOLERANCE = 1e-9  # float64

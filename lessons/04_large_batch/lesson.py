@@ -26,7 +26,7 @@
 # - read from measured curves, with their spread, where large batches cost accuracy and what helps.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

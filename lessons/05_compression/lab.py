@@ -15,8 +15,8 @@ from torch import Tensor
 from distlab.comm import throttled
 from distlab.comm.record.operations import ring_bytes
 from distlab.compression import dequantize, quantize
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.models import GPT, GPTConfig
 
 LEARNING_RATE = 0.2

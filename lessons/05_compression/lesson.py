@@ -24,7 +24,7 @@
 # - decide for a model, a wire and a compressor whether it pays.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question
@@ -369,7 +369,7 @@ bench("signs", average_signs)
 # %%
 import math
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
 from distlab.compression import PowerSGD, Quantize, RandomK, Sign, TopK
 from distlab.data_parallel import DataParallel
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Precision

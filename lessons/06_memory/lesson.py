@@ -23,7 +23,7 @@
 # - say before a run whether a plan fits a device, and which change makes it fit.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

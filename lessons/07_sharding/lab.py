@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.clip import clip_gradients_
+from distlab.blocks.clip import clip_gradients_
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.data_parallel import DataParallel
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard, ShardedOptimizer, scatter_sum
 

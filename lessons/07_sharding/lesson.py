@@ -24,7 +24,7 @@
 # - write the DeepSpeed and FSDP2 settings that mean the same.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

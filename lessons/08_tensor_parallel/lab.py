@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.grading import load_lesson
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure import TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt

@@ -29,7 +29,7 @@
 # - say what part of a step's sums the products can hide, and how many GPUs a model should be cut over.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question
@@ -521,7 +521,8 @@ ranks.close()
 # the lab on your own hardware: `distlab lab 08 --ranks 4 --impl mine --trace traces`.
 #
 # **How to come back.** Save the notebook and close it. When you open it again, run its first code cell
-# (`%load_ext distlab.notebook`), and then go on at the next heading. You need not run anything of sitting one again.
+# (`%load_ext distlab.course.notebook`), and then go on at the next heading. You need not run anything of sitting one
+# again.
 
 # %% [markdown]
 # # Sitting two: the sequence too, and whole steps

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure import TrainingRun, measure_messages, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt

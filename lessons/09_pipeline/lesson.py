@@ -24,7 +24,7 @@
 # - choose schedule, stages and micro-batches by simulation, and check the choice against measured timelines.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

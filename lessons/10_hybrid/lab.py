@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from distlab.comm import mesh_groups
 from distlab.comm.record.operations import ring_bytes
 from distlab.comm.record.read import Call
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure import RunResult, TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Mesh, Plan, Sharding, mesh_of

@@ -24,7 +24,7 @@
 # - choose degrees and the order of axes for a cluster by simulation, and say what decides.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

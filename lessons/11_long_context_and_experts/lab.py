@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.context_parallel import average_gradients_, context_parallel, scatter_sequence, zigzag_positions
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.expert_parallel import (
     ExpertParallel,
@@ -25,7 +26,6 @@ from distlab.expert_parallel import (
     mix_experts,
     reduce_gradients,
 )
-from distlab.lab import CommonSettings, Lab, flag, main
 from distlab.measure import RunResult, TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan

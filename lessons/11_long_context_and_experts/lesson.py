@@ -28,7 +28,7 @@
 # - keep experts evenly loaded, reduce the right gradients over the right ranks, and say what imbalance costs.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

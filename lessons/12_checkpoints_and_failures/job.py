@@ -19,11 +19,11 @@ from torch import Tensor
 
 from distlab.comm import entry, process_group
 from distlab.comm.groups import Member
+from distlab.course.lab.member import load_functions
 from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel
 from distlab.elastic import BatchRule, Fault, Faults
 from distlab.grading import NotYet, load_lesson, reference_of
-from distlab.lab.member import load_functions
 from distlab.models import GPT, GPTConfig
 from distlab.rng import generator, seed_rank
 

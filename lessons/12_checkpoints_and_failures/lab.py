@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.rendezvous import own_environment
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.elastic import plan_faults
-from distlab.lab import CommonSettings, Lab, flag, main
 
 JOB = Path(__file__).with_name("job.py")
 MOST_RESTARTS = 100

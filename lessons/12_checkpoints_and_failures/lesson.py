@@ -24,7 +24,7 @@
 # - choose how often to save, and check it by trial.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

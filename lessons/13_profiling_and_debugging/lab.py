@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation
-from distlab.lab import CommonSettings, Lab, flag, main
+from distlab.elastic.votes import bit_sum
 from distlab.models import GPT, GPTConfig
 from distlab.profile import Profile, Profiler, report
 from distlab.trace import Trace
-from distlab.votes import bit_sum
 
 DRAWN = ("nothing", "slow rank", "slow loader", "no overlap", "flipped bit")
 BY_RANK = ("slow rank", "slow loader", "flipped bit")

@@ -24,7 +24,7 @@
 # - find a flipped bit in replicas that should be equal, with few comparisons.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question
@@ -383,7 +383,7 @@ show_bars(
 
 # %%
 from distlab.comm import RankError
-from distlab.notebook import in_cells
+from distlab.course.notebook import in_cells
 
 
 def steps_with_a_branch():
@@ -458,7 +458,7 @@ print("by operation and shape:", first_divergence(calls_made(ranks)))
 # weight on one rank is not what it was.
 
 # %%
-from distlab.votes import bit_sum
+from distlab.elastic.votes import bit_sum
 
 
 def new_model():
@@ -533,10 +533,11 @@ guess_3.default(64)  # assumed if you gave no number above
 print(guess_3.compare(looks))
 
 # %% [markdown]
-# `distlab.votes.ReplicaVotes` does it in training: a vote every k steps, less than 1 % of a step. Its limit is worth
+# `distlab.elastic.votes.ReplicaVotes` does it in training: a vote every k steps, less than 1 % of a step. Its limit is
+# worth
 # knowing: what is wrong *before* the average is averaged, and then equal on all ranks. No vote sees that.
-# `distlab.anomalies.AnomalyWatch` looks there: it says in which layer of which rank the first NaN, or the first spike,
-# appeared.
+# `distlab.profile.anomalies.AnomalyWatch` looks there: it says in which layer of which rank the first NaN, or the first
+# spike, appeared.
 
 # %% [markdown]
 # ## Production: torch's own profiler
@@ -695,4 +696,4 @@ ranks.close()
 # - Documentation of torch.profiler, of PyTorch's flight recorder, and of NCCL's environment variables; arguments of
 #   Megatron-LM and DeepSpeed. Read 2026-11.
 # - In this repository: `distlab/profile/` (its `__init__` says in which order), `distlab/comm/where/`,
-#   `distlab/votes.py`.
+#   `distlab/elastic/votes.py`.

@@ -1,7 +1,7 @@
 """Reference solutions of lesson 13: what a trace, a hang and a table of checksums say, as functions of plain lists.
 
 The library's versions are in `distlab.profile` (sections, clocks, findings), `distlab.comm.record` (calls that do not
-meet) and `distlab.votes` (flipped bits).
+meet) and `distlab.elastic.votes` (flipped bits).
 """
 
 import statistics

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from train import train
 
 from distlab.comm.rendezvous import read_environment
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.elastic import Agent, Agents
-from distlab.lab import CommonSettings, Lab, flag, main
 
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 PAUSE_S = 0.05  # after each update of the agents' ranks, so that there is a middle to be killed in

@@ -25,7 +25,7 @@
 # - look at a cluster before a run, and name the machine that is not like the others.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from distlab.lab import CommonSettings, Lab, flag, main
+from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.measure import RunResult, TrainingRun, time_training, windows_of
 from distlab.models import GPTConfig
 from distlab.plan import Cluster, Plan

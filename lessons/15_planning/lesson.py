@@ -25,7 +25,7 @@
 # - judge popular claims by computing them.
 
 # %%
-# %load_ext distlab.notebook
+# %load_ext distlab.course.notebook
 
 # %% [markdown]
 # ## The question

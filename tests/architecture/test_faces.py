@@ -12,6 +12,12 @@ import distlab
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [f"distlab.{path.parent.name}" for path in sorted((ROOT / "distlab").glob("*/__init__.py"))]
+PACKAGES += [
+    f"distlab.{wing}.{path.parent.name}"
+    for wing in ("blocks", "course")
+    for path in sorted((ROOT / "distlab" / wing).glob("*/__init__.py"))
+]
+PACKAGES += ["distlab.comm.nodes"]
 FACES = [*PACKAGES, "simulator", "simulator.viz", "simulator.export"]
 MAX_FILES = 12
 ROOMS = [path.parent for folder in ("simulator", "distlab") for path in sorted((ROOT / folder).rglob("__init__.py"))]
@@ -69,7 +75,11 @@ def test_a_folder_of_the_same_name_beside_a_script_hides_nothing_but_distlabs_ow
     """Such as a clone: Python takes the folder for a part of the package, and for its face."""
     (tmp_path / "distlab").mkdir()
     lines = ["from distlab.cli import main", "from distlab.comm import run", "from distlab.measure import Machine"]
-    lines += ["from distlab.classroom import grade_all", "from distlab.grading import Report", "print(run)"]
+    lines += [
+        "from distlab.course.classroom import grade_all",
+        "from distlab.course.grading import Report",
+        "print(run)",
+    ]
     (tmp_path / "train.py").write_text("\n".join([*lines, "main(['--version'])"]))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(

@@ -19,7 +19,7 @@ def import_with(modules: str, *, blocked: tuple[str, ...]) -> subprocess.Complet
 
 
 def test_plain_packages_need_neither_torch_nor_matplotlib():
-    packages = "distlab, simulator, distlab.plan, distlab.trace, distlab.cli, distlab.grading, simulator.export"
+    packages = "distlab, simulator, distlab.plan, distlab.trace, distlab.cli, distlab.course.grading, simulator.export"
     blocked = ("torch", "matplotlib", "cloudpickle", "ipywidgets", "IPython", "jupyterlab", "tqdm")
     done = import_with(packages, blocked=blocked)
     assert done.returncode == 0, done.stderr
@@ -28,7 +28,9 @@ def test_plain_packages_need_neither_torch_nor_matplotlib():
 def test_a_bare_gpu_node_can_import_what_it_runs():
     techniques = "collectives data_parallel sharding pipeline tensor_parallel context_parallel expert_parallel"
     techniques += " compression large_batch checkpoint precision recompute models"
-    packages = ", ".join(f"distlab.{name}" for name in ["comm", *techniques.split(), "measure", "grading", "lab"])
+    packages = ", ".join(
+        f"distlab.{name}" for name in ["comm", *techniques.split(), "measure", "course.grading", "course.lab"]
+    )
     done = import_with(packages, blocked=("matplotlib", "ipywidgets", "anywidget", "IPython", "jupyterlab"))
     assert done.returncode == 0, done.stderr
 

@@ -13,9 +13,9 @@ ALLOWED = {  # the calls of a file, and why
         {"pickle.loads", "exec", "eval"},
         "the launcher's call, over a pipe that it made, and the cell that its user wrote",
     ),
-    "distlab/grading/answer/source.py": ({"exec"}, "a learner's own answer, which they asked to be checked"),
-    "distlab/grading/mutant.py": ({"exec"}, "an edited reference of this package"),
-    "distlab/grading/sealed.py": ({"exec"}, "a file of this package"),
+    "distlab/course/grading/answer/source.py": ({"exec"}, "a learner's own answer, which they asked to be checked"),
+    "distlab/course/grading/mutant.py": ({"exec"}, "an edited reference of this package"),
+    "distlab/course/grading/sealed.py": ({"exec"}, "a file of this package"),
 }
 UNPICKLERS = {  # classes that let no name through but those they list
     "distlab/comm/plain.py",

@@ -25,7 +25,7 @@ from typing import Any
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 CHROMIUM_FLAGS += ("--disable-background-networking", "--disable-component-update")
-CONNECTION = "distlab.notebook.jupyter.PromptConnection"  # as the course's own server has it
+CONNECTION = "distlab.course.notebook.jupyter.PromptConnection"  # as the course's own server has it
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the document, too

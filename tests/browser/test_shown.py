@@ -3,7 +3,7 @@
 import pytest
 
 CELLS = [
-    "%load_ext distlab.notebook",
+    "%load_ext distlab.course.notebook",
     "from simulator.viz import draw_mesh\nfrom distlab.plan import Mesh",
     "show(draw_mesh(Mesh([('data', 4)])), 'four')",
     "Mesh([('data', 2), ('tensor', 2)])",

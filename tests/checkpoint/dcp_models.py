@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from equal import Fully, Zero
 
-from distlab.models import GPT, GPTConfig
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.rng import generator
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)

@@ -17,9 +17,9 @@ from killing import DiskThat, full, kill_after, require_kill, same_bits
 from test_files import cut_off_everywhere, model_of
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from distlab.blocks.models import GPT
 from distlab.checkpoint import AsyncSaves, CheckpointError, asynchronous, files, load, newest, save, snapshot
 from distlab.comm import RankError
-from distlab.models import GPT
 from distlab.rng import generator
 
 

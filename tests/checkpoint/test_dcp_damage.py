@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as some
 from killing import Evil, full, same_bits
 
+from distlab.blocks.modules.named_parts import PARAMETER, SavedPart, Slab
 from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
-from distlab.modules.named_parts import PARAMETER, SavedPart, Slab
 
 
 class Net(torch.nn.Module):

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from killing import require_kill, same_bits, twice
 from ways import CONFIG, REPLICAS, SCHEDULES, SHARDED, Coarse, train
 
+from distlab.blocks.models import GPT
 from distlab.checkpoint import files, load, newest, save
 from distlab.comm import RankError
-from distlab.models import GPT
 from distlab.plan.compression import METHODS
 from distlab.rng import generator, seed_rank
 from distlab.sharding import FullyShard, ShardedState, full_state_dict

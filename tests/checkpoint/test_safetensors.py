@@ -8,9 +8,9 @@ import torch
 from killing import DiskThat, full
 from safetensors import torch as library
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.checkpoint import files, read_safetensors, write_safetensors
 from distlab.checkpoint.formats.safetensors import MODEL
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from test_files import model_of
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.checkpoint import AsyncSaves, PerRank, load, newest, save
 from distlab.expert_parallel import expert_parallel, mix_experts
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 from distlab.tensor_parallel import (
     ColumnParallelLinear,

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from killing import go_on
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.compression import make_hook
-from distlab.data import ByteCorpus, python_documentation
 from distlab.data_parallel import DataParallel, average_flat, broadcast_parameters, train_step
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, StageState, find_tied, split_gpt
 from distlab.plan import Precision, make_schedule
 from distlab.plan.compression import METHODS, Compression

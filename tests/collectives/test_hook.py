@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.collectives import RingAllReduce, ring
 from distlab.comm import recorded
 from distlab.data_parallel import DataParallel
-from distlab.gradient_hook import GradientBucket, GradientHook
 
 SAMPLES = 12  # every number of ranks here divides it
 OPTIMIZERS = {

@@ -46,7 +46,7 @@ print("imported once")
 EXPECTED = "[6.0, 6.0, 6.0] ['__main__', '__main__'] [-3]\nimported once\n"
 
 
-# From `python -c` and from standard input: test_no_orphans; from a notebook: tests/notebook/test_magic.py.
+# From `python -c` and from standard input: test_no_orphans; from a notebook: tests/course/notebook/test_magic.py.
 def test_works_from_a_script_without_a_guard_and_imports_it_once_with_all_names_that_a_function_reads(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -11,9 +11,10 @@ from on_device import TECHNIQUES
 from on_device.mode import OnDevice
 from on_device.waits import BLOCKS_THE_HOST, READS_A_VALUE, STEPS, count_waits, num_waits
 
-from distlab import comm, data
+from distlab import comm
+from distlab.blocks import data
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks, device
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distlab.comm.plain import Foreign, pack, restricted_load, unpack
-from distlab.grading import Fault
+from distlab.course.grading import Fault
 
 X = torch.arange(6.0)
 

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression import Quantize, Sign, TopK
-from distlab.gradient_hook import GradientBucket
 
 SIZE = 64
 HOOKS = {

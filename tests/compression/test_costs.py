@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distlab.blocks.flat import FlatBuffer
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.comm import recorded
 from distlab.compression import Cast, PowerSGD, TopK
 from distlab.compression.powersgd.factors import power_step
-from distlab.flat import FlatBuffer
-from distlab.gradient_hook import GradientBucket
 from distlab.rng import generator
 
 SHAPES = ((24, 20), (24,))

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.comm import recorded
 from distlab.compression import Cast, Quantize, RandomK, Sign, TopK, make_hook
-from distlab.gradient_hook import GradientBucket
 from distlab.plan.compression import METHODS, Compression, exchanges
 
 SHAPES = [(40, 31), (40,), (3, 5, 70)]  # 2,330 elements: three blocks, the last one short

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from distlab.blocks.flat import FlatBuffer
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression import orthogonalize
 from distlab.compression.powersgd.factors import decompress, first_right, power_step, unit_columns
 from distlab.compression.powersgd.layout import Layout, even_runs
-from distlab.flat import FlatBuffer
-from distlab.gradient_hook import GradientBucket
 from distlab.rng import generator
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from distlab.blocks.flat import FlatBuffer
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression import PowerSGD
 from distlab.data_parallel import DataParallel, loss_weight, train_step
-from distlab.flat import FlatBuffer
-from distlab.gradient_hook import GradientBucket
 from distlab.rng import generator
 
 SHAPES = ((24, 20), (24,), (24, 20), (24,), (9, 4, 3), (7,), (24, 20), (30, 6), (2, 3))

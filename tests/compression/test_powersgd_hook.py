@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.blocks.flat import FlatBuffer
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.comm import RankError, recorded
 from distlab.compression import PowerSGD
-from distlab.flat import FlatBuffer
-from distlab.gradient_hook import GradientBucket
 from distlab.plan.compression import Compression, exchanges
 from distlab.rng import generator
 

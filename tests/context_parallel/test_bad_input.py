@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.context_parallel import (
     all_to_all_attention,
     average_gradients_,
@@ -16,7 +17,6 @@ from distlab.context_parallel import (
     scatter_sequence,
     zigzag_positions,
 )
-from distlab.models import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=7, context=12, num_layers=1, num_heads=2, hidden_size=4)
 

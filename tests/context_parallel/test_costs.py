@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
 from distlab.context_parallel import context_parallel, gather_sequence, scatter_sequence
-from distlab.models import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=11, context=12, num_layers=2, num_heads=6, hidden_size=12)
 B, S, H = 2, 12, 12

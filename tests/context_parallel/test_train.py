@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from equal import OPTIMIZERS, awkward_model
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
 from distlab.context_parallel import average_gradients_, context_parallel, gather_sequence, scatter_sequence
-from distlab.models import GPT, GPTConfig
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 

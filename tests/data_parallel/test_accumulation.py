@@ -6,9 +6,9 @@ import torch.distributed as dist
 from equal import Mean
 from torch.nn.utils import clip_grad_norm_
 
-from distlab.clip import clip_gradients_
+from distlab.blocks.clip import clip_gradients_
+from distlab.blocks.data import rank_slice
 from distlab.comm import recorded
-from distlab.data import rank_slice
 from distlab.data_parallel import DataParallel, micro_weights
 
 NUM_UPDATES = 10

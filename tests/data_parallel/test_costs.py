@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.gradients.gradient_status import find_faults, gather_reports
 from distlab.comm import recorded
 from distlab.data_parallel import DistributedSampler, HorovodOptimizer, convert_sync_batchnorm
-from distlab.gradients.gradient_status import find_faults, gather_reports
 
 AGREEMENT = ("all_gather", 40)
 

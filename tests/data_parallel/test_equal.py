@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from equal import BATCH_SIZE, OPTIMIZERS, alone, averaging, awkward_model, corpus, difference, finals
 
+from distlab.blocks.models import GPT
 from distlab.data_parallel import (
     DataParallel,
     average_flat,
@@ -13,7 +14,6 @@ from distlab.data_parallel import (
     loss_weight,
     train_step,
 )
-from distlab.models import GPT
 
 WAYS = ["per_parameter", "flat", "bucketed", "overlapped", "data_parallel"]
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from equal import Mean
 from refused import message
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
+from distlab.blocks.gradients.gradient_status import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Reports
 from distlab.comm import recorded
 from distlab.data_parallel import DataParallel, SyncBatchNorm
-from distlab.gradients.gradient_status import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Reports
 
 
 class Words(torch.nn.Module):

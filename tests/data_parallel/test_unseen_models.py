@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from distlab.data import digits, rank_slice
+from distlab.blocks.data import digits, rank_slice
 from distlab.data_parallel import (
     DataParallel,
     HorovodOptimizer,

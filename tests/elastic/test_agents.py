@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import run
+from distlab.course.grading import load_lesson
 from distlab.elastic import Agents
-from distlab.grading import load_lesson
 
 TOLD = """
 import json, os, time

@@ -17,10 +17,10 @@ from distlab.checkpoint.parts import moments_of
 from distlab.comm import RankError, recorded
 from distlab.data_parallel import DataParallel
 from distlab.elastic import BatchRule, ElasticRun, Fault, Saves, Work, run_elastic
+from distlab.elastic.votes import CorruptionError, ReplicaVotes
 from distlab.rng import generator
 from distlab.sharding import FullyShard, ShardedState
 from distlab.tensor_parallel import parallelize_module
-from distlab.votes import CorruptionError, ReplicaVotes
 
 EVEN = {"num_samples": 96, "num_epochs": 3, "dropout": 0.0, "dtype": "float64"}  # 24 steps of 12 samples
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as some
 
-from distlab.data import SampleOrder, rank_slice
+from distlab.blocks.data import SampleOrder, rank_slice
 from distlab.elastic import BatchRule, Work
 from distlab.large_batch import LearningRateSchedule
 

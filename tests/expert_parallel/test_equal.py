@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
-from distlab.data import ByteCorpus, python_documentation
 from distlab.expert_parallel import (
     ExpertParallel,
     MixtureOfExperts,
@@ -18,7 +19,6 @@ from distlab.expert_parallel import (
     reduce_gradients,
 )
 from distlab.expert_parallel.layer import own_experts
-from distlab.models import GPT, GPTConfig
 from distlab.plan import split_evenly
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
 from distlab.expert_parallel import (
     ExpertParallel,
     MixtureOfExperts,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import (
     MixtureOfExperts,
     Router,
@@ -15,7 +16,6 @@ from distlab.expert_parallel import (
 )
 from distlab.expert_parallel.assign import combine
 from distlab.expert_parallel.router import load_sums
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from equal import difference
 
-from distlab.data import ByteCorpus, python_documentation
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import balance_loss, mix_experts
 from distlab.hybrid import Hybrid
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 
 # An odd vocabulary, tied weights, a context that is longer than the sequences.

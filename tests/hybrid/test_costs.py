@@ -6,8 +6,8 @@ from hybrid_gpt import batch_of, make_hybrid, make_model
 from torch import nn
 
 from distlab.comm import mesh_groups, recorded
+from distlab.comm.nodes.wire import ring_bytes
 from distlab.hybrid import StageAverages
-from distlab.nodes.wire import ring_bytes
 from distlab.pipeline import Pipeline
 from distlab.plan import Mesh, Plan, Sharding, make_schedule
 

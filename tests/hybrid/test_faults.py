@@ -6,12 +6,12 @@ import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, OPTIMIZERS, batch_of, difference, make_hybrid, make_model, train_alone
 from torch import nn
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import RankError
 from distlab.hybrid import Hybrid
 from distlab.hybrid.layout import problem_of_batch
 from distlab.hybrid.rules import problem_of, problem_of_balance
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.compression import Compression
 from simulator import cluster, gpt_workload, simulate

@@ -3,10 +3,10 @@
 import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
 
+from distlab.blocks.models import GPTConfig
 from distlab.comm import recorded
 from distlab.hybrid import Hybrid
 from distlab.measure import TrainingRun
-from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from distlab.trace import SpanWriter
 from simulator import cluster, simulate

@@ -26,7 +26,7 @@ def shorten():
 
     get_ipython().input_transformers_cleanup.append(lambda lines: smaller(lines, Path.cwd().name[:2]))
     fork_client.PRELOAD += ("tests.lessons.one_window",)
-    check = importlib.import_module("distlab.grading.check")
+    check = importlib.import_module("distlab.course.grading.check")
     on_all = check.examine
     on_ranks = []
 
@@ -44,13 +44,13 @@ def shorten():
 
 def is_reference(exercise, fn):
     """Tell whether a function of a cell has the text of the exercise's reference."""
-    from distlab.grading import reference_of
+    from distlab.course.grading import reference_of
 
     return inspect.isfunction(fn) and inspect.getsource(fn) == inspect.getsource(reference_of(exercise))
 
 
 def right_without_a_run(exercise, fn):
     """Return the report of a right answer."""
-    from distlab.grading import Report, reference_of
+    from distlab.course.grading import Report, reference_of
 
     return Report(exercise, "passed", None, "", (), exercise.worlds, 0.0, fn, reference_of(exercise))

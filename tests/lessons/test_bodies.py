@@ -9,8 +9,8 @@ from types import CodeType
 
 import pytest
 
-from distlab.grading import NotYet, lessons, load_lesson
-from distlab.grading.check import examine
+from distlab.course.grading import NotYet, lessons, load_lesson
+from distlab.course.grading.check import examine
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FOUND = [load_lesson(number, LESSONS) for number in lessons(LESSONS)]

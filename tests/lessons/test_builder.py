@@ -82,7 +82,7 @@ def test_the_notebook_knows_about_its_lesson(build, tiny):
 def test_magics_and_tags_arrive(build, tiny):
     notebook = built(build, tiny)
     sources = [cell.source for cell in notebook.cells]
-    assert "%load_ext distlab.notebook" in sources
+    assert "%load_ext distlab.course.notebook" in sources
     assert any(source.startswith("%%ranks 2\nx = torch.full") for source in sources)
     assert [cell.metadata.tags for cell in notebook.cells if "tags" in cell.metadata] == [["nbval-check-output"]]
 
@@ -240,7 +240,7 @@ def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
     assert "[rank 1] [2.0, 2.0, 2.0]" in text
     assert "Predict: How long?" in text
     assert "widget-view" not in text
-    assert "distlab/grading/check.py" in text
+    assert "distlab/course/grading/check.py" in text
     assert str(build.ROOT) not in text
     assert "not kept" not in text, "run in a folder of working copies"
     assert list((tiny.parent / "work").iterdir()) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.cli import main
-from distlab.grading import lessons, load_lesson
+from distlab.course.grading import lessons, load_lesson
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 LEAST, MOST = 0.5, 0.75  # of a lesson's minutes go to its exercises; the others to reading and running

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.grading.lesson import lessons_folder
+from distlab.course.grading.lesson import lessons_folder
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from distlab.grading import Exercise, Mutant, lessons, load_lesson, reference_of
-from distlab.grading.check import examine
-from distlab.grading.mutant import build
+from distlab.course.grading import Exercise, Mutant, lessons, load_lesson, reference_of
+from distlab.course.grading.check import examine
+from distlab.course.grading.mutant import build
 from tests.lessons.mechanical import KINDS, Kind
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.grading import Exercise, Lesson, Mutant, NotYet, Report, lessons, load_lesson, reference_of
-from distlab.grading.check import examine
+from distlab.course.grading import Exercise, Lesson, Mutant, NotYet, Report, lessons, load_lesson, reference_of
+from distlab.course.grading.check import examine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,7 +157,7 @@ def test_page_of_common_faults_names_no_fault_that_is_gone() -> None:
 def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() -> None:
     for lesson in LESSONS:
         files = set(FAULTS.deciding_files(lesson))
-        assert ROOT / "distlab" / "grading" / "check.py" in files
+        assert ROOT / "distlab" / "course" / "grading" / "check.py" in files
         for exercise in lesson.exercises:
             for decides in filter(inspect.isfunction, (exercise.drive, exercise.judge, reference_of(exercise))):
                 assert Path(inspect.getfile(inspect.unwrap(decides))) in files, f"{exercise.name}: {decides}"

@@ -10,9 +10,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from distlab.grading import lessons, load_lesson
-from distlab.grading.progress import MARKER, change_entry, now
-from distlab.notebook.extension import _names
+from distlab.course.grading import lessons, load_lesson
+from distlab.course.grading.progress import MARKER, change_entry, now
+from distlab.course.notebook.extension import _names
 
 MOST_IN_ONE_SITTING = 90
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
@@ -112,7 +112,7 @@ def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path):
     folder.mkdir()
     cell = nbformat.v4.new_code_cell
     saved = [
-        cell("%load_ext distlab.notebook"),
+        cell("%load_ext distlab.course.notebook"),
         cell(OWN),
         cell("def fill_buckets(sizes_bytes, bucket_bytes):\n    1/0"),
     ]

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from distlab.blocks.models import GPTConfig
 from distlab.measure import TrainingRun
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.runs.codec import COLUMNS, IN_A_ROW, REPEATS, ROWS
-from distlab.models import GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from distlab.plan.compression import Compression, exchanges
 from simulator import MeasuredCodec

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.data_parallel import DataParallel
 from distlab.measure import KINDS, MemoryLimitError, storage_bytes, track_memory, workload_from_module
 from distlab.measure.machine import facts
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from distlab.precision import MasterWeights
 from distlab.recompute import recompute_blocks

@@ -4,8 +4,8 @@ import pytest
 import torch
 from _memory_run import Job, measure_memory, train, workload_of
 
+from distlab.blocks.models import GPTConfig
 from distlab.measure import KINDS, MemoryLimitError
-from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator import memory_of
 

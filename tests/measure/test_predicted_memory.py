@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure import track_memory, workload_from_module
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 from simulator import memory_of
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from sharding_cases import workload_of
 
-from distlab.data import python_documentation
+from distlab.blocks.data import python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure import CalibrationRound, Round, TrainingRun, measure_round, predict_step, time_training
 from distlab.measure.count.gpt import without_accumulation
 from distlab.measure.machine.fit import median_of
@@ -15,7 +16,6 @@ from distlab.measure.runs.calibrate import StepOverhead, solve_cost
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_calls
 from distlab.measure.runs.predict import ByteCost, Overhead, costs_more
 from distlab.measure.runs.programs import count_model, make_program, sgd
-from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Contention, Plan, Sharding, Work
 from distlab.plan.compression import Compression
 from simulator import MeasuredCodec, all_gather_s

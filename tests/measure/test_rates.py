@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure import (
     Calibration,
     Rates,
@@ -17,7 +18,6 @@ from distlab.measure import (
 )
 from distlab.measure.machine.rates import LAYOUTS, Operator
 from distlab.measure.machine.saved import with_rates
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from simulator import simulate
 

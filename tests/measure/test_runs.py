@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distlab.blocks.models import GPTConfig
 from distlab.expert_parallel import Load
 from distlab.measure import (
     CalibrationRound,
@@ -24,7 +25,6 @@ from distlab.measure.runs.calibrate import MESH_REFERENCES, PIPELINE_REFERENCES,
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
 from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks
 from distlab.measure.runs.programs import program_kind, schedule_of
-from distlab.models import GPTConfig
 from distlab.plan import Contention, Plan, Precision, Sharding, Work
 from distlab.tensor_parallel import parallelize, splits_of
 from simulator.hardware.cost import steps_s

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure import workload_from_module
 from distlab.measure.count.module import HEAD
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Sharding
 from simulator import memory_of
 

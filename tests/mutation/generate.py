@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from usual import apart, of_node
 
-from distlab.grading.causes.places import New, body_of, walk
-from distlab.grading.mutant import signature_and_body
-from distlab.grading.sealed import is_sealed, text_of
+from distlab.course.grading.causes.places import New, body_of, walk
+from distlab.course.grading.mutant import signature_and_body
+from distlab.course.grading.sealed import is_sealed, text_of
 
 
 class Slip(NamedTuple):

@@ -22,9 +22,9 @@ from typing import Any
 
 from generate import Slip, slips
 
-from distlab.grading import Exercise, Mutant, lessons, load_lesson, reference_of
-from distlab.grading.check import examine
-from distlab.grading.mutant import build
+from distlab.course.grading import Exercise, Mutant, lessons, load_lesson, reference_of
+from distlab.course.grading.check import examine
+from distlab.course.grading.mutant import build
 
 FOLDER = Path(__file__).resolve().parent
 LESSONS = FOLDER.parents[1] / "lessons"

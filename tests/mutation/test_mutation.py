@@ -8,7 +8,7 @@ import pytest
 from generate import slips
 from mutation_run import SUMMARY, equivalents, exercises, run, said, sample_of, survivors
 
-from distlab.grading import Exercise, reference_of
+from distlab.course.grading import Exercise, reference_of
 
 EXERCISES = [pytest.param(exercise, id=exercise.name) for exercise in exercises()]
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from distlab.grading.causes.places import New
+from distlab.course.grading.causes.places import New
 
 OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub,

@@ -1,9 +1,9 @@
 """OnDevice: what a user's program makes lies on a device; what a technique makes stays where the technique put it.
 
 A test of a technique is a user's program: models, batches, oracles. It says nothing of devices. In this mode its
-tensors (also those of `distlab.models` and `distlab.data`) are made on the CPU and moved, so random numbers are the
-same on every device. Code of a technique is left alone: a tensor that it makes on the wrong device is then an error
-in the test, as it would be for a user.
+tensors (also those of `distlab.blocks.models` and `distlab.blocks.data`) are made on the CPU and moved, so random
+numbers are the same on every device. Code of a technique is left alone: a tensor that it makes on the wrong device is
+then an error in the test, as it would be for a user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from distlab.comm import device
 
 TORCH = str(Path(torch.__file__).parent)
-USERS_MODULES = ("distlab.models", "distlab.data", "distlab.rng", "distlab.measure")
+USERS_MODULES = ("distlab.blocks.models", "distlab.blocks.data", "distlab.rng", "distlab.measure")
 RANDOM_IN_PLACE = {
     getattr(Tensor, name)
     for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "geometric_")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from distlab.models import GPT, Block, GPTConfig
+from distlab.blocks.models import GPT, Block, GPTConfig
 from distlab.pipeline.backward.two_parts import LinearPlainly, full_backward, prepare_split
 from distlab.recompute import recompute
 

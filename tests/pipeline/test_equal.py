@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, find_tied, split_gpt, split_sequential
 from distlab.plan import SCHEDULES, make_schedule, parse_schedule, validate
 from distlab.rng import generator

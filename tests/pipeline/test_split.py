@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.models import GPT, GPTConfig
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.pipeline import TiedParameter, find_tied, measure_costs, split_gpt, split_sequential, stage_state_names
 from distlab.pipeline.model.tied import TiedGradients
 

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.flat import FlatBuffer
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.comm import recorded
-from distlab.flat import FlatBuffer
-from distlab.gradient_hook import GradientBucket
 from distlab.precision import Float32Reduce, MasterWeights
 from distlab.rng import generator
 

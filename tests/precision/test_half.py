@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.gradient_hook import GradientHook
 from distlab.comm import recorded
 from distlab.data_parallel import DataParallel
-from distlab.gradient_hook import GradientHook
 from distlab.precision import Float32Reduce, MasterWeights, all_reduce_in_float32, autocast
 from distlab.rng import generator
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.clip import clip_gradients_
+from distlab.blocks.clip import clip_gradients_
 from distlab.comm import recorded
 from distlab.data_parallel import average_flat, broadcast_parameters
 from distlab.precision import LossScaler, MasterWeights, as_dtype, autocast

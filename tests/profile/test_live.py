@@ -10,8 +10,8 @@ import torch.distributed as dist
 from real_runs import FORWARD_S, NUM_STEPS, profile_fault
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import make_schedule
 from distlab.profile import Profile, Profiler, read_files, report

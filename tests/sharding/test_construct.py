@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.models import GPT, GPTConfig
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.sharding import build_sharded, draw_weights, full_state_dict
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=3, num_heads=2, hidden_size=20)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distlab.models import GPT, GPTConfig
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.rng import generator
 from distlab.sharding import OffloadedOptimizer, offloaded
 from distlab.sharding.part import FlatShard

@@ -9,9 +9,9 @@ from optimizer_net import Net, adam, batch_of, run_steps
 from refused import message
 from torch import nn
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
 from distlab.comm import recorded
-from distlab.nodes.wire import ring_bytes
+from distlab.comm.nodes.wire import ring_bytes
 from distlab.sharding import ShardedOptimizer
 from distlab.sharding.zero.scatter_in_backward import MAX_UNDER_WAY
 from distlab.trace import SpanWriter

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as some
 
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors, whole_shard
+from distlab.blocks.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors, whole_shard
 from distlab.plan import FlatLayout
 from distlab.sharding.state.parts import join
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from equal import square
 from refused import message
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import RankError, Ranks
-from distlab.models import GPT, GPTConfig
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,

@@ -9,9 +9,9 @@ from equal import square
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
-from distlab.data import ByteCorpus, python_documentation
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Precision
 from distlab.rng import generator
 from distlab.sharding import FullyShard, full_state_dict

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from refused import message
 from torch import nn
 
-from distlab.clip import NotFiniteError
+from distlab.blocks.clip import NotFiniteError
 from distlab.plan import Precision
 from distlab.sharding import FullyShard
 from distlab.sharding.fsdp.wrapping import assign, automatic_units, chosen_units

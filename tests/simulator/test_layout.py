@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import mix_experts as mix_model
 from distlab.hybrid.rules import problem_of
-from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Link, Plan, Protocol, Sharding
 from simulator import (
     Jitter,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from distlab.grading import Exercise, lessons, load_lesson
-from distlab.grading.check import examine
+from distlab.course.grading import Exercise, lessons, load_lesson
+from distlab.course.grading.check import examine
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FEWEST = 2

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distlab.blocks.models import GPT, Block, GPTConfig
 from distlab.comm import recorded
-from distlab.models import GPT, Block, GPTConfig
 from distlab.rng import generator
 from distlab.tensor_parallel import (
     ColumnParallelLinear,

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.blocks.models import GPT, Attention, GPTConfig
 from distlab.comm import recorded
-from distlab.models import GPT, Attention, GPTConfig
 from distlab.rng import generator
 from distlab.tensor_parallel import (
     ColumnParallelLinear,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.models import GPT, GPTConfig
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 from distlab.tensor_parallel import clip_tensor_parallel_, full_state_dict, load_full_state_dict, parallelize

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.clip import NotFiniteError
-from distlab.models import GPT, Attention, GPTConfig
+from distlab.blocks.clip import NotFiniteError
+from distlab.blocks.models import GPT, Attention, GPTConfig
 from distlab.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,

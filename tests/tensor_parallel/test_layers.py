@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from distlab.models import Attention, GPTConfig
+from distlab.blocks.models import Attention, GPTConfig
 from distlab.rng import generator
 from distlab.tensor_parallel import (
     ColumnParallelLinear,

@@ -8,8 +8,8 @@ from functools import partial
 import data_parallel as small_models
 import torch
 
+from distlab.blocks.models import GPT
 from distlab.comm import Ranks
-from distlab.models import GPT
 from gpu.job import Finding, Job
 from gpu.models import filling_batch, size_of
 from gpu.timing import Turns, rows_of, take_turns

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from _memory_run import Job as MemoryJob, measure_memory, workload_of
 from memory import error_row
 
+from distlab.blocks.models import GPTConfig
 from distlab.comm import Ranks
-from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from gpu.job import Finding, Job
 from simulator import memory_of

@@ -9,8 +9,8 @@ import pipeline as small_models
 import torch
 from torch import Tensor
 
+from distlab.blocks.models import GPT
 from distlab.comm import Ranks
-from distlab.models import GPT
 from distlab.pipeline import Pipeline
 from distlab.plan import make_schedule
 from gpu.job import Finding, Job, Note

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from _rows import Row
 
+from distlab.blocks.models import GPTConfig
 from distlab.comm import Ranks
 from distlab.measure import TrainingRun, time_training
-from distlab.models import GPTConfig
 from distlab.plan import Plan, Sharding
 from gpu.job import Finding, Job, Note
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from _rows import Row, median_interval, without_bar
 
+from distlab.blocks.models import GPTConfig
 from distlab.measure import Rates, device_for, measure_rates, operators_of, workload_from_module
-from distlab.models import GPTConfig
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from gpu.job import Finding, Job
 from gpu.models import Batch, draw, size_of, training_step

@@ -7,8 +7,8 @@ from functools import partial
 
 import sharding_units as small_models
 
+from distlab.blocks.models import GPT
 from distlab.comm import Ranks
-from distlab.models import GPT
 from gpu.job import Finding, Job
 from gpu.models import filling_batch, size_of
 from gpu.timing import Turns, rows_of, take_turns

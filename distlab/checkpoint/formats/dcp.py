@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, whole_shard
 from distlab.checkpoint import files
 from distlab.checkpoint.manifest import CheckpointError
 from distlab.checkpoint.parts import Parts, Sharded, check_module
 from distlab.comm.checks import open_file
 from distlab.comm.together import place_in, together
-from distlab.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, whole_shard
 
 SUMS = "SHA256SUMS"
 Place = tuple[str | int, ...]

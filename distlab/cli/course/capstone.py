@@ -34,8 +34,8 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: the file is not a plan for this task, or flags do not go together.
     """
-    from distlab.capstone import FIRST_PLAN, add_row, attempt, read_board, read_entry, table
-    from distlab.capstone.judge import as_json
+    from distlab.course.capstone import FIRST_PLAN, add_row, attempt, read_board, read_entry, table
+    from distlab.course.capstone.judge import as_json
 
     if arguments.new is not None:
         with arguments.new.open("x", encoding="utf-8") as file:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distlab.grading import Exercise, Lesson, Report, load_lesson
-from distlab.grading.answer.submission import isolated_submission
-from distlab.grading.check import examine
-from distlab.grading.progress import MINE, keep, working_copy
-from distlab.grading.report import SCHEMA
+from distlab.course.grading import Exercise, Lesson, Report, load_lesson
+from distlab.course.grading.answer.submission import isolated_submission
+from distlab.course.grading.check import examine
+from distlab.course.grading.progress import MINE, keep, working_copy
+from distlab.course.grading.report import SCHEMA
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

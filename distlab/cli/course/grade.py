@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from distlab.cli.arguments import whole_number
 
 if TYPE_CHECKING:
-    from distlab.classroom import Grade
+    from distlab.course.classroom import Grade
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -39,10 +39,10 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: there is nothing to grade, a limit is not a time, or no container can be made.
     """
-    from distlab.classroom import Limits, find_submissions, grade_all
-    from distlab.classroom.contained import refuse_unless_it_runs
-    from distlab.classroom.grades import write_tables
-    from distlab.grading import load_lesson
+    from distlab.course.classroom import Limits, find_submissions, grade_all
+    from distlab.course.classroom.contained import refuse_unless_it_runs
+    from distlab.course.classroom.grades import write_tables
+    from distlab.course.grading import load_lesson
 
     if not 0 < arguments.minutes < 24 * 60:
         raise ValueError(f"--minutes is {arguments.minutes:g}; pass minutes above 0, at most a day")

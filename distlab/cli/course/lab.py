@@ -16,7 +16,7 @@ from distlab.cli.arguments import MAX_RANKS, check_output, load_script, whole_nu
 from distlab.comm.command import runnable
 
 if TYPE_CHECKING:
-    from distlab.lab import CommonSettings
+    from distlab.course.lab import CommonSettings
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -33,14 +33,14 @@ def main(arguments: argparse.Namespace) -> int:
     num_ranks, settings = _read_flags(number, script, arguments.flags)
     from distlab.comm.launch.fork_client import preload
     from distlab.comm.launch.script import plain_command, run_script
-    from distlab.lab.settings import as_arguments
+    from distlab.course.lab.settings import as_arguments
 
     given = as_arguments(settings)
     shown = os.path.relpath(script)
     if not settings.json:
         print(f"{plain_command(shown, num_ranks, given)}\n", flush=True)
 
-    preload("distlab.lab")
+    preload("distlab.course.lab")
     echo = _Echo(as_json=settings.json)
     return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s)
 
@@ -71,7 +71,7 @@ def find_lab(name: str) -> tuple[str, Path]:
     Raises:
         ValueError: no lesson of that number has a lab; the text lists those that have.
     """
-    from distlab.grading.lesson import lesson_number, lessons_folder
+    from distlab.course.grading.lesson import lesson_number, lessons_folder
 
     number = lesson_number(name)
     labs = {path.parent.name[:2]: path for path in sorted(lessons_folder().glob("[0-9][0-9]_*/lab.py"))}
@@ -90,8 +90,8 @@ def default_num_ranks() -> int:
 
 def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
     """Read --ranks and the lab's own flags; a mistake is one line and exit status 2."""
-    from distlab.grading.progress import MINE, working_copy
-    from distlab.lab.settings import parser_of
+    from distlab.course.grading.progress import MINE, working_copy
+    from distlab.course.lab.settings import parser_of
 
     kind = load_settings(number, script)
     parser = parser_of(kind, f"distlab lab {number}")
@@ -115,8 +115,8 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
 
 def _tell_unpassed(number: str, folder: Path) -> None:
     """Say which answers have not passed their checks: a lab that runs a wrong one prints wrong figures."""
-    from distlab.grading import load_lesson
-    from distlab.grading.progress import load_progress
+    from distlab.course.grading import load_lesson
+    from distlab.course.grading.progress import load_progress
 
     progress = load_progress(folder)
     unpassed = [
@@ -138,7 +138,7 @@ def _check(settings: CommonSettings) -> None:
     Raises:
         ValueError: naming the flag and the path.
     """
-    from distlab.grading.answer.source import read_source
+    from distlab.course.grading.answer.source import read_source
     from distlab.measure import device_of
 
     if settings.impl.endswith((".py", ".ipynb")) or os.sep in settings.impl:

@@ -31,11 +31,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Do one action; exit 0 when it was done."""
-    from distlab.grading.lesson import lessons_folder, work_beside
-    from distlab.grading.progress import work_folder
-    from distlab.notebook.learner.copies import reset
-    from distlab.notebook.learner.course import text_table
-    from distlab.notebook.learner.page import write_page
+    from distlab.course.grading.lesson import lessons_folder, work_beside
+    from distlab.course.grading.progress import work_folder
+    from distlab.course.notebook.learner.copies import reset
+    from distlab.course.notebook.learner.course import text_table
+    from distlab.course.notebook.learner.page import write_page
 
     lessons = lessons_folder()
     work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
@@ -54,8 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _start(lessons: Path, work: Path, port: int | None, *, browser: bool) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it")
-    from distlab.notebook.jupyter import serve
-    from distlab.notebook.learner.copies import draw_map, make_copies
+    from distlab.course.notebook.jupyter import serve
+    from distlab.course.notebook.learner.copies import draw_map, make_copies
 
     copies = make_copies(lessons, work)
     made = [copy.name for copy in copies if copy.state == "made"]

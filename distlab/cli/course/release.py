@@ -22,8 +22,8 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: the folder holds something already, or there is no such lesson.
     """
-    from distlab.classroom import release
-    from distlab.grading.lesson import lessons_folder
+    from distlab.course.classroom import release
+    from distlab.course.grading.lesson import lessons_folder
 
     copies = release(lessons_folder(), arguments.folder, arguments.lessons, title=arguments.title)
     print(f"{arguments.folder}: {len(copies)} lessons, README.md")

@@ -80,9 +80,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
     Raises:
         ValueError: the data file cannot be used, or there is no GPU.
     """
-    from distlab.data import python_documentation, read_text
+    from distlab.blocks.data import python_documentation, read_text
+    from distlab.blocks.models import GPTConfig
     from distlab.measure import TrainingRun, device_of
-    from distlab.models import GPTConfig
     from distlab.plan import Plan
 
     model = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)

@@ -24,8 +24,8 @@ from typing import Any
 
 from distlab.comm.checks import open_file
 from distlab.comm.launch.failures import Failure
+from distlab.comm.nodes import Nodes
 from distlab.comm.plain import pack, unpack
-from distlab.nodes import Nodes
 
 SETTINGS, CALL = "settings", "call"  # files of a set's folder
 START = b"call"  # the word that a call is there

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 from distlab.comm.record.swapped import Exchanges
-from distlab.shared_memory.mismatch import not_the_same
+from distlab.comm.shared_memory.mismatch import not_the_same
 
 _SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as `operations.splits_text` writes them
 _ALL_TO_ALL = OPS.index("all_to_all")

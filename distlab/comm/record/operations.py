@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from distlab.comm.nodes.wire import ring_bytes as ring_bytes
 from distlab.comm.where.frames import find_site, is_internal
-from distlab.nodes.wire import ring_bytes as ring_bytes
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep

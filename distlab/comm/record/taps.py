@@ -13,9 +13,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from distlab.comm.record.file import ASIDE, DONE, FAILED, WAITING
 from distlab.comm.record.operations import OPERATIONS, Operation, Terms, name_of_reduction, refused_peer
+from distlab.comm.shared_memory.group import SharedGroup
+from distlab.comm.shared_memory.work import SharedWork, untraced
 from distlab.comm.where.frames import blocks_rank, find_site
-from distlab.shared_memory.group import SharedGroup
-from distlab.shared_memory.work import SharedWork, untraced
 
 # Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from distlab.comm.nodes.wire import Pace, Wire, link_s as link_s
 from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
+from distlab.comm.shared_memory.work import SharedWork
 from distlab.comm.where.frames import Site
-from distlab.nodes.wire import Pace, Wire, link_s as link_s
-from distlab.shared_memory.work import SharedWork
 
 PAIRS = ("send", "recv")
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression.feedback import members_where
 from distlab.compression.powersgd.factors import orthogonalize, unit_columns
 from distlab.compression.powersgd.layout import Layout
-from distlab.gradient_hook import GradientBucket
 
 
 class Memory:

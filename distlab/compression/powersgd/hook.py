@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.comm import agree
 from distlab.compression.feedback import check_real
 from distlab.compression.powersgd.exchange import LowRankExchange, Memory, WholeExchange
 from distlab.compression.powersgd.factors import first_right
 from distlab.compression.powersgd.layout import Layout
-from distlab.gradient_hook import GradientBucket, Pending
 from distlab.plan.compression import check_rank
 from distlab.rng import generator
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from distlab.gradient_hook import GradientBucket
+from distlab.blocks.gradient_hook import GradientBucket
 from distlab.plan.compression import as_matrix, worth_factoring
 
 

@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import mix_experts
 from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Attention, Experts, Layer, Region, Work, Workload, split_evenly
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import device as seam
 from distlab.measure.count.module import work_of
 from distlab.measure.machine.ranks import now
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Device, Workload
 
 LAYOUTS = ("NN", "NT", "TN", "TT")  # of both factors: N where rows lie together in memory, T where columns do

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure.count.module import workload_from_module
 from distlab.measure.machine.fit import fit_nonnegative, median_of
 from distlab.measure.machine.ranks import (
@@ -29,7 +30,6 @@ from distlab.measure.machine.ranks import (
     on_first_rank,
     shared_cores,
 )
-from distlab.models import GPT, GPTConfig
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import fit_link
 

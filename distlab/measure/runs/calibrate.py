@@ -19,6 +19,7 @@ from statistics import median
 import torch
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.models import GPTConfig
 from distlab.measure.count.expert_load import expert_loads, measure_alone_speedup, with_expert_loads
 from distlab.measure.count.gpt import make_gpt
 from distlab.measure.machine.ranks import on_first_rank, shared_cores
@@ -42,7 +43,6 @@ from distlab.measure.runs.programs import (
     sgd,
 )
 from distlab.measure.runs.windows import time_window
-from distlab.models import GPTConfig
 from distlab.plan import Plan, Work, Workload
 
 # Layers of a pipeline's references: as many as stages, and one; of the others: two per stage, or one where the model to

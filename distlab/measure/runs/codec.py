@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.compression import make_hook
-from distlab.gradient_hook import GradientBucket, GradientHook
 from distlab.measure.machine.fit import fit_line
 from distlab.measure.machine.ranks import mean_over_ranks, now
 from distlab.plan import Cluster

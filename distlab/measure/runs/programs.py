@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel
 from distlab.hybrid import Hybrid
 from distlab.measure.count.gpt import count_gpt, merge_stages, without_accumulation
 from distlab.measure.machine.ranks import mean_over_ranks, now
-from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import AXES, Plan, Schedule, Workload, make_schedule
 from distlab.sharding import FullyShard, ShardedOptimizer

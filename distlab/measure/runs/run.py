@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.models import GPTConfig
 from distlab.comm import run as run_on_ranks
 from distlab.comm.device import span_writer
-from distlab.data import ByteCorpus, python_documentation
 from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import make_gpt
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
@@ -50,7 +51,6 @@ from distlab.measure.runs.windows import (
     trouble_of,
     windows_between,
 )
-from distlab.models import GPTConfig
 from distlab.plan import AXES, Plan, Workload
 from distlab.trace import Trace
 from simulator import Step

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.modules.trial import call_a_copy
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.modules.trial import call_a_copy
 from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
 from distlab.pipeline.faults import gather_texts
 from distlab.pipeline.stage import Stage

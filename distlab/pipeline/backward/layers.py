@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from distlab.modules.local_compute import LocalCompute
+from distlab.blocks.modules.local_compute import LocalCompute
 
 
 class Notes(NamedTuple):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.blocks.models import GPT
 from distlab.comm.device import synchronize
-from distlab.models import GPT
 from distlab.plan import balance, split_evenly
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.comm.agree import group_device
-from distlab.modules.every_parameter import every_parameter
 from distlab.rng import generator
 from distlab.sharding.fsdp.fully_shard import FullyShard
 

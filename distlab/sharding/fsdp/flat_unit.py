@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.replicate import broadcast_each
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import device
 from distlab.comm.device import CopyStream
 from distlab.comm.p2p import needs_batches
+from distlab.comm.shared_memory.group import zeros
 from distlab.plan import FlatLayout, Precision
-from distlab.replicate import broadcast_each
 from distlab.sharding.fsdp.gradient import (
     GradientMemory,
     HostGradient,
@@ -37,7 +38,6 @@ from distlab.sharding.fsdp.gradient import (
 )
 from distlab.sharding.fsdp.wrapping import Members, dtype_of
 from distlab.sharding.part import FlatShard, OwnPiece, plain
-from distlab.shared_memory.group import zeros
 from distlab.trace import OpenCall, SpanWriter
 
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.modules.moved import NotHere
+from distlab.blocks.modules.moved import NotHere
 from distlab.sharding.fsdp.flat_unit import Unit
 
 STATE = (

@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.modules.blocks import Choice
+from distlab.blocks.modules.moved import NotCopied, mark_moved
+from distlab.blocks.replicate import agree_on_build, broadcast_each
 from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
-from distlab.modules.blocks import Choice
-from distlab.modules.moved import NotCopied, mark_moved
 from distlab.plan import Precision
-from distlab.replicate import agree_on_build, broadcast_each
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.fsdp.flat_unit import Options, Unit

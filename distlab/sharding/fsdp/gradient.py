@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.device import CopyStream, event, host_memory_for, wait_for_event
+from distlab.comm.shared_memory.group import buffer_of
 from distlab.plan import FlatLayout
 from distlab.sharding.part import FlatShard, absent, as_part, plain
-from distlab.shared_memory.group import buffer_of
 
 ON_THEIR_WAY = (
     "the gradients of FullyShard's shards are on their way, or no_sync() keeps them whole. Run the last backward of a "

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from distlab.modules.moved import NotHere
-from distlab.modules.structures import EMPTY, find, replace
+from distlab.blocks.modules.moved import NotHere
+from distlab.blocks.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.freed import FreedParameter, refuse_others
 from distlab.sharding.fsdp.prefetch import SubmoduleUnits

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distlab.modules.blocks import Choice, find_blocks, is_called
+from distlab.blocks.modules.blocks import Choice, find_blocks, is_called
 
 ROOT = ""
 

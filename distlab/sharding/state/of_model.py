@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.modules.named_parts import PARAMETER, SavedPart, SavedShard, whole_shard
 from distlab.comm import agree
 from distlab.comm.together import together
-from distlab.modules.every_parameter import every_parameter
-from distlab.modules.named_parts import PARAMETER, SavedPart, SavedShard, whole_shard
 from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.parts import (

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm import agree
-from distlab.comm.agree import group_device
-from distlab.modules.named_parts import (
+from distlab.blocks.modules.named_parts import (
     PARAMETER,
     SavedPart,
     SavedShard,
@@ -31,6 +29,8 @@ from distlab.modules.named_parts import (
     check_tensors,
     per_element,
 )
+from distlab.comm import agree
+from distlab.comm.agree import group_device
 from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.fsdp.step import on_pieces

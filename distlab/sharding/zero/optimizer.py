@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradients.flat_gradients import refuse_second
+from distlab.blocks.gradients.gradient_status import find_faults
+from distlab.blocks.modules.moved import NotCopied
+from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
 from distlab.comm import agree
-from distlab.gradients.flat_gradients import refuse_second
-from distlab.gradients.gradient_status import find_faults
-from distlab.modules.moved import NotCopied
-from distlab.replicate import Registered, agree_on_build
 from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of

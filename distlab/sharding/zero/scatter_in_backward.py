@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.gradients.flat_gradients import SendInBackward
-from distlab.gradients.gradient_status import UNUSED
-from distlab.modules.every_parameter import every_parameter
+from distlab.blocks.gradients.flat_gradients import SendInBackward
+from distlab.blocks.gradients.gradient_status import UNUSED
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import broadcast_each
 from distlab.plan import assign_buckets
-from distlab.replicate import broadcast_each
 from distlab.sharding.zero.shard_bucket import BufferPool, Kind, ShardBucket
 from distlab.trace import SpanWriter
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradients.flat_gradients import GradientSlots
+from distlab.blocks.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import started
-from distlab.gradients.flat_gradients import GradientSlots
-from distlab.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
 from distlab.plan import FlatLayout
 from distlab.sharding.part import NO_MEANS, OwnPiece, absent, as_part, replaced
 from distlab.trace import SpanWriter

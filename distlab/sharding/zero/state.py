@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from distlab.modules.named_parts import SavedShard, whole_shard
+from distlab.blocks.modules.named_parts import SavedShard, whole_shard
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.state.parts import (
     OwnPieces,

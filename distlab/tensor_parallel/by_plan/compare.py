@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.modules.moved import NotHere
+from distlab.blocks.modules.split import splits_of
+from distlab.blocks.modules.structures import find
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.modules.every_parameter import every_parameter
-from distlab.modules.moved import NotHere
-from distlab.modules.split import splits_of
-from distlab.modules.structures import find
 from distlab.rng import keep_random_state
 from distlab.tensor_parallel.by_plan.plan import HINTS, LAYERS, columns_of, parent_of
 from distlab.tensor_parallel.linear import agree_on_inputs

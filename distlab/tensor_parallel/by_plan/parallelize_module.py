@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import LinearHook
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.modules.moved import mark_moved
+from distlab.blocks.replicate import broadcast_each
 from distlab.comm.p2p import group_rank
-from distlab.gradient_hook import LinearHook
-from distlab.modules.every_parameter import every_parameter
-from distlab.modules.moved import mark_moved
-from distlab.replicate import broadcast_each
 from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.compare import compare, watch
 from distlab.tensor_parallel.by_plan.plan import LAYERS, Heads, check_ties, find_heads, find_styles, is_own, parent_of

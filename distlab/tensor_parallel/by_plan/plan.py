@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from distlab.modules.blocks import matches
+from distlab.blocks.modules.blocks import matches
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
 COUNTS_HEADS = ("heads", "fused", "interleaved")

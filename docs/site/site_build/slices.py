@@ -10,7 +10,14 @@ import ast
 import builtins
 from collections.abc import Sequence
 
-RUNS_RANKS = ("distlab.comm", "distlab.measure", "distlab.notebook", "distlab.grading", "distlab.lab", "lessons")
+RUNS_RANKS = (
+    "distlab.comm",
+    "distlab.measure",
+    "distlab.course.notebook",
+    "distlab.grading",
+    "distlab.course.lab",
+    "lessons",
+)
 KNOWN = frozenset(dir(builtins))
 
 

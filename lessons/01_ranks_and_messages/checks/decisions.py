@@ -10,8 +10,8 @@ import torch
 from distlab_lesson_01.checks.messages import on_ranks, waiting
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
 
 if TYPE_CHECKING:
     from distlab.comm import RankError

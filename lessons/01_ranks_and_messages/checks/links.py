@@ -12,11 +12,11 @@ import torch.distributed as dist
 from distlab_lesson_01.checks.messages import deadlock, from_scratch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases, Given
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import describe
+from distlab.course.grading.exercise import Refused
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Given
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import describe
-from distlab.grading.exercise import Refused
 
 if TYPE_CHECKING:
     from distlab.comm import RankError

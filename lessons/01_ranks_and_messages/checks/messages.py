@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases, Given
+from distlab.course.grading.diagnosis.traffic import calls, native_collectives
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Given
-from distlab.grading.diagnosis.traffic import calls, native_collectives
-from distlab.grading.diagnosis.values import seeded
 
 if TYPE_CHECKING:
     from distlab.comm import RankError

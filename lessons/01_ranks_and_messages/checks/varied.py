@@ -11,8 +11,8 @@ from distlab_lesson_01.checks.decisions import use_repair
 from distlab_lesson_01.checks.links import use_fit
 from torch import Tensor
 
-from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary
+from distlab.course.grading.exercise import Refused
+from distlab.course.grading.variation.draw import Draw, Vary
 
 CONTIGUOUS = {"layout": "torch.distributed sends contiguous tensors only", "sub-group": "takes no group"}
 ALIKE = CONTIGUOUS | {"unequal ranks": "all ranks give tensors of one shape"}

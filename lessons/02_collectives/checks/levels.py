@@ -9,8 +9,8 @@ import torch.distributed as dist
 from distlab_lesson_02.checks import shared
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Given
 
 TOTAL = 8 * shared.LENGTHS[0]  # bytes of the tensor whose messages are looked at
 

@@ -10,8 +10,8 @@ import torch
 from distlab_lesson_02.checks import shared
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Given
 
 JUNK = -1000.0  # times rank + 1: what stands in memory that an all-gather must fill
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
+from distlab.course.grading.cases import Given
+from distlab.course.grading.diagnosis.traffic import MESSAGES, calls, order
 from distlab.grading import Evidence, Fault
-from distlab.grading.cases import Given
-from distlab.grading.diagnosis.traffic import MESSAGES, calls, order
 
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
 MEMBERS = {3: (1, 2), 4: (1, 2, 3)}  # a smaller group without rank 0, by world size

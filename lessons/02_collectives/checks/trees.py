@@ -9,8 +9,8 @@ from typing import Any
 
 from distlab_lesson_02.checks import shared
 
+from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Given
 
 
 def _levels(n: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from distlab_lesson_02.checks.trees import use_times
 
-from distlab.grading.variation.draw import Draw, Vary
+from distlab.course.grading.variation.draw import Draw, Vary
 
 CONTIGUOUS = {"layout": "torch.distributed sends contiguous tensors only"}
 ALIKE = CONTIGUOUS | {"unequal ranks": "all ranks give tensors of one shape"}

@@ -12,11 +12,11 @@ from distlab_lesson_03.checks.averages import SAME_MODEL
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab.course.grading.cases import Cases, Noted
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.variation.draw import Draw, Vary, lopsided_loss
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Noted
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary, lopsided_loss
 
 MICROBATCHES, ACCUMULATED = 6, 3
 UPDATES = MICROBATCHES // ACCUMULATED

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls, sent_line
+from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls, sent_line
-from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 TAKES_NO_GROUP = {"sub-group": "takes no group"}
 LEAVES_OUT = {"layout": "torch.distributed sends contiguous tensors only"} | TAKES_NO_GROUP

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Vary
 
 SIZES: tuple[tuple[list[int], int], ...] = (
     ([40, 30, 20, 10], 30),  # 3 and 2 fill the first exactly

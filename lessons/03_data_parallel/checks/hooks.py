@@ -11,11 +11,11 @@ import torch.distributed as dist
 from distlab_lesson_03.checks.averages import SAME_MODEL, gradient_of, state_of
 from torch import Tensor, nn
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 
 def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
+from distlab.course.grading.cases import Cases, Noted
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.data_parallel.steps import FlatBucket
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Noted
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 SLEEP_S = 0.004
 NUM_BUCKETS, PER_BUCKET = 2, 4  # two layers' weights and biases each

@@ -10,12 +10,12 @@ from distlab_lesson_03.checks.averages import TAKES_NO_GROUP, told
 from torch import Tensor
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import describe
+from distlab.course.grading.exercise import Refused
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import describe
-from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary
 
 DATA = ((10, 4), (13, 6), (3, 5))  # samples, batch; in the last a batch is larger than the data
 FEWEST = 10  # samples: fewer may fall into the same order by chance

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import sent_line
-from distlab.grading.diagnosis.values import seeded
 
 SIZES = (3, 3, 1)
 FEATURES, OUTPUTS = 4, 3

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import seeded
 
 SHAPES = {"a bias": (4,)}
 LARS = {"lr": 0.5, "momentum": 0.9, "decay": 0.1, "coefficient": 0.02}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Fault, Mutant
-from distlab.grading.cases import Cases
 
 # (step, base rate, batch, base batch, updates of warmup)
 RATES = (

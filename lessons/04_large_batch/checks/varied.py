@@ -9,7 +9,7 @@ from distlab_lesson_04.checks.accumulation import use_accumulate
 from distlab_lesson_04.checks.rates import use_warm_up
 from torch import Tensor, nn
 
-from distlab.grading.variation.draw import Draw, Keywords, Vary, lopsided_loss
+from distlab.course.grading.variation.draw import Draw, Keywords, Vary, lopsided_loss
 
 
 def _draw_rate(draw: Draw) -> tuple[Any, ...]:

@@ -9,9 +9,9 @@ import torch
 from distlab_lesson_05.checks.codes import gradient_of
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases, Free
+from distlab.course.grading.diagnosis.traffic import in_megabytes, sent_line
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases, Free
-from distlab.grading.diagnosis.traffic import in_megabytes, sent_line
 
 TOP_K_LENGTH, TOP_K = 1000, 20
 RANDOM_LENGTH, RANDOM_K, RANDOM_STEPS = 120, 12, 3

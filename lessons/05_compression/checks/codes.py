@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import sent_line
-from distlab.grading.diagnosis.values import seeded
 
 QUANTIZE_LENGTH = 1001
 QUANTIZE_CASES = (("drawn", 8), ("drawn", 4), ("drawn", 1), ("equal", 4))

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import sent_line
-from distlab.grading.diagnosis.values import seeded
 
 ROWS, COLUMNS, RANK = 9, 7, 2
 

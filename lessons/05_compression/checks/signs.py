@@ -9,10 +9,10 @@ import torch
 from distlab_lesson_05.checks.codes import gradient_of
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls, sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls, sent_line
-from distlab.grading.diagnosis.values import seeded
 
 SIGN_LENGTH = 1001
 FEEDBACK_LENGTH, FEEDBACK_STEPS, FEEDBACK_KEPT = 12, 3, 3

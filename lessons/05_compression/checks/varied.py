@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
 
 TAKES_NO_GROUP = "takes no group"
 ROW = "the text asks for one row, [L]"

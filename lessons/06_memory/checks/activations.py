@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distlab.course.grading.cases import Cases, Free
+from distlab.course.grading.diagnosis.memory import peak_bytes
+from distlab.course.grading.diagnosis.traffic import in_megabytes
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases, Free
-from distlab.grading.diagnosis.memory import peak_bytes
-from distlab.grading.diagnosis.traffic import in_megabytes
-from distlab.grading.diagnosis.values import seeded
 
 NUM_BLOCKS, WIDTH, ROWS = 6, 16, 64
 SIZES = (4, 4, 4, 2)  # samples of each micro-batch

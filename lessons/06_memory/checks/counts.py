@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 from distlab.plan import Plan, Precision, Sharding
 
 KINDS = ("parameters", "gradients", "optimizer", "master weights")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases, Free
+from distlab.course.grading.diagnosis.memory import peak_bytes
+from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Free
-from distlab.grading.diagnosis.memory import peak_bytes
-from distlab.grading.diagnosis.traffic import calls, in_megabytes
-from distlab.grading.diagnosis.values import seeded
 
 MASTER_SHAPES = ((40, 8), (40, 8), (320,), (40, 8))
 TWO, MORE = "two float32 tensors or less", "more than two float32 tensors"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from distlab_lesson_06.checks.halves import use_master
 from torch import Tensor, nn
 
+from distlab.course.grading.variation.draw import Draw, Keywords, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Keywords, Vary
 from distlab.plan import Plan, Precision, Sharding
 
 TAKES_NO_GROUP = "takes no group"

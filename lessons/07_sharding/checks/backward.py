@@ -11,9 +11,9 @@ from distlab_lesson_07.checks import units
 from distlab_lesson_07.checks.units import NUM_UNITS, SAMPLES, UNIT_BYTES, WIDTH
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import seeded
 
 
 def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:

@@ -10,9 +10,9 @@ from distlab_lesson_07.checks.units import MODEL_BYTES, NUM_UNITS, UNIT_BYTES
 from torch import Tensor
 
 from distlab.comm.record.read import Call
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls, in_megabytes
 
 
 def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:

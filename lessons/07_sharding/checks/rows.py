@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import in_megabytes
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import in_megabytes
-from distlab.grading.diagnosis.values import seeded
 
 SHARD_CASES = (((6, 6), 2), ((5, 3), 2), ((7,), 3), ((2, 9, 1), 4), ((3, 4, 0, 5), 3), ((1, 2), 4), ((10, 7), 1))
 ROW = 24  # elements of the row of ZeRO-1: 1, 2, 3 and 4 ranks divide it

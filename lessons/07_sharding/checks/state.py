@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls, in_megabytes
-from distlab.grading.diagnosis.values import seeded
 
 SHAPES = {"embed.weight": torch.Size([5, 3]), "norm.bias": torch.Size([7]), "head.weight": torch.Size([2, 6])}
 LIMITS = {"a limit of a third of the norm": 1 / 3, "a limit of three times the norm": 3.0}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.diagnosis.memory import peak_bytes
+from distlab.course.grading.diagnosis.traffic import in_megabytes, most_sent
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence
-from distlab.grading.diagnosis.memory import peak_bytes
-from distlab.grading.diagnosis.traffic import in_megabytes, most_sent
-from distlab.grading.diagnosis.values import seeded
 
 WIDTH, NUM_UNITS, SAMPLES = 48, 4, 2  # a unit has WIDTH x WIDTH parameters
 UNIT = WIDTH * WIDTH

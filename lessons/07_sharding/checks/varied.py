@@ -10,8 +10,8 @@ from distlab_lesson_07.checks.rows import use_step
 from distlab_lesson_07.checks.state import use_clip
 from torch import Tensor
 
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
 
 TAKES_NO_GROUP = "takes no group"
 ROWS = {

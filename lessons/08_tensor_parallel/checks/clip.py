@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import seeded
 
 SPLIT, WHOLE, PARTIAL = (6, 10), (4,), (5, 3)
 LIMITS = {"a limit of a third of the norm": 1 / 3, "a limit of three times the norm": 3.0}

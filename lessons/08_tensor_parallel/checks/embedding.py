@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from distlab_lesson_08.checks.shared import CUT, DOUBLE, FILLING, HIDDEN, TWO_SUMS, reduce_bytes, there_and_back
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import sent_line
-from distlab.grading.diagnosis.values import seeded
 
 TOKENS = 11
 

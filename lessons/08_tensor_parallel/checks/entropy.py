@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from distlab_lesson_08.checks.shared import CUT, DOUBLE, FILLING, JOIN, TWO_SUMS, reduce_bytes, there_and_back
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.faults import found
+from distlab.course.grading.diagnosis.traffic import calls, in_megabytes, over_budget, sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.traffic import calls, in_megabytes, over_budget, sent_line
-from distlab.grading.diagnosis.values import seeded
 
 VOCABULARIES = (41, 5)  # odd; with 4 ranks and 5 tokens, rank 3 has none
 LARGE = 800.0  # scores for which exp overflows

@@ -8,9 +8,9 @@ from typing import Any
 from distlab_lesson_08.checks.shared import HIDDEN
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import seeded
 
 CUT_CASES = (("column", 2), ("row", 2), ("column", 3), ("row", 4), ("column", 1), ("row", 1))
 HEAD_CASES = ((4, 4, 2), (6, 2, 2), (12, 4, 4), (6, 3, 3), (4, 4, 1), (6, 6, 4), (4, 2, 4))  # heads, of keys, ranks

@@ -18,10 +18,10 @@ from distlab_lesson_08.checks.shared import (
 )
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import sent_line
-from distlab.grading.diagnosis.values import seeded
 
 MLP_SHAPES = {"widen": (WIDE, HIDDEN), "widen_bias": (WIDE,), "output": (HIDDEN, WIDE), "output_bias": (HIDDEN,)}
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from distlab_lesson_08.checks.shared import ACTIVATION, CUT, HIDDEN, POSITIONS, SAMPLES, reduce_bytes, use_two
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls, sent_line
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls, sent_line
-from distlab.grading.diagnosis.values import seeded
 
 DROPPED, DROP_SEEDS, DROP_SHAPE = 0.3, (7, 8, 14), (200, 10)  # 14 is twice 7, for those who multiply by the rank
 SHARES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grading.diagnosis.values import seeded
+from distlab.course.grading.diagnosis.values import seeded
 
 SAMPLES, POSITIONS, HIDDEN, WIDE = 2, 12, 6, 24  # 1, 2, 3 and 4 ranks divide what they cut
 FILLING = 3.0  # what stands in columns beyond the vocabulary

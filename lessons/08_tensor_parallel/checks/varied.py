@@ -13,7 +13,7 @@ from distlab_lesson_08.checks.pairs import use_mlp, use_pair
 from distlab_lesson_08.checks.sequence import SHARES, use_drop, use_sequence
 from torch import Tensor
 
-from distlab.grading.variation.draw import Draw, Vary
+from distlab.course.grading.variation.draw import Draw, Vary
 
 CONTIGUOUS = "torch.distributed sends contiguous tensors only"
 TAKES_NO_GROUP = "takes no group"

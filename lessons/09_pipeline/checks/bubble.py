@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import describe, seeded
+from distlab.course.grading.exercise import Refused
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import describe, seeded
-from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary
 
 BUBBLES = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))
 MADE_NOW, MADE_LATER = "products of matrices before it returns", "products of matrices when W is called"

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import describe
+from distlab.course.grading.exercise import Refused
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import describe
-from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary
 from distlab.plan import Action, parse_action
 
 PIPELINES = ((4, 8), (2, 3), (3, 7), (4, 2), (1, 3))  # ranks, micro-batches; the widest first: it names faults best

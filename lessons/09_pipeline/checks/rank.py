@@ -12,11 +12,11 @@ from distlab_lesson_09.checks.stages import SAMPLES, WIDTH, Layer, M
 from torch import Tensor, nn
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases, Noted
+from distlab.course.grading.diagnosis.traffic import in_megabytes
+from distlab.course.grading.exercise import Refused
+from distlab.course.grading.variation.draw import Draw, Vary, lopsided_loss
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Noted
-from distlab.grading.diagnosis.traffic import in_megabytes
-from distlab.grading.exercise import Refused
-from distlab.grading.variation.draw import Draw, Vary, lopsided_loss
 from distlab.plan import Action
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm.record.read import Call
+from distlab.course.grading.cases import Cases, Noted
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases, Noted
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 WIDTH, SAMPLES = 6, 2
 M = 4  # micro-batches

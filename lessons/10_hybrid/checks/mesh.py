@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 from distlab.plan import Mesh
 
 MESHES = [  # the first names faults best

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 
 PLACE_CASES = (  # axes, bytes sent along each, devices of a node
     ({"tensor": 2, "pipeline": 2, "data": 2}, {"tensor": 8e9, "pipeline": 0.1e9, "data": 1e9}, 4),

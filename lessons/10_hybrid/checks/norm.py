@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import RankError, mesh_groups
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.diagnosis.values import seeded
 from distlab.plan import Mesh
 
 AXES = ("pipeline", "data", "tensor")

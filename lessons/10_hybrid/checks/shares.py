@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 from distlab.plan import Mesh
 
 FULL_MESHES = (

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from distlab_lesson_10.checks.norm import groups_on
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import seeded
 from distlab.plan import Mesh
 
 WIDTH, FEATURES, BATCH = 5, 12, 12

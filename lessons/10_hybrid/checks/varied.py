@@ -12,8 +12,8 @@ from distlab_lesson_10.checks.nodes import use_order
 from distlab_lesson_10.checks.shares import use_axes, use_part
 from torch import Tensor
 
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
 from distlab.plan import Mesh
 
 MATRIX = "the text asks for matrices"

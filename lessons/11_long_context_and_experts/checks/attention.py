@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import seeded
 
 HEADS, SIZE = 2, 3
 STEEP = 400.0  # makes scores of hundreds: exp of them overflows

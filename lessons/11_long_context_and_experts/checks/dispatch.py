@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import in_megabytes
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import in_megabytes
-from distlab.grading.diagnosis.values import seeded
 
 HIDDEN, DOUBLE = 64, 8  # so wide that counts are hardly any of the bytes
 SHARED_SHAPES, EXPERT_SHAPES = ((3, 2), (4,)), ((2, 5), (3,))

@@ -11,10 +11,10 @@ from distlab_lesson_11.checks.attention import HEADS, SIZE, STEEP
 from torch import Tensor
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls, in_megabytes
-from distlab.grading.diagnosis.values import seeded
 
 PER_RANK = 4  # positions of a rank: two chunks of two
 BLOCK_BYTES = 2 * 8 * HEADS * PER_RANK * SIZE  # keys and values in float64

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import seeded
 
 ROUTE_CASES = ((8, 4, 2, 3), (6, 3, 1, 2), (5, 4, 2, 8), (1, 4, 2, 1))  # tokens, experts, choices, capacity
 BALANCE_CASES = ((8, 4, 1), (9, 3, 2), (4, 5, 1))  # tokens, experts, choices; no token asks the last of 5

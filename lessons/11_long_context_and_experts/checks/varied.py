@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
 
 CONTIGUOUS = "torch.distributed sends contiguous tensors only"
 TAKES_NO_GROUP = "takes no group"

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from distlab.checkpoint.crashes import Crash, crash_points
+from distlab.course.grading.cases import Cases, Free
+from distlab.course.grading.diagnosis.values import compare, seeded
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases, Free
-from distlab.grading.diagnosis.values import compare, seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 OLD, NEW = 30, 40
 Files = Mapping[str, bytes | None]

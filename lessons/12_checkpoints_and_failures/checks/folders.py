@@ -15,10 +15,10 @@ import torch
 from distlab_lesson_12.checks.disk import a_folder
 from torch import Tensor
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import describe, seeded
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.values import describe, seeded
-from distlab.grading.variation.draw import Draw, Vary
 
 CASES: dict[str, tuple[tuple[str, str], ...]] = {  # damage to some checkpoints: (kind, path)
     "nothing is damaged": (),

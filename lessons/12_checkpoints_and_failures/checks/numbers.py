@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.elastic import BatchRule
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Vary
 
 STAYS, LINEAR, SQRT = BatchRule(12), BatchRule(12, 4, "linear"), BatchRule(12, 4, "sqrt")
 STEPS = (  # rule, position, end, world size

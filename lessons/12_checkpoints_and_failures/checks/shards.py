@@ -12,9 +12,9 @@ from distlab_lesson_12.checks.disk import a_folder, a_state, loaded
 
 from distlab.checkpoint.crashes import Crash, crash_points
 from distlab.comm import RankError
+from distlab.course.grading.diagnosis.faults import each_rank
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import each_rank
-from distlab.grading.variation.draw import Draw, Vary
 
 FIRST = 40
 NAMED, UNNAMED = "when the folder had its name", "when the folder had no name"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Mutant
-from distlab.grading.cases import Cases, Given
 
 
 def _ranks(*rows: tuple[float, float, float]) -> tuple[list[dict[str, float]]]:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.faults import each_rank
+from distlab.course.grading.diagnosis.traffic import calls, num_calls
+from distlab.course.grading.diagnosis.values import compare, describe, seeded
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.faults import each_rank
-from distlab.grading.diagnosis.traffic import calls, num_calls
-from distlab.grading.diagnosis.values import compare, describe, seeded
 
 STEPS, TENSORS = 64, 5
 FLIPS: tuple[tuple[int, int, int] | None, ...] = ((37, 2, 1), (0, 0, 0), (63, 4, 2), (20, 3, 0), None)

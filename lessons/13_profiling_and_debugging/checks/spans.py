@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases, Given
 
 EXPOSED: Given = {
     "a call that reaches out of computing": ([(0, 50)], [(40, 90)]),

@@ -10,8 +10,8 @@ from distlab_lesson_13.checks.causes import use_dearest
 from distlab_lesson_13.checks.spans import use_clocks
 from torch import Tensor
 
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
 
 
 def _spans(draw: Draw) -> list[tuple[int, int]]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Vary
 
 Round = tuple[float, float, float]
 AHEAD_S = 2.5  # by how much the other clock is ahead

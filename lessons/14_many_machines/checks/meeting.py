@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Mutant, NotYet
-from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Vary
 
 SIZES = (2, 5, 3, 4)  # ranks that the agents start
 PATIENCE = timedelta(seconds=0.3)

@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from distlab.comm import RankError
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.traffic import calls
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.diagnosis.traffic import calls
-from distlab.grading.variation.draw import Draw, Vary
 
 HOSTS = (("a", "a", "b", "b", "b"), ("b", "a", "b", "a", "c"), ("x", "x"), ("x",))
 

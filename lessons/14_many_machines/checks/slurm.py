@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from distlab.course.grading.cases import Cases
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
-from distlab.grading.variation.draw import Draw, Vary
 
 LISTS = ("node[01-03,07],login", "gpu[8-11]", "rack[2,1]b,a1", "alone")
 

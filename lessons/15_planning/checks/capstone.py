@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from distlab.course.grading.diagnosis.values import describe
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.values import describe
 from distlab.plan import Plan
 from simulator import (
     Bill,

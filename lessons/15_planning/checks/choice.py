@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from distlab.course.grading.diagnosis.faults import found
+from distlab.course.grading.diagnosis.values import describe
 from distlab.grading import Evidence, Fault, Mutant
-from distlab.grading.diagnosis.faults import found
-from distlab.grading.diagnosis.values import describe
 
 Degrees = tuple[int, int, int]  # data, tensor, pipeline
 

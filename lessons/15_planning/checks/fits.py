@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 from distlab.plan import Plan, Sharding
 
 SIZES = (70e6, 12, 512, 256)  # parameters, layers, hidden, sequence

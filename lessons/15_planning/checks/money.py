@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 
 Offer = tuple[str, int, float, float]
 

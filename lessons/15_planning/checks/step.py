@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
-from distlab.grading.cases import Cases
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 
 INSIDE, BETWEEN = (Link(name, (Protocol(1e-6, rate),)) for name, rate in (("inside", 300e9), ("between", 20e9)))

@@ -7,8 +7,8 @@ from typing import Any
 
 from distlab_lesson_15.checks.capstone import BUDGETS, faults_of
 
+from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
-from distlab.grading.variation.draw import Draw, Vary
 from distlab.plan import Cluster, Device, Link, Plan, Protocol, Sharding
 
 

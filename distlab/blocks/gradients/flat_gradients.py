@@ -1,0 +1,217 @@
+"""Flat gradients: buckets of gradients that leave during backward, in one order on all ranks.
+
+Backward brings one gradient after the other, the last layer's first. A bucket collects some of them (`GradientSlots`),
+and is sent when all are there. `SendInBackward` does that for a list of buckets. It starts them in order, even when a
+later bucket is full first: all ranks must make the same calls in one order, and ranks may run their hooks in different
+orders. `TimedWork` is one bucket under way, and remembers when.
+
+How a bucket packs and sends is each technique's own: all-reduce (data parallelism) or reduce-scatter (sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.blocks.flat import same_kind
+from distlab.blocks.gradient_hook import Pending
+from distlab.blocks.gradients.gradient_status import TWICE, UNUSED, USED
+from distlab.blocks.gradients.reduce import all_reduce_in_float32
+from distlab.trace import SpanWriter
+
+
+class GradientSlots:
+    """A bucket's parameters, one slot each, and which of their gradients are packed.
+
+    A subclass says in `pack` what packing is; without one the gradients stay where they are.
+
+    Attributes:
+        parameters: whose gradients travel together.
+        statuses: what became of each parameter's gradient in this step (`GradientStatus`).
+        packed: whether its gradient is in the bucket.
+        num_packed: how many are.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.reset()
+
+    def reset(self) -> None:
+        """Be ready for the next step."""
+        self.statuses: list[int] = [UNUSED] * len(self.parameters)
+        self.empty()
+
+    def empty(self) -> None:
+        """Be ready for the next backward pass of the same step."""
+        self.packed = [False] * len(self.parameters)
+        self.num_packed = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether every gradient is packed."""
+        return self.num_packed == len(self.parameters)
+
+    def note(self, slot: int) -> bool:
+        """Enter that backward brought a gradient; return False where the slot's first gradient may be on the wire."""
+        self.statuses[slot] = TWICE if self.packed[slot] else USED
+        return not self.packed[slot]
+
+    def take(self, slot: int) -> None:
+        """Pack a parameter's gradient."""
+        self.pack(slot)
+        self.packed[slot] = True
+        self.num_packed += 1
+
+    def take_rest(self) -> None:
+        """Pack the slots that this backward did not reach: gradients accumulated earlier, or zeros."""
+        if not self.full:
+            for slot, packed in enumerate(self.packed):
+                if not packed:
+                    self.take(slot)
+
+    def pack(self, slot: int) -> None:
+        """Copy a gradient to its place, if it has one already; one that is None counts as zeros."""
+
+
+Slots = TypeVar("Slots", bound=GradientSlots)
+
+
+class SendInBackward(Generic[Slots]):
+    """Hooks on all parameters that fill buckets during backward and start each full one, in order.
+
+    Args:
+        buckets: in the order in which they are sent.
+        start: begins a bucket's exchange, and does not wait.
+        on_gradient: called with bucket and slot when backward has added to a gradient; returns whether the gradient is
+            complete and goes into its bucket now.
+        num_early: how many of the buckets may start during backward; None is all.
+
+    Attributes:
+        num_started: buckets that were started in this pass.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Slots],
+        start: Callable[[Slots], None],
+        on_gradient: Callable[[Slots, int], bool],
+        *,
+        num_early: int | None = None,
+    ) -> None:
+        self.buckets, self.num_started = buckets, 0
+        self._start, self._on_gradient = start, on_gradient
+        self._num_early = len(buckets) if num_early is None else num_early
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+            for bucket in buckets
+            for slot, parameter in enumerate(bucket.parameters)
+        ]
+
+    def _hook(self, bucket: Slots, slot: int) -> Callable[[nn.Parameter], None]:
+        def gradient_ready(_: nn.Parameter) -> None:
+            if self._on_gradient(bucket, slot):
+                bucket.take(slot)
+                if bucket.full:
+                    self.start_full(self._num_early)
+
+        gradient_ready.sends = True  # type: ignore[attr-defined]
+        return gradient_ready
+
+    def start_full(self, end: int | None = None) -> None:
+        """Start, in order, every bucket that is full and has only started ones before it; `end` bounds their number."""
+        end = len(self.buckets) if end is None else end
+        while self.num_started < end and self.buckets[self.num_started].full:
+            self._start(self.buckets[self.num_started])
+            self.num_started += 1
+
+    def reset(self) -> None:
+        """Be ready for the next pass."""
+        self.num_started = 0
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def refuse_second(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters whose gradients another technique sends: they would be sent and divided twice.
+
+    Raises:
+        ValueError: on every rank that built the same techniques.
+    """
+    for parameter in parameters:
+        if any(getattr(hook, "sends", False) for hook in (parameter._post_accumulate_grad_hooks or {}).values()):
+            raise ValueError(
+                f"rank {dist.get_rank()}: gradients of this module are averaged already, by a DataParallel or "
+                "ShardedOptimizer that was built before; call close() of that one first, or build the module anew"
+            )
+
+
+class TimedWork:
+    """An exchange under way: made when it starts, and over with `wait()`.
+
+    Args:
+        start: begins it.
+        spans: draws it, with `mark`.
+        of_nccl: whether it is a call of nccl, which tells by itself when it is over.
+    """
+
+    def __init__(
+        self, start: Callable[[], Pending | None], spans: SpanWriter | None = None, *, of_nccl: bool = False
+    ) -> None:
+        self._call = None if spans is None else spans.call()
+        pending = start()
+        assert pending is not None, "only ranks outside the group get nothing to wait for"
+        self._pending = pending
+        if self._call is not None and of_nccl:
+            self._call.follow(pending)
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._pending.wait()
+
+    def note_end(self) -> None:
+        """Remember when a call was first seen to be over; of a gradient hook only its own wait tells."""
+        call, work = self._call, self._pending
+        if call is not None and call.end_ns is None and isinstance(work, dist.Work) and work.is_completed():
+            call.note_end()
+
+    def mark(self, name: str, num_bytes: int) -> None:
+        """Draw it on the communication lane, up to now where its end was not seen earlier."""
+        if self._call is not None:
+            self._call.draw(name, "all_reduce", lane="communication", num_bytes=num_bytes)
+
+
+@torch.no_grad()
+def sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup | None], divisor: int) -> None:
+    """Sum gradients over groups, one after the other, as flat rows; then divide. For what is averaged after backward.
+
+    A parameter without a gradient on every rank keeps None; where only some have one, the others count as zero.
+
+    Cost: per dtype and group one all-reduce of the parameters' elements, and of one flag per parameter.
+    """
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if not groups:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        return
+    for same in same_kind(parameters):
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
+            + [same[0].new_tensor([float(p.grad is not None) for p in same])]
+        )
+        for group in groups:
+            all_reduce_in_float32(flat, group)
+        *parts, present = flat.split([*(p.numel() for p in same), len(same)])
+        for parameter, part, ranks in zip(same, parts, present.tolist(), strict=True):
+            if ranks:
+                mean = part.view(parameter.shape) / divisor
+                parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)

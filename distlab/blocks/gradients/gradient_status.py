@@ -1,0 +1,181 @@
+"""GradientStatus: what became of each parameter's gradient in a step, and how all ranks hear of it.
+
+A rank that finds a fault and raises alone leaves the others waiting in the next call. So it goes on to the end of the
+step. Then all ranks exchange one status per parameter, come to the same judgement, and raise the same error, or none.
+
+Two ways to exchange them: `gather_reports` tells every rank's statuses, for a program that first learns by a flag of
+its own whether any rank has something to tell. `find_faults` asks in every step, with one all-reduce.
+
+Symbols: P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from distlab.blocks.clip import NotFiniteError
+from distlab.comm.agree import group_device
+
+
+class GradientStatus(IntEnum):
+    """What became of one parameter's gradient on one rank."""
+
+    USED = 0
+    UNUSED = 1  # backward brought none
+    NOT_FINITE = 2
+    SPARSE = 3
+    TWICE = 4  # a second one came when the first might be on the wire
+    MOVED = 5  # the parameter does not lie in its bucket any more
+
+
+USED, UNUSED, NOT_FINITE, SPARSE, TWICE, MOVED = GradientStatus
+
+FAULTS = {
+    SPARSE: ("got a sparse gradient, and buckets hold dense ones", "Build the layer with sparse=False"),
+    TWICE: (
+        "got a second gradient before synchronize()",
+        "Call synchronize() after each backward, also of a step that you skip; or run all but the last backward "
+        "inside `with no_sync():`",
+    ),
+    MOVED: (
+        "left the buckets: the parameter's memory was replaced since construction",
+        "Move or convert the module first (.to(), .half(), load_state_dict with assign=True), and shard it then",
+    ),
+    UNUSED: (
+        "got no gradient on some rank of the group",
+        'Use them in the loss on every rank, freeze them with requires_grad_(False), or pass unused="zeros"',
+    ),
+    NOT_FINITE: ("has a mean gradient that is not finite (NaN or infinite)", "Skip the update, or lower the rate"),
+}
+
+
+COMPLAINS = 2  # in the table of statuses: a rank has sentences to tell
+
+
+class Reports(NamedTuple):
+    """What all ranks said of one step.
+
+    Attributes:
+        statuses: [rank][parameter] in the order of the buckets.
+        complaints: [rank] sentences on what no status covers.
+    """
+
+    statuses: list[list[int]]
+    complaints: list[list[str]]
+
+    def all_unused(self, parameter: int) -> bool:
+        """Return whether no rank used a parameter."""
+        return all(row[parameter] == UNUSED for row in self.statuses)
+
+    def named(self, status: GradientStatus, names: Sequence[str], *, with_ranks: bool = True) -> list[str]:
+        """Return the names of the parameters that have a status on some rank, and on which ranks."""
+        found = []
+        for parameter, name in enumerate(names):
+            ranks = [rank for rank, row in enumerate(self.statuses) if row[parameter] == status]
+            if ranks:
+                found.append(f"{name}{_on(ranks)}" if with_ranks else name)
+        return found
+
+    def sentences(self, wrong: Iterable[GradientStatus], names: Sequence[str]) -> list[str]:
+        """Return a sentence for each fault that some rank reported: the fault, its parameters, and what to do."""
+        texts = []
+        for status in wrong:
+            # The rank that owns a shard finds what is not finite in it, whichever rank it came from: name no rank.
+            found = self.named(status, names, with_ranks=status is not NOT_FINITE)
+            what, advice = FAULTS[status]
+            if found:
+                texts.append(f"{_count(found, 'parameter')} {what}: {'; '.join(found)}. {advice}")
+        return texts
+
+    def error(self, names: Sequence[str], *, unused: str, step: int) -> RuntimeError | None:
+        """Return the error that every rank must raise, or None.
+
+        Args:
+            names: of the parameters, in the order of `statuses`.
+            unused: whether a parameter without a gradient is an "error".
+            step: number of the step, for the text.
+        """
+        holders: dict[str, list[int]] = {}
+        for rank, complaints in enumerate(self.complaints):
+            for complaint in complaints:
+                holders.setdefault(complaint, []).append(rank)
+        wrong = (SPARSE, TWICE, UNUSED) if unused == "error" else (SPARSE, TWICE)
+        texts = [f"{text}{_on(ranks)}" for text, ranks in holders.items()] + self.sentences(wrong, names)
+        found = self.named(NOT_FINITE, names)
+        if not found:
+            return RuntimeError(" Also: ".join(texts)) if texts else None
+        text = f"step {step}: not finite (NaN or infinite) {_count(found, 'gradient')}: {'; '.join(found)}"
+        return NotFiniteError(" Also: ".join([f"{text}. Skip the update, or lower the learning rate", *texts]))
+
+
+def gather_reports(statuses: Sequence[int], complaints: list[str], group: ProcessGroup | None = None) -> Reports:
+    """Exchange statuses and complaints; every rank of the group calls this, or none.
+
+    Cost: one all-gather of P + 1 bytes per rank; where a rank has a complaint, also the sentences.
+    """
+    num_ranks = dist.get_world_size(group)
+    mine = torch.tensor([*statuses, bool(complaints)], dtype=torch.uint8, device=group_device(group))
+    gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(gathered, mine, group=group)
+    rows = [row.tolist() for row in gathered]
+    sentences: list[list[str]] = [[] for _ in range(num_ranks)]
+    if any(row[-1] for row in rows):
+        dist.all_gather_object(sentences, complaints, group=group)
+    return Reports([row[:-1] for row in rows], sentences)
+
+
+def find_faults(
+    statuses: Sequence[int],
+    names: Sequence[str],
+    group: ProcessGroup | None = None,
+    *,
+    unused: str,
+    step: int,
+    complaints: Sequence[str] = (),
+) -> RuntimeError | list[bool]:
+    """Learn from all ranks what became of the gradients; every rank of the group calls this in every step.
+
+    Args:
+        statuses: of this rank's gradients.
+        names: of the parameters.
+        group: the ranks.
+        unused: whether a parameter without a gradient on some rank is an "error".
+        step: number of the step, for the text.
+        complaints: sentences on what no status covers.
+
+    Returns:
+        The error that every rank must raise, or for each parameter whether any rank used it.
+
+    Cost: one all-reduce of 6 P bytes; where something is wrong, as `gather_reports`.
+    """
+    table = torch.zeros(len(GradientStatus), len(statuses), dtype=torch.uint8)
+    table[torch.tensor(statuses), torch.arange(len(statuses))] = 1
+    if complaints:
+        table.fill_(COMPLAINS)
+    table = table.to(group_device(group))
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    seen = table.cpu()
+    if bool((seen == COMPLAINS).any()):
+        told = gather_reports(statuses, list(complaints), group).error([], unused=unused, step=step)
+        return RuntimeError(f"rank {dist.get_rank(group)}: step {step}: {told}")
+    wrong = [fault for fault in FAULTS if (fault is not UNUSED or unused == "error") and bool(seen[fault].any())]
+    if not wrong:
+        used: list[bool] = seen[[one for one in GradientStatus if one is not UNUSED]].any(dim=0).tolist()
+        return used
+    texts = gather_reports(statuses, [], group).sentences(wrong, names)
+    kind = NotFiniteError if NOT_FINITE in wrong else RuntimeError
+    return kind(f"rank {dist.get_rank(group)}: step {step}: {' Also: '.join(texts)}")
+
+
+def _on(ranks: list[int]) -> str:
+    return f" (rank {', '.join(map(str, ranks))})"
+
+
+def _count(found: list[str], noun: str) -> str:
+    return f"{len(found)} {noun}{'s' if len(found) > 1 else ''}"

@@ -1,0 +1,113 @@
+"""How one tensor lies on the ranks of a group: along which dim it is cut, and how the parts are put together again.
+
+Pure functions of tensors, with nothing behind them that communicates; and the parameters of a model told apart into
+those that are cut and those that every rank holds whole. Tensor parallelism cuts them; what shards a model that was cut
+must know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.modules.named_parts import Slab
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor cut along one dim.
+
+    Attributes:
+        dim: the dim that is cut.
+        sections: lengths along dim of what is cut apart: (H, H, H) for a fused query, key and value, of each of which a
+            rank needs its own heads. One number for a tensor that is one piece.
+        padded: fill up with zeros to a length that the ranks divide (a vocabulary); else sections must divide.
+    """
+
+    dim: int
+    sections: tuple[int, ...]
+    padded: bool = False
+
+    def check(self, num_ranks: int, rank: int, what: str) -> None:
+        """Refuse sections that do not divide.
+
+        Raises:
+            ValueError: naming the first that does not.
+        """
+        uneven = [size for size in self.sections if size % num_ranks]
+        if uneven and not self.padded:
+            raise ValueError(
+                f"rank {rank}: {what}: {uneven[0]} features cannot be split over {num_ranks} ranks; pass a size "
+                f"that is a multiple of {num_ranks}, or use fewer ranks"
+            )
+
+    def cut(self, full: Tensor, num_ranks: int, rank: int) -> Tensor:
+        """Return this rank's part, in memory of its own.
+
+        Shapes: full [..., D, ...] -> [..., D/t, ...]; D is the sum of the sections
+        """
+        parts = []
+        for section in full.split(self.sections, self.dim):
+            missing = -section.shape[self.dim] % num_ranks
+            if missing:
+                section = F.pad(section.movedim(self.dim, -1), (0, missing)).movedim(-1, self.dim)
+            parts.append(section.chunk(num_ranks, self.dim)[rank])
+        return torch.cat(parts, self.dim).contiguous()
+
+    def slab(self, num_ranks: int, rank: int) -> Slab:
+        """Return which ranges of the whole tensor this rank's part is made of, and where it is filled up."""
+        ranges, at = [], 0
+        for size in self.sections:
+            width = -(-size // num_ranks)
+            low, high = min(rank * width, size), min((rank + 1) * width, size)
+            ranges.append((at + low, at + high, width))
+            at += size
+        return Slab(self.dim, tuple(ranges))
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor, given that of a part."""
+        return (*part[: self.dim], sum(self.sections), *part[self.dim + 1 :])
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Undo `cut`, given the parts of all ranks in order.
+
+        Shapes: parts [..., D/t, ...] -> [..., D, ...]
+        """
+        widths = [-(-size // len(parts)) for size in self.sections]
+        by_section = zip(*(part.split(widths, self.dim) for part in parts), strict=True)
+        whole = [
+            torch.cat(pieces, self.dim).narrow(self.dim, 0, size)
+            for pieces, size in zip(by_section, self.sections, strict=True)
+        ]
+        return torch.cat(whole, self.dim)
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """Name the parameters of which each rank holds a part, and say how; every rank holds all others whole.
+
+    A parallel layer keeps them in its `splits`, by the names that it uses itself. A tied parameter comes once.
+    """
+    by_id = {
+        id(module._parameters[name]): split
+        for module in model.modules()
+        for name, split in getattr(module, "splits", {}).items()
+        if module._parameters[name] is not None
+    }
+    return {name: by_id[id(parameter)] for name, parameter in every_parameter(model) if id(parameter) in by_id}
+
+
+def group_of_parts(model: nn.Module) -> ProcessGroup | None:
+    """Return the ranks that hold the parts of a model's cut layers; None where no layer is cut."""
+    cut = next((module for module in model.modules() if getattr(module, "splits", None)), None)
+    if cut is None:
+        return None
+    group: Any = cut.group
+    return dist.group.WORLD if group is None else group

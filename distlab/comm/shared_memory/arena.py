@@ -1,0 +1,168 @@
+"""The memory in which the ranks of a group meet: one nameless file, mapped by all.
+
+The group's first rank makes it (memfd: it has no name in any folder) and tells the others where it stands under
+`/proc`. Once all have mapped it, nobody holds it open: it is gone with the last of them, however they end.
+
+    headers     one page per rank: its step, its state, its bell, why it failed
+    slots       two per rank: what it shows to the others in even and in odd steps
+    rings       one for each ordered pair of ranks: messages from the one to the other
+
+Only pages that are used take memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distlab.comm.shared_memory import futex
+
+PAGE = 4096
+STEP, STATE, BELL, GONE, REASON = 0, 64, 128, 192, 256  # places in a header
+PRESENT, LEFT, FAILED = 1, 2, 3
+REASON_BYTES = 1024
+LOOK_S = 0.05  # how often a rank that waits looks whether the others still live
+MAX_SLOT_BYTES, MIN_SLOT_BYTES = 4 << 20, 256 << 10
+MAX_SLOTS_BYTES = 128 << 20  # of all ranks together, as far as the least of a slot allows
+RECORD_BYTES = 512  # at the head of a slot: what its rank calls
+MAX_RING_BYTES, MIN_PIECE_BYTES = 2 << 20, 64 << 10  # a ring has at least two pieces, and whole ones
+MAX_RINGS_BYTES = 64 << 20  # of all rings together, as far as the least of a ring allows
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Where things stand in the arena of a group."""
+
+    size: int
+    slot_bytes: int = field(init=False)
+    ring_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * self.size) // PAGE * PAGE))
+        ring_bytes = min(MAX_RING_BYTES, MAX_RINGS_BYTES // self.size**2)
+        ring_bytes = max(2, ring_bytes // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
+        object.__setattr__(self, "slot_bytes", slot_bytes)
+        object.__setattr__(self, "ring_bytes", ring_bytes)
+
+    def header(self, rank: int) -> int:
+        """Where a rank's header begins."""
+        return rank * PAGE
+
+    def slot(self, rank: int, parity: int) -> int:
+        """Where a rank's slot begins, with its record first."""
+        return self.size * PAGE + (2 * rank + parity) * (PAGE + self.slot_bytes)
+
+    def data(self, rank: int, parity: int) -> int:
+        """Where the data of a rank's slot begins."""
+        return self.slot(rank, parity) + PAGE
+
+    def ring(self, source: int, destination: int) -> int:
+        """Where the ring from one rank to a different one begins, with a page for its two counts first."""
+        return self.slot(self.size, 0) + (source * self.size + destination) * (PAGE + self.ring_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The arena's length."""
+        return self.ring(self.size, 0)
+
+
+class Arena:
+    """The mapped memory of one group, as one of its ranks sees it."""
+
+    def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
+        self.rank, self.size, self.pids = rank, size, pids
+        self.layout = ArenaLayout(size)
+        self.memory = map_file(file, self.layout.num_bytes)
+        self.base = ctypes.addressof(self.memory)
+        self.owner = os.getpid()
+        self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        self._states = [futex.word_at(self.header(r) + STATE) for r in range(size)]
+        self._is_anyone_gone = futex.word_at(self.header(0) + GONE)
+
+    def header(self, rank: int) -> int:
+        """Address of a rank's header."""
+        return self.base + self.layout.header(rank)
+
+    def view(self, dtype: torch.dtype, rank: int, parity: int) -> torch.Tensor:
+        """The data of a slot as a tensor."""
+        key = (dtype, rank, parity)
+        if key not in self._views:
+            count, start = self.layout.slot_bytes // dtype.itemsize, self.layout.data(rank, parity)
+            self._views[key] = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start)
+        return self._views[key]
+
+    def state(self, rank: int) -> int:
+        """How a rank stands to the group: PRESENT, LEFT or FAILED; 0 while it has not come."""
+        return self._states[rank].value
+
+    @property
+    def is_anyone_gone(self) -> bool:
+        """Whether a rank has left or failed."""
+        return bool(self._is_anyone_gone.value)
+
+    def change_state(self, state: int, reason: str = "") -> None:
+        """Say how this rank stands to the group, and let everyone look who waits for it."""
+        mine = self.header(self.rank)
+        text = reason.encode()[: REASON_BYTES - 8]
+        ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
+        self._states[self.rank].value = state
+        if state > PRESENT:
+            self._is_anyone_gone.value = 1
+        futex.wake(mine + STEP)
+        for rank in range(self.size):
+            futex.add(self.header(rank) + BELL)
+
+    def reason(self, rank: int) -> str:
+        """Why a rank failed, in its own words."""
+        head = self.header(rank) + REASON
+        length = int.from_bytes(ctypes.string_at(head, 4), "little")
+        return ctypes.string_at(head + 4, min(length, REASON_BYTES)).decode(errors="replace")
+
+    def why_gone(self, rank: int, members: list[int]) -> str:
+        """Return why a rank will never come, or "" where it may; begins as gloo's message does."""
+        if self.state(rank) > PRESENT:
+            reason = self.reason(rank)
+            what = f"failed before ({reason})" if reason else "has left the group"
+        elif start_of(self.pids[rank][0]) != self.pids[rank][1]:
+            what = f"(process {self.pids[rank][0]}) has ended"
+        else:
+            return ""
+        return f"connection closed by peer: rank {members[rank]} {what}"
+
+
+def map_file(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Map a file for as long as the result is used. Python's own mmap would keep the file open, too.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    base = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if base in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    watched: Any = type("Memory", (ctypes.c_char * num_bytes,), {})  # ctypes' own arrays cannot be watched
+    memory: ctypes.Array[ctypes.c_char] = watched.from_address(base)
+    weakref.finalize(memory, libc.munmap, base, num_bytes).atexit = False
+    return memory
+
+
+def start_of(pid: int) -> str:
+    """Return when a process began, in the kernel's own count; "" once it has ended."""
+    try:  # ranks that wait ask often, and pathlib takes ten times as long
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fields = os.read(file, PAGE).rpartition(b")")[2].split()
+        finally:
+            os.close(file)
+    except OSError:
+        return ""
+    return "" if fields[0] in b"ZX" else fields[19].decode()

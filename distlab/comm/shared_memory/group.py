@@ -1,0 +1,443 @@
+# mypy: disable-error-code="override, assignment"
+# torch's stubs declare each method once for every way in which C++ may be called; calls from torch come in one way.
+"""The process group that torch sees: each method takes a call apart, checks it, and has it done.
+
+torch's Python functions call these methods by name. Its C++ code (DDP's reducer, functional collectives) reaches those
+that torch's trampoline knows. Newer versions of torch have new names for some; both are here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.shared_memory import dense
+from distlab.comm.shared_memory.arena import LEFT
+from distlab.comm.shared_memory.collectives import Collectives
+from distlab.comm.shared_memory.meeting import Call, CallRecord, Meeting, meet, record_of
+from distlab.comm.shared_memory.messages import Message, Messages
+from distlab.comm.shared_memory.reductions import Reduction, reduction_of
+from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
+
+Do = Callable[[Tensors, Tensors], None]  # a call's work, with what it reads and writes as flat tensors
+END_S = 5.0  # how long a group that is left waits for its threads
+
+
+class Wire(Protocol):
+    """What takes time in a group some of whose ranks are far apart: see `distlab.comm.nodes.group.NodeWire`."""
+
+    def collective(self, op: str, sent: int | Sequence[int], since_s: float) -> None:
+        """Sleep until a collective that began at a moment is through."""
+
+    def message(self, peer: int, num_bytes: int) -> tuple[float, float]:
+        """Send a message now; return the moments when its sender is rid of it, and when it arrives; 0: at once."""
+
+
+class SharedGroup(dist.ProcessGroup):
+    """A process group whose ranks meet in shared memory. No method that torch knows calls a second: each is recorded.
+
+    Attributes:
+        wire: what takes time between its ranks; None: nothing but memory.
+    """
+
+    def __init__(self, meeting: Meeting, wire: Wire | None = None) -> None:
+        super().__init__(meeting.rank, meeting.size)  # type: ignore[call-arg]
+        self.wire = wire
+        self._name = self._description = ""
+        self._meeting, self._members = meeting, meeting.members
+        self._collectives, self._messages = Collectives(meeting), Messages(meeting)
+        self._queue = CallQueue(f"shared-calls-{meeting.members}")
+        self._num_calls = 0
+        self._coalesced: list[SharedWork] | None = None
+        self._end = weakref.finalize(self, _leave, meeting, self._queue, self._messages)
+
+    # What torch asks of a group and of the backends in it: this one is the only one in its group.
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def getBackendName(self) -> str:
+        """The name that torch prints."""
+        return "shared"
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives; its own place for it is in backends written in C++."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description that torch gives."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The description that torch gave."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the group itself, which is the backend.
+
+        Raises:
+            RuntimeError: the device is not the CPU.
+        """
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"{self._who('backend')} 'shared' moves CPU tensors, and was asked for {device}: use gloo or nccl"
+            )
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether callers may ask for memory: no, they take their own."""
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has made."""
+        return self._num_calls
+
+    def shutdown(self) -> None:
+        """Leave the group; the others learn of it."""
+        self._end()
+
+    abort = shutdown
+
+    def _who(self, op: str) -> str:
+        return f"rank {self._meeting.me}: {op}"
+
+    def _root(self, opts: Any) -> int:
+        root: int = opts.rootRank
+        if not 0 <= root < self._meeting.size:
+            raise ValueError(f"{self._who('root')} {root} is not in the group, whose ranks are 0 to {self.size() - 1}")
+        return root
+
+    def _reductions(self, op: str, tensors: Tensors, opts: Any) -> list[Reduction]:
+        kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        return [reduction_of(getattr(kind, "op", kind), tensor.dtype, self._who(op)) for tensor in tensors]
+
+    def _start(self, call: Call, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> Any:
+        """Have a call done, here or on the group's thread."""
+        who = self._who(call.op)
+        for tensor in reads:
+            dense.check(tensor, who)
+        for tensor in writes:
+            dense.check(tensor, who, written=True)
+        self._num_calls += 1
+        record = call.record(self._members)
+        if self._meeting.arena.owner != os.getpid() or not self._end.alive:
+            self._meeting.require_usable(record.text)  # no thread is here that would make the call
+        call_it = functools.partial(self._do, call, record, do, reads, writes)
+        return self._with(self._queue.run(call_it, writes, is_async=getattr(opts, "asyncOp", True)))
+
+    def _with(self, work: SharedWork) -> SharedWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _do(self, call: Call, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
+        """Do a call; where it fails the group is of no use any more, and the others learn why."""
+        self._meeting.begin(record)
+        try:
+            with dense.unseen():
+                sources, targets = ([dense.flat_of(tensor) for tensor in tensors] for tensors in (reads, writes))
+                if self.wire is not None:
+                    self._collectives.barrier()  # so that all count the time from one moment
+                    since_s = time.monotonic()
+                do(sources, targets)
+                if self.wire is not None:
+                    self.wire.collective(call.op.partition(" ")[0], call.handed(self._meeting.size), since_s)
+                for tensor, flat in zip(writes, targets, strict=True):
+                    dense.settle(tensor, flat)
+        except BaseException as error:
+            self._meeting.fail(error)
+            raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Combine a tensor of all ranks."""
+        return self._reduce_all("all_reduce", dense.listed(tensors), opts, -1)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Combine several tensors."""
+        return self._reduce_all("all_reduce", tensors, opts, -1)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Combine a tensor of all ranks at the root."""
+        return self._reduce_all("reduce", dense.listed(tensors), opts, self._root(opts))
+
+    def _reduce_all(self, op: str, tensors: Tensors, opts: Any, root: int) -> Any:
+        reductions = self._reductions(op, tensors, opts)
+
+        def do(_: Tensors, flats: Tensors) -> None:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                self._collectives.all_reduce(flat, reduction, root)
+
+        return self._start(Call(op, tensors, root, reductions[0].name), do, [], tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """Copy the root's tensor to all."""
+        tensors, root = dense.listed(tensors), self._root(opts)
+
+        def do(_: Tensors, flats: Tensors) -> None:
+            for flat in flats:
+                self._collectives.broadcast(flat, root)
+
+        return self._start(Call("broadcast", tensors, root), do, [], tensors, opts)
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        """Copy every rank's tensor to all."""
+        if output_lists and isinstance(output_lists[0], torch.Tensor):
+            output_lists = [output_lists]
+        return self._gather_all(output_lists, dense.listed(inputs), opts)
+
+    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """Copy several tensors of every rank to all; `output_lists` has one list for each rank."""
+        return self._gather_all([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
+
+    def _gather_all(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
+        size = self._meeting.size
+        for outputs, source in zip(output_lists, inputs, strict=True):
+            dense.fit_each(outputs, source, size, self._who("all_gather"), "output")
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            for number, source in enumerate(sources):
+                places = [target.data_ptr() for target in targets[number * size : (number + 1) * size]]
+                self._collectives.all_gather(places, source)
+
+        outputs = [output for outputs in output_lists for output in outputs]
+        return self._start(Call("all_gather", inputs), do, inputs, outputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+        """Copy every rank's tensor to its place in one tensor."""
+        return self._gather_single([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """As `all_gather_single`, for several tensors."""
+        return self._gather_single(outputs, inputs, opts)
+
+    def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        size = self._meeting.size
+        for output, source in zip(outputs, inputs, strict=True):
+            dense.fits(output, source, size, self._who("all_gather"), "output")
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                first, length = target.data_ptr(), dense.bytes_of(source)
+                self._collectives.all_gather([first + rank * length for rank in range(size)], source)
+
+        return self._start(Call("all_gather", inputs), do, inputs, outputs, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
+        """Combine each rank's list; rank r gets the r-th of the results."""
+        outputs, size = dense.listed(outputs), self._meeting.size
+        if input_lists and isinstance(input_lists[0], torch.Tensor):
+            input_lists = [input_lists]
+        for output, inputs in zip(outputs, input_lists, strict=True):
+            dense.fit_each(inputs, output, size, self._who("reduce_scatter"), "input")
+        reads = [tensor for inputs in input_lists for tensor in inputs]
+
+        def cut(sources: Tensors) -> list[Tensors]:
+            return [sources[start : start + size] for start in range(0, len(sources), size)]
+
+        return self._scatter_sums(outputs, reads, cut, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+        """Combine a tensor of all ranks; rank r gets the r-th part."""
+        return self._scatter_single([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """As `reduce_scatter_single`, for several tensors."""
+        return self._scatter_single(outputs, inputs, opts)
+
+    def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        size = self._meeting.size
+        for output, source in zip(outputs, inputs, strict=True):
+            dense.fits(source, output, size, self._who("reduce_scatter"), "input")
+        return self._scatter_sums(outputs, inputs, lambda flats: [flat.view(size, -1).unbind() for flat in flats], opts)
+
+    def _scatter_sums(
+        self, outputs: Tensors, reads: Tensors, cut: Callable[[Tensors], Sequence[Sequence[torch.Tensor]]], opts: Any
+    ) -> Any:
+        reductions = self._reductions("reduce_scatter", outputs, opts)
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            for target, inputs, reduction in zip(targets, cut(sources), reductions, strict=True):
+                self._collectives.reduce_scatter(target, inputs, reduction)
+
+        return self._start(Call("reduce_scatter to", outputs, -1, reductions[0].name), do, reads, outputs, opts)
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
+        """Copy every rank's tensor to the root's list."""
+        source, root = dense.listed(inputs)[0], self._root(opts)
+        outputs = list(output_lists[0]) if root == self._meeting.rank else []
+        if root == self._meeting.rank:
+            dense.fit_each(outputs, source, self._meeting.size, self._who("gather"), "output")
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            self._collectives.gather(targets, sources[0], root)
+
+        return self._start(Call("gather", [source], root), do, [source], outputs, opts)
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
+        """Copy the root's r-th tensor to rank r."""
+        output, root = dense.listed(outputs)[0], self._root(opts)
+        inputs = list(input_lists[0]) if root == self._meeting.rank else []
+        if root == self._meeting.rank:
+            dense.fit_each(inputs, output, self._meeting.size, self._who("scatter"), "input")
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            self._collectives.scatter(targets[0], sources, root)
+
+        return self._start(Call("scatter", [output], root), do, inputs, [output], opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """Copy the s-th tensor to rank s, and get one from each."""
+        if not len(outputs) == len(inputs) == self._meeting.size:
+            raise ValueError(
+                f"{self._who('all_to_all')}: got {len(inputs)} inputs and {len(outputs)} outputs; pass "
+                f"{self._meeting.size} of each, one for every rank of the group"
+            )
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            self._collectives.all_to_all(
+                *([(t.data_ptr(), dense.bytes_of(t)) for t in flats] for flats in (targets, sources))
+            )
+
+        call = Call(f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=[*map(dense.bytes_of, inputs)])
+        return self._start(call, do, inputs, outputs, opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
+    ) -> Any:
+        """Cut a tensor in parts along its first dimension, one for each rank, and get one from each."""
+        who, size = self._who("all_to_all"), self._meeting.size
+        takes = dense.split_bytes(output, output_sizes, size, who, "output")
+        gives = dense.split_bytes(source, input_sizes, size, who, "input")
+
+        def do(sources: Tensors, targets: Tensors) -> None:
+            self._collectives.all_to_all(
+                dense.parts(targets[0].data_ptr(), takes), dense.parts(sources[0].data_ptr(), gives)
+            )
+
+        call = Call(f"all_to_all {str(source.dtype).removeprefix('torch.')}", gives=gives)
+        return self._start(call, do, [source], [output], opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait until all are here."""
+        return self._start(Call("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        """Send a tensor to a rank of the group."""
+        dense.check(tensors[0], self._who("send"))
+        message = self._message(tensors[0], destination, tag, "send")
+        if self.wire is not None:
+            message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
+        self._messages.send(message)
+        return self._with(message)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        """Receive a tensor from a rank of the group."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """Receive a tensor from whichever rank sends one."""
+        return self._receive(tensors, -1, tag)
+
+    def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
+        dense.check(tensors[0], self._who("recv"), written=True)
+        message = self._message(tensors[0], source, tag, "recv")
+        self._messages.receive(message)
+        return self._with(message)
+
+    def _message(self, tensor: torch.Tensor, peer: int, tag: int, op: str) -> Message:
+        if not -1 <= peer < self._meeting.size:
+            raise ValueError(f"{self._who(op)}: there is no rank {peer}: the group has ranks 0 to {self.size() - 1}")
+        if peer == self._meeting.rank:
+            towards = "to" if op == "send" else "from"
+            raise ValueError(f"{self._who(op)} {towards} this rank itself: a message needs two ranks; keep the tensor")
+        self._meeting.require_usable(op)
+        mark = record_of("message", -1, "", ((tensor.numel(),), tensor.dtype)).mark
+        text = record_of(op, -1, "", (tensor.shape, tensor.dtype)).text
+        with dense.unseen():
+            return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+
+        def wait_for_all() -> None:
+            for work in works:
+                work.wait()
+
+        return self._queue.run(wait_for_all, [], is_async=True)
+
+
+keep_untraced(SharedGroup, SharedWork, Message)
+
+
+def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
+    """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
+    meeting.leave(LEFT)
+    if meeting.arena.owner == os.getpid():
+        for ending in (calls, messages):
+            ending.close()
+            for thread in ending.threads:
+                if thread is not threading.current_thread():
+                    thread.join(END_S)
+
+
+def make(options: Any, met: Meeting | None) -> SharedGroup:
+    """Make a group; torch calls this. `met` is given where the ranks have met already.
+
+    Raises:
+        CannotShare: on every rank.
+    """
+    if met is None:
+        members = list(options.global_ranks_in_group) or list(range(options.group_size))
+        met = meet(options.store, options.group_rank, members, options.timeout.total_seconds())
+    return SharedGroup(met)
+
+
+def is_shared(group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of a group meet in one memory, and nothing else takes time between them."""
+    place = dist.group.WORLD if group is None else group
+    return isinstance(place, SharedGroup) and place.wire is None
+
+
+def buffer_of(
+    numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+) -> torch.Tensor | None:
+    """Return a 1-d tensor of zeros in the group's shared buffer, or None if it has none. All ranks call this alike."""
+    place = dist.group.WORLD if group is None else group
+    if device.type != "cpu" or not isinstance(place, SharedGroup) or not numel or place.size() == 1:
+        return None
+    made, num_bytes = [], numel * dtype.itemsize
+
+    def do(_: Tensors, __: Tensors) -> None:
+        made.append(place._collectives.buffers.make(num_bytes))
+
+    place._start(Call(f"buffer of {num_bytes} bytes"), do, [], [], None).wait()
+    return made[0].view(dtype)
+
+
+def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return zeros in one dimension, in a buffer where the group has such; every rank of it calls this alike."""
+    buffer = buffer_of(numel, dtype=dtype, device=device, group=group)
+    return torch.zeros(numel, dtype=dtype, device=device) if buffer is None else buffer

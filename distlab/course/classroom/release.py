@@ -1,0 +1,92 @@
+"""A student copy of the lessons: notebooks, labs and sealed checks, without solutions and hidden cases.
+
+What a student gets of a lesson:
+
+| file | in the copy |
+|---|---|
+| lesson.ipynb, lab.py, exercises.py, and all other files that notebooks and labs read | as it is |
+| solutions.py, checks/*.py | sealed: checks run, and name faults as ever; no answer is read by accident |
+| checks/varied*.py | hidden: the drawn arguments come when the work is graded |
+| solution.ipynb, lesson.py (the notebooks' source) | left out |
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.course.grading import lessons
+from distlab.course.grading.lesson import lesson_number
+from distlab.course.grading.sealed import seal
+
+LEFT_OUT = ("lesson.py", "solution.ipynb", "solutions.py")  # the last one is sealed
+SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb")
+HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    return () if name.startswith("WRONG") else None
+'''
+README = """# {title}
+
+A student copy of the lessons. It needs the package `distlab`, which your instructor names, in a virtual environment.
+
+    cd {folder}
+    distlab lesson start       # opens the lessons in JupyterLab; you work in copies, in the folder work/
+    distlab check {first}          # checks your answers to lesson {first} on real ranks
+
+The checks are those of the course; more cases are added when your work is graded. Solutions are not in this copy.
+Hand in your notebook, such as `work/{lesson}/{lesson}.ipynb`.
+"""
+
+
+def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str = "distlab") -> list[Path]:
+    """Write a student copy of the lessons.
+
+    Args:
+        folder: the folder of all lessons.
+        out: the copy's folder, which is made.
+        numbers: of the lessons, such as "03"; none means all.
+        title: the first line of its README.
+
+    Returns:
+        the copied lessons' folders.
+
+    Raises:
+        ValueError: `out` holds something already or lies inside the lessons, or there is no such lesson.
+        OSError: it cannot be written.
+    """
+    have = lessons(folder)
+    chosen = [lesson_number(number) for number in numbers] or list(have)
+    if unknown := [number for number in chosen if number not in have]:
+        raise ValueError(f"there is no lesson {', '.join(unknown)}; lessons are {', '.join(have)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} holds something already; pass a new folder for the student copy")
+    if folder.resolve() in out.resolve().parents:
+        raise ValueError(f"{out} is inside the lessons themselves; pass a folder of its own")
+    copies = [out / "lessons" / path.name for path in sorted(folder.iterdir()) if path.name[:2] in chosen]
+    for copy in copies:
+        _copy_lesson(folder / copy.name, copy)
+    for name in SHARED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / "lessons" / name)
+    first = copies[0].name
+    words = {"title": title, "folder": out.name, "first": first[:2], "lesson": first}
+    (out / "README.md").write_text(README.format(**words), encoding="utf-8")
+    return copies
+
+
+def _copy_lesson(source: Path, copy: Path) -> None:
+    (copy / "checks").mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in LEFT_OUT and not path.name.startswith("."):
+            shutil.copyfile(path, copy / path.name)
+    for path in [*source.glob("solutions.py"), *sorted(source.glob("checks/*.py"))]:
+        kind = "solutions" if path.parent == source else "checks"
+        is_hidden = kind == "checks" and re.fullmatch(r"varied(_\w+)?", path.stem)
+        text = HIDDEN if is_hidden else seal(path.read_text(encoding="utf-8"), f"{kind} of lesson {source.name[:2]}")
+        (copy / path.relative_to(source)).write_text(text, encoding="utf-8")

@@ -1,0 +1,205 @@
+"""A known wrong version is the diagnosis: it is called on the same cases, and an answer that agrees gets its words.
+
+It runs after a wrong result, and only then, on the ranks that are there: on the case that failed first, and on the
+others where it agrees there. One that would hang or raise is not run. So a wrong version is written once, as an edit of
+the reference; its `says` is what a learner with that fault is told. Drawn calls are cases like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distlab.course.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
+from distlab.course.grading.diagnosis.traffic import calls, in_megabytes, most_sent, sent_bytes
+from distlab.course.grading.diagnosis.values import is_telling
+from distlab.course.grading.exercise import ENDED, SEEN, Evidence, Exercise, Fault
+from distlab.course.grading.mutant import Mutant, build
+
+if TYPE_CHECKING:
+    from distlab.comm import Ranks
+    from distlab.course.grading.variation.calls import DrawnCalls
+
+LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
+BUDGET_S = 4.0  # of all of them: they take less than half a second
+SLOWER = 20.0  # times the reference's own run is added to both: on a busy machine all runs take longer
+AVERAGED = {"sum not mean", "divided twice"}  # what a ratio is told to be, where ranks are averaged
+NO_CAUSE = AVERAGED | {"dtype", "changed argument", "argument changed"}
+FEWEST = 3  # results without a drawn digit that must be wrong alike: fewer agree by chance
+NOT_RUN = ENDED | {"not waited", "kept", "state left behind"}
+
+
+def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
+    """Compare an answer with the reference on the exercise's cases: values, then calls by its judge, then bytes.
+
+    A wrong value, or too many bytes, is named by the wrong version that agrees.
+    """
+    cases = exercise.drive
+    assert isinstance(cases, Cases)
+    evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
+    begun = time.perf_counter()
+    wanted = _driven(cases, reference, ranks)
+    known = _Known(exercise, reference, ranks, cases, wanted, took_s=time.perf_counter() - begun)
+    pair, takes = (evidence.results, wanted.results), cases.use or reference
+    seen = difference(*pair, takes)
+    if seen is not None and (wrong := known.by_values(evidence)) is not None:
+        return _named(wrong, seen)
+    if seen is not None:
+        is_mean = any(wrong.fault in AVERAGED for wrong in exercise.mutants)
+        return difference(*pair, takes, num_averaged=ranks.world_size) if is_mean else seen
+    fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
+    if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
+        text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"
+        seen = Fault("too many bytes", f"{text} where {cases.needs} needs {in_megabytes(most_sent(wanted))}")
+        fault = _named(known.by_bytes(evidence, cases), seen)
+    return fault
+
+
+def cause_in(calls: DrawnCalls, exercise: Exercise, evidence: Evidence, wanted: Evidence, ranks: Ranks) -> str:
+    """Return the words of the wrong version whose results are those of an answer in all drawn calls, or ""."""
+    known = _Known(exercise, calls.reference, ranks, calls.bare(), wanted, calls.vary.scale)
+    wrong = known.by_values(evidence)
+    return "" if wrong is None else f"{words_of(wrong)}: so it is in all {len(wanted.results[0])} drawn calls."
+
+
+def _named(wrong: Mutant | None, seen: Fault) -> Fault:
+    return seen if wrong is None else Fault(wrong.fault, seen.message, f"{words_of(wrong)}.")
+
+
+def words_of(wrong: Mutant) -> str:
+    """Return what is told to who agrees with a wrong version."""
+    return f"it {wrong.does}" if wrong.does else wrong.says.rstrip(".")
+
+
+def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
+    """Yield the wrong versions that this number of ranks reveals, and whose words say more than what is seen."""
+    for wrong in exercise.mutants:
+        has_words = wrong.does or (isinstance(exercise.drive, Cases) and wrong.fault not in NO_CAUSE | SEEN)
+        if has_words and not (wrong.ends or wrong.fault in NOT_RUN) and wrong.world <= world_size:
+            yield wrong
+
+
+def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
+    """Let the ranks make the cases' calls."""
+    results = ranks.run(cases, fn)
+    results = compared_with_rank_0(results) if isinstance(cases, Cases) else results
+    return Evidence(ranks.world_size, results, ranks.records())
+
+
+class _Known:
+    """The known wrong versions of an exercise, to be driven on the ranks that are there."""
+
+    def __init__(
+        self,
+        exercise: Exercise,
+        reference: Callable[..., Any],
+        ranks: Ranks,
+        cases: Cases | DrawnCalls,
+        wanted: Evidence,
+        scale: float = 0.0,
+        took_s: float = 0.0,
+    ) -> None:
+        self.exercise, self.reference, self.ranks = exercise, reference, ranks
+        self.cases, self.wanted, self.scale = cases, wanted, scale
+        self.slower_s = SLOWER * took_s
+
+    def by_values(self, evidence: Evidence) -> Mutant | None:
+        """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
+
+        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told the one
+        that explains what is wrong first; not by drawn calls, where few values may be alike by chance.
+        """
+        got, want, is_drawn = leaves(evidence.results), leaves(self.wanted.results), not isinstance(self.cases, Cases)
+        wrong_at = self._differ(got, want)
+        if is_drawn and len(wrong_at) < FEWEST and not any(is_telling(got.get(place)) for place in wrong_at):
+            return None
+        first, made = wrong_at[0], _operations(evidence)
+        whole: list[Mutant] = []
+        in_part: list[tuple[int, Mutant]] = []
+        for wrong, run in self._runs(lambda theirs: self._agrees(got, theirs, want, first), first[1]):
+            theirs = leaves(run.results)
+            odd = self._differ(theirs, want)
+            agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
+            if len(agrees) == len(odd) and set(odd) == set(wrong_at):
+                if _operations(run) == made:
+                    return wrong
+                whole.append(wrong)
+            elif not is_drawn and 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) > len(wrong_at):
+                in_part.append((len(agrees), wrong))
+        if whole:
+            return whole[0]
+        return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
+
+    def by_bytes(self, evidence: Evidence, cases: Cases) -> Mutant | None:
+        """Return the wrong version that sends as much on each rank, by the same calls if there is one.
+
+        Else the dearest that sends no more.
+        """
+        cheaper: list[tuple[int, Mutant]] = []
+        as_much: list[Mutant] = []
+        takes, first = cases.use or self.reference, next(iter(self.wanted.results[0]))
+        want = {place: value for place, value in leaves(self.wanted.results).items() if place[1] == first}
+        for wrong, run in self._runs(lambda theirs: not self._differ(theirs, want), first):
+            most = most_sent(run)
+            if most <= cases.most_bytes * most_sent(self.wanted):
+                continue
+            if difference(run.results, self.wanted.results, takes) is not None:
+                continue
+            if self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None) is not None:
+                continue  # its calls are wrong, and the answer's are right
+            if _sent(run) == _sent(evidence):
+                if _operations(run) == _operations(evidence):
+                    return wrong
+                as_much.append(wrong)
+            elif most <= most_sent(evidence):
+                cheaper.append((most, wrong))
+        if as_much:
+            return as_much[0]
+        return max(cheaper, key=lambda pair: pair[0])[1] if cheaper else None
+
+    def _runs(self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str) -> Iterator[tuple[Mutant, Evidence]]:
+        """Yield each wrong version with its run of all cases, if it goes on after its run of one."""
+        from distlab.comm import RankError, RankTimeout
+
+        begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
+        self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
+        try:
+            for wrong in told(self.exercise, self.ranks.world_size):
+                if time.perf_counter() - begun > BUDGET_S + self.slower_s:
+                    return
+                fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
+                try:
+                    run = _driven(self.cases.at(case), fn, self.ranks)
+                    if not goes_on(leaves(run.results)):
+                        continue
+                    if len(self.wanted.results[0]) > 1:
+                        run = _driven(self.cases, fn, self.ranks)
+                except RankTimeout:
+                    if lost:
+                        return
+                    lost = True
+                    continue
+                except (RankError, RuntimeError, OSError, ValueError):  # it fails on a case, and agrees with none
+                    continue
+                yield wrong, run
+        finally:
+            self.ranks.timeout_s = limit_s
+
+    def _differ(self, one: Mapping[Place, Any], other: Mapping[Place, Any]) -> list[Place]:
+        """Return the places where two runs differ."""
+        return [place for place in dict.fromkeys([*other, *one]) if not alike(one, other, place, self.scale)]
+
+    def _agrees(
+        self, got: Mapping[Place, Any], theirs: Mapping[Place, Any], want: Mapping[Place, Any], place: Place
+    ) -> bool:
+        """Whether a wrong version is wrong at a place, as the answer is."""
+        return alike(got, theirs, place, self.scale) and not alike(theirs, want, place, self.scale)
+
+
+def _operations(evidence: Evidence) -> set[str]:
+    return {call.op for rank in evidence.records.ranks for call in calls(evidence, rank)}
+
+
+def _sent(evidence: Evidence) -> list[int]:
+    return [sent_bytes(evidence, rank) for rank in range(evidence.world_size)]

@@ -1,0 +1,209 @@
+"""Turn a run that failed into a fault: the cause first, with the learner's own line, and no more than is needed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import distlab
+from distlab.comm import RankError, RankTimeout
+from distlab.comm.launch.failures import Failure, well_formed
+from distlab.comm.record.read import short
+from distlab.comm.where.frames import owner_of
+from distlab.course.grading.diagnosis.plain_errors import in_words
+from distlab.course.grading.exercise import Exercise, Fault
+from distlab.course.grading.variation.draw import IN_CALL
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
+_PACKAGE = os.path.dirname(os.path.abspath(distlab.__file__)) + os.sep
+_LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") + os.sep
+_CELL_FILE = re.compile(
+    r"([^\s\"()]*(?:ipykernel|xpython)_\d+[/\\]\d+\.py|[^\s\"()]*ipython-input-[\w-]+\.py|<ipython-input-[^>]*>)(?::(\d+))?"
+)
+_GUARD = os.path.join("grading", "guard.py")
+_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
+_NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
+_PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)
+_NOT_YOURS = "signal no process, and end none, that you did not start"
+MAX_LINE = 300
+CELL = "your cell"
+
+
+class Place(NamedTuple):
+    """A line of the learner's: file, line number, function, text."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        text = f": {self.text}" if self.text else ""
+        return f"{label(self.file)}, line {self.line}, in {self.function}{text}"
+
+
+def label(file: str) -> str:
+    """Return a file's name as a learner knows it: "your cell" for what a notebook's kernel wrote down."""
+    if _CELL_FILE.fullmatch(file):
+        return CELL
+    return short(file)
+
+
+def place_in(traceback: str, fn: Callable[..., Any]) -> Place | None:
+    """Return the innermost line of the learner's in a traceback or a stack, or None where there is none."""
+    frames = [Place(file, int(line), name, text or "") for file, line, name, text in _FRAME.findall(traceback)]
+    entered = max((i for i, frame in enumerate(frames) if frame.file.endswith(_GUARD)), default=-1)
+    below = [frame for frame in frames[entered + 1 :] if not _is_library(frame.file)]
+    below = [
+        frame for frame in below if not _is_check(frame.file)
+    ] or below  # a model of the check may call, or be called
+    own = [frame for frame in frames if frame.file == file_of(fn)]
+    in_call = entered >= 0 and frames[entered].function == "call"
+    if in_call and below:
+        return below[-1]
+    return own[-1] if own else None
+
+
+def _is_library(file: str) -> bool:
+    return owner_of(file) != "user"
+
+
+def _is_check(file: str) -> bool:
+    return os.path.basename(os.path.dirname(file)) == "checks" and file.startswith(_LESSONS)
+
+
+def file_of(fn: Callable[..., Any]) -> str:
+    """Return the file in which a function, or the class of what is called, was written, or ""."""
+    inner = inspect.unwrap(getattr(fn, "func", fn))
+    kind: object = inner if inspect.isclass(inner) else type(inner)
+    codes = (getattr(one, "__code__", None) for one in (inner, *vars(kind).values()))
+    code = next((code for code in codes if code is not None), None)
+    return str(getattr(fn, "file", None) or getattr(code, "co_filename", ""))
+
+
+_MISFIT = "a send and the receive that takes it do not fit"
+
+
+def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world_size: int) -> Fault:
+    """Name the fault of a run that raised, ended, or did not end."""
+    if exercise.on_failure is not None:
+        named = exercise.on_failure(error, world_size)
+        if named is not None:
+            return named
+    if isinstance(error, RankTimeout):
+        return _hang(error, fn)
+    misfit = messages_that_do_not_fit(str(error))
+    if not error.failures:
+        return _stuck(error) if misfit is None else Fault("mismatch", misfit)
+    root = error.failures[0]
+    by_itself = root.summary.startswith(("raised Refused", "raised NotYet", "exited", "closed", "returned"))
+    if misfit is not None and not by_itself:  # the cause, whether a rank has come to an error of its own or not yet
+        return Fault("mismatch", misfit)
+    place = place_in(root.traceback, fn)
+    who = f"on rank {root.rank} of {world_size}: " if world_size > 1 else ""
+    where = f"\n  at {place}" if place else ""
+    if (note := _NOTE.search(root.traceback)) is not None:
+        where += f"\n  in call {note[1]}"
+    also = _explanation(str(error))
+    return _of_failure(root, place, who, where + (f"\n{also}" if also else ""))
+
+
+def _of_failure(root: Failure, place: Place | None, who: str, where: str) -> Fault:
+    summary = _cut(root.summary)
+    if summary.startswith("raised NotYet"):
+        return Fault("not attempted", summary.removeprefix("raised NotYet: "))
+    if summary.startswith("raised Refused: "):
+        code, _, text = summary.removeprefix("raised Refused: ").partition(": ")
+        return Fault(code, f"{who}{text}{where}")
+    if _MEMORY.search(root.summary) or (summary.startswith("was killed") and _MEMORY.search(root.traceback)):
+        return Fault("memory", f"{who}it asks for more memory than a check gives ({summary}){where}")
+    if summary.startswith("closed"):
+        return Fault("exited", f"{who}it {summary}{where}")
+    if summary.startswith("exited"):
+        advice = "" if place is not None and place.function == "<module>" else "; return from the function instead"
+        return Fault("exited", f"{who}it {summary}{advice}{where}")
+    if summary.startswith("ended with its fork server"):
+        return Fault("killed", f"{who}the process that starts the ranks was killed while it ran; {_NOT_YOURS}{where}")
+    if summary.startswith("was killed"):
+        tail = "" if where or not root.traceback else f"\n{_tail(root.traceback)}"
+        summary = summary.replace(", whose message is in the output above", "")
+        return Fault("killed", f"{who}the rank {summary}{where}{tail}")
+    if summary.startswith("returned a"):
+        return Fault("returned", f"{who}it {summary}")
+    meaning = in_words(root.summary)
+    words = f"\n  {meaning}" if meaning else ""
+    if place is None and not root.is_noise:
+        after = words or f"\n{_tail(root.traceback)}"
+        return Fault(
+            "returned", f"{who}what it returned, or left behind, could not be used: the check {summary}{after}"
+        )
+    if root.is_noise:
+        return Fault("raised", f"{who}it {summary} (another rank had gone){where}")
+    return Fault("raised", f"{who}it {summary}{words}{where}")
+
+
+def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
+    """Describe ranks that did not finish in time: who waits for whom, and each one's own line."""
+    text = str(error)
+    first, *rest = text.split("\n\n")
+    words = [part for part in rest if not part.startswith("---")][:1]
+    lines = [first, *words]
+    for failure in error.failures:
+        place = place_in(failure.traceback, fn)
+        if place is not None:
+            lines.append(f"rank {failure.rank} stands at {place}")
+        elif failure.traceback.startswith("it "):
+            lines.append(f"rank {failure.rank}: {failure.traceback}")
+    return Fault("hang", "\n".join(lines))
+
+
+def _stuck(error: RankError) -> Fault:
+    """Describe calls that can never end, or that do not fit each other."""
+    text = str(error).split("\n--- rank")[0].rstrip()
+    return Fault("deadlock" if text.startswith("deadlock") else "mismatch", text)
+
+
+def messages_that_do_not_fit(text: str) -> str | None:
+    """Find in the launcher's text a send and a receive that differ; name both with their lines. None: no such pair."""
+    start = text.find(f"{_MISFIT}:\n")
+    if start < 0:
+        return None
+    lines = text[start:].splitlines()[1:3]
+    pair = {kind: (rank, size) for rank, kind, _, size in _PAIR.findall("\n".join(lines))}
+    if len(pair) != 2:
+        return None
+    (sender, sent), (receiver, taken) = pair["send to"], pair["recv from"]
+    what = f"rank {sender} sends {sent}, rank {receiver} receives it as {taken}"
+    rule = "give both the same number of elements and the same dtype"
+    return "\n".join([f"{_MISFIT}: {what}: {rule}", *lines])
+
+
+def _explanation(text: str) -> str:
+    """Return what the recorded calls add to a failure's text, if anything."""
+    parts = text.split("\n\n")
+    return parts[1] if len(parts) > 1 and not parts[1].startswith("---") else ""
+
+
+def in_plain_names(text: str, fn: Callable[..., Any]) -> str:
+    """Name files in a message as the learner knows them: "your cell, line 8" for a file that the kernel made."""
+
+    def cell(found: re.Match[str]) -> str:
+        return f"{CELL}, line {found[2]}" if found[2] else CELL
+
+    file = file_of(fn)
+    text = _CELL_FILE.sub(cell, well_formed(text))
+    return text.replace(f"{file}:", f"{label(file)}:") if file else text
+
+
+def _cut(line: str) -> str:
+    first, *more = line.splitlines() or [""]
+    line = first if len(first) <= MAX_LINE else first[: MAX_LINE - 3] + "..."
+    return line + (f" ({len(more)} more lines)" if len(more) > 4 else "".join(f"\n  {text}" for text in more))
+
+
+def _tail(text: str, num_lines: int = 4) -> str:
+    lines = [line for line in text.rstrip().splitlines() if line.strip()][-num_lines:]
+    return "\n".join(f"  {line}" for line in lines)

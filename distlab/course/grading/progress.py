@@ -1,0 +1,268 @@
+"""Keep what was passed and predicted in one JSON file in the folder of the learner's working copies.
+
+Two notebooks may check at once: each change reads, alters and replaces the file under a lock. A file that cannot be
+read is moved aside, never written over. Outside such a folder, this process remembers what it was told until it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distlab.comm.command import runnable
+from distlab.course.grading.lesson import at_or_above, lessons_folder, work_beside
+
+if TYPE_CHECKING:
+    from distlab.course.grading.report import Report
+
+MARKER = ".distlab-work"
+FILE = "progress.json"
+MINE = "mine"  # --impl mine: the learner's working copy of the lesson
+SCHEMA = 1
+FAILED_CHECKS = 3  # wrong answers before the solution is shown
+OUTSIDE = "Your progress is not kept: that is done for answers in the folder that `distlab lesson start` makes."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known about one exercise.
+
+    Attributes:
+        attempts: checks of an answer, right or wrong; one that is not written yet does not count.
+        first_passed: time of the first right answer (ISO 8601, UTC), or "".
+        last_passed: time of the last one, or "".
+        budget: what the last right answer used.
+        seconds: how long its check took.
+        failed: checks of a wrong answer.
+        hints: how many of its hints were seen.
+        solution_seen: time when the solution was first shown, or "".
+    """
+
+    attempts: int = 0
+    first_passed: str = ""
+    last_passed: str = ""
+    budget: tuple[str, ...] = ()
+    seconds: float = 0.0
+    failed: int = 0
+    hints: int = 0
+    solution_seen: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was ever right."""
+        return bool(self.first_passed)
+
+
+@dataclass
+class Record:
+    """All that is known about one learner.
+
+    Attributes:
+        exercises: what is known about each exercise, by its name.
+        predictions: the numbers that the learner gave, by the question with its unit.
+    """
+
+    exercises: dict[str, Entry] = field(default_factory=dict)
+    predictions: dict[str, float] = field(default_factory=dict)
+
+
+_remembered = Record()  # outside a folder of working copies
+
+
+def work_folder(start: Path | None = None) -> Path | None:
+    """Return the folder of working copies that holds `start` (by default the working directory), or None."""
+    return next((folder for folder in at_or_above(start) if (folder / MARKER).exists()), None)
+
+
+def copy_in(work: Path, folder: str) -> Path:
+    """Return the path of a lesson's working copy: FOLDER/FOLDER.ipynb, or FOLDER/lesson.ipynb where that is there."""
+    old, new = work / folder / "lesson.ipynb", work / folder / f"{folder}.ipynb"
+    return old if os.path.lexists(old) and not os.path.lexists(new) else new
+
+
+def working_copy(folder: str) -> Path:
+    """Return the path of the learner's own copy of a lesson's notebook, looked for from the working directory.
+
+    Args:
+        folder: name of the lesson's folder, such as 03_data_parallel.
+
+    Raises:
+        ValueError: there is none.
+    """
+    places = [work_folder(), work_beside(lessons_folder()), Path.cwd() / "work"]
+    copies = [copy_in(place, folder) for place in places if place is not None]
+    if copy := next((copy for copy in copies if copy.is_file()), None):
+        return copy
+    raise ValueError(
+        f"there is no working copy of lesson {folder[:2]} yet: `{runnable('distlab lesson start')}` makes one; or say "
+        "where your answers are, with --impl MODULE, --impl FILE.py or --impl NOTEBOOK.ipynb"
+    )
+
+
+def keep(report: Report, start: Path | None = None) -> str:
+    """Write a report down; return one line where it was not kept, or where something else must be told.
+
+    With the third wrong answer the line says how to see hints and the solution.
+    """
+    if report.verdict not in ("passed", "wrong"):
+        return OUTSIDE if work_folder(start) is None else ""
+    name = report.exercise.name
+    told = change_entry(name, lambda entry: _updated(entry, report), start)
+    entry = entry_of(name, start)
+    if report.passed or entry.failed != FAILED_CHECKS or entry.passed or entry.solution_seen:
+        return told
+    first = f'hint("{name}") shows a hint, and after all hints ' if report.exercise.hints else ""
+    return f'Stuck? In the notebook, {first}solution("{name}") shows the solution. {told}'.rstrip()
+
+
+def change_entry(name: str, alter: Callable[[Entry], Entry], start: Path | None = None) -> str:
+    """Replace what is known about one exercise; return one line where it was not kept, or where more must be told."""
+
+    def change(record: Record) -> None:
+        record.exercises[name] = alter(record.exercises.get(name, Entry()))
+
+    return _change(change, start)
+
+
+def keep_prediction(question: str, value: float, start: Path | None = None) -> str:
+    """Write down the number that the learner gave; return one line where it was not kept, or more must be told."""
+    return _change(lambda record: record.predictions.update({question: value}), start)
+
+
+def load_progress(start: Path | None = None) -> dict[str, Entry]:
+    """Return what is known about each exercise, by name; empty outside a work folder or where the file is damaged."""
+    folder = work_folder(start)
+    return {} if folder is None else _load(folder).exercises
+
+
+def entry_of(name: str, start: Path | None = None) -> Entry:
+    """Return what is known about one exercise; outside a work folder, what this process remembers of it."""
+    return _known(start).exercises.get(name, Entry())
+
+
+def prediction_of(question: str, start: Path | None = None) -> float | None:
+    """Return the number that the learner gave to a question, or None."""
+    return _known(start).predictions.get(question)
+
+
+def now() -> str:
+    """Return the time as the file has it: ISO 8601, UTC, whole seconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _known(start: Path | None) -> Record:
+    folder = work_folder(start)
+    return _remembered if folder is None else _load(folder)
+
+
+def _load(folder: Path) -> Record:
+    try:
+        return _parse((folder / FILE).read_bytes())
+    except (OSError, ValueError):
+        return Record()
+
+
+def _change(alter: Callable[[Record], None], start: Path | None) -> str:
+    """Read the folder's record, alter it and write it, under the lock; return what must be told, in one line."""
+    folder = work_folder(start)
+    if folder is None:
+        alter(_remembered)
+        return OUTSIDE
+    try:
+        with _locked(folder):
+            record, told = _read(folder)
+            alter(record)
+            _write(folder, record)
+    except OSError as error:
+        return f"Your progress is not kept: {folder / FILE} cannot be written ({error.strerror or error})."
+    return told
+
+
+def _updated(entry: Entry, report: Report) -> Entry:
+    entry = replace(entry, attempts=entry.attempts + 1)
+    if not report.passed:
+        return replace(entry, failed=entry.failed + 1)
+    time = now()
+    first = entry.first_passed or time
+    return replace(entry, first_passed=first, last_passed=time, budget=report.budget, seconds=round(report.seconds, 3))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system releases when a process ends."""
+    import fcntl
+
+    with open(folder / MARKER, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(folder: Path) -> tuple[Record, str]:
+    """Return the record; a damaged file is moved aside first, and the second value says so."""
+    path = folder / FILE
+    try:
+        return _parse(path.read_bytes()), ""
+    except FileNotFoundError:
+        return Record(), ""
+    except (ValueError, OSError) as error:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        aside = folder / f"progress.damaged-{stamp}-{os.getpid()}.json"
+        path.rename(aside)
+        reason = " ".join(str(error).split())
+        return Record(), f"{FILE} could not be read ({reason}); it is now {aside.name}, and a new one was begun."
+
+
+def _parse(data: bytes) -> Record:
+    """Read the file's text.
+
+    Raises:
+        ValueError: it is not what `_write` wrote.
+    """
+    found: Any = json.loads(data)
+    if not isinstance(found, dict) or not isinstance(found.get("exercises"), dict):
+        raise ValueError("it has no exercises")
+    if found.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {found.get('schema')!r}, not {SCHEMA}")
+    predictions = found.get("predictions", {})
+    if not isinstance(predictions, dict) or not all(map(_is_finite, predictions.values())):
+        raise ValueError("its predictions are damaged")
+    exercises = {str(name): _entry(name, fields) for name, fields in found["exercises"].items()}
+    return Record(exercises, {str(question): float(value) for question, value in predictions.items()})
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _entry(name: str, found: Any) -> Entry:
+    kinds = {each.name: type(each.default) for each in fields(Entry)} | {"budget": list, "seconds": int | float}
+    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in kinds.items()):
+        raise ValueError(f"its entry {name!r} is damaged")
+    known = {key: found[key] for key in kinds}
+    return Entry(**known | {"budget": tuple(map(str, found["budget"])), "seconds": float(found["seconds"])})
+
+
+def _write(folder: Path, record: Record) -> None:
+    """Replace the file in one step, so that a reader or a crash sees the old one or the new one."""
+    exercises = {name: asdict(entry) for name, entry in sorted(record.exercises.items())}
+    data = {"schema": SCHEMA, "exercises": exercises, "predictions": dict(sorted(record.predictions.items()))}
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".progress-")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / FILE)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

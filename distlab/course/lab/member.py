@@ -1,0 +1,263 @@
+"""Run a lab on this rank: settings, the learner's functions, the process group, a watch over it, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm import Records, agree, process_group, read_records
+from distlab.comm.device import synchronize
+from distlab.comm.groups import Member
+from distlab.comm.launch.failures import launcher_folder, record_failure
+from distlab.comm.launch.script import SAID, Refused
+from distlab.comm.rendezvous import read_environment
+from distlab.comm.watch.watch import watching
+from distlab.comm.where.frames import is_machinery
+from distlab.course.grading import NotYet
+from distlab.course.lab.pictures import StepWindow, write_pictures
+from distlab.course.lab.report import Report, read_reference
+from distlab.course.lab.settings import CommonSettings, parse, what_is_run
+from distlab.measure.machine.others import OtherProcesses
+from distlab.trace import Trace
+
+SettingsT = TypeVar("SettingsT", bound=CommonSettings)
+Function = Callable[..., Any]
+
+
+@dataclass
+class Watched:
+    """The records of a watched block: on rank 0 of all ranks of this machine, on the others their own."""
+
+    records: Records | None = None
+
+
+@dataclass
+class Lab(Generic[SettingsT]):
+    """A lab on one rank, as its `run` function gets it.
+
+    Attributes:
+        number: two digits.
+        settings: its flags.
+        member: this rank's place, device and group.
+        functions: the learner's functions by exercise; empty with `--impl reference`.
+        report: what rank 0 prints at the end; all ranks may add to theirs.
+    """
+
+    number: str
+    settings: SettingsT
+    member: Member
+    functions: Mapping[str, Function]
+    report: Report
+    window: StepWindow | None = None
+
+    def function(self, exercise: str) -> Function:
+        """Return the learner's function for an exercise, or the reference where there is none, and note which."""
+        from distlab.course.grading import load_lesson, reference_of
+
+        reference = reference_of(load_lesson(self.number).exercise(exercise))
+        mine = self.functions.get(exercise)
+        if mine is None:
+            if self.settings.impl != "reference":
+                self.report.note(f"{exercise}: {self.settings.impl} has none; the reference ran.")
+            return reference
+
+        @functools.wraps(mine)
+        def learners(*args: Any, **named: Any) -> Any:
+            try:
+                result = mine(*args, **named)
+            except NotYet:  # on every rank alike, before anything was sent
+                self.report.note(f"{exercise}: not yet written; the reference ran instead.")
+                return reference(*args, **named)
+            self.report.note(f"{exercise}: {getattr(mine, '__name__', 'a function')} of {self.settings.impl} ran.")
+            return result
+
+        return learners
+
+    def is_mine(self, exercise: str) -> bool:
+        """Whether the learner has a function for the exercise."""
+        return exercise in self.functions
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Watched]:
+        """Record every call in the block, and end the lab with words when its ranks wait for each other.
+
+        All ranks enter it together. Recording costs some 30 us per call: nothing is timed in here.
+        """
+        address, seen = read_environment(), Watched()
+        with tempfile.TemporaryDirectory(prefix="calls-", dir=launcher_folder()) as own:
+            names = [own]
+            if address.is_on_one_machine:
+                dist.broadcast_object_list(names, src=0)
+            folder, rank = Path(names[0]), self.member.rank
+            with watching(address, watch=address.is_on_one_machine, folder=folder, what=f"lab {self.number}"):
+                yield seen
+            dist.barrier()
+            seen.records = read_records(folder, None if rank == 0 else rank)  # not n * n files on n ranks
+            dist.barrier()  # the folder is read
+
+    def now(self) -> float:
+        """Return the time in seconds once this rank's device has done all that it was asked."""
+        synchronize(self.member.device)
+        return time.perf_counter()
+
+    def now_ns(self) -> int:
+        """Return the time on the clock of traces, once this rank's device has done all that it was asked."""
+        self.now()
+        return time.monotonic_ns()
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest of all ranks' times."""
+        return self._over_ranks(seconds, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        """Return the mean of all ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.SUM) / self.member.world_size
+
+    def everywhere(self, ok: bool) -> bool:
+        """Return whether it holds on every rank."""
+        return self._over_ranks(float(ok), dist.ReduceOp.MIN) == 1.0
+
+    def _over_ranks(self, value: float, op: Any) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.member.device)
+        dist.all_reduce(tensor, op)
+        return float(tensor)
+
+    def mark_step(self, start_ns: int, end_ns: int, *, predicted: Trace | None = None, title: str = "") -> None:
+        """Choose the time that the picture shows: this rank's start and end on its own clock. All ranks call it."""
+        mine = torch.tensor([start_ns, end_ns], device=self.member.device)
+        all_ns = [torch.zeros_like(mine) for _ in range(self.member.world_size)]
+        dist.all_gather(all_ns, mine)
+        self.window = StepWindow([(int(start), int(end)) for start, end in all_ns], predicted, title)
+
+
+def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]], None]) -> None:
+    """Run a lab as a script: `python lab.py`, torchrun, or `distlab lab`.
+
+    The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
+    """
+    prog = f"lab {number}"
+    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_not_rank_0() else contextlib.nullcontext()
+    with quiet:
+        chosen = parse(settings, None, prog)
+    try:
+        status = _work(number, chosen, run)
+    except Exception as error:
+        if not record_failure(error, _own_traceback(error)):  # no launcher will show it
+            raise
+        status = 1
+    if status:
+        sys.exit(status)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """Write an exception's traceback without the frames that lead every lab to its own code."""
+    trace = error.__traceback__
+    while trace is not None and is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _is_not_rank_0() -> bool:
+    try:
+        return read_environment().rank > 0
+    except ValueError:  # told by process_group
+        return False
+
+
+def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None]) -> int:
+    beside = Path(run.__code__.co_filename).resolve().parent
+    with contextlib.ExitStack() as group:
+        try:
+            functions = load_functions(settings.impl, number)
+            member = group.enter_context(_group(settings))
+            agree([number, what_is_run(settings), sorted(functions)], what=f"settings of lab {number}")
+            settings.check_ranks(member.world_size)
+        except ValueError as error:
+            return _refuse(number, error)
+        lab = Lab(number, settings, member, functions, _report(number, settings, member, beside))
+        try:
+            others = OtherProcesses() if read_environment().is_on_one_machine else None
+            run(lab)
+            if others is not None:
+                lab.report.others_took(others.taken())
+            wrong = _tell(lab)
+        except SystemExit as error:  # the others would wait for this rank
+            left = RuntimeError(f"rank {member.rank} left by exit({error.code}); a function returns instead")
+            raise left.with_traceback(error.__traceback__) from None
+    if settings.trace is not None and member.rank == 0:
+        for line in write_pictures(settings.trace, member.world_size, lab.window):
+            print(line, file=sys.stderr if settings.json else sys.stdout, flush=True)
+    return SAID if wrong else 0
+
+
+def _group(settings: CommonSettings) -> contextlib.AbstractContextManager[Member]:
+    device = None if settings.device == "auto" else settings.device
+    backend = None if settings.backend == "auto" else settings.backend
+    nodes = settings.nodes_of(read_environment().world_size)
+    return process_group(
+        backend, device, nodes=nodes, timeout_s=settings.limit_s + 60, trace_dir=settings.trace, watch=False
+    )
+
+
+def load_functions(impl: str, number: str) -> Mapping[str, Function]:
+    """Return the learner's functions by exercise name; none for "reference".
+
+    Raises:
+        ValueError: there is no such module, file or notebook, or it cannot be loaded.
+    """
+    if impl == "reference":
+        return {}
+    from distlab.course.grading import load_lesson, load_submission
+    from distlab.course.grading.progress import MINE, working_copy
+
+    lesson = load_lesson(number)
+    return load_submission(str(working_copy(lesson.folder.name)) if impl == MINE else impl, lesson)
+
+
+def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> Report:
+    kind, count = member.device.type, member.world_size
+    what = what_is_run(settings)
+    ranks = f"{count} rank{'s' if count > 1 else ''}"
+    nodes = f"{settings.nodes} nodes {settings.between}".rstrip() if settings.nodes > 1 else ""
+    place = ", ".join(filter(None, [kind, ranks, nodes]))
+    known, note = read_reference(beside / "lab_reference.md", place, what)
+    title = f"Lab {number} on {ranks}, {member.device.type}, {dist.get_backend()}; functions: {settings.impl}"
+    return Report(title, what, known, note)
+
+
+def _tell(lab: Lab[Any]) -> bool:
+    """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
+    from distlab.measure import this_machine
+
+    if lab.settings.trace is not None:
+        lab.report.note(
+            "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
+        )
+    if lab.member.rank == 0:
+        facts: dict[str, object] = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
+        facts["backend"] = dist.get_backend()
+        facts |= {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
+        print(json.dumps(lab.report.as_dict() | facts) if lab.settings.json else lab.report.table(), flush=True)
+    wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
+    dist.broadcast(wrong, 0)
+    return bool(wrong)
+
+
+def _refuse(number: str, error: ValueError) -> int:
+    """Report a refusal in one line: to the launcher, or, without one, to the user."""
+    if not record_failure(Refused(str(error))):
+        print(f"lab {number}: {error}", file=sys.stderr)
+    return 2

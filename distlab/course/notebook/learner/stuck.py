@@ -1,0 +1,130 @@
+"""For a learner who is stuck, or comes back: an exercise's hints one by one, its solution, your own saved answers.
+
+    hint("03.flat")                  shows the hints so far and the next one
+    solution("03.flat")              shows the reference, after three failed checks and all hints
+    flat, = saved_answers("03.flat") takes your function from your notebook, if it has passed
+
+What was seen is kept with the progress.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from distlab.course.grading import Exercise, load_lesson, load_submission, reference_of
+from distlab.course.grading.lesson import source_text
+from distlab.course.grading.progress import (
+    FAILED_CHECKS,
+    OUTSIDE,
+    Entry,
+    change_entry,
+    entry_of,
+    load_progress,
+    now,
+    working_copy,
+)
+
+
+class Note:
+    """A text for a notebook, which shows it as Markdown, or as HTML where there is some."""
+
+    def __init__(self, text: str, markdown: str = "", page: str | None = None) -> None:
+        self.text, self.markdown, self.page = text, markdown or text, page
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+    def _repr_html_(self) -> str | None:
+        return self.page
+
+
+def hint(name: str) -> Note:
+    """Show the hints of an exercise that you have seen, and the next one; that is noted in your progress.
+
+    Args:
+        name: the exercise, such as "03.flat".
+
+    Raises:
+        ValueError: no lesson has an exercise of this name.
+    """
+    exercise = load_lesson(name).exercise(name)
+    total = len(exercise.hints)
+    if not total:
+        return Note(f"hint: {name} has no hints")
+    told = _keep(exercise, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
+    seen = max(1, min(entry_of(name).hints, total))  # 1: also where nothing can be kept
+    shown = [(f"Hint {number} of {total}:", text) for number, text in enumerate(exercise.hints[:seen], 1)]
+    text = "\n\n".join([*(f"{head} {words}" for head, words in shown), *told])
+    return Note(text, "\n\n".join([*(f"**{head}** {words}" for head, words in shown), *told]))
+
+
+def solution(name: str) -> Note:
+    """Show the reference of an exercise, once you have tried; before that, say in one line what is still missing.
+
+    It is shown after three failed checks and all hints, or after a check that passed. Where you had not passed,
+    your progress says from then on that you have seen it.
+
+    Args:
+        name: the exercise, such as "03.flat".
+
+    Raises:
+        ValueError: no lesson has an exercise of this name.
+    """
+    exercise = load_lesson(name).exercise(name)
+    entry = entry_of(name)
+    if not entry.passed and not entry.solution_seen and (missing := _missing(exercise, entry)):
+        return Note(missing)
+    if not (text := source_text(reference_of(exercise))):
+        return Note(f"solution: this copy has no solution of {name}; ask your instructor")
+    told = (
+        []
+        if entry.passed
+        else _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or now()))
+    )
+    source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), text]))
+    head, foot = f"The solution of {name}:", "\n\n".join(told)
+    code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
+    page = f'<div>{head}</div><pre style="{code}">{html.escape(source)}</pre><div>{html.escape(foot)}</div>'
+    return Note("\n\n".join(filter(None, [head, source, foot])), f"{head}\n\n```python\n{source}\n```\n\n{foot}", page)
+
+
+def _missing(exercise: Exercise, entry: Entry) -> str:
+    """Return the line that says what is still to do before the solution is shown, or ""."""
+    failed, total = min(entry.failed, FAILED_CHECKS), len(exercise.hints)
+    hints, todo = min(entry.hints, total), []
+    if failed < FAILED_CHECKS:
+        todo.append(f'check("{exercise.name}", {exercise.function}) checks your function')
+    if hints < total:
+        todo.append(f'hint("{exercise.name}") shows and counts the next hint')
+    so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"
+    return f"solution: {so_far}; {' and '.join(todo)}" if todo else ""
+
+
+def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:
+    """Change the record of an exercise; return the lines that the learner must read about it."""
+    told = change_entry(exercise.name, alter)
+    return [told] if told not in ("", OUTSIDE) else []
+
+
+def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:
+    """Return your functions of one lesson from your saved notebook, where their checks have passed; else the reference.
+
+    Args:
+        name: an exercise, such as "03.average".
+        more: further ones of the same lesson.
+
+    Raises:
+        ValueError: no lesson has an exercise of this name, or your notebook cannot be read.
+    """
+    names, lesson, progress = (name, *more), load_lesson(name), load_progress()
+    yours = [name for name in names if name in progress and progress[name].passed]
+    saved = load_submission(str(working_copy(lesson.folder.name)), lesson) if yours else {}
+    yours = [name for name in yours if name in saved]
+    print("from your notebook:", ", ".join(yours) or "nothing yet, so these are the reference's")
+    return tuple(saved[name] if name in yours else reference_of(lesson.exercise(name)) for name in names)

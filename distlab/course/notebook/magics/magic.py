@@ -1,0 +1,234 @@
+"""%%ranks: run a cell on ranks that stay alive between cells."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from distlab.comm import RankError, Ranks
+from distlab.course.notebook.magics.remote import holdings, take
+from distlab.course.notebook.magics.trouble import CellError, explain, name_cells
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distlab.comm import Records
+
+TIMEOUT_S = 60.0
+USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --new 4, %%ranks --push a,b, %%ranks --timeout 10"
+_WORD = re.compile(
+    r"""\s+
+    | --new (?P<new>) (?!\S)
+    | --push [ =]\s* (?P<push> [a-z_]\w* (?:\s*,\s* [a-z_]\w*)*) (?![,\w])
+    | --timeout [ =]\s* (?P<timeout> (?=\S*[1-9]) \d*\.?\d+) (?!\S)
+    | \[ (?P<chosen> \s*\d+\s* (?:,\s*\d+\s*)*) \]
+    | (?P<size> [1-9]\d*) (?![^\s\[])""",
+    re.ASCII | re.IGNORECASE | re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a %%ranks line asks for.
+
+    Attributes:
+        world_size: how many ranks, or None: those that run already.
+        chosen: ranks that execute the cell, or None: all.
+        new: whether to begin with fresh ranks.
+        push: names to copy from the notebook into the ranks first.
+        timeout_s: how long the cell may take, or None: the usual limit.
+    """
+
+    world_size: int | None = None
+    chosen: tuple[int, ...] | None = None
+    new: bool = False
+    push: tuple[str, ...] = ()
+    timeout_s: float | None = None
+
+
+def read_line(text: str) -> Line:
+    """Read the arguments of %%ranks.
+
+    Raises:
+        ValueError: something there cannot be read; the text says what, and what can stand there.
+    """
+    said: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        if (found := _WORD.match(text, at)) is None:
+            raise ValueError(f"%%ranks cannot read {' '.join(text[at:].split())!r}; write one of: {USAGE}")
+        said |= {name: value for name, value in found.groupdict().items() if value is not None}
+        at = found.end()
+    return Line(
+        int(said["size"]) if "size" in said else None,
+        tuple(sorted({int(rank) for rank in said["chosen"].split(",")})) if "chosen" in said else None,
+        "new" in said,
+        tuple(name.strip() for name in said["push"].split(",")) if "push" in said else (),
+        float(said["timeout"]) if "timeout" in said else None,
+    )
+
+
+@magics_class
+class RanksMagics(Magics):
+    """The notebook's ranks: one set at a time, made by the first %%ranks and kept until the number changes."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.notebook = shell
+        self.ranks: Ranks | None = None
+        self.records: Records | None = None
+
+    @cell_magic("ranks")  # type: ignore[arg-type]
+    def cell(self, line: str, cell: str) -> None:
+        """Execute the cell on every rank; what they print comes after `[rank r]`, and the last expression's value too.
+
+        %%ranks 4 starts four ranks, or uses the four that run; [0,2] means those two alone; --new begins afresh;
+        --push a,b copies names of the notebook first; --timeout 10 ends the cell after ten seconds.
+        """
+        try:
+            wanted = read_line(line)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        name = f"<ranks In[{len(self.notebook.user_ns.get('In', ' ')) - 1}]>"
+        source = f"\n{cell}"  # lines count as they do in the notebook, where %%ranks is the first
+        _compile(source, name)
+        values = self._values(wanted)
+        ranks = self._ranks(wanted)
+        ranks.timeout_s = wanted.timeout_s or TIMEOUT_S
+        failed: str | None = None
+        with _interrupt_of(ranks):
+            try:
+                if values:
+                    ranks.run(take, values)
+                shown = ranks.execute(source, wanted.chosen, name=name)
+            except RankError as error:
+                failed = name_cells(explain(str(error), self.notebook.user_ns, kept=bool(ranks.pids)), self.notebook)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+        with contextlib.suppress(RuntimeError):
+            self.records = ranks.records()
+        if failed is not None:
+            raise CellError(failed)
+        chosen = range(ranks.world_size) if wanted.chosen is None else wanted.chosen
+        if not cell.rstrip().endswith(";"):
+            _print_values(dict(zip(chosen, shown, strict=True)))
+
+    @line_magic("ranks")  # type: ignore[arg-type]
+    def status(self, line: str) -> None:
+        """Say how many ranks run, their process numbers and what they hold; `%ranks stop` ends them."""
+        word = line.strip()
+        if word == "stop":
+            print(stop_ranks(self.notebook))
+        elif word:
+            raise UsageError(f"%ranks cannot read {word!r}; write %ranks or %ranks stop (a whole cell begins %%ranks)")
+        elif self.ranks is None or not self.ranks.pids:
+            print("no ranks are running; a cell that begins with %%ranks 4 starts four")
+        else:
+            pids, count = ", ".join(map(str, self.ranks.pids)), self.ranks.world_size
+            print(f"{count} rank{'s' if count > 1 else ''} running, process{'es' if count > 1 else ''} {pids}")
+            for rank, names in enumerate(self.ranks.run(holdings)):
+                print(f"[rank {rank}] holds {', '.join(names) or 'nothing yet'}")
+
+    def stop(self) -> str:
+        """End the ranks; return what was done, in words."""
+        if self.ranks is None or not self.ranks.pids:
+            self.ranks = None
+            return "no ranks are running"
+        count = self.ranks.world_size
+        self.ranks.close()
+        self.ranks = None
+        return f"{count} rank{'s' if count > 1 else ''} ended"
+
+    def _ranks(self, wanted: Line) -> Ranks:
+        """Return the ranks for a cell: those that run, or new ones."""
+        current = self.ranks
+        size = wanted.world_size or (current.world_size if current is not None else None)
+        if size is None:
+            raise UsageError("no ranks are running yet; say how many, such as %%ranks 4")
+        if wanted.chosen is not None and wanted.chosen[-1] >= size:
+            raise UsageError(f"there is no rank {wanted.chosen[-1]}: ranks are 0 to {size - 1}")
+        if current is not None and current.world_size == size and not wanted.new:
+            return current
+        try:
+            fresh = Ranks(size, timeout_s=TIMEOUT_S)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if current is not None and current.pids:
+            print(f"({self.stop()}; starting {size})")
+        self.ranks = fresh
+        return fresh
+
+    def _values(self, wanted: Line) -> Mapping[str, object]:
+        names = self.notebook.user_ns
+        if missing := [name for name in wanted.push if name not in names]:
+            raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
+        return {name: names[name] for name in wanted.push}
+
+
+def _compile(source: str, name: str) -> None:
+    """Find a syntax error before any rank gets the cell."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    try:
+        compile(source, name, "exec")
+    except SyntaxError as error:
+        lines = "".join(traceback.format_exception_only(error)).rstrip()
+        raise CellError(f"{lines}\n\nNo rank got this cell; ranks that run keep their variables.") from None
+
+
+@contextlib.contextmanager
+def _interrupt_of(ranks: Ranks) -> Iterator[None]:
+    """Let the first interrupt of the kernel stop the ranks, which then say where they stood; the second is Python's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        ranks.interrupt()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _print_values(shown: Mapping[int, str | None]) -> None:
+    for rank, text in shown.items():
+        for line in text.splitlines() if text is not None else ():
+            print(f"[rank {rank}] {line}")
+
+
+def _magics(shell: Any) -> RanksMagics | None:
+    return None if shell is None else shell.magics_manager.registry.get("RanksMagics")
+
+
+def stop_ranks(shell: InteractiveShell) -> str:
+    """End the notebook's ranks; return what was done, in words."""
+    magics = _magics(shell)
+    return "no ranks are running" if magics is None else magics.stop()
+
+
+def last_records() -> Records:
+    """Return what the ranks of the last %%ranks cell called of torch.distributed, also where it failed.
+
+    Raises:
+        RuntimeError: no %%ranks cell has run.
+    """
+    from IPython import get_ipython
+
+    magics = _magics(get_ipython())
+    if magics is None or magics.records is None:
+        raise RuntimeError("no records: run a %%ranks cell first")
+    return magics.records

@@ -1,0 +1,117 @@
+"""Say in a notebook what went wrong on the ranks: the cause first, the cell's own line, and little else."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from distlab.comm.where.frames import owner_of
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
+KEPT = "The ranks are still there, with their variables."
+WIDTH = 100  # characters that a cell's output shows in a line, in a window of 1280 pixels
+ENDED_TOO = "They have ended."
+STOPPED = "You stopped the ranks. This is where each one stood:"
+_CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
+_FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
+_CELL_FRAME = re.compile(r'^  File "(your cell|In\[\d+\])", (line \d+), in .*\n    (.*)', re.MULTILINE)
+_NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
+
+
+class CellError(RuntimeError):
+    """A %%ranks cell failed; shown as its text alone, without the frames of the notebook's machinery."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def explain(text: str, notebook_names: Mapping[str, object], *, kept: bool = False) -> str:
+    """Shorten the text of a RankError for a notebook, and add what helps; kept: whether the ranks live on."""
+    if text.startswith("the call was interrupted"):
+        text = text.replace("the call was interrupted", STOPPED, 1)
+    lines = [shorten(text)]
+    missing = _NAME.search(text)
+    if missing and missing[1] in notebook_names and not missing[1].startswith("_"):
+        name = missing[1]
+        lines += ["", f"{name} is in the notebook; ranks are processes of their own. Copy it: %%ranks --push {name}"]
+    return "\n".join([*lines, "", KEPT if kept else ENDED])
+
+
+def shorten(text: str) -> str:
+    """Leave out the frames inside torch and the standard library, where the learner's own are there."""
+    if all(_is_foreign(file) for file in _FRAME.findall(text)):
+        return text
+    kept, hidden = [], False
+    for line in text.splitlines():
+        frame = _FRAME.match(line)
+        hidden = _is_foreign(frame[1]) if frame else hidden and line.startswith("    ") and bool(line.strip())
+        if not hidden:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def called_from(trace: TracebackType | None) -> list[str]:
+    """Return a line that names the notebook's line from which ranks were called, if it is known."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not _is_foreign(frame.filename) and "/distlab/" not in frame.filename]
+    return ["", f"called in line {own[-1].lineno} of {own[-1].filename}"] if own else []
+
+
+def is_in_ranks(trace: TracebackType | None) -> bool:
+    """Tell whether an exception came while ranks were at work."""
+    return any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in traceback.extract_tb(trace))
+
+
+def stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
+    """Return one line for an interrupt that came inside `check`: which check, and where the answer stood; else ""."""
+    while trace is not None and not trace.tb_frame.f_code.co_filename.endswith("distlab/course/grading/check.py"):
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    name = trace.tb_frame.f_locals.get("name", "this exercise")
+    frames = "".join([*traceback.format_tb(trace), *getattr(error, "__notes__", ())])
+    stood = _CELL_FRAME.findall(name_cells(frames, shell))
+    where = "; your function stood in {}, {}: {}".format(*stood[-1]) if stood else ""
+    return f"You stopped the check of {name}{where}. Its ranks have ended; nothing was kept."
+
+
+def name_cells(text: str, shell: InteractiveShell) -> str:
+    """Say "your cell, line 8" for a line of the cell that has just run, and "In[3], line 8" for a line of others."""
+    newest = f"In[{len(shell.user_ns.get('In', ' ')) - 1}]"
+
+    def name(match: re.Match[str]) -> str:
+        file, line = match[1], match[2] or match[4]
+        known = shell.compile.format_code_name(file) if file else None
+        cell = match[3] or (known[1] if known else file)
+        return f"{'your cell' if cell == newest else cell}{f', line {line}' if line else ''}"
+
+    return _CELL_FILE.sub(name, text)
+
+
+def in_cells(error: BaseException) -> str:
+    """Return an error's text with this notebook's cells in place of the kernel's files: "In[3], line 8".
+
+    A line that is longer than a cell's output is wide goes on below, further to the right.
+    """
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    text = str(error) if shell is None else name_cells(str(error), shell)
+    return "\n".join(_folded(line) for line in text.splitlines())
+
+
+def _folded(line: str) -> str:
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    folded = textwrap.wrap(line, WIDTH, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(folded) or line
+
+
+def _is_foreign(file: str) -> bool:
+    return owner_of(file) in ("torch", "package", "python")

@@ -1,0 +1,288 @@
+"""Find where NaN, infinity or a spike of the loss began: the step, the rank, the layer, and which pass.
+
+One bad value is everywhere a moment later: backward carries it to all layers, the average of gradients to all ranks,
+the optimizer to all weights. So each rank notes the largest magnitude of what every layer makes, in order. The values
+stay on the device. Every k steps ranks tell each other whether one of them was bad, and compare where it began.
+
+    watch = AnomalyWatch(model, every=10)   # before the model is wrapped: its hooks then see each rank's own gradients
+    for step in range(steps):
+        loss = loss_of(model)
+        loss.backward()
+        replicas.synchronize()
+        watch.look(step, loss)              # after gradients are averaged, before the optimizer
+        optimizer.step()
+    watch.check()                           # what the last steps left
+
+What a program changes by hand between backward and the average looks equal on all ranks: all of them are named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.blocks.modules.structures import find
+from distlab.comm.agree import all_gather_bytes
+
+WEIGHTS, INPUT, FORWARD, LOSS, BACKWARD, GRADIENT, AVERAGED = range(7)
+# Which of two ranks began it, where both saw it first in one step: a layer that made it, before a rank that got it.
+_FIRST = {WEIGHTS: 0, FORWARD: 1, INPUT: 2, LOSS: 3, BACKWARD: 4, GRADIENT: 4, AVERAGED: 5}
+_WHOLE = "the model"
+HISTORY, LEAST_HISTORY = 64, 16
+SPIKE = 10.0  # standard deviations above the median of the last HISTORY losses
+SCALE_OF_MAD = 1.4826  # makes the median absolute deviation of a normal distribution its standard deviation
+
+
+class AnomalyError(RuntimeError):
+    """A value was NaN or infinite; the text says where it was so first."""
+
+
+class Event(NamedTuple):
+    """In which pass something was made, whose it is, and its largest magnitude."""
+
+    phase: int
+    name: str
+    value: float
+
+
+class Origin(NamedTuple):
+    """Where a rank saw it first; what compares lower was earlier."""
+
+    step: int
+    order: int
+    place: int
+    words: str
+
+
+class AnomalyWatch:
+    """Watches what a model's layers make; every rank of the group calls `look` and `check` alike.
+
+    Args:
+        model: its layers are watched until `close`.
+        group: the ranks that compare; None is all ranks. Without a process group, this process alone.
+        every: steps between two comparisons. An anomaly is reported up to this many steps late; no step waits for it.
+        gradients: whether gradients count. With a loss scaler they overflow now and then: pass False.
+
+    Attributes:
+        spikes: what was told of spikes: a rank's loss SPIKE standard deviations above the median of the last 64.
+
+    Cost: every output, gradient and weight is read once per step; no step waits for the device; a comparison reads the
+        magnitudes of k steps, and is one all-gather of 8 bytes per rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: ProcessGroup | None = None, *, every: int = 10, gradients: bool = True
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every is {every!r}; pass the number of steps between two comparisons, such as 10")
+        self._model, self._group, self._every, self._gradients = model, group, every, gradients
+        self.spikes: list[str] = []
+        self._next_step = 0
+        self._labels: list[tuple[int, str]] = []  # phase and name of what was made since the last look
+        self._values: list[tuple[Tensor, Tensor]] = []  # smallest and largest: twenty times as fast as their norm
+        self._steps: list[tuple[int, list[tuple[int, str]], Tensor]] = []
+        self._history: dict[tuple[int, str], deque[float]] = {}
+        self._hooks: list[Any] = [model.register_forward_pre_hook(self._inputs, with_kwargs=True)]
+        for name, module in model.named_modules():
+            if module is model or not [*module.children()] or [*module.parameters(recurse=False)]:
+                self._hooks.append(module.register_forward_hook(self._outputs(name or _WHOLE)))
+        for name, parameter in model.named_parameters() if gradients else ():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._seen(GRADIENT, name)))
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __enter__(self) -> AnomalyWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def look(self, step: int, loss: Tensor | None = None) -> None:
+        """End a step (its number, this rank's loss) after backward, before the optimizer; every k-th call compares.
+
+        Raises:
+            AnomalyError: as `check`.
+        """
+        if loss is not None:
+            forward = [index for index, (phase, _) in enumerate(self._labels) if phase <= FORWARD]
+            self._note(LOSS, "the loss", loss, at=forward[-1] + 1 if forward else 0)
+        for name, parameter in self._model.named_parameters() if self._gradients else ():
+            if parameter.grad is not None:
+                self._note(AVERAGED, name, parameter.grad)
+        self._end(step)
+        if len(self._steps) >= self._every:
+            self._compare()
+
+    def check(self) -> None:
+        """Compare what was seen since the last comparison, and the weights as they are now; every rank calls this.
+
+        Raises:
+            AnomalyError: on every rank, with the same text: a value was NaN or infinite.
+        """
+        if not self._labels:
+            self._weights()
+        self._end(self._next_step)
+        self._compare()
+
+    def _note(self, phase: int, name: str, tensor: Tensor, at: int | None = None) -> None:
+        local: Any = tensor.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        local = local.coalesce().values() if local.layout is torch.sparse_coo else local
+        if local.numel() and (local.is_floating_point() or local.is_complex()):
+            place = len(self._labels) if at is None else at
+            self._labels.insert(place, (phase, name))
+            self._values.insert(place, (local if local.is_floating_point() else torch.view_as_real(local)).aminmax())
+
+    def _weights(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            self._note(WEIGHTS, name, parameter)
+
+    def _inputs(self, model: nn.Module, args: Any, named: Any) -> None:
+        if not model.training:
+            return
+        if not self._labels:
+            self._weights()
+        for index, tensor in enumerate(find((args, named))[0]):
+            self._note(INPUT, f"input {index}", tensor)
+
+    def _outputs(self, name: str) -> Callable[..., None]:
+        seen = self._seen(BACKWARD, name)
+        counts = self._gradients and (name != _WHOLE or not [*self._model.children()])  # else its last layer's count
+
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            if not module.training:
+                return
+            for tensor in find(output)[0]:
+                self._note(FORWARD, name, tensor)
+                if counts and tensor.requires_grad:
+                    tensor.register_hook(seen)
+
+        return hook
+
+    def _seen(self, phase: int, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self._note(phase, name, gradient)
+
+        return hook
+
+    def _end(self, step: int) -> None:
+        if self._labels:
+            device = self._values[0][0].device
+            low, high = (
+                torch.stack([v.to(device, torch.float64) for v in one]) for one in zip(*self._values, strict=True)
+            )
+            self._steps.append((step, self._labels, torch.maximum(high, -low)))
+        self._labels, self._values, self._next_step = [], [], step + 1
+
+    def _compare(self) -> None:
+        steps, self._steps = self._steps, []
+        bad: Origin | None = None
+        spike: Origin | None = None
+        for step, labels, values in steps:
+            events = [Event(*label, value) for label, value in zip(labels, values.tolist(), strict=True)]
+            bad = self._first_bad(step, events)
+            if bad is not None:
+                break
+            spike = spike or self._spike_of(step, events)
+        mine = None if bad is None and spike is None else [bad is not None, *(bad or spike or ())]
+        found = [(rank, told) for rank, told in self._everyone(mine) if told is not None]
+        is_bad = any(told[0] for _, told in found)
+        found = [(rank, told) for rank, told in found if told[0] == is_bad]
+        if not found:
+            return
+        first = min(told[1:4] for _, told in found)
+        ranks = [rank for rank, told in found if told[1:4] == first]
+        words = next(told[4] for _, told in found if told[1:4] == first)
+        text = f"step {first[0]}: rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}: {words}"
+        if is_bad:
+            raise AnomalyError(text)
+        self.spikes.append(text)
+        self._history.clear()  # what is usual from here on may be another level
+        warnings.warn(text, stacklevel=3)
+
+    def _everyone(self, mine: list[Any] | None) -> list[tuple[int, Any]]:
+        """Return what every rank reports. If no rank has a report, the cost is one all-gather of 8 bytes per rank."""
+        if not dist.is_available() or not dist.is_initialized():
+            return [(0, mine)]
+        data = b"" if mine is None else json.dumps(mine).encode()
+        lengths = [int.from_bytes(one, "big") for one in all_gather_bytes(len(data).to_bytes(8, "big"), self._group)]
+        if not any(lengths):
+            return []
+        texts = all_gather_bytes(data.ljust(max(lengths), b" "), self._group)
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text.strip()]
+
+    def _first_bad(self, step: int, events: Sequence[Event]) -> Origin | None:
+        """Return the step's first event that is NaN or infinite."""
+        for index, event in enumerate(events):
+            if not math.isfinite(event.value):
+                kind = "NaN" if math.isnan(event.value) else "infinity"
+                return Origin(step, _FIRST[event.phase], index, f"{kind} {_place(events, index)}")
+        return None
+
+    def _spike_of(self, step: int, events: Sequence[Event]) -> Origin | None:
+        """Return what stands out first where the loss does; a step without a spike joins the history."""
+        loss = next((event for event in events if event.phase == LOSS), None)
+        typical = None if loss is None else self._typical(loss)
+        if loss is None or typical is None or not self._stands_out(loss):
+            for event in events:
+                if event.phase <= LOSS:
+                    self._history.setdefault(event[:2], deque(maxlen=HISTORY)).append(event.value)
+            return None
+        words = (
+            f"the loss is {loss.value:.4g}, and was {typical[0]:.4g} (median of {len(self._history[loss[:2]])} steps)"
+        )
+        for index, event in enumerate(events):
+            if event.phase < LOSS and self._stands_out(event):
+                median, _ = self._typical(event) or (0.0, 0.0)
+                words += f"; first {_place(events, index)}: {event.value:.4g}, where {median:.4g} is usual"
+                return Origin(step, _FIRST[event.phase], index, words)
+        return Origin(step, _FIRST[LOSS], len(events), f"{words}; no layer stands out: look at this batch's targets")
+
+    def _typical(self, event: Event) -> tuple[float, float] | None:
+        """Return median and deviation of an event's magnitude in good steps; None while there are too few."""
+        past = self._history.get(event[:2], ())
+        if len(past) < LEAST_HISTORY:
+            return None
+        median = statistics.median(past)
+        return median, SCALE_OF_MAD * statistics.median(abs(value - median) for value in past)
+
+    def _stands_out(self, event: Event) -> bool:
+        typical = self._typical(event)
+        if typical is None:
+            return False
+        return event.value > typical[0] + SPIKE * max(typical[1], 0.01 * abs(typical[0]))
+
+
+def _place(events: Sequence[Event], index: int) -> str:
+    """Say in words where an event lies, and what was right before it."""
+    phase, name, _ = events[index]
+    if phase == WEIGHTS:
+        return f"in the weight {name} as the step began: the optimizer made it in the step before, or a bit flipped"
+    if phase == INPUT:
+        return f"in the model's {name}: in this rank's data, or in what another stage sent"
+    if phase == LOSS:
+        return "in the loss, after all layers' forward"
+    if phase == AVERAGED:
+        return f"in the gradient of {name} after backward: in the exchange of gradients, or in what changed them since"
+    same = FORWARD if phase == FORWARD else BACKWARD
+    before = next((event.name for event in reversed(events[:index]) if event.phase == same), "")
+    if phase == FORWARD:
+        return f"in forward, at the output of {name} (right until {before or 'the model got its input'})"
+    whose = f"the gradient of {name}" if phase == GRADIENT else f"the gradient of the output of {name}"
+    return f"in backward, in {whose} (right until {before or 'the loss began its backward'})"

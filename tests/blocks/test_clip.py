@@ -1,0 +1,102 @@
+"""The true global norm: torch's, each parameter once, over shards too, and named where it is not finite."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from distlab.blocks.clip import NotFiniteError, clip_gradients_
+from distlab.comm import recorded
+
+
+def model_with_gradients(seed=0, scale=1.0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    model.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    model.low = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    (model(torch.randn(4, 5)).square().sum() * scale + model.low.sum().float()).backward()
+    return model
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3, math.inf])
+def test_equals_torchs_clipping_in_one_process(max_norm):
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    norm = clip_gradients_(ours.parameters(), max_norm)
+    expected = clip_grad_norm_(theirs.parameters(), max_norm)
+    assert torch.allclose(norm, expected, rtol=1e-6)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-5, atol=0)
+
+
+def test_the_clipped_norm_is_the_bound_and_smaller_gradients_stay_as_they_are():
+    model = model_with_gradients().double()
+    clip_gradients_(model.parameters(), 0.5)
+    squares = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
+    assert math.isclose(math.sqrt(squares), 0.5, rel_tol=1e-5)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    clip_gradients_(model.parameters(), 0.6)
+    assert all(map(torch.equal, before, (p.grad for p in model.parameters() if p.grad is not None)))
+
+
+def test_a_parameter_counts_once_and_half_precision_does_not_overflow():
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    weight.grad = torch.full((4,), 300.0, dtype=torch.float16)  # its square is above float16's range
+    assert clip_gradients_([weight, weight], 60.0).item() == 600.0
+    assert torch.allclose(weight.grad.float(), torch.full((4,), 30.0), rtol=1e-3)
+
+
+def test_no_gradient_has_norm_zero():
+    assert clip_gradients_([], 1.0).item() == 0.0
+    assert clip_gradients_([torch.nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+
+
+def test_what_cannot_be_is_refused():
+    for max_norm in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm is"):
+            clip_gradients_([], max_norm)
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="weight has a sparse gradient"):
+        clip_gradients_(table.named_parameters(), 1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_named_and_changes_nothing(bad):
+    model = model_with_gradients()
+    model[1].bias.grad[2] = bad
+    before = model[0].weight.grad.clone()
+    with pytest.raises(NotFiniteError, match="norm of the gradients is (nan|inf); not finite: 1.bias. Skip"):
+        clip_gradients_(model.named_parameters(), 1.0)
+    with pytest.raises(NotFiniteError, match=r"not finite: parameter \d \[3\]"):
+        clip_gradients_(model.parameters(), 1.0)
+    assert torch.equal(model[0].weight.grad, before)
+    assert not clip_gradients_(model.parameters(), 1.0, check_finite=False).isfinite()
+
+
+def test_shards_on_ranks_clip_as_the_whole_for_eight_bytes(ranks):
+    def clip_shard(bad_rank):
+        model = model_with_gradients()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        mine = list(model.named_parameters())[rank::world_size]
+        if rank == bad_rank:
+            mine[0][1].grad.fill_(math.inf)
+        with recorded() as sent:
+            try:
+                norm = clip_gradients_(mine, 0.5, group=dist.group.WORLD)
+            except NotFiniteError as error:
+                return str(error)
+        return norm.item(), [(n, p.grad) for n, p in mine], sent.records.num_calls(), sent.records.payload_bytes(rank)
+
+    whole = model_with_gradients()
+    expected = clip_grad_norm_(whole.parameters(), 0.5).item()
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    for norm, mine, num_calls, num_bytes in ranks(3).run(clip_shard, None):
+        assert math.isclose(norm, expected, rel_tol=1e-6)
+        assert (num_calls, num_bytes) == (1, 8)
+        for name, gradient in mine:
+            assert gradient is None or torch.allclose(gradient, gradients[name], rtol=1e-5), name
+    for text in ranks(3).run(clip_shard, 1):
+        assert "(rank 1)" in text
+        assert "(rank 0)" not in text

@@ -1,0 +1,114 @@
+import os
+
+import pytest
+import torch
+
+from distlab.blocks.data import ByteCorpus, digits, python_documentation, rank_slice, read_text
+
+TEXT = bytes(range(1, 101))
+
+
+def test_python_documentation_is_real_text_of_useful_size():
+    text = python_documentation()
+    assert len(text) > 200_000
+    assert b"The import statement" in text or b'"import" statement' in text
+    assert text == python_documentation()
+
+
+def test_targets_are_the_inputs_one_byte_on():
+    inputs, targets = ByteCorpus(TEXT, 9).batch(0, 4)
+    assert inputs.shape == targets.shape == (4, 9)
+    assert inputs.dtype == torch.int64
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(targets, inputs + 1)  # the text counts upwards
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [4, 7, 13])
+def test_the_ranks_slices_are_the_batch_of_one_process(world_size, batch_size):
+    corpus = ByteCorpus(TEXT, 9)
+    for step in (0, 1, 5):
+        whole = corpus.batch(step, batch_size, seed=3)
+        parts = [corpus.batch(step, batch_size, seed=3, rank=r, world_size=world_size) for r in range(world_size)]
+        assert torch.equal(torch.cat([p[0] for p in parts]), whole[0])
+        assert torch.equal(torch.cat([p[1] for p in parts]), whole[1])
+
+
+def test_an_epoch_visits_every_sample_once_and_the_next_in_another_order():
+    corpus = ByteCorpus(TEXT, 9)
+    firsts = torch.cat([corpus.batch(step, 1)[0][:, 0] for step in range(2 * corpus.num_samples)]).tolist()
+    one, two = firsts[: corpus.num_samples], firsts[corpus.num_samples :]
+    assert sorted(one) == sorted(two) == sorted(set(one))
+    assert one != two
+    assert one != sorted(one)
+
+
+def test_a_batch_depends_on_step_and_seed_only():
+    first, second = ByteCorpus(TEXT, 9), ByteCorpus(TEXT, 9)
+    first.batch(40, 3, seed=1)  # another epoch before
+    assert torch.equal(first.batch(2, 3, seed=1)[0], second.batch(2, 3, seed=1)[0])
+    assert not torch.equal(first.batch(2, 3, seed=1)[0], first.batch(2, 3, seed=2)[0])
+
+
+def test_slices_differ_by_at_most_one_sample():
+    slices = [rank_slice(10, rank, 4) for rank in range(4)]
+    assert slices == [(0, 3), (3, 6), (6, 8), (8, 10)]
+
+
+@pytest.mark.parametrize("arguments", [(2, 0, 3), (4, 4, 4), (4, -1, 4)])
+def test_a_rank_without_a_place_or_a_sample_is_refused(arguments):
+    with pytest.raises(ValueError, match="rank"):
+        rank_slice(*arguments)
+
+
+def bad_files(tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"abc\0def")
+    (tmp_path / "latin").write_bytes("café".encode("latin-1"))
+    (tmp_path / "short").write_text("hello")
+    os.mkfifo(tmp_path / "pipe")
+    return {
+        "missing": "does not exist",
+        ".": "is a directory",
+        "empty": "is empty",
+        "binary": "binary .a NUL byte at 3",
+        "latin": "is not UTF-8 .byte 3",
+        "short": "has 5 bytes; a context of 16 needs at least 17",
+        "pipe": "not a regular file",
+        "short/below": "cannot be read",
+        "nul\0": "cannot be read",
+    }
+
+
+def test_files_that_are_no_training_text_are_refused_in_one_line(tmp_path):
+    for name, words in bad_files(tmp_path).items():
+        with pytest.raises(ValueError, match=words) as error:
+            read_text(f"{tmp_path}/{name}", context=16)
+        assert "\n" not in str(error.value)
+
+
+def test_a_text_file_is_read_whole(tmp_path):
+    (tmp_path / "text").write_text("naïve text, long enough")
+    assert read_text(tmp_path / "text", 16).decode() == "naïve text, long enough"
+
+
+@pytest.mark.parametrize("context", [0, 100])
+def test_a_corpus_needs_one_sample(context):
+    with pytest.raises(ValueError, match="context"):
+        ByteCorpus(TEXT, context)
+
+
+def test_digits_are_split_once_and_for_all():
+    data = digits()
+    assert data.train_inputs.shape == (1437, 64)
+    assert data.test_inputs.shape == (360, 64)
+    assert data.train_targets.shape == (1437,)
+    assert data.test_targets.shape == (360,)
+    assert data.train_inputs.dtype == torch.float32
+    assert data.train_targets.dtype == torch.int64
+    assert (data.train_inputs.min(), data.train_inputs.max()) == (0, 1)
+    assert all(torch.equal(one, other) for one, other in zip(data, digits(), strict=True))
+    assert not torch.equal(data.test_targets, digits(seed=1).test_targets)
+    samples = torch.cat([data.train_inputs, data.test_inputs])
+    assert len(samples.unique(dim=0)) == len(samples)  # so no sample can be in both sets
+    assert sorted(data.test_targets.unique().tolist()) == list(range(10))

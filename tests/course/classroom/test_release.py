@@ -1,0 +1,142 @@
+"""A student copy: the checks run there, nobody reads a solution, and hidden cases are not in it."""
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distlab.cli import main
+from distlab.course.classroom import release
+from distlab.course.grading import lessons, load_lesson
+from distlab.course.grading.sealed import seal, unseal
+
+ROOT = Path(__file__).resolve().parents[3]
+LESSONS = ROOT / "lessons"
+
+
+def lines_of_bodies(path: Path) -> set[str]:
+    """Return the longer lines of the last statement of each function: what a copy must not show."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    lines = path.read_text().splitlines()
+    found = {
+        lines[number - 1].strip() for node in functions for number in range(node.body[-1].lineno, node.end_lineno + 1)
+    }
+    return {line for line in found if len(line) > 40 and not line.startswith(('"""', "#", "return {", "raise"))}
+
+
+def test_every_lesson_can_be_released_and_shows_no_solution(tmp_path):
+    copies = release(LESSONS, tmp_path / "copy")
+    assert [copy.name[:2] for copy in copies] == list(lessons(LESSONS))
+    names_of = "from distlab.course.grading import lessons, load_lesson\n"
+    names_of += "print([one.name for number in lessons() for one in load_lesson(number).exercises])"
+    assert python_in(tmp_path / "copy", names_of) == python_in(ROOT, names_of)
+    for copy in copies:
+        original = LESSONS / copy.name
+        names = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+        assert {"lesson.ipynb", "exercises.py", "solutions.py"} <= names
+        assert not names & {"solution.ipynb", "lesson.py"}
+        tracked = subprocess.run(["git", "ls-files"], cwd=original, capture_output=True, text=True).stdout.split()
+        assert set(tracked) - names <= {"solution.ipynb", "lesson.py"}, "notebooks and labs read the others"
+        shown = "\n".join(path.read_text() for path in copy.rglob("*.py") if path.name != "lab.py")
+        hidden = set().union(
+            *(lines_of_bodies(path) for path in [original / "solutions.py", *original.glob("checks/*.py")])
+        )
+        assert hidden
+        assert [line for line in hidden if line in shown] == []
+    first, third = load_lesson("01", LESSONS), load_lesson("03", LESSONS)
+    assert (first.uses_optimizers(), third.uses_optimizers()) == (False, True)
+    assert replace(first, folder=copies[0]).uses_optimizers(), "sealed: nobody can tell"
+    assert (tmp_path / "copy" / "lessons" / "START.ipynb").is_file()
+    assert not (tmp_path / "copy" / "lessons" / "COMMON_FAULTS.md").exists()
+
+
+def python_in(folder: Path, code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+
+
+ANSWERS = """
+from distlab.course.grading import load_lesson
+from distlab.course.grading.check import examine
+from distlab.course.grading.lesson import reference_of
+from distlab.course.notebook.learner.stuck import solution
+
+shift = load_lesson("01").exercise("01.shift")
+print(shift.vary, shift.mutants != ())
+print(examine(shift, reference_of(shift), worlds=(1, 2)))
+print(examine(shift, lambda tensor: tensor.clone(), worlds=(2,)))
+from distlab.course.grading import progress
+progress._remembered.exercises["01.shift"] = progress.Entry(failed=3, hints=3)
+print(repr(solution("01.shift")))
+"""
+
+
+def test_checks_run_in_the_copy_and_drawn_cases_and_solutions_are_not_there(tmp_path):
+    release(LESSONS, tmp_path / "copy", ["1"], title="Distributed training, autumn")
+    assert (tmp_path / "copy" / "README.md").read_text().startswith("# Distributed training, autumn\n")
+    said = python_in(tmp_path / "copy", ANSWERS)
+    assert said.startswith("None True\nCorrect. 01.shift")
+    assert "Wrong: " in said
+    assert "solution: this copy has no solution of 01.shift; ask your instructor" in said
+
+
+LATENESS = """
+from distlab.course.grading import load_lesson
+from distlab.course.grading.check import examine
+
+def exposed_ns(compute, calls):
+    return sum(end - start for start, end in calls)
+
+def cost_of_lateness(arrivals):
+    costs = [0.0] * len(arrivals)
+    for times in zip(*arrivals, strict=True):
+        costs[times.index(max(times))] += max(times) - min(times)
+    return costs
+
+for name, answer in (("13.late", cost_of_lateness), ("13.exposed", exposed_ns)):
+    print(examine(load_lesson("13").exercise(name), answer))
+"""
+
+
+def test_sealed_references_still_name_a_fault_by_a_wrong_version(tmp_path):
+    release(LESSONS, tmp_path / "copy", ["13"])
+    said = python_in(tmp_path / "copy", LATENESS)
+    assert "Wrong: compare with the last of the others" in said
+    assert "expected 40, got 50" in said
+    assert "that is the sum of the calls" in said
+
+
+def test_what_cannot_be_released_is_said_in_one_line(tmp_path, capsys, monkeypatch):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("keep me")
+    for arguments, words in (
+        ([str(full)], "holds something already"),
+        ([str(full / "mine.txt")], "holds something already"),
+        ([str(LESSONS / "copy")], "is inside the lessons"),
+        ([str(tmp_path / "new"), "--lessons", "77"], "there is no lesson 77"),
+    ):
+        assert main(["release", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+    assert not (LESSONS / "copy").exists()
+    assert [path.name for path in full.iterdir()] == ["mine.txt"]
+
+
+def test_a_sealed_module_defines_what_its_text_does_and_damage_is_named():
+    namespace: dict[str, object] = {}
+    sealed = seal(
+        "from __future__ import annotations\nx = 3\ndef double(n: None): return 2 * n\n", "checks of lesson 99"
+    )
+    exec(sealed, namespace)
+    assert namespace["double"](namespace["x"]) == 6
+    assert "double" not in sealed
+    with pytest.raises(ValueError, match="the sealed checks of lesson 99 are damaged"):
+        unseal({}, "checks of lesson 99", "c-rk(damaged")

@@ -1,0 +1,41 @@
+"""The small lesson that these tests check answers to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distlab.comm import Ranks
+from distlab.comm.launch import fork_client
+from distlab.course.grading import Exercise, Lesson, load_lesson
+
+FOLDER = Path(__file__).parent / "lessons"
+
+
+@pytest.fixture(scope="session")
+def lesson() -> Lesson:
+    return load_lesson("91", FOLDER)
+
+
+@pytest.fixture(scope="session")
+def mean_exercise(lesson: Lesson) -> Exercise:
+    """The mean over ranks, with little memory."""
+    return replace(lesson.exercise("91.mean"), memory_limit_bytes=256 << 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> None:
+    """Load torch for ranks before anything is timed."""
+    with Ranks(1, echo=False) as ranks:
+        ranks.run(int)
+
+
+@pytest.fixture
+def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fork server for one test, which may kill it: the other tests' ranks stay with theirs."""
+    monkeypatch.setattr(fork_client._Current, "server", None)
+    yield
+    fork_client.shut_down()

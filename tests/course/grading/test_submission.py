@@ -1,0 +1,313 @@
+"""Answers of a whole lesson come from a module, a file or a notebook, whatever state that is in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab.cli import main
+from distlab.course.grading import Lesson, load_submission
+from distlab.course.grading.answer.source import read_source
+from distlab.course.grading.answer.submission import isolated_submission
+from distlab.course.grading.progress import MARKER, load_progress
+
+GOOD = """
+import torch.distributed as dist
+
+def mean(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+def double(values, *, times=2):
+    return [times * value for value in values]
+"""
+NO_ALL_REDUCE = GOOD.replace("    dist.all_reduce(total)\n", "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "lessons").symlink_to(lesson.folder.parent)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def notebook(path: Path, *cells: str) -> str:
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True), "outputs": []} for cell in cells]
+    text = {"cell_type": "markdown", "source": ["# Title", "def mean(): this is text"]}
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [text, *code]}))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["check", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("kind", ["reference", "file", "module", "package", "notebook"])
+def test_answers_from_everywhere(folder: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    (folder / "answers_of_mine.py").write_text(GOOD)
+    package = folder / "package_of_mine" / "inner"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "answers.py").write_text("from . import __name__ as own\n" + GOOD)
+    impl = {
+        "reference": "reference",
+        "file": "answers_of_mine.py",
+        "module": "answers_of_mine",
+        "package": "package_of_mine.inner.answers",
+        "notebook": notebook(folder / "a.ipynb", "%load_ext distlab.course.notebook", *GOOD.split("\n\n")),
+    }[kind]
+    code, out, err = run(capsys, "91", "--impl", impl)
+    assert (code, err) == (0, "")
+    assert out.count("Correct.") == 3
+    assert "3 of 3 exercises right." in out
+
+
+def test_one_exercise_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "answers.py").write_text(NO_ALL_REDUCE)
+    code, out, _ = run(capsys, "91.mean", "--impl", "answers.py", "--json")
+    assert code == 1
+    data = json.loads(out)
+    assert (data["lesson"], data["passed"], data["total"]) == ("91", 0, 1)
+    assert data["reports"][0]["fault"] == "not communicated"
+    assert run(capsys, "91", "--exercise", "double", "--impl", "answers.py")[0] == 0
+
+
+def test_learners_line_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = "def mean(tensor):\n    total = tensor.clone()\n    return total.no_such_thing()\n"
+    impl = notebook(folder / "mine.ipynb", "x = 1", cell)
+    code, out, _ = run(capsys, "91.mean", "--impl", impl)
+    assert code == 1
+    assert "AttributeError: 'Tensor' object has no attribute 'no_such_thing'" in out
+    assert "at mine.ipynb, code cell 2, line 3, in mean: return total.no_such_thing()" in out
+
+
+def test_notebook_runs_what_the_functions_need_and_nothing_else(folder: Path, lesson: Lesson) -> None:
+    impl = notebook(
+        folder / "a.ipynb",
+        "%matplotlib inline\nimport math\nimport no_such_package_at_all as unused",
+        "%%ranks 4\nraise RuntimeError('not for here')",
+        "FACTOR = 2\nTABLE = {'a': [1, -2]}\nopened = open('/no/such/file')\nraise SystemExit(5)",
+        "files = !ls\nprint?\n!rm -rf everything\n"
+        "def double(values, *, times=FACTOR):\n    return [times * v for v in values]",
+        "def mean(tensor:\n    broken",
+        "mean = check('91.mean', mean).function",
+    )
+    functions, notes = isolated_submission(impl, lesson)
+    assert any("code cell 5 has" in note and "syntax error in its line 1" in note for note in notes)
+    assert len(notes) == 1, "what no function needs is not run"
+    assert functions["91.double"]([1.0]) == [2.0]
+    assert "has no function mean" in functions["91.mean"].absent
+    assert "syntax error" in functions["91.mean"].absent
+    loaded = load_submission(impl, lesson)
+    assert set(loaded) == {"91.double"}
+    assert loaded["91.double"]([3.0], times=3) == [9.0]
+
+
+HELPERS = (
+    "def twice(value):\n    return scale(value)",
+    "from math import prod\nFACTOR = prod([1, 2])\nTABLE = {}\nTABLE['times'] = FACTOR",
+    "for name in ('a', 'b'):\n    TABLE[name] = 1\n",
+    "loss = train_for_an_hour()\nvalues = undefined",
+    "class Scale:\n    times = TABLE['times']\n    def __call__(self, v):\n        return self.times * v",
+    "scale = Scale()",
+    "try:\n    import fast_double as backend\nexcept ImportError:\n    backend = None",
+    "if backend is None:\n    def double(values):\n        loss = [twice(v) for v in values]\n        return loss",
+    "from functools import partial\ndef _mean(divisor, tensor):\n    return tensor / divisor\nmean = partial(_mean, 2)",
+    "double = check('91.double', double).function\nmean = check('91.mean', mean).function",
+)
+
+
+def test_helpers_of_any_cell_are_found(folder: Path, lesson: Lesson) -> None:
+    functions, notes = isolated_submission(notebook(folder / "a.ipynb", *HELPERS), lesson)
+    assert notes == ()
+    loaded = load_submission(notebook(folder / "b.ipynb", *HELPERS), lesson)
+    assert loaded["91.double"]([1.5]) == functions["91.double"]([1.5]) == [3.0]
+    assert loaded["91.mean"](8) == 4
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        (
+            "from no_such_package_at_all import FACTOR",
+            "code cell 1, line 1: from no_such_package_at_all import FACTOR: Module",
+        ),
+        (
+            "FACTOR = undefined + 1",
+            "code cell 1, line 1: FACTOR = undefined + 1: NameError: name 'undefined' is not defined",
+        ),
+        ("FACTOR = 1\nFACTOR += '2'", "code cell 1, line 2: FACTOR += '2': TypeError"),
+    ],
+)
+def test_what_a_function_needs_and_fails_is_told(folder: Path, lesson: Lesson, cell: str, told: str) -> None:
+    double = "def double(values):\n    return [FACTOR * v for v in values]"
+    _, notes = isolated_submission(notebook(folder / "a.ipynb", cell, double), lesson)
+    assert len(notes) == 1
+    assert told in notes[0]
+
+
+def test_notebook_without_the_exercise(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    impl = notebook(folder / "a.ipynb", "x = 1")
+    code, out, _ = run(capsys, "91.mean", "--impl", impl)
+    assert code == 1
+    assert "Not yet attempted. the notebook has no function mean (exercise 91.mean); `distlab lesson reset 91`" in out
+
+
+def test_stubs_and_what_is_no_function(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stub = "def double(values, *, times=2):\n    raise NotYet('91.double')\n"
+    code, out, _ = run(capsys, "91", "--impl", notebook(folder / "a.ipynb", stub, "mean = 3"))
+    assert code == 1
+    assert "91.double is yours to write" in out
+    assert "got a int" in out
+
+
+DAMAGED: list[tuple[str, bytes | None, str]] = [
+    ("gone.ipynb", None, "there is no file gone.ipynb"),
+    ("gone.py", None, "there is no file gone.py"),
+    ("no_such_module", None, "there is no module no_such_module"),
+    ("not a module", None, "there is no module"),
+    ("empty.ipynb", b"  \n", "empty.ipynb is empty"),
+    ("half.ipynb", b'{"cells": [', "is not a notebook, or it is damaged"),
+    ("list.ipynb", b"[]", "is not a notebook, or it is damaged"),
+    ("cells.ipynb", b'{"cells": [3]}', "is not a notebook, or it is damaged"),
+    ("kind.ipynb", b'{"cells": [{"cell_type": "code"}]}', "is not a notebook, or it is damaged"),
+    ("bytes.ipynb", b"\xff\xfe\x00", "cannot be read"),
+    ("text.txt", b"hello", "neither a .py file nor a notebook"),
+    ("syntax.py", b"x = 1\ndef mean(:", "syntax.py, line 2: "),
+    ("null.py", b"x = 1\x00", "null.py"),
+    ("deep.py", b"x = " + b"-" * 100_000 + b"1", "deep.py: too deeply nested"),
+    ("deep.ipynb", b"[" * 100_000, "deep.ipynb is not a notebook, or it is damaged (RecursionError"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "says"), DAMAGED, ids=[case[0] for case in DAMAGED])
+def test_what_cannot_be_read_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes | None, says: str
+) -> None:
+    if data is not None:
+        (folder / name).write_bytes(data)
+    code, out, err = run(capsys, "91", "--impl", name)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_folder_is_no_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.ipynb", "plain"):
+        (folder / name).mkdir()
+        code, _, err = run(capsys, "91", "--impl", name)
+        assert code == 2
+        assert "is a folder" in err
+
+
+BAD_AT_LOADING = {
+    "hangs": ("while True:\n    pass\n", "was still busy after"),
+    "exits": ("import sys\nsys.exit(3)\n", "exited with status 3"),
+    "exits hard": ("import os\nos._exit(0)\n", "exited with status 0"),
+    "is killed": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "was killed by SIGKILL"),
+    "raises": ("def f():\n    return 1 / 0\nf()\n", "ZeroDivisionError"),
+    "starts a process": ("import os\nos.system('true')\n", "starts a process"),
+    "needs what is missing": ("import no_such_package_at_all\n", "No module named 'no_such_package_at_all'"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_AT_LOADING)
+def test_a_file_that_misbehaves_while_it_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    text, says = BAD_AT_LOADING[how]
+    if "busy" in says:
+        monkeypatch.setattr("distlab.course.grading.answer.submission.LOAD_TIMEOUT_S", 3.0)
+    (folder / "answers.py").write_text(text + GOOD)
+    code, out, _ = run(capsys, "91", "--impl", "answers.py")
+    assert code == 1
+    assert out.count("answers.py cannot be loaded: ") == 1
+    assert says in out
+    assert out.count("Wrong, as above.") == 2
+
+
+def test_default_is_the_working_copy_and_progress_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "91")
+    assert code == 2
+    assert "there is no working copy of lesson 91 yet: `distlab lesson start` makes one" in err
+    copy = folder / "work" / "91_trial"
+    copy.mkdir(parents=True)
+    (folder / "work" / MARKER).touch()
+    notebook(copy / "91_trial.ipynb", *GOOD.split("\n\n"))
+    code, out, _ = run(capsys, "91.double", "--impl", "mine")
+    assert (code, "91_trial.ipynb" in out) == (0, True)
+    saved = datetime.fromtimestamp((copy / "91_trial.ipynb").stat().st_mtime)
+    assert f"91_trial.ipynb, saved at {saved:%H:%M:%S} (save again to check what you see now)" in out
+    (copy / "91_trial.ipynb").rename(copy / "lesson.ipynb")  # as copies were named before
+    code, out, _ = run(capsys, "91.double")
+    assert (code, "1 of 1 exercises right." in out) == (0, True)
+    assert load_progress(copy)["91.double"].passed
+    assert "not kept" not in out
+
+
+def test_progress_is_kept_beside_a_copy_that_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = folder / "work" / "91_trial"
+    copy.mkdir(parents=True)
+    (folder / "work" / MARKER).touch()
+    notebook(copy / "lesson.ipynb", *GOOD.split("\n\n"))
+    monkeypatch.chdir(folder)
+    code, out, _ = run(capsys, "91.double", "--impl", "work/91_trial/lesson.ipynb")
+    assert (code, "not kept" in out) == (0, False)
+    assert load_progress(copy)["91.double"].passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["17"], "there is no lesson 17; lessons are 91"),
+        (["x"], "names no lesson"),
+        (["91", "--exercise", "nothing"], "lesson 91 has no exercise '91.nothing'; it has"),
+        (["91", "--exercise", "03.flat"], "exercise 03.flat is not of lesson 91"),
+    ],
+)
+def test_mistakes_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_reading_executes_nothing(folder: Path) -> None:
+    text = "raise RuntimeError('executed')\n"
+    package = folder / "package_that_runs"
+    package.mkdir()
+    (package / "__init__.py").write_text(text)
+    (package / "answers.py").write_text(text)
+    (folder / "a.py").write_text(text)
+    kinds: list[Any] = [read_source(impl).kind for impl in ("package_that_runs.answers", "a.py")]
+    assert kinds == ["module", "file"]
+
+
+def test_loading_in_this_process_tells_what_went_wrong(folder: Path, lesson: Lesson) -> None:
+    (folder / "a.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ValueError, match=r"a.py cannot be loaded: .*a.py, line 2: SystemExit: 3"):
+        load_submission("a.py", lesson)
+    assert set(load_submission("reference", lesson)) == {"91.mean", "91.double", "91.repair"}
+
+
+@pytest.mark.soak  # tests/test_wheel.py runs `distlab check` from an installed package
+def test_the_command_itself(folder: Path) -> None:
+    (folder / "answers.py").write_text(GOOD)
+    command = [sys.executable, "-m", "distlab", "check", "91.double", "--impl", "answers.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Correct. 91.double: every value times two." in done.stdout

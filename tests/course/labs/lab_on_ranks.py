@@ -1,0 +1,133 @@
+"""A lab on ranks of which each tells what it said; `distlab lab` starts them in the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.comm import Ranks
+from distlab.comm.launch.fork_client import preload
+from distlab.comm.launch.script import _run_here
+
+QUICK = {
+    "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
+    "02": "--sizes 4096,65536 --blocks 1",
+    "03": "--steps 1 --hidden 16 --layers 1 --bucket-bytes 4000",
+    "04": "--batch 64 --epochs 1",
+    "05": "--updates 5 --hidden 8 --samples 2",
+    "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
+    "07": "--updates 3 --hidden 16 --layers 2 --width 24 --units 2",
+    "08": "--updates 3 --hidden 24 --heads 12 --layers 4 --context 24",
+    "09": "--updates 3 --hidden 16 --layers 6 --microbatches 4",
+    "10": "--updates 3",
+    "11": "--updates 3 --length 48",
+    "14": "--updates 6 --away-s 0",
+}
+LIMIT_S = 110
+KERNEL_S, FLOPS_PER_S = 20e-6, 1e10  # of a machine that no time is taken of
+
+
+class Ended(NamedTuple):
+    """How a lab ended on a rank: its exit status, and what it printed."""
+
+    status: int
+    stdout: str
+
+
+def facts(done: Ended) -> dict[str, object]:
+    """Return the facts that the lab states, after seeing that it passed."""
+    assert done.status == 0, done.stdout
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    return {row["what"]: row["value"] for row in found["rows"] if row["expected"] is not None}
+
+
+def start(script: str, num_ranks: int, arguments: list[str], **changes: Any) -> list[Ended]:
+    """Run a script on ranks; how each ended. The changes are those of `run_and_listen`."""
+    measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
+    preload(
+        "distlab.course.lab", *measured, "distlab.collectives", "distlab.data_parallel", "lab_on_ranks:load_lessons"
+    )
+    with Ranks(num_ranks, timeout_s=LIMIT_S, record=False, echo=False, joined=False) as ranks:
+        return ranks.run(functools.partial(run_and_listen, **changes), script, arguments)
+
+
+def load_lessons() -> None:
+    """Load in the fork server what each rank of a lab would load alike."""
+    from distlab.course.grading import load_lesson
+
+    for number in QUICK:
+        load_lesson(number)
+
+
+def run_and_listen(
+    script: str, arguments: list[str], *, hidden: tuple[str, ...], calibrated: bool, updates: Path | None
+) -> Ended:
+    """Run a script on this rank, with changes to what it finds, and keep what it prints."""
+    if hidden:
+        hide(hidden)
+    if not calibrated:
+        calibrate_in_no_time()
+    if updates is not None:
+        note_updates(updates / f"updates-{os.environ['RANK']}")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = _run_here(script, arguments)
+    return Ended(status, said.getvalue())
+
+
+def calibrate_in_no_time() -> None:
+    """Make a calibration say how fast this machine computes without a step; messages are timed as ever."""
+    from distlab.measure.machine import speed
+
+    def time_reference(reference, device, works):
+        return [
+            speed.Observation(name, work, work.num_kernels * KERNEL_S + work.matmul_flops / FLOPS_PER_S)
+            for name, work in ((name, works[name]) for name in reference.phases)
+        ]
+
+    speed._time_reference = time_reference
+    speed._time_contention = lambda device: (0.9, 0.9)
+
+
+def note_updates(path: Path, first: int = 3) -> None:
+    """Write a digest of the parameters after the first updates of each optimizer; later ones depend on the clock."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    counts: dict[int, int] = {}
+    kept = []  # or a different optimizer could get a number that was freed
+
+    def note(optimizer, *_) -> None:
+        kept.append(optimizer)
+        counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
+        if counts[id(optimizer)] <= first:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            tensors = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in every]  # shards refuse much else
+            bits = b"".join(one.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
+            with path.open("a") as file:
+                file.write(f"{len(counts)} {hashlib.sha256(bits).hexdigest()}\n")
+
+    import torch
+
+    path.touch()
+    register_optimizer_step_post_hook(note)
+
+
+def hide(packages: tuple[str, ...]) -> None:
+    """Make packages as if they were not installed."""
+    import importlib.abc
+
+    class Missing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in packages:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+
+    assert not set(packages) & {name.split(".")[0] for name in sys.modules}
+    sys.meta_path.insert(0, Missing())

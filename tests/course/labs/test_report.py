@@ -1,0 +1,122 @@
+"""The table of a lab: facts are judged, times are shown beside prediction and reference."""
+
+import json
+
+import pytest
+
+from distlab.cli.course.lab import find_lab, load_settings
+from distlab.course.lab import Report
+from distlab.course.lab.pictures import cut
+from distlab.course.lab.report import grid, read_reference, reference_section
+from distlab.course.lab.settings import what_is_run
+from distlab.trace import Span, Trace
+
+
+def filled(**named) -> Report:
+    report = Report("Lab 9 on 2 ranks", "sizes=8", **named)
+    report.measured("a message", 0.002, "s", predicted=0.001)
+    report.fact("bytes", 12_000, 12_000, "B")
+    report.fact("right", True, True)
+    report.say("a matrix")
+    report.note("a remark")
+    report.note("a remark")
+    return report
+
+
+def test_a_report_with_right_facts():
+    report = filled(reference={"a message": "3 ms"}, reference_note="Reference: elsewhere")
+    table = report.table()
+    assert not report.wrong
+    assert table.splitlines()[0] == "Lab 9 on 2 ranks"
+    row = next(line for line in table.splitlines() if line.startswith("a message"))
+    assert row.split() == ["a", "message", "2", "ms", "1", "ms", "(-50%)", "3", "ms"]
+    assert "12,000 B" in table
+    assert table.count("a remark") == 1
+    last = table.splitlines()[-1]
+    assert last.startswith("All 2 facts are right. But 1 of 1 predictions are more than 25% off, the furthest: ")
+    assert "a message is 2 ms, predicted 1 ms (-50%). Close other programs and run again" in last
+
+
+def test_where_predictions_are_near_the_last_line_speaks_of_facts_alone():
+    report = Report("Lab 9 on 2 ranks")
+    report.measured("a message", 0.002, "s", predicted=0.0019)
+    report.fact("right", True, True)
+    assert report.table().endswith("All 1 facts are right.")
+
+
+def test_a_busy_machine_is_told_below_the_table_and_a_calm_one_is_not():
+    report = filled()
+    report.others_took(0.1)
+    assert "busy" not in report.table()
+    report.others_took(0.6)
+    assert "The machine was busy: other processes took 0.6 of its cores from the ranks." in report.table()
+    assert not report.wrong
+
+
+def test_a_wrong_fact_is_named_and_fails_the_report():
+    report = filled()
+    report.fact("calls", 7, 1)
+    report.fact("equal", False, True)
+    assert [row.what for row in report.wrong] == ["calls", "equal"]
+    assert report.table().endswith("WRONG: 2 of 4 facts, first: calls: 7, must be 1")
+    assert json.loads(json.dumps(report.as_dict()))["passed"] is False
+
+
+def test_a_prediction_of_something_that_took_no_time_has_no_error():
+    report = Report("x")
+    report.measured("nothing", 0.0, "s", predicted=0.5)
+    assert report.rows[0].error is None
+    assert "500 ms" in report.table()
+
+
+def test_a_reference_is_read_back_where_device_ranks_and_settings_are_the_same(tmp_path):
+    path = tmp_path / "lab_reference.md"
+    section = reference_section(json.loads(json.dumps(filled().as_dict())))
+    path.write_text(
+        f"# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n{section}\n\n## cuda, 2 ranks\n\nNone.\n"
+    )
+    values, note = read_reference(path, "cpu, 2 ranks", "sizes=8")
+    assert values == {"a message": "2 ms", "bytes": "12,000 B", "right": "yes"}
+    assert note == "Reference: 2026 on X."
+    assert read_reference(path, "cpu, 2 ranks", "sizes=9")[0] == {}
+    assert "other settings (sizes=8)" in read_reference(path, "cpu, 2 ranks", "sizes=9")[1]
+    assert "no reference output for cuda, 2 ranks" in read_reference(path, "cuda, 2 ranks", "sizes=8")[1]
+    assert "no reference output for cpu, 5 ranks" in read_reference(path, "cpu, 5 ranks", "sizes=8")[1]
+    assert "missing" in read_reference(tmp_path / "other.md", "cpu, 2 ranks", "sizes=8")[1]
+    section = reference_section(filled().as_dict() | {"backend": "shared"})
+    path.write_text(f"# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n{section}\n")
+    assert read_reference(path, "cpu, 2 ranks", "sizes=8") == (
+        values,
+        "Reference: 2026 on X. Ranks talked over shared.",
+    ), "times of another wire are told as such"
+
+
+@pytest.mark.parametrize("number", ["01", "02", "03"])
+@pytest.mark.parametrize("section", ["cpu, 1 rank", "cpu, 2 ranks", "cpu, 3 ranks", "cpu, 4 ranks"])
+def test_each_lab_has_a_reference_for_its_default_settings(number, section):
+    number, script = find_lab(number)
+    settings = load_settings(number, script)()
+    values, note = read_reference(script.parent / "lab_reference.md", section, what_is_run(settings))
+    assert note.startswith("Reference: 20")
+    assert "NO" not in values.values()
+    assert len(values) >= 2
+
+
+def test_a_grid_has_a_row_and_a_column_a_rank():
+    assert grid("us", [["-", "12"], ["345", "-"]]).splitlines() == [
+        "    us  to 0  to 1",
+        "from 0     -    12",
+        "from 1   345     -",
+    ]
+
+
+def test_the_picture_holds_each_ranks_own_step():
+    spans = [
+        Span(0, "compute", "F", "F", 0, 10),
+        Span(0, "compute", "B", "B", 10, 20),
+        Span(0, "wait", "all_reduce", "wait", 11, 12),
+        Span(1, "compute", "F", "F", 5, 15),
+        Span(1, "compute", "B", "B", 15, 30),
+    ]
+    kept = cut(Trace.from_spans(spans), [(10, 20), (5, 16)])
+    assert [(span.rank, span.name) for span in kept] == [(0, "B"), (1, "F")]

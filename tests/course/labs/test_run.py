@@ -1,0 +1,178 @@
+"""Labs on real ranks, with the reference and with learners' functions; one through torchrun itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
+
+from distlab.cli.course.lab import _Echo, find_lab
+from distlab.comm.launch.script import SAID as WRONG
+from distlab.trace import load_folder, read_chrome
+
+CASES = [("01", 3), ("02", 2), ("02", 3), ("03", 1), ("03", 3), ("04", 3), ("05", 2), ("06", 2), ("14", 1)]
+
+
+def command(number: str, num_ranks: int, *more: str) -> subprocess.CompletedProcess:
+    """Run `distlab lab`, as users do."""
+    line = [sys.executable, "-m", "distlab", "lab", number, "--ranks", str(num_ranks), *QUICK[number].split()]
+    return subprocess.run([*line, *more], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def torchrun(number: str, num_ranks: int, *more: str) -> subprocess.CompletedProcess:
+    """Run the lab's script by plain torchrun, without the `distlab` command."""
+    flags = ["--standalone", "--nproc-per-node", str(num_ranks), str(find_lab(number)[1]), *QUICK[number].split()]
+    line = [sys.executable, "-m", "torch.distributed.run", *flags, *more]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text("import os, sys, time\nimport torch\nimport torch.distributed as dist\n\n" + text)
+    return str(path)
+
+
+@pytest.mark.soak_where(number=("02",), num_ranks=(2,))
+@pytest.mark.soak_where(number=("03",), num_ranks=(1,))
+@pytest.mark.parametrize(("number", "num_ranks"), CASES)
+def test_a_lab_states_right_facts(lab, number, num_ranks):
+    found = facts(lab(number, num_ranks, "--json", calibrated=(number, num_ranks) == ("03", 3)))
+    if number == "01":
+        assert found["token after 3 laps"] == 9
+    if number == "02":
+        assert found["ring: most bytes sent by a rank, of 6,720"] == 6720 * 2 * (num_ranks - 1) // num_ranks
+    if number == "03":
+        assert found["flat: all-reduces a step"] == 1
+        assert found["overlap: all-reduces a step"] == found["buckets: all-reduces a step"] > 1
+    if number == "05":  # of 3,192 elements of 4 bytes
+        assert found["whole: bytes sent per rank in an update"] == 12_768
+        assert found["top-k: bytes sent per rank in an update"] == 31 * (4 + 4)
+        assert found["signs: bytes sent per rank in an update"] == 3192 // 8 + 4
+    if number == "14":
+        assert found["your work: once per node"] == found["your rendezvous: world size"] == 1
+    if number == "06":
+        assert found["7B: bytes of states, mixed precision and Adam"] == 112_000_000_000
+
+
+def test_lab_06_promises_no_less_at_the_peak_where_activations_are_few(lab):
+    """The peak is then in the optimizer's step, whatever the batch."""
+    done = lab("06", 2, "--hidden", "4", "--context", "1", "--json")
+    assert not [what for what in facts(done) if "less at the peak" in what]
+    notes = json.loads(done.stdout)["notes"]
+    assert sum("nothing to save at the peak, since activations are small" in note for note in notes) == 2
+
+
+@pytest.mark.soak  # tests/comm/test_groups.py has scripts that torchrun starts
+def test_plain_torchrun_does_the_same():
+    done = torchrun("01", 2, "--json")
+    assert facts(Ended(done.returncode, done.stdout))["token after 3 laps"] == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "num_ranks"), CASES)
+@pytest.mark.parametrize("start", [command, torchrun])
+def test_every_lab_by_both_commands(start, number, num_ranks):
+    done = start(number, num_ranks, "--json")
+    assert facts(Ended(done.returncode, done.stdout))
+
+
+def test_lab_03_sends_gradients_by_the_own_ring(lab):
+    found = facts(lab("03", 3, "--json", "--all-reduce", "ring"))
+    assert found["DataParallel: equal to one process after 10 updates"]
+    assert found["DataParallel: all-reduces a step"] == 1  # the flag
+    gradient_bytes = found["flat: gradient bytes all-reduced a step"]
+    assert found["DataParallel: bytes sent by the ring, all ranks"] == 2 * (3 - 1) * gradient_bytes
+
+
+def test_one_process_without_torchrun_will_do():
+    command = [sys.executable, str(find_lab("01")[1]), *QUICK["01"].split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "One rank alone sends nothing" in done.stdout
+
+
+def test_the_plain_command_comes_first_and_output_names_its_rank(tmp_path):
+    mine = written(tmp_path, "def shift(tensor):\n    print('hello from', dist.get_rank())\n    return 0\n")
+    done = command("01", 2, "--impl", mine)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("torchrun --nproc-per-node 2 ")
+    assert f"--impl {mine}" in lines[0]
+    assert {"hello from 0", "[rank 1] hello from 1"} <= set(lines)
+    assert done.returncode == 1
+    assert any("WRONG: 2 of 3 facts, first: shift: every rank holds" in line for line in lines)
+    assert done.stderr == ""  # the table has told it; nothing else is to be said
+
+
+def test_rank_0_is_named_only_in_a_traceback(capsys):
+    echo = _Echo(as_json=False)
+    lines = ["fact", "Traceback (most recent call last):", "  File", "ValueError: no", "fact"]
+    for line in lines:
+        echo(0, line)
+        echo(1, line)
+    printed = capsys.readouterr().out.splitlines()
+    named = [f"[rank 0] {line}" for line in lines[1:4]]
+    assert printed[0::2] == ["fact", *named, "fact"]
+    assert printed[1::2] == [f"[rank 1] {line}" for line in lines]
+
+
+def test_a_function_that_is_missing_or_not_yet_written_is_the_references(lab, tmp_path):
+    text = "from distlab.course.grading import NotYet\n\n\ndef shift(tensor):\n    raise NotYet('01.shift')\n"
+    done = lab("01", 2, "--impl", written(tmp_path, text))
+    assert done.status == 0, done.stdout
+    assert "01.shift: not yet written; the reference ran instead." in done.stdout
+    assert "01.fit: " in done.stdout
+    assert "has none; the reference ran." in done.stdout
+
+
+def test_functions_of_a_notebook_run(lab, tmp_path):
+    body = [
+        "import torch.distributed as dist\n",
+        "def average_flat(module):\n",
+        "    for p in module.parameters():\n",
+        "        p.grad /= dist.get_world_size()\n",
+        "        dist.all_reduce(p.grad)\n",
+    ]
+    cells = [{"cell_type": "code", "metadata": {}, "source": body, "outputs": [], "execution_count": None, "id": "a"}]
+    path = tmp_path / "mine.ipynb"
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    done = lab("03", 2, "--impl", str(path))
+    assert done.status == WRONG, done.stdout
+    assert f"03.flat: average_flat of {path} ran." in done.stdout
+    assert "first: flat: all-reduces a step: " in done.stdout  # right values, and one call a parameter
+    row = next(line for line in done.stdout.splitlines() if "flat: equal to one process" in line)
+    assert row.endswith("yes")
+
+
+def test_replicas_that_start_apart_are_told_and_not_timed(lab, tmp_path):
+    done = lab("03", 2, "--impl", written(tmp_path, "def broadcast_module(module):\n    pass\n"))
+    assert done.status == WRONG
+    assert "flat: all ranks hold the same bits" in done.stdout
+    assert "flat does not compute what one process computes, so it is not timed." in done.stdout
+    assert "flat: step" not in done.stdout
+
+
+def test_a_trace_leaves_files_of_every_rank_and_a_picture(lab, tmp_path):
+    folder = tmp_path / "trace"
+    done = lab("03", 2, "--trace", str(folder))
+    assert done.status == 0, done.stdout
+    trace = load_folder(folder)
+    assert trace.ranks == (0, 1)
+    assert {"forward", "backward", "optimizer"} <= {span.name for span in trace}
+    assert any(span.kind == "all_reduce" for span in trace)
+    both = read_chrome(folder / "timeline.json")
+    assert both["measured"].ranks == (0, 1)
+    assert len(both["predicted"])
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "times are longer than without --trace" in done.stdout
+
+
+def test_a_lab_runs_where_pictures_and_notebooks_are_missing(lab, tmp_path):
+    hidden = ("matplotlib", "IPython", "ipywidgets", "anywidget", "jupyterlab")
+    done = lab("02", 2, "--trace", str(tmp_path / "t"), hidden=hidden)
+    assert done.status == 0, done.stdout
+    assert "There is no timeline.png: matplotlib is not installed" in done.stdout
+    assert load_folder(tmp_path / "t").ranks == (0, 1)

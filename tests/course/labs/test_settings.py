@@ -1,0 +1,130 @@
+"""Flags from a dataclass: types, limits, help, and one line for a mistake."""
+
+from dataclasses import dataclass, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import nbformat
+import pytest
+
+from distlab.cli.course.lab import _read_flags, find_lab, load_settings
+from distlab.course.grading import load_lesson
+from distlab.course.grading.progress import MARKER, change_entry, now
+from distlab.course.lab import CommonSettings, flag
+from distlab.course.lab.settings import MAX_FIELDS, as_arguments, parse, parser_of, what_is_run
+
+
+@dataclass(frozen=True)
+class Settings(CommonSettings):
+    """Measure something.
+
+    Attributes:
+        sizes: bytes of
+            the messages.
+        rate: a share of the whole, 100 %.
+        kind: which one.
+        file: what to read.
+        quick: do less.
+    """
+
+    sizes: tuple[int, ...] = flag((8, 1024), least=1, size=True)
+    rate: float = flag(0.5, least=0, most=1)
+    kind: Literal["one", "other"] = "one"
+    file: Path | None = None
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2:
+            raise ValueError(f"--sizes has {len(self.sizes)} sizes; pass two or more")
+
+
+def test_every_type_is_read():
+    line = "--sizes 1,4KiB,1.5MB,2GiB --rate 1 --kind other --file a/b.txt --quick --impl x.ipynb --trace out"
+    settings = parse(Settings, line.split(), "lab")
+    assert settings.sizes == (1, 4096, 1_500_000, 2 << 30)
+    assert (settings.rate, settings.kind, settings.file, settings.quick) == (1.0, "other", Path("a/b.txt"), True)
+    assert (settings.impl, settings.trace, settings.device, settings.limit_s) == ("x.ipynb", Path("out"), "auto", 300.0)
+    assert parse(Settings, as_arguments(settings), "lab") == settings
+    assert as_arguments(Settings()) == []
+    assert parse(Settings, [], "lab") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--sizes 8,x", "is not a size such as 65536, 64KiB or 1MB"),
+        ("--sizes 0,8", "cannot be used; pass 1 or more"),
+        ("--sizes 8", "--sizes has 1 sizes; pass two or more"),
+        ("--sizes 8,9KB", "is not a size such as 65536, 64KiB or 1MB"),
+        ("--rate 1.5", "1.5 cannot be used; pass 0 to 1"),
+        ("--rate nan", "nan cannot be used; pass 0 to 1"),
+        ("--kind two", "invalid choice: 'two'"),
+        ("--limit-s 0", "0 cannot be used; pass 1 to 1000000"),
+        ("--device tpu", "invalid choice: 'tpu'"),
+        ("--frob 3", "unrecognized arguments: --frob 3"),
+        ("--rat 1", "unrecognized arguments: --rat 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(line, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(Settings, line.split(), "lab 03")
+    told = capsys.readouterr().err
+    assert left.value.code == 2
+    assert told.startswith("lab 03: ")
+    assert told.count("\n") == 1
+    assert message in told
+
+
+def test_the_help_comes_from_the_docstring(capsys):
+    with pytest.raises(SystemExit):
+        parse(Settings, ["--help"], "lab")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Measure something." in told
+    assert "bytes of the messages (default 8,1024)" in told
+    assert "a share of the whole, 100 % (default 0.5)" in told
+    assert "folder for each rank's trace" in told
+
+
+def test_your_own_answers_that_have_not_passed_are_told(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "01_ranks_and_messages"
+    folder.mkdir()
+    (tmp_path / MARKER).touch()
+    script = find_lab("01")[1]
+    nbformat.write(nbformat.v4.new_notebook(), folder / "lesson.ipynb")
+    change_entry("01.shift", lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+    monkeypatch.chdir(folder)
+    _read_flags("01", script, ["--impl", "mine"])
+    told = capsys.readouterr().err
+    assert "not passed yet: 01.ping_pong, 01.fit, 01.gather, 01.repair. " in told
+    assert "01.shift" not in told
+    assert "distlab check 01" in told
+    for exercise in load_lesson("01").exercises:
+        change_entry(exercise.name, lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+    _read_flags("01", script, ["--impl", "mine"])
+    assert capsys.readouterr().err == ""
+
+
+def test_settings_with_too_many_fields_are_refused():
+    many = make_dataclass("Many", [(f"n{i}", int, 1) for i in range(8)], bases=(CommonSettings,), frozen=True)
+    with pytest.raises(ValueError, match="Many has 8 fields of its own; a lab has at most 7"):
+        parser_of(many, "lab")
+
+
+def test_what_is_run_leaves_out_what_changes_no_number():
+    assert what_is_run(Settings()) == what_is_run(Settings(impl="a.py", trace=Path("b"), json=True, device="cpu"))
+    assert what_is_run(Settings()) != what_is_run(Settings(rate=0.25))
+
+
+@pytest.mark.parametrize("number", ["01", "02", "03"])
+def test_each_lab_has_few_settings_and_explains_each(number):
+    settings = load_settings(*find_lab(number))
+    parser = parser_of(settings, "lab")
+    assert len(fields(settings)) - len(fields(CommonSettings)) <= MAX_FIELDS
+    explained = {action.dest for action in parser._actions if action.help and not action.help.startswith(" (default")}
+    assert {entry.name for entry in fields(settings)} <= explained
+    assert parse(settings, [], "lab") == settings()
+
+
+def test_a_lab_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(ValueError, match="there is no lab 77; labs are 01, 02, 03"):
+        find_lab("77")

@@ -1,0 +1,295 @@
+"""What learners see of their progress: the map, the page to print, hints one by one, the solution after trying."""
+
+import html.parser
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from distlab.cli import main
+from distlab.course.grading import Lesson, Report, load_lesson, progress, reference_of
+from distlab.course.grading.progress import FILE, MARKER, OUTSIDE, Entry, Record, keep, load_progress
+from distlab.course.notebook import course_map, hint, progress_page, solution
+from distlab.course.notebook.learner.course import CourseMap, Row, rows, text_table
+from distlab.course.notebook.learner.page import PAGE, page
+
+LESSONS = Path(__file__).resolve().parents[3] / "lessons"
+
+
+@pytest.fixture
+def lessons(tmp_path):
+    folder = tmp_path / "lessons"
+    (folder / "01_first").mkdir(parents=True)
+    (folder / "COURSE.toml").write_text(
+        '[[lesson]]\nfolder = "01_first"\ncan = "send <bytes>"\n[[lesson]]\nfolder = "02_second_one"\ncan = "more"\n'
+    )
+    facts = {"title": "First", "minutes": 45, "needs": [], "exercises": ["01.a", "01.b", "01.c"]}
+    (folder / "01_first" / "lesson.ipynb").write_text(json.dumps({"cells": [], "metadata": {"distlab": facts}}))
+    return folder
+
+
+def test_what_is_passed_and_what_is_to_come(lessons):
+    progress = {"01.a": Entry(1, "2026-01-01", "2026-01-01"), "01.b": Entry(3), "09.z": Entry(1, "2026-01-01")}
+    first, second = rows(lessons, progress)
+    assert (first.title, first.minutes, first.passed, first.progress) == ("First", 45, 1, "1 of 3")
+    assert (second.title, second.ready, second.progress) == ("Second one", False, "to come")
+    table = CourseMap([first, second], "This machine.")
+    assert table.summary == "1 of 3 exercises passed. Next: 01 First."
+    html = table._repr_html_()
+    assert '<a href="01_first/lesson.ipynb">01 First</a>' in html
+    assert "send &lt;bytes&gt;" in html
+    assert 'href="02_second_one' not in html
+
+
+def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    assert "0 of 3 exercises passed" in text_table(lessons, work)
+    (work / MARKER).touch()
+    entry = asdict(Entry(1, "x", "x"))
+    (work / "progress.json").write_text(json.dumps({"schema": 1, "exercises": {"01.c": entry}}))
+    assert "1 of 3 exercises passed" in text_table(lessons, work)
+    entry |= {"first_passed": "", "solution_seen": "x"}
+    (work / "progress.json").write_text(json.dumps({"schema": 1, "exercises": {"01.c": entry}}))
+    assert "0 of 3; solution seen: 01.c" in text_table(lessons, work)
+    table = CourseMap(rows(lessons, {"01.a": Entry(1, "x", "x", solution_seen="x"), "01.b": Entry(1, "x")}), "")
+    assert "2 of 3; solution seen: 01.a" in table._repr_html_()
+
+
+def test_every_lesson_of_the_course_is_on_the_map():
+    text = str(course_map(LESSONS))
+    assert [line[:2] for line in text.splitlines() if line[:2].isdigit()] == [f"{n:02}" for n in range(1, 16)]
+    folders = {path.name for path in LESSONS.glob("[0-9][0-9]_*") if (path / "lesson.py").is_file()}
+    assert folders <= {row.folder for row in rows(LESSONS, {})}
+
+
+ROWS = [
+    Row("01", "01_first", "First <steps>", "go", ready=True, exercises=("01.a", "01.b"), passed=1),
+    Row("02", "02_second", "Second", "go on", ready=True, exercises=("02.a",)),
+]
+PASSED = Entry(3, "2026-01-02T03:04:05+00:00", "2026-01-02T03:04:05+00:00", ("8 bytes < 9", "2 steps"), 1.0, 2, 1)
+
+
+class Cells(html.parser.HTMLParser):
+    """The texts of a page, and the tags that are open: all must be closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.open += [tag] if tag != "meta" else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts += [data] if self.open and self.open[-1] not in ("style", "title") else []
+
+
+def work_with(tmp_path, entries):
+    (tmp_path / MARKER).touch()
+    (tmp_path / FILE).write_text(json.dumps({"schema": 1, "exercises": entries}))
+    return tmp_path
+
+
+def test_the_page_says_what_was_passed_when_and_with_what_help():
+    seen = Entry(4, failed=4, hints=3, solution_seen="2026-01-03")
+    cells = Cells(page(ROWS, {"01.a": PASSED, "01.b": seen}, day="2026-02-03"))
+    assert cells.open == []
+    assert {"01.a", "2026-01-02", "3, 2 wrong", "1 hint", "8 bytes < 9; 2 steps"} <= set(cells.texts)
+    assert {"01.b", "not yet", "4, 4 wrong", "3 hints, solution seen"} <= set(cells.texts)
+    assert "01 First <steps>: 1 of 2" in cells.texts
+    assert "02 Second" in cells.texts  # among the lessons that are not begun
+    assert "1 of 3 exercises passed. Next: 01 First <steps>. Lessons with all exercises passed: 0 of 2." in cells.texts
+    assert any("2026-02-03" in text for text in cells.texts)
+
+
+def test_a_whole_course_has_nothing_ahead():
+    row = Row("01", "01_first", "First", "go", ready=True, exercises=("01.a",), passed=1)
+    text = page([row], {"01.a": PASSED}, day="2026-02-03")
+    assert "1 of 1 exercises passed. Lessons with all exercises passed: 1 of 1." in text
+    assert "Not begun" not in text
+
+
+def test_the_command_writes_the_page_anew(tmp_path, capsys):
+    work = work_with(tmp_path, {})
+    assert main(["lesson", "page", "--work", str(work)]) == 0
+    before = (work / PAGE).read_text()
+    passed = asdict(Entry(1, "2026-01-02", "2026-01-02"))
+    work_with(tmp_path, {"01.shift": passed})
+    assert main(["lesson", "page", "--work", str(work)]) == 0
+    assert PAGE in capsys.readouterr().out
+    assert "01.shift" not in before
+    assert "01.shift" in (work / PAGE).read_text()
+
+
+def test_the_command_refuses_a_folder_without_working_copies(tmp_path, capsys):
+    assert main(["lesson", "page", "--work", str(tmp_path / "none")]) == 2
+    assert "has no working copies" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_start_asks_for_the_page_and_links_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(work_with(tmp_path, {}))
+    assert f'href="{PAGE}"' in progress_page()._repr_html_()
+    assert (tmp_path / PAGE).is_file()
+    assert "progress_page()" in (LESSONS / "START.ipynb").read_text()
+
+
+def test_outside_a_folder_of_working_copies_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = progress_page()
+    assert repr(shown) == OUTSIDE
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_loads_nothing():
+    text = page(ROWS, {"01.a": PASSED}, day="2026-02-03")
+    assert "http" not in text
+    assert "<script" not in text
+
+
+NAME = "03.flat"
+SECRET = "torch.cat("  # stands in the reference, and not in a hint
+
+
+@pytest.fixture(scope="module")
+def lesson() -> Lesson:
+    return load_lesson("03", Path(__file__).resolve().parents[3] / "lessons")
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "_remembered", Record())
+    return tmp_path
+
+
+@pytest.fixture
+def work(outside: Path) -> Path:
+    (outside / MARKER).touch()
+    return outside
+
+
+def checked(lesson: Lesson, verdict: str) -> None:
+    """Keep what a check of NAME found, without its ranks."""
+    exercise = lesson.exercise(NAME)
+    keep(Report(exercise, verdict, None, "", (), (1,), 0.1, None, reference_of(exercise)))
+
+
+def test_hints_come_one_by_one_and_are_noted(work, lesson):
+    hints = lesson.exercise(NAME).hints
+    assert repr(hint(NAME)) == f"Hint 1 of 3: {hints[0]}"
+    second = hint(NAME)
+    assert all(words in repr(second) for words in hints[:2])
+    assert hints[2] not in repr(second)
+    assert second._repr_markdown_().startswith("**Hint 1 of 3:** ")
+    for _ in range(2):
+        assert all(words in repr(hint(NAME)) for words in hints)
+    assert load_progress()[NAME].hints == 3
+    assert load_progress()[NAME].attempts == 0
+
+
+def test_the_solution_says_in_one_line_what_is_missing(work, lesson):
+    function = lesson.exercise(NAME).function
+    check_it, next_hint = (
+        f'check("{NAME}", {function}) checks your function',
+        f'hint("{NAME}") shows and counts the next hint',
+    )
+    nothing = f"solution: 0 of 3 failed checks, 0 of 3 hints seen so far; {check_it} and {next_hint}"
+    assert repr(solution(NAME)) == nothing
+    checked(lesson, "not attempted")
+    assert repr(solution(NAME)) == nothing
+    checked(lesson, "wrong")
+    hint(NAME)
+    hint(NAME)
+    some = f"solution: 1 of 3 failed checks, 2 of 3 hints seen so far; {check_it} and {next_hint}"
+    assert repr(solution(NAME)) == some
+    hint(NAME)
+    assert repr(solution(NAME)) == f"solution: 1 of 3 failed checks, 3 of 3 hints seen so far; {check_it}"
+    checked(lesson, "wrong")
+    checked(lesson, "wrong")
+    assert load_progress()[NAME].solution_seen == ""
+    assert repr(solution(NAME)).startswith(f"The solution of {NAME}:")
+
+
+def stuck(lesson: Lesson) -> None:
+    for _ in range(3):
+        checked(lesson, "wrong")
+        hint(NAME)
+
+
+def test_the_solution_is_shown_and_noted(work, lesson):
+    stuck(lesson)
+    shown = solution(NAME)
+    assert "white-space:pre;overflow-x:auto" in shown._repr_html_(), "a long line scrolls, no word is broken"
+    assert hint(NAME)._repr_html_() is None
+    exercise = lesson.exercise(NAME)
+    for text in (repr(shown), shown._repr_markdown_()):
+        assert f"def {exercise.function}(" in text
+        assert SECRET in text
+        assert all(line in text for line in exercise.imports)
+    assert "```python\n" in shown._repr_markdown_()
+    first = load_progress()[NAME]
+    assert first.solution_seen
+    assert not first.passed
+    solution(NAME)
+    assert load_progress()[NAME] == first
+    checked(lesson, "passed")
+    entry = load_progress()[NAME]
+    assert entry.passed
+    assert entry.solution_seen == first.solution_seen
+
+
+def test_after_a_right_answer_it_is_shown_and_not_noted(work, lesson):
+    checked(lesson, "passed")
+    assert SECRET in repr(solution(NAME))
+    assert load_progress()[NAME].solution_seen == ""
+
+
+def test_outside_a_work_folder_this_kernel_counts(outside, lesson):
+    stuck(lesson)
+    assert SECRET in repr(solution(NAME))
+    assert list(outside.iterdir()) == []
+
+
+def test_a_damaged_file_is_told(work):
+    (work / FILE).write_text("{")
+    assert "progress.json could not be read" in repr(hint(NAME))
+
+
+def test_an_exercise_without_hints(work, lesson, monkeypatch):
+    bare = replace(lesson, exercises=tuple(replace(exercise, hints=()) for exercise in lesson.exercises))
+    monkeypatch.setattr("distlab.course.notebook.learner.stuck.load_lesson", lambda name: bare)
+    assert repr(hint(NAME)) == f"hint: {NAME} has no hints"
+    for _ in range(3):
+        checked(lesson, "wrong")
+    assert SECRET in repr(solution(NAME))
+
+
+@pytest.mark.parametrize("show", [hint, solution])
+@pytest.mark.parametrize("name", ["03.nothing", "99.flat", "flat"])
+def test_a_name_that_is_no_exercise(work, show, name):
+    with pytest.raises(ValueError, match="no exercise|no lesson"):
+        show(name)
+
+
+def test_the_third_wrong_answer_names_hints_and_solution_once(work, lesson):
+    exercise = lesson.exercise(NAME)
+    wrong = Report(exercise, "wrong", "x", "", (), (1,), 0.1, None, reference_of(exercise))
+    told = [keep(wrong) for _ in range(5)]
+    sentence = f'Stuck? In the notebook, hint("{NAME}") shows a hint, and after all hints solution("{NAME}")'
+    assert told == ["", "", f"{sentence} shows the solution.", "", ""]
+
+
+def test_outside_a_work_folder_too_but_not_once_it_passed(outside, lesson):
+    exercise = lesson.exercise(NAME)
+    wrong = Report(exercise, "wrong", "x", "", (), (1,), 0.1, None, reference_of(exercise))
+    told = [keep(wrong) for _ in range(3)]
+    assert [words.startswith("Stuck? ") for words in told] == [False, False, True]
+    assert told[2].endswith(OUTSIDE)
+    checked(lesson, "passed")
+    assert keep(wrong) == OUTSIDE

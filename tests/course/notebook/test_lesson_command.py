@@ -1,0 +1,272 @@
+"""`distlab lesson`: a real server on loopback that ends with Ctrl-C, and copies that survive everything."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from distlab.cli import main
+from distlab.course.notebook import jupyter
+
+COMMAND = [sys.executable, "-m", "distlab", "lesson"]
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@pytest.fixture
+def lesson(capsys):
+    """Make `lesson("list", work=folder)` run `distlab lesson list`, in this process: it starts no server."""
+
+    def run(*arguments, work):
+        status = main(["lesson", *arguments, "--work", str(work)])
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+    return run
+
+
+class Started:
+    """`distlab lesson start --no-browser`, up to the line with the address."""
+
+    def __init__(self, work: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "start", "--no-browser", "--work", str(work), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would be ignored
+        )
+        self.lines: list[str] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.search(r"(http://127\.0\.0\.1:(\d+))/lab/tree/START\.ipynb\?token=(\w+)", line):
+                self.url, self.port, self.token = found[1], int(found[2]), found[3]
+                break
+        else:
+            raise AssertionError("\n".join(self.lines))
+        self.family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def get(self, path: str, token: str | None = None) -> int:
+        headers = {"Authorization": f"token {token}"} if token else {}
+        try:
+            with DIRECT.open(urllib.request.Request(f"{self.url}{path}", headers=headers), timeout=60) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def post(self, path: str, body: dict) -> dict:
+        return self.ask(path, json.dumps(body).encode())
+
+    def ask(self, path: str, data: bytes | None = None) -> Any:
+        headers = {"Authorization": f"token {self.token}"}
+        with DIRECT.open(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=60) as answer:
+            return json.load(answer)
+
+    def gone_after(self, number: int) -> float:
+        """Send a signal; seconds until the command and everything it started have gone."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        start = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(timeout=60)
+        gone, _ = psutil.wait_procs(family, timeout=60)
+        assert [process for process in family if process not in gone and is_alive(process)] == []
+        return time.monotonic() - start
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Addresses on which a process and its descendants listen; a short-lived one may end while it is asked."""
+    found: set[str] = set()
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections(kind="inet")
+            found |= {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs and is no zombie; it may end between the two questions."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def started(work, *arguments):
+    lab = Started(work, *arguments)
+    try:
+        yield lab
+    finally:
+        if lab.process.poll() is None:
+            lab.process.kill()
+            lab.process.wait()
+        lab.process.stdout.close()
+
+
+def test_a_server_that_answers_and_ends_with_ctrl_c(tmp_path):
+    work = tmp_path / "work"
+    with started(work) as lab:
+        assert sum("http://" in line for line in lab.lines) == 1, "one clear line"
+        assert (work / "START.ipynb").is_file()
+        assert lab.get("/api/contents/START.ipynb", lab.token) == 200
+        assert lab.get("/api/contents/START.ipynb") == 403, "not without the token"
+        assert lab.get("/lab/tree/START.ipynb", lab.token) == 200
+        assert lab.token not in " ".join(psutil.Process(lab.process.pid).cmdline())
+        assert listening_addresses(lab.process.pid) == {"127.0.0.1"}
+        kernel = lab.post("/api/kernels", {"name": "python3"})
+        assert kernel["name"] == "python3"
+        lab.gone_after(signal.SIGINT)
+        assert lab.process.returncode == 0
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", lab.port), timeout=60)
+
+
+def own_sessions(server):
+    """The kernel and the terminal: each leads a session and has begun its command. Other children do not."""
+    found = []
+    for one in server.children():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if is_alive(one) and os.getsid(one.pid) == one.pid and one.cmdline() != server.cmdline():
+                found.append(one)
+    return found
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def kernel_of(lab):
+    """Start a kernel; its process has begun to load its modules and hears nothing yet."""
+    lab.post("/api/kernels", {"name": "python3"})
+    server = psutil.Process(lab.process.pid)
+    return wait_for(lambda: own_sessions(server))[0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("state", ["begun", "ready", "stopped"])
+def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
+    with started(tmp_path / "work") as lab:
+        kernel = kernel_of(lab)
+        if state == "ready":
+            wait_for(lambda: sum(one.status == psutil.CONN_LISTEN for one in kernel.net_connections("tcp")) >= 5)
+        elif state == "stopped":
+            kernel.suspend()
+        assert lab.gone_after(signal.SIGINT) < 5
+
+
+def test_a_start_with_a_damaged_copy_tells_it_serves_and_ends_with_a_kernel_that_is_stopped(lesson, tmp_path):
+    """Terminals and kernels find the commands of the lessons."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "START.ipynb").write_bytes(b'{"cells": [')
+    with started(work) as lab:
+        told = [line for line in lab.lines if "START.ipynb cannot be used: Expecting" in line]
+        assert len(told) == 1
+        assert "distlab lesson reset START" in told[0]
+        lab.post("/api/terminals", {})
+        lab.post("/api/kernels", {"name": "python3"})
+        server = psutil.Process(lab.process.pid)
+        found = wait_for(lambda: len(both := own_sessions(server)) == 2 and both)
+        here, root = str(Path(sys.executable).parent), str(Path(__file__).resolve().parents[3])
+        assert [one.environ()["PATH"].split(os.pathsep)[0] for one in found] == [here, here]
+        terminal = next(one for one in found if "ipykernel" not in " ".join(one.cmdline()))
+        wait_for(lambda: terminal.cwd() == root)
+        next(one for one in found if one is not terminal).suspend()
+        lab.gone_after(signal.SIGINT)
+    assert (work / "START.ipynb").read_bytes() == b'{"cells": ['
+    done = lesson("reset", "START", work=work)
+    assert done.returncode == 0
+    assert "your copy is kept as" in done.stdout
+    assert [path.read_bytes() for path in work.glob("START.2*.ipynb")] == [b'{"cells": [']
+    assert json.loads((work / "START.ipynb").read_text())["nbformat"] == 4
+
+
+@pytest.mark.soak_where(number=[signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_kernels_go_however_the_server_goes(tmp_path, number):
+    with started(tmp_path / "work") as lab:
+        lab.post("/api/kernels", {"name": "python3"})
+        lab.gone_after(number)
+
+
+def test_a_port_that_is_taken(lesson, tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = lesson("start", "--no-browser", "--port", str(port), work=tmp_path / "work")
+    assert done.returncode == 2
+    fix = "pass a different --port, or none: a free one is found"
+    assert done.stderr == f"distlab lesson: port {port} is taken by a different program; {fix}\n"
+
+
+def test_without_a_port_a_free_one_is_found(tmp_path):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # it is taken anyway
+            other.bind(("127.0.0.1", jupyter.FIRST_PORT))
+            other.listen()
+        with started(tmp_path / "work") as lab:
+            assert lab.port != jupyter.FIRST_PORT
+            assert lab.get("/api/status", lab.token) == 200
+
+
+def test_list_and_mistakes_are_plain(lesson, tmp_path):
+    done = lesson("list", work=tmp_path / "work")
+    assert done.returncode == 0
+    assert "15  Choose a plan" in done.stdout
+    assert not (tmp_path / "work").exists(), "looking makes nothing"
+    done = lesson("reset", "77", work=tmp_path / "work")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("distlab lesson: there is no lesson '77'; pass one of START")
+    assert len(done.stderr.splitlines()) == 1
+    done = lesson("reset", "START", work=tmp_path / "work")
+    assert "nothing to reset" in done.stderr
+    (tmp_path / "file").write_text("x")
+    done = lesson("start", "--no-browser", work=tmp_path / "file")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "is a file; pass --work" in done.stderr
+
+
+def test_without_jupyterlab_one_line_says_what_to_install(lesson, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+    done = lesson("start", "--no-browser", work=tmp_path / "work")
+    assert done.returncode == 2
+    assert done.stderr == "distlab lesson: the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_work_folder_without_permission_is_one_line(lesson, tmp_path):
+    tmp_path.chmod(0o500)
+    done = lesson("start", "--no-browser", work=tmp_path / "work")
+    assert done.returncode == 2
+    assert "Permission denied" in done.stderr
+
+
+def test_long_lines_are_wrapped_and_those_of_outputs_break_between_words_unless_you_set_it_otherwise(tmp_path):
+    settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension" / "tracker.jupyterlab-settings"
+    style = tmp_path / "custom" / "custom.css"
+    jupyter.quiet_settings(tmp_path)
+    assert json.loads(settings.read_text()) == {"codeCellConfig": {"lineWrap": True}}
+    assert "word-break: normal" in style.read_text()
+    assert f"--ServerApp.static_custom_path={tmp_path / '.jupyter' / 'custom'}" in jupyter.options(tmp_path, 8888)
+    settings.write_text("{}")
+    style.write_text("")
+    jupyter.quiet_settings(tmp_path)
+    assert (settings.read_text(), style.read_text()) == ("{}", "")
