@@ -7,7 +7,7 @@ from equal import OPTIMIZERS
 from torch import nn
 
 from distlab.comm import recorded
-from distlab.compression.plain import PlainTopK
+from distlab.compression import PlainTopK
 
 STEPS = 5
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from equal import OPTIMIZERS
 
 from distlab.comm import mesh_groups, recorded
-from distlab.hybrid.plain import plain_mesh_step
+from distlab.hybrid import plain_mesh_step
 from distlab.plan import Mesh
 
 H, F, B, STEPS = 6, 8, 12, 4
