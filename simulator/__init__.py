@@ -17,7 +17,11 @@ from simulator.advisor.question import Question as Question
 from simulator.advisor.reasons import Reason as Reason, near_fit as near_fit, reasons as reasons, words_of as words_of
 from simulator.advisor.search import Choice as Choice, Search as Search, search as search
 from simulator.advisor.strategies import MapCell as MapCell, strategy_map as strategy_map, strategy_of as strategy_of
-from simulator.gradients.compression import Codec as Codec, MeasuredCodec as MeasuredCodec, codec_work as codec_work
+from simulator.gradients.compression import (
+    CodecWork as CodecWork,
+    MeasuredCodec as MeasuredCodec,
+    codec_work as codec_work,
+)
 from simulator.hardware.cost import (
     all_gather_s as all_gather_s,
     all_reduce_s as all_reduce_s,

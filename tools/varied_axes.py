@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.course.grading import Exercise
 from distlab.course.grading.variation.calls import named, said, split
-from distlab.course.grading.variation.draw import AXES, Members
+from distlab.course.grading.variation.draw import AXES, GroupMembers
 
 SEEDS = range(6)
 COVERED = "yes"
@@ -86,10 +86,10 @@ def _has_empty_list(drawn: list[list[dict[str, Any]]]) -> bool:
     return any(isinstance(value, list | dict) and not value for value in values)
 
 
-def _groups_in(value: Any) -> list[Members]:
+def _groups_in(value: Any) -> list[GroupMembers]:
     """Return the groups in an argument."""
     values = value.values() if isinstance(value, dict) else [value]
-    return [group for group in values if isinstance(group, Members)]
+    return [group for group in values if isinstance(group, GroupMembers)]
 
 
 def _all_vary(drawn: list[list[dict[str, Any]]]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.flat import all_gather_single, reduce_scatter_single
-from distlab.comm.p2p import Pending, Receive, Send, has_own_halves, start
+from distlab.comm.p2p import PendingCalls, Receive, Send, has_own_halves, start
 
 
 class DirectGather:
@@ -31,7 +31,7 @@ class DirectGather:
     def __init__(self, full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> None:
         num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._shard = shard
-        self._pending: Pending | dist.Work | None
+        self._pending: PendingCalls | dist.Work | None
         if has_own_halves(full, group):
             self._pending = all_gather_single(full.detach(), shard.detach(), group=group, async_op=True)
             return
@@ -44,7 +44,7 @@ class DirectGather:
     @property
     def work(self) -> dist.Work | None:
         """The group's own call; None where the messages are distlab's."""
-        return None if isinstance(self._pending, Pending) else self._pending
+        return None if isinstance(self._pending, PendingCalls) else self._pending
 
     def finish(self) -> None:
         """Wait until the full buffer is whole and the shard may be written."""
@@ -90,7 +90,7 @@ class DirectScatter:
         self._full = full  # read until it is over
         self._own, self._in_place = parts[rank], in_place
         self.arriving: list[Tensor] = []
-        self._pending: Pending | None = None
+        self._pending: PendingCalls | None = None
         self.work: dist.Work | None = None
         if num_ranks == 1:
             return

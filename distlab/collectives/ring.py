@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.collectives.chunks import Flat, Reduction, check_piece_bytes, check_root, cut, flatten, num_pieces, prepare
-from distlab.comm.p2p import Pending, Receive, Send, exchange, needs_batches, start
+from distlab.comm.p2p import PendingCalls, Receive, Send, exchange, needs_batches, start
 
 # Large enough that the cost of one message vanishes, small enough to stay in a cache while it is added up.
 PIECE_BYTES = 4 << 20
@@ -169,7 +169,7 @@ def ring_broadcast(
     place = (flat.rank - root) % n
     after, before = _neighbours(flat)
     pieces = cut(flat.values, num_pieces(flat.values, piece_bytes))
-    started: list[Pending] = []
+    started: list[PendingCalls] = []
     for index in range(len(pieces) + 1 if n > 1 else 0):
         operations: list[Send | Receive] = []
         if place > 0 and index < len(pieces):
@@ -235,8 +235,8 @@ def _run(
     receives_ahead, sends_ahead = (min(2, k),) * 2 if needs_batches(flat.values, group) else (2, k)
     scratch = [torch.empty_like(pieces[0][0]) for _ in range(min(receives_ahead, num_reduced))]
     arriving = [scratch[at % receives_ahead][: own[at].numel()] for at in range(num_reduced)] + own[num_reduced:]
-    started: list[Pending] = []
-    receiving: list[Pending] = []
+    started: list[PendingCalls] = []
+    receiving: list[PendingCalls] = []
 
     def post(receives: list[torch.Tensor], sends: list[torch.Tensor]) -> None:
         messages = [Receive(tensor, before) for tensor in receives]

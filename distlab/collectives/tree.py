@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.collectives.chunks import Flat, Reduction, check_piece_bytes, check_root, cut, flatten, num_pieces, prepare
-from distlab.comm.p2p import Pending, Receive, Send, start
+from distlab.comm.p2p import PendingCalls, Receive, Send, start
 
 PIECE_BYTES = 1 << 20
 
@@ -111,7 +111,7 @@ def double_tree_all_reduce(
         for link, piece in zip(links, pieces, strict=True)
     ]
     scratch = [torch.empty_like(piece) for _, piece in work[:1] for _ in range(2)]
-    started: list[Pending] = []
+    started: list[PendingCalls] = []
     for link, piece in work:
         parts = [memory[: piece.numel()] for memory, _ in zip(scratch, link.children, strict=False)]
         receives = [Receive(part, child) for part, child in zip(parts, link.children, strict=True)]
@@ -189,7 +189,7 @@ def _broadcast(flat: Flat, root: int, group: dist.ProcessGroup | None) -> None:
         bit <<= 1
     if place:
         start(Receive(flat.values, (place - bit + root) % n), group=group).wait()
-    started: list[Pending] = []
+    started: list[PendingCalls] = []
     while bit > 1:  # the farthest first: it has the most ranks behind it
         bit >>= 1
         if place + bit < n:

@@ -38,7 +38,7 @@ class Receive(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingCalls:
     """Messages on their way: wait for what arrives, or for everything.
 
     A tensor being sent must not be written before `wait()`; a tensor being received must not be read before
@@ -80,7 +80,7 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
     return rank
 
 
-def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> Pending:
+def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> PendingCalls:
     """Start messages together and return at once.
 
     Messages between two ranks arrive in the order in which they were started. An empty tensor carries nothing and is
@@ -96,7 +96,7 @@ def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -
         _check(operation, rank, size)
     filled = [operation for operation in operations if operation.tensor.numel()]
     if not filled:
-        return Pending([], [], [])
+        return PendingCalls([], [], [])
     if needs_batches(filled[0].tensor, group):
         return _start_batch(filled, group)
     return _start_each(filled, group)
@@ -199,7 +199,7 @@ def _check(operation: Send | Receive, rank: int, size: int) -> None:
         )
 
 
-def _start_each(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> Pending:
+def _start_each(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> PendingCalls:
     """Start requests that complete on their own; tensors of a GPU travel by way of host memory."""
     landings: list[tuple[torch.Tensor, torch.Tensor]] = []
     receives: list[dist.Work] = []
@@ -215,10 +215,10 @@ def _start_each(operations: Sequence[Send | Receive], group: dist.ProcessGroup |
             if not tensor.is_cpu:
                 tensor = tensor.cpu()  # waits for the kernels that write it
             sends.append(started(dist.isend(tensor, group=group, group_dst=operation.to)))
-    return Pending(receives, sends, landings)
+    return PendingCalls(receives, sends, landings)
 
 
-def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> Pending:
+def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup | None) -> PendingCalls:
     batch = []
     for operation in operations:
         tensor = operation.tensor.detach()
@@ -229,7 +229,7 @@ def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup 
         else:
             batch.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=operation.from_))
     # nccl returns one request for the whole batch: what is received is there when it is done.
-    return Pending(list(dist.batch_isend_irecv(batch)), [], [])
+    return PendingCalls(list(dist.batch_isend_irecv(batch)), [], [])
 
 
 def started(work: dist.Work | None) -> dist.Work:

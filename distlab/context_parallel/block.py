@@ -43,7 +43,7 @@ class Rule:
     seed: int = 0
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """The part of a block that has to be computed.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part(NamedTuple):
     step: int = 0
 
 
-def attend(query: Tensor, key_value: Tensor, rule: Rule, part: Part) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key_value: Tensor, rule: Rule, part: BlockPart) -> tuple[Tensor, Tensor]:
     """Return the mean of the visible values, and the log-sum-exp of their scores.
 
     Shapes: query [B, A, s, D], key_value [2, B, A/g, k, D] -> [B, A, s', D], [B, A, s'], s' rows of the part
@@ -74,7 +74,7 @@ def attend(query: Tensor, key_value: Tensor, rule: Rule, part: Part) -> tuple[Te
 
 
 def attend_backward(
-    gradient: Tensor, query: Tensor, key_value: Tensor, saved: tuple[Tensor, Tensor], rule: Rule, part: Part
+    gradient: Tensor, query: Tensor, key_value: Tensor, saved: tuple[Tensor, Tensor], rule: Rule, part: BlockPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's part of the gradients of query, key and value.
 
@@ -113,7 +113,7 @@ def merge_(output: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
-def _cut(query: Tensor, key_value: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(query: Tensor, key_value: Tensor, part: BlockPart) -> tuple[Tensor, Tensor, Tensor]:
     key, value = key_value[:, :, :, part.columns]
     if key.shape[1] != query.shape[1]:
         shared = query.shape[1] // key.shape[1]
@@ -125,7 +125,9 @@ def _has_kernel(query: Tensor, rule: Rule) -> bool:
     return query.device.type == "cpu" and not rule.dropout and query.numel() > 0
 
 
-def _weights(query: Tensor, key: Tensor, rule: Rule, part: Part, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _weights(
+    query: Tensor, key: Tensor, rule: Rule, part: BlockPart, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the weights under a log-sum-exp, by default the block's own; half precision is computed in float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(wide) @ key.to(wide).mT) * rule.scale
@@ -136,7 +138,7 @@ def _weights(query: Tensor, key: Tensor, rule: Rule, part: Part, lse: Tensor | N
     return scores.sub_(lse[..., None]).exp_(), lse
 
 
-def _kept(weights: Tensor, rule: Rule, part: Part) -> Tensor | None:
+def _kept(weights: Tensor, rule: Rule, part: BlockPart) -> Tensor | None:
     """Return the factor of each weight under dropout: 0, or what keeps the mean."""
     if not rule.dropout:
         return None
@@ -146,7 +148,7 @@ def _kept(weights: Tensor, rule: Rule, part: Part) -> Tensor | None:
 
 
 def _plain_backward(
-    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], saved: tuple[Tensor, Tensor], rule: Rule, part: Part
+    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], saved: tuple[Tensor, Tensor], rule: Rule, part: BlockPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = inputs
     output, lse = saved

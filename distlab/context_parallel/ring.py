@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.p2p import Pending, Receive, Send, group_rank, start
-from distlab.context_parallel.block import Part, Rule, attend, attend_backward, merge_
+from distlab.comm.p2p import PendingCalls, Receive, Send, group_rank, start
+from distlab.context_parallel.block import BlockPart, Rule, attend, attend_backward, merge_
 from distlab.context_parallel.placement import require_divisible
 
 WHOLE = slice(None)
@@ -140,7 +140,7 @@ class _Ring:
         self.value = value
         self._group, self._to, self._from = group, (rank + 1) % num_ranks, (rank - 1) % num_ranks
         self._other: Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: PendingCalls | None = None
 
     def pass_on(self) -> None:
         """Begin to send the value to the next rank and to receive that of the one before; read it, do not write."""
@@ -156,13 +156,13 @@ class _Ring:
             self.value, self._other, self._pending = self._other, self.value, None
 
 
-def part_of(step: int, rank: int, length: int, causal: bool) -> Part:
+def part_of(step: int, rank: int, length: int, causal: bool) -> BlockPart:
     """Return what a rank computes of the keys that began `step` ranks before it; length is a rank's."""
     if step == 0 or not causal:
-        return Part(WHOLE, WHOLE, masked=causal, step=step)
+        return BlockPart(WHOLE, WHOLE, masked=causal, step=step)
     if step <= rank:  # from an earlier rank: its second chunk comes after all of our queries
-        return Part(WHOLE, slice(length // 2), masked=False, step=step)
-    return Part(slice(length // 2, None), WHOLE, masked=False, step=step)
+        return BlockPart(WHOLE, slice(length // 2), masked=False, step=step)
+    return BlockPart(slice(length // 2, None), WHOLE, masked=False, step=step)
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, dropout: float, *, who: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distlab.pipeline.agreement.batch import Batch
-from distlab.pipeline.agreement.shapes import Layout, take_apart
+from distlab.pipeline.agreement.shapes import ValueLayout, take_apart
 from distlab.pipeline.route import Route, made, needed, other_end
 from distlab.pipeline.stage import Stage
 from distlab.pipeline.wire import Wire
@@ -50,7 +50,7 @@ class Execution:
         route: Route,
         wire: Wire,
         *,
-        layouts: Sequence[Layout],
+        layouts: Sequence[ValueLayout],
         batch: Batch,
         loss: Loss | None,
         spans: SpanWriter | None,

@@ -21,7 +21,7 @@ from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.pipeline.agreement.batch import Batch, cut_batch, join
 from distlab.pipeline.agreement.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
-from distlab.pipeline.agreement.shapes import Layout
+from distlab.pipeline.agreement.shapes import ValueLayout
 from distlab.pipeline.execute import Execution, Loss, mean_of
 from distlab.pipeline.faults import gather_numbers, raise_together, refuse_together
 from distlab.pipeline.model.tied import TiedGradients, TiedParameter
@@ -115,7 +115,7 @@ class Pipeline:
         }
         self._device = next((parameter.device for parameter in self.parameters()), group_device(group))
         self._channels = open_channels(self._route.home, group, device=self._device)
-        self._known: dict[tuple[int, ...], list[Layout]] = {}
+        self._known: dict[tuple[int, ...], list[ValueLayout]] = {}
         self._state = ""  # "in a step" or "closed"; "" is ready for anything
         self.order: list[Action] = []
         self.peak_in_flight = 0
@@ -225,7 +225,7 @@ class Pipeline:
         self._channels = {}
         self._state = "closed"
 
-    def _run(self, route: Route, layouts: list[Layout], batch: Batch, loss: Loss | None) -> Execution:
+    def _run(self, route: Route, layouts: list[ValueLayout], batch: Batch, loss: Loss | None) -> Execution:
         """Run a route; whatever happens, no micro-batch is left behind."""
         wire = Wire(route, layouts, self._group, device=self._device, channels=self._channels, spans=self._spans)
         execution = Execution(self._stages, route, wire, layouts=layouts, batch=batch, loss=loss, spans=self._spans)
@@ -272,7 +272,7 @@ class Pipeline:
         except ValueError as error:
             return Batch(), f"rank {self._rank}: {error}"
 
-    def _agree_on_layouts(self, what: str, batch: Batch, problem: str) -> list[Layout]:
+    def _agree_on_layouts(self, what: str, batch: Batch, problem: str) -> list[ValueLayout]:
         """Return what each stage makes of a micro-batch; ranks ask each other only when something changed anywhere.
 
         Cost: `gather_numbers`; when something changed, `negotiate`.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
+from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.backward.layers import WeightWork
 from distlab.pipeline.backward.two_parts import SplitBackward, full_backward
 from distlab.recompute import recompute
@@ -52,7 +52,7 @@ class Stage:
         self,
         microbatch: int,
         tensors: Sequence[Tensor],
-        layout: Layout,
+        layout: ValueLayout,
         *,
         finish: Callable[[Any], Tensor] | None = None,
     ) -> Any:

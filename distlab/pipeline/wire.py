@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.comm.p2p import Pending, Receive, Send, group_rank, needs_batches, start
-from distlab.pipeline.agreement.shapes import Layout, TensorKind
+from distlab.comm.p2p import PendingCalls, Receive, Send, group_rank, needs_batches, start
+from distlab.pipeline.agreement.shapes import TensorKind, ValueLayout
 from distlab.pipeline.route import Route
 from distlab.plan import Action
 from distlab.trace import SpanWriter
@@ -78,7 +78,7 @@ class Wire:
     def __init__(
         self,
         route: Route,
-        layouts: Sequence[Layout],
+        layouts: Sequence[ValueLayout],
         group: ProcessGroup | None,
         *,
         device: torch.device,
@@ -91,8 +91,8 @@ class Wire:
         self._rank = group_rank(group)
         self._coming = {peer: deque(receives) for peer, receives in route.incoming.items()}  # not posted yet
         self._posted: dict[int, int] = dict.fromkeys(route.incoming, 0)  # posted and not used
-        self._arriving: dict[Action, tuple[Pending, list[Tensor]]] = {}
-        self._leaving: dict[Action, Pending] = {}
+        self._arriving: dict[Action, tuple[PendingCalls, list[Tensor]]] = {}
+        self._leaving: dict[Action, PendingCalls] = {}
         self._alive: dict[Action, Sequence[Tensor]] = {}
         for peer in self._coming:
             self._post_ahead(peer)

@@ -25,8 +25,8 @@ from distlab.plan.regions import Product as Product
 from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
 from distlab.plan.schedules.building_blocks import v_half as v_half, v_min as v_min
 from distlab.plan.schedules.check.validate import (
-    Report as Report,
     ScheduleError as ScheduleError,
+    ScheduleReport as ScheduleReport,
     text_grid as text_grid,
     validate as validate,
 )

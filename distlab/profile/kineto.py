@@ -50,7 +50,7 @@ _STEP = re.compile(r"ProfilerStep\W*(\d+)")
 _AUTOGRAD = "autograd::engine::evaluate_function"
 
 
-class Event(NamedTuple):
+class KinetoEvent(NamedTuple):
     """Something that lasted, in nanoseconds, on a thread of the host or a stream of a GPU."""
 
     start_ns: int
@@ -76,7 +76,7 @@ def is_kineto(document: Any, events: Sequence[Any]) -> bool:
     return any(isinstance(event, dict) and event.get("cat") in CATEGORIES for event in events)
 
 
-def events_of(document: Any, events: Sequence[Any]) -> list[Event]:
+def events_of(document: Any, events: Sequence[Any]) -> list[KinetoEvent]:
     """Return the complete events (X), on the clock of the file's base time; others last no time.
 
     Raises:
@@ -97,7 +97,7 @@ def events_of(document: Any, events: Sequence[Any]) -> list[Event]:
             raise ValueError(f"baseTimeNanoseconds is {str(base_ns)[:40]}; expected nanoseconds since 1970")
         args = event.get("args")
         words = str(event.get("name", "")), str(event.get("cat", "")), f"{event.get('pid')} {event.get('tid')}"
-        found.append(Event(start_ns + base_ns, end_ns + base_ns, *words, args if isinstance(args, dict) else {}))
+        found.append(KinetoEvent(start_ns + base_ns, end_ns + base_ns, *words, args if isinstance(args, dict) else {}))
     return found
 
 
@@ -124,7 +124,7 @@ def call_kind(name: str, args: dict[str, Any]) -> str:
     return next((kind for word, kind in KINDS.items() if word in told), "call")
 
 
-def num_bytes(call: Event) -> int:
+def num_bytes(call: KinetoEvent) -> int:
     """Return the bytes that a rank gives to a call, as far as the trace says."""
     elements, dtype = call.args.get("In msg nelems"), str(call.args.get("dtype", "")).lower()
     if type(elements) is int and elements > 0:
@@ -138,7 +138,7 @@ def num_bytes(call: Event) -> int:
     return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=False) if shape)
 
 
-def lane_of(call: Event, world_size: int) -> str:
+def lane_of(call: KinetoEvent, world_size: int) -> str:
     """Return the lane of a call: one for each group of ranks."""
     size, ranks = call.args.get("Group size"), call.args.get("Process Group Ranks")
     return "communication" if ranks is None or size == world_size else f"communication of ranks {ranks}"
@@ -153,7 +153,7 @@ def section_of(name: str) -> str:
     return "data" if name.startswith("enumerate(DataLoader") else ""
 
 
-def sections_on_host(host: Sequence[Event]) -> list[Range]:
+def sections_on_host(host: Sequence[KinetoEvent]) -> list[Range]:
     """Return the sections, in order of their start; `host` is in that order too."""
     others = [event for event in host if not event.category.startswith(("cpu_op", "cuda", "hip"))]
     marked = [(event, section_of(event.name)) for event in others]
@@ -167,7 +167,7 @@ def sections_on_host(host: Sequence[Event]) -> list[Range]:
     return sorted(found)
 
 
-def main_thread(host: Sequence[Event]) -> str:
+def main_thread(host: Sequence[KinetoEvent]) -> str:
     """Return the thread that runs the program: most of the operators that are not autograd's."""
     count = Counter(
         event.thread for event in host if event.category == "cpu_op" and not event.name.startswith("autograd")
@@ -175,7 +175,7 @@ def main_thread(host: Sequence[Event]) -> str:
     return count.most_common(1)[0][0] if count else ""
 
 
-def steps_on_host(host: Sequence[Event], sections: Sequence[Range]) -> list[tuple[str, int, int]]:
+def steps_on_host(host: Sequence[KinetoEvent], sections: Sequence[Range]) -> list[tuple[str, int, int]]:
     """Return name, start and end of each step: as the profiler marked them, or else from update to update."""
     marked = [(f"step {match[1]}", event) for event in host if (match := _STEP.fullmatch(event.name))]
     if marked:
@@ -202,7 +202,7 @@ def section_at(cuts: Ints, names: Sequence[str], time_ns: int) -> str:
     return names[place] if place >= 0 else ""
 
 
-def _backward(operators: Sequence[Event]) -> list[Range]:
+def _backward(operators: Sequence[KinetoEvent]) -> list[Range]:
     """Join autograd's functions to passes; an operator of the program between two of them ends a pass."""
     autograd = [event for event in operators if event.name.startswith(_AUTOGRAD)]
     if not autograd:
@@ -219,7 +219,7 @@ def _backward(operators: Sequence[Event]) -> list[Range]:
     return found
 
 
-def _forward(operators: Sequence[Event], sections: Sequence[Range]) -> list[Range]:
+def _forward(operators: Sequence[KinetoEvent], sections: Sequence[Range]) -> list[Range]:
     """Take the operators of the main thread between two sections, of which the second is a backward, as its forward."""
     main = main_thread(operators)
     starts = np.array([one.start_ns for one in sections], np.int64)
@@ -236,7 +236,7 @@ def _forward(operators: Sequence[Event], sections: Sequence[Range]) -> list[Rang
     return list(found.values())
 
 
-def read_rank(events: Sequence[Event], rank: int, world_size: int) -> Trace:
+def read_rank(events: Sequence[KinetoEvent], rank: int, world_size: int) -> Trace:
     """Return what a rank did.
 
     Raises:
@@ -258,7 +258,10 @@ def read_rank(events: Sequence[Event], rank: int, world_size: int) -> Trace:
 
 
 def _on_cpu(
-    host: Sequence[Event], sections: Sequence[Range], steps: Sequence[tuple[str, int, int]], calls: Sequence[Event]
+    host: Sequence[KinetoEvent],
+    sections: Sequence[Range],
+    steps: Sequence[tuple[str, int, int]],
+    calls: Sequence[KinetoEvent],
 ) -> list[Span]:
     spans = [Span(0, STEP, name, STEP, start, end) for name, start, end in steps]
     cuts, names = paint(sections)
@@ -282,7 +285,10 @@ def _waits(operators: Trace, calls: Trace) -> list[Span]:
 
 
 def _on_gpu(
-    kernels: Sequence[Event], host: Sequence[Event], sections: Sequence[Range], steps: Sequence[tuple[str, int, int]]
+    kernels: Sequence[KinetoEvent],
+    host: Sequence[KinetoEvent],
+    sections: Sequence[Range],
+    steps: Sequence[tuple[str, int, int]],
 ) -> list[Span]:
     launched = {
         repr(event.args["correlation"]): event.start_ns
@@ -324,5 +330,5 @@ def _gpu_steps(steps: Sequence[tuple[str, int, int]], starts: dict[int, list[int
     ]
 
 
-def _trace(events: Sequence[Event]) -> Trace:
+def _trace(events: Sequence[KinetoEvent]) -> Trace:
     return Trace.from_spans(Span(0, "", "", "", event.start_ns, event.end_ns) for event in events)

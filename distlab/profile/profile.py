@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.profile.calls import Calls, calls_of
-from distlab.profile.sections import SECTIONS, STEP, Moments, covers, moments_of, windows_of
+from distlab.profile.sections import SECTIONS, STEP, SectionMoments, covers, moments_of, windows_of
 from distlab.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -50,7 +50,7 @@ class Profile:
         return calls_of(self.trace, self.windows_ns).with_first_ends()
 
     @cached_property
-    def moments(self) -> dict[int, Moments]:
+    def moments(self) -> dict[int, SectionMoments]:
         """Each rank's time in pieces."""
         found, travels, late, shares = {}, self.calls.travels, self.calls.late, self.shares
         for rank, windows in self.windows_ns.items():
@@ -125,7 +125,7 @@ class Profile:
         return float(moving) / 1e9 / self.num_steps, float(hidden) / 1e9 / self.num_steps
 
 
-def _sums(pieces: Moments, num_steps: int) -> Floats:
+def _sums(pieces: SectionMoments, num_steps: int) -> Floats:
     code = pieces.step * len(SECTIONS) + pieces.section
     total: Floats = np.bincount(code, pieces.length_ns / 1e9, num_steps * len(SECTIONS)).astype(np.float64)
     return total.reshape(num_steps, len(SECTIONS))

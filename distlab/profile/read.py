@@ -19,7 +19,7 @@ MOST_NAMED = 8  # of ranks without a trace, by number; of more ranks only how ma
 _RANK = re.compile(r"rank[\W_]*(\d+)", re.IGNORECASE)
 
 
-class Run(NamedTuple):
+class TracedRun(NamedTuple):
     """What a file says about its run.
 
     Attributes:
@@ -85,20 +85,20 @@ def _files_in(path: Path) -> list[Path]:
     return sorted({*path.glob("*.json"), *path.glob("*.json.gz")})
 
 
-def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], Run]:
+def _read(path: Path, *, free: int) -> tuple[dict[str, Trace], TracedRun]:
     """Return the traces of a file by name, and what it says about its run; `free` is a rank that it may take."""
     if path.is_dir():
-        return {"measured": load_folder(path)}, Run(is_aligned=True)
+        return {"measured": load_folder(path)}, TracedRun(is_aligned=True)
     document, events = load_events(path)
     if not is_kineto(document, events):
-        return read_chrome(path), Run(is_aligned=True)
+        return read_chrome(path), TracedRun(is_aligned=True)
     told = document.get("distributedInfo") if isinstance(document, dict) else None
     told = told if isinstance(told, dict) else {}
     rank, world_size = told.get("rank"), told.get("world_size")
     if type(rank) is not int or rank < 0:
         named = _RANK.search(path.name)
         rank = int(named[1]) if named else free
-    run = Run(world_size if type(world_size) is int else 0, str(document.get("host_name", "")) if told else "")
+    run = TracedRun(world_size if type(world_size) is int else 0, str(document.get("host_name", "")) if told else "")
     try:
         return {"measured": read_rank(events_of(document, events), rank, run.world_size)}, run
     except ValueError as error:

@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class Moments(NamedTuple):
+class SectionMoments(NamedTuple):
     """One rank's time in pieces, a row each.
 
     Attributes:
@@ -59,7 +59,7 @@ class Moments(NamedTuple):
     shares: Bools
 
 
-def moments_of(trace: Trace, windows_ns: Ints, travels: Trace, late: Trace, shares: Bools) -> Moments:
+def moments_of(trace: Trace, windows_ns: Ints, travels: Trace, late: Trace, shares: Bools) -> SectionMoments:
     """Cut a rank's steps into pieces, and name each one's section.
 
     Args:
@@ -87,7 +87,9 @@ def moments_of(trace: Trace, windows_ns: Ints, travels: Trace, late: Trace, shar
     inside = cuts[:-1] < windows_ns[step, 1]
     hides = computes | covers(cuts, trace.select(host & waits))
     carried = covers(cuts, travels.select(shares))
-    return Moments(*(column[inside] for column in (np.diff(cuts), step, section, computes, hides, moving, carried)))
+    return SectionMoments(
+        *(column[inside] for column in (np.diff(cuts), step, section, computes, hides, moving, carried))
+    )
 
 
 def covers(cuts: Ints, spans: Trace) -> Bools:

@@ -11,7 +11,7 @@ import numpy as np
 from distlab.plan import AXES, Workload
 from simulator.advisor.bounds import bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.stage import kept_by_layers
 from simulator.stage.local_layer import check_divides, time_layers
 from simulator.stage.recomputed import recomputed
@@ -152,7 +152,7 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
     for name in (shape.recompute, *(["none"] if shape.recompute_layers > 1 else [])):
         if name not in known:
             own = replace(plan, recompute=name, recompute_method="uniform", recompute_layers=1)
-            times = time_layers(workload, Layout(question.cluster, own, AXES, {}), splits=False)
+            times = time_layers(workload, RankLayout(question.cluster, own, AXES, {}), splits=False)
             forward, backward = np.array([each.durations_ns[:2] for each in times], np.float64).T / 1e9
             known[name] = forward, backward
     forward, backward = known[shape.recompute]

@@ -18,7 +18,7 @@ from distlab.plan import AXES, Plan
 from distlab.plan.partition import Cuts
 from simulator.advisor.bounds import SLACK, local_parameters, pack_s, update_s, wire_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Shape
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.precision import widths_of
@@ -239,7 +239,7 @@ class Pipelines:
         """Return a time that the message behind each stage but the last does not take less than [S - 1]."""
         found = self.found
         cluster, plan, workload = found.question.cluster, found.plan(row), found.workload(row)
-        layout = Layout(cluster, plan, AXES, {})
+        layout = RankLayout(cluster, plan, AXES, {})
         size = min(output_bytes(layer, workload, plan) for layer in workload.layers[:-1]) // parts_of_messages(layout)
         inside, across = (message_ns(size, link, layout, 0) for link in (cluster.intra_node, cluster.inter_node))
         here = np.arange(num_stages - 1) % plan.pipeline

@@ -39,7 +39,7 @@ PACK_PASSES = 2
 KERNELS = 8
 
 
-class Codec(NamedTuple):
+class CodecWork(NamedTuple):
     """Work on one bucket on one rank: before it is sent, and after it has come.
 
     PowerSGD has work between its two exchanges too, and some `after` it sent the second one, while that travels.
@@ -119,7 +119,7 @@ def codec_times(
     return CodecTimes(*(to_ns(compute_s(part, device)) for part in work))
 
 
-def codec_work(compression: Compression, shapes: Shapes, *, num_ranks: int, bytes_per_element: int = 4) -> Codec:
+def codec_work(compression: Compression, shapes: Shapes, *, num_ranks: int, bytes_per_element: int = 4) -> CodecWork:
     """Count the work on a bucket of tensors of these shapes, by the table of this file."""
     size = sum(math.prod(shape) for shape in shapes)
     num_bytes = size * bytes_per_element
@@ -131,25 +131,25 @@ def codec_work(compression: Compression, shapes: Shapes, *, num_ranks: int, byte
     if compression.method in ("top_k", "random_k"):
         senders = num_ranks if compression.method == "top_k" else 1
         received = senders * num_kept(size, compression.ratio) * bytes_per_element
-        return Codec(encode, clear + Work(memory_bytes=3 * received, num_kernels=3 * senders))
+        return CodecWork(encode, clear + Work(memory_bytes=3 * received, num_kernels=3 * senders))
     packed = compression.method == "sign" or compression.bits < MAX_BITS
     pack = PACK_PASSES if packed else 0
     encode += Work(memory_bytes=pack * num_bytes, num_kernels=pack)
     add = Work(memory_bytes=num_ranks * (DECODE_PASSES + pack) * num_bytes, num_kernels=num_ranks * (4 + pack))
-    return Codec(encode, clear + add)
+    return CodecWork(encode, clear + add)
 
 
-def _powersgd(compression: Compression, shapes: Shapes, bytes_per_element: int, error: Work) -> Codec:
+def _powersgd(compression: Compression, shapes: Shapes, bytes_per_element: int, error: Work) -> CodecWork:
     """Count PowerSGD; what is not worth factors is sent as it is, and matrices of one shape share a kernel."""
     matrices = [as_matrix(shape) for shape in shapes]
     matrices = [matrix for matrix in matrices if worth_factoring(matrix, compression.rank, compression.min_saving)]
     if not matrices:
-        return Codec(Work(), Work())
+        return CodecWork(Work(), Work())
     num_bytes = sum(rows * columns for rows, columns in matrices) * bytes_per_element
     batches = len(set(matrices))
     product = 2.0 * sum(rows * columns * min(compression.rank, rows, columns) for rows, columns in matrices)
     orthogonal = 4.0 * sum(rows * min(compression.rank, rows, columns) ** 2 for rows, columns in matrices)
-    return Codec(
+    return CodecWork(
         encode=Work(product, 0, 2 * batches) + error,
         decode=Work(product, num_bytes, 2 * batches),
         between=Work(product + orthogonal, 0, (1 + 4 * compression.rank) * batches),

@@ -16,7 +16,7 @@ from distlab.plan import Cluster
 from simulator.gradients.buckets import Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, message_s
 from simulator.hardware.process_groups import Group, Links, group_of
-from simulator.hardware.rank_layout import COPIES, Layout
+from simulator.hardware.rank_layout import COPIES, RankLayout
 from simulator.units import to_ns
 
 Rows = tuple[tuple[int, ...], ...]
@@ -135,7 +135,7 @@ class Shards:
         return [group_of(self.cluster, row, self.links) for row in rows]
 
 
-def shards_of(layout: Layout, pipeline: int = 0, *, axes: Sequence[str] = COPIES) -> Shards:
+def shards_of(layout: RankLayout, pipeline: int = 0, *, axes: Sequence[str] = COPIES) -> Shards:
     """Return the sets of shards of the ranks at a place in the pipeline: those along `axes` have equal copies."""
     rows, plan = layout.rows(axes, pipeline), layout.plan
     num_shards = plan.sharding.num_shards(len(rows[0]))

@@ -104,7 +104,7 @@ class Group(NamedTuple):
         return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
 
 
-class NodePlacement(NamedTuple):
+class GroupPlacement(NamedTuple):
     """How ranks sit in their nodes: what their calls cost follows from it. See `Group` for the fields."""
 
     num_ranks: int
@@ -112,16 +112,16 @@ class NodePlacement(NamedTuple):
     ranks_per_node: int
 
 
-def placement_of(ranks: Sequence[int], per_node: int) -> NodePlacement:
+def placement_of(ranks: Sequence[int], per_node: int) -> GroupPlacement:
     """Return how these ranks, which rise, sit in nodes of `per_node`."""
     first, count = ranks[0], len(ranks)
     if first // per_node == ranks[-1] // per_node:
-        return NodePlacement(count, True, count)
+        return GroupPlacement(count, True, count)
     if ranks[-1] - first == count - 1:
-        return NodePlacement(count, False, per_node if first % per_node == 0 and count % per_node == 0 else 0)
+        return GroupPlacement(count, False, per_node if first % per_node == 0 and count % per_node == 0 else 0)
     in_nodes = Counter(rank // per_node for rank in ranks)
     same = len(set(in_nodes.values())) == 1
-    return NodePlacement(count, False, in_nodes[first // per_node] if same else 0)
+    return GroupPlacement(count, False, in_nodes[first // per_node] if same else 0)
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int], links: Links = NO_LINKS) -> Group:

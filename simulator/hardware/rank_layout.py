@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import AXES, Cluster, Plan
 from distlab.plan.axes import check_order
-from simulator.hardware.process_groups import Group, Links, NodePlacement, placement_of
+from simulator.hardware.process_groups import Group, GroupPlacement, Links, placement_of
 
 Ints = NDArray[np.int64]
 LARGE_BYTES = 1e9
@@ -26,7 +26,7 @@ EXPERT_COPIES = ("data", "context")
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RankLayout:
     """A plan on a cluster.
 
     Attributes:
@@ -66,11 +66,11 @@ class Layout:
         """Return the groups along some axes at a place in the pipeline, one of all those that cost alike."""
         return tuple(Group(self.cluster, *seat, self.links) for seat in self.placements(axes, pipeline))
 
-    def placements(self, axes: Sequence[str], pipeline: int = 0) -> tuple[NodePlacement, ...]:
+    def placements(self, axes: Sequence[str], pipeline: int = 0) -> tuple[GroupPlacement, ...]:
         """Return how the groups along some axes at a place in the pipeline sit in their nodes, each way once."""
         return self.at_places(axes)[pipeline]
 
-    def at_places(self, axes: Sequence[str]) -> tuple[tuple[NodePlacement, ...], ...]:
+    def at_places(self, axes: Sequence[str]) -> tuple[tuple[GroupPlacement, ...], ...]:
         """Return `placements` at every place in the pipeline."""
         return _placements(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)
 
@@ -127,7 +127,7 @@ def _rows(
 @lru_cache(maxsize=256)
 def _placements(
     sizes: tuple[int, ...], order: tuple[str, ...], axes: tuple[str, ...], per_node: int
-) -> tuple[tuple[NodePlacement, ...], ...]:
+) -> tuple[tuple[GroupPlacement, ...], ...]:
     """Return for each place in the pipeline how the groups along `axes` sit in their nodes, each way once."""
     if all(size == 1 for size, axis in zip(sizes, order, strict=True) if axis in axes):
         return ((placement_of([0], per_node),),) * sizes[order.index("pipeline")]  # each rank is alone

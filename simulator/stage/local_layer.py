@@ -9,7 +9,7 @@ from distlab.plan import Attention, Layer, Plan, Work, Workload
 from distlab.plan.require import changed
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
@@ -65,7 +65,7 @@ def _check_attention(attention: Attention, plan: Plan) -> None:
         )
 
 
-def time_layers(workload: Workload, layout: Layout, pipeline: int = 0, *, splits: bool = True) -> list[LayerTimes]:
+def time_layers(workload: Workload, layout: RankLayout, pipeline: int = 0, *, splits: bool = True) -> list[LayerTimes]:
     """Cost the passes of every layer on the ranks at a place in the pipeline; without `splits`, F and B alone.
 
     Layers that differ in their name alone are costed once.
@@ -114,7 +114,7 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
     return changed(layer, weight_gradient=layer.weight_gradient + sums)
 
 
-def _whole(layer: Layer, layout: Layout, *, stops_early: bool) -> LayerTimes:
+def _whole(layer: Layer, layout: RankLayout, *, stops_early: bool) -> LayerTimes:
     device = layout.cluster.device
     forward = to_ns(compute_s(layer.forward, device))
     again = _again(layer, layout.plan.recompute, stops_early=stops_early)

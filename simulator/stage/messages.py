@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from distlab.plan import Link
 from simulator.hardware.cost import message_s
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.units import to_ns
 
 
-def message_ns(num_bytes: int, link: Link, layout: Layout, pipeline: int) -> int:
+def message_ns(num_bytes: int, link: Link, layout: RankLayout, pipeline: int) -> int:
     """Return the time of a message to a neighbouring stage; a measured link has all of it.
 
     Where tensor ranks split messages, each sends its part, and the receivers gather the whole.
@@ -22,7 +22,7 @@ def message_ns(num_bytes: int, link: Link, layout: Layout, pipeline: int) -> int
     return sent_ns
 
 
-def parts_of_messages(layout: Layout) -> int:
+def parts_of_messages(layout: RankLayout) -> int:
     """Return into how many parts tensor ranks split a message that all of them have whole."""
     plan = layout.plan
     return plan.tensor if layout.cluster.software.splits_messages and not plan.sequence_parallel else 1

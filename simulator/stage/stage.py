@@ -22,7 +22,7 @@ from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, output_bytes, time_layers
 from simulator.stage.messages import message_ns, parts_of_messages
 from simulator.stage.pass_timeline import INSIDE, CallInPass
@@ -85,7 +85,7 @@ class Stage:
 
 
 def make_stages(
-    workload: Workload, layout: Layout, rank_of_stage: Sequence[int], *, codec: MeasuredCodec | None = None
+    workload: Workload, layout: RankLayout, rank_of_stage: Sequence[int], *, codec: MeasuredCodec | None = None
 ) -> tuple[Stage, ...]:
     """Cut the model into stages, of nearly equal time or with as many blocks each, and cost each on the cluster.
 
@@ -123,7 +123,7 @@ def make_stages(
     return tuple(stages)
 
 
-def _times_at_places(workload: Workload, layout: Layout) -> list[list[LayerTimes]]:
+def _times_at_places(workload: Workload, layout: RankLayout) -> list[list[LayerTimes]]:
     """Cost the layers at each rank of the pipeline: once for those whose groups all cost alike."""
     known: dict[object, list[LayerTimes]] = {}
     found = []
@@ -149,7 +149,7 @@ def check_enough_layers(workload: Workload, plan: Plan, num_stages: int) -> None
         )
 
 
-def _link(layout: Layout, here: int, there: int) -> Link | None:
+def _link(layout: RankLayout, here: int, there: int) -> Link | None:
     """Return the link between the ranks of two neighbouring stages: None where both are on one rank.
 
     Where only some of the ranks cross nodes the step waits for those.
@@ -171,7 +171,7 @@ def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> t
 
 def _stage(
     workload: Workload,
-    layout: Layout,
+    layout: RankLayout,
     own: tuple[tuple[Layer, ...], Layer | None],
     beside: tuple[Link | None, Link | None],
     here: int,

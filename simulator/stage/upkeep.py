@@ -11,7 +11,7 @@ from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
 from simulator.gradients.shard_costs import Shards, shards_of
 from simulator.hardware.cost import compute_s
-from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, Layout
+from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.precision import widths_of
 from simulator.stage.local_layer import of_experts
 from simulator.units import to_ns
@@ -29,7 +29,7 @@ class Upkeep(NamedTuple):
 class Upkeeps:
     """Costs the upkeep of a plan's stages: once for stages alike, and equal buckets once for ranks placed alike."""
 
-    def __init__(self, workload: Workload, layout: Layout, codec: MeasuredCodec | None) -> None:
+    def __init__(self, workload: Workload, layout: RankLayout, codec: MeasuredCodec | None) -> None:
         """`codec` has measured times of compression."""
         self.workload, self.layout, self.codec = workload, layout, codec
         self.widths = widths_of(workload, layout.plan)

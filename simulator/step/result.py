@@ -8,7 +8,7 @@ from functools import cached_property
 
 from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.trace import Trace
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.memory import Memory, step_memory
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing
@@ -39,9 +39,9 @@ class Step:
     order: tuple[str, ...] = AXES
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """Which rank is where."""
-        return Layout(self.cluster, self.plan, self.order)
+        return RankLayout(self.cluster, self.plan, self.order)
 
     @property
     def duration_s(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from distlab.plan import AXES, Cluster, Plan, Schedule, Sharding, Workload
 from simulator.engine.event_engine import SharedCores
-from simulator.hardware.rank_layout import Layout
+from simulator.hardware.rank_layout import RankLayout
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.jitter import EVEN, Uneven
 from simulator.stage.local_layer import check_divides
@@ -82,7 +82,7 @@ def simulate(
     check_divides(workload, plan)
     if why := why_not_timed(plan, schedule, has_jitter=uneven.jitter is not None):
         raise ValueError(why)
-    layout = Layout(cluster, plan, tuple(order), measured.links)
+    layout = RankLayout(cluster, plan, tuple(order), measured.links)
     stages = make_stages(workload, layout, rank_of_stage, codec=measured.codec)
     stages = slow_down(stages, uneven.slow_ranks, plan.pipeline)
     compiled = compile_schedule_of(plan, schedule, stages)

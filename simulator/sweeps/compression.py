@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from distlab.plan import Cluster, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
 from simulator.gradients.compression import MeasuredCodec
-from simulator.hardware.rank_layout import COPIES, Layout
+from simulator.hardware.rank_layout import COPIES, RankLayout
 from simulator.step.measured import Measured
 from simulator.step.simulate import simulate
 
@@ -19,7 +19,7 @@ BISECTIONS = 30  # of 33 doublings: the bandwidth to a millionth
 
 def replica_link(cluster: Cluster, plan: Plan) -> Link:
     """Return the link that decides how fast replicas exchange: between nodes where any replicas are in several."""
-    layout = Layout(cluster, plan)
+    layout = RankLayout(cluster, plan)
     groups = [group for place in range(plan.pipeline) for group in layout.groups(COPIES, place)]
     return cluster.intra_node if all(group.is_in_one_node for group in groups) else cluster.inter_node
 

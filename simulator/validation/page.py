@@ -9,7 +9,7 @@ import numpy as np
 
 from simulator.hardware.presets import stack
 from simulator.validation.exact import Derived
-from simulator.validation.report import FITTED, MODES, Family, errors_of, short_tables, verdict
+from simulator.validation.report import FITTED, MODES, RowFamily, errors_of, short_tables, verdict
 
 # Why a family is as far off as it is, where that is known.
 WHY = {
@@ -138,14 +138,14 @@ UNUSED = (
 )
 
 
-def write_page(path: Path, families: Sequence[Family], tables: dict[str, list[Derived]]) -> None:
+def write_page(path: Path, families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> None:
     """Write the page as Markdown, and its scatter plot as a PNG next to it."""
     picture = path.with_name(f"{path.stem}.png")
     draw(picture, families)
     path.write_text(page(families, tables, picture.name), encoding="utf-8")
 
 
-def page(families: Sequence[Family], tables: dict[str, list[Derived]], picture: str) -> str:
+def page(families: Sequence[RowFamily], tables: dict[str, list[Derived]], picture: str) -> str:
     """Return the page."""
     rows = sum(len(family.cases) for family in families)
     lines = [
@@ -194,7 +194,7 @@ def page(families: Sequence[Family], tables: dict[str, list[Derived]], picture: 
     return "\n".join(lines) + "\n"
 
 
-def draw(path: Path, families: Sequence[Family]) -> None:
+def draw(path: Path, families: Sequence[RowFamily]) -> None:
     """Draw predicted over measured against measured time, one panel for each way to predict."""
     from matplotlib.figure import Figure
 

@@ -46,7 +46,7 @@ SEARCHED = ("ZB-1p", "ZB-2p")
 MODES = ("calibrated", "left out", "data sheet")
 
 
-class Family(NamedTuple):
+class RowFamily(NamedTuple):
     """The cases of one table with their predictions.
 
     Attributes:
@@ -76,7 +76,7 @@ def constants_of(name: str) -> list[Constant]:
     return [CONSTANTS[field] for field in FITTED[name]]
 
 
-def validate(progress: Callable[[str], None] = lambda _: None) -> list[Family]:
+def validate(progress: Callable[[str], None] = lambda _: None) -> list[RowFamily]:
     """Predict every published step: with the package's constants, with its structure left out, from data sheets alone.
 
     Args:
@@ -98,7 +98,7 @@ def validate(progress: Callable[[str], None] = lambda _: None) -> list[Family]:
     for name in dict.fromkeys(case.family for case in cases):
         own_places = [index for index, case in enumerate(cases) if case.family == name]
         predicted = {mode: tuple(found[mode][index] for index in own_places) for mode in MODES}
-        families.append(Family(name, tuple(cases[index] for index in own_places), predicted))
+        families.append(RowFamily(name, tuple(cases[index] for index in own_places), predicted))
     return families
 
 
@@ -119,7 +119,7 @@ def derived() -> dict[str, list[Derived]]:
     return tables
 
 
-def text(families: Sequence[Family], tables: dict[str, list[Derived]]) -> str:
+def text(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> str:
     """Lay the scores out for a terminal."""
     head = f"{'steps':<18}{'rows':>5}" + "".join(f"{mode:>26}" for mode in MODES) + f"{'choice costs':>14}{'tau':>6}"
     lines = [head, f"{'':<23}" + f"{'error':>17}{'bias':>9}" * len(MODES)]
@@ -155,12 +155,12 @@ def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
     return np.asarray(np.abs(ours / printed - 1), np.float64)
 
 
-def is_same_generation(family: Family) -> bool:
+def is_same_generation(family: RowFamily) -> bool:
     """Return whether a family ran on the generation that most constants were fitted on: A100."""
     return family.cases[0].cluster in ("dgx-a100", "jean-zay", "a100-4-cards")
 
 
-def verdict(family: Family) -> str:
+def verdict(family: RowFamily) -> str:
     """Say which bars a family misses with its structure left out, or that it meets them."""
     found = family.score("left out")
     bar = BARS["same" if is_same_generation(family) else "other"]
@@ -187,7 +187,7 @@ def short_tables(tables: dict[str, list[Derived]]) -> list[str]:
     return said
 
 
-def facts(families: Sequence[Family], tables: dict[str, list[Derived]]) -> dict[str, Any]:
+def facts(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> dict[str, Any]:
     """Return all of it as JSON-ready values."""
     return {
         "bars": BARS,

@@ -8,7 +8,7 @@ from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression import orthogonalize
 from distlab.compression.powersgd.factors import decompress, first_right, power_step, unit_columns
-from distlab.compression.powersgd.layout import Layout, even_runs
+from distlab.compression.powersgd.layout import FactorLayout, even_runs
 from distlab.rng import generator
 
 
@@ -107,7 +107,7 @@ def test_equal_matrices_at_even_distances_are_one_view():
     shapes = [(8, 6), (8,), (8, 6), (8,), (8, 6), (2, 3), (5,), (8, 6), (4, 2, 2)]
     flat = FlatBuffer([torch.zeros(shape) for shape in shapes])
     flat.buffer.copy_(torch.arange(float(flat.buffer.numel())))
-    layout = Layout(GradientBucket(0, flat.buffer, flat.views), 1, 2.0)
+    layout = FactorLayout(GradientBucket(0, flat.buffer, flat.views), 1, 2.0)
     first, alone = layout.batches
     assert (first.num_matrices, first.distance, alone.num_matrices) == (3, 56, 1)
     assert torch.equal(first.matrices(flat.buffer), torch.stack([flat.views[0], flat.views[2], flat.views[4]]))

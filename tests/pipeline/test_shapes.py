@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distlab.pipeline.agreement.batch import cut, cut_batch, join
-from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
+from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.faults import slots_of
 from distlab.pipeline.route import forward_only, other_end, route_of
 from distlab.plan import SCHEDULES, add_communication, make_schedule, parse_action
@@ -42,7 +42,7 @@ def same(one, other):
 def test_values_survive_being_taken_apart(value):
     tensors, layout = take_apart(value)
     assert same(put_together(layout, tensors), value)
-    assert Layout.from_json(layout.to_json()) == layout
+    assert ValueLayout.from_json(layout.to_json()) == layout
     assert [kind.wants_gradient for kind in layout.kinds] == [tensor.requires_grad for tensor in tensors]
 
 

@@ -25,7 +25,7 @@ from simulator import (
     why_not_timed,
 )
 from simulator.hardware.process_groups import Group, group_of
-from simulator.hardware.rank_layout import COPIES, Layout
+from simulator.hardware.rank_layout import COPIES, RankLayout
 from simulator.units import to_ns
 from tests.simulator.step_cases import LINK, cluster_of
 
@@ -55,15 +55,15 @@ def test_an_all_to_all_over_nodes_takes_the_slower_of_two_wires():
 
 def test_groups_of_a_layout_follow_its_order():
     plan = Plan(data=2, tensor=2, pipeline=2)
-    layout = Layout(TWO_NODES, plan)
+    layout = RankLayout(TWO_NODES, plan)
     assert layout.ranks.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert layout.crosses_nodes(0, 1)
     assert axes_inside_nodes(TWO_NODES, plan) == ("data", "tensor")
     other = ("data", "expert", "context", "tensor", "pipeline")
-    assert Layout(TWO_NODES, plan, other).ranks.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert not Layout(TWO_NODES, plan, other).crosses_nodes(0, 1)
+    assert RankLayout(TWO_NODES, plan, other).ranks.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert not RankLayout(TWO_NODES, plan, other).crosses_nodes(0, 1)
     assert axes_inside_nodes(TWO_NODES, plan, other) == ("tensor", "pipeline")
-    assert [group.ranks_per_node for group in Layout(TWO_NODES, plan, other).groups(COPIES)] == [1]
+    assert [group.ranks_per_node for group in RankLayout(TWO_NODES, plan, other).groups(COPIES)] == [1]
 
 
 @pytest.mark.parametrize("jitter", [None, Jitter(0.1)])

@@ -20,7 +20,7 @@ SAID = 3  # exit status of a rank that has said all there is to say: a wrong res
 _HUNG = "raised RankTimeout: "
 
 
-class Refused(ValueError):
+class ScriptRefused(ValueError):
     """What a script was asked for cannot be: one line is enough."""
 
 
@@ -57,7 +57,7 @@ def run_script(
         with Ranks(num_ranks, timeout_s=limit_s, record=False, echo=echo, joined=False) as ranks:
             return int(SAID in ranks.run(_run_here, str(script), [*arguments]))
     except RankError as error:
-        refused = f"raised {Refused.__name__}: "
+        refused = f"raised {ScriptRefused.__name__}: "
         if error.failures and error.failures[0].summary.startswith(refused):
             raise ValueError(error.failures[0].summary.removeprefix(refused)) from None
         hung = {one.rank: one for one in error.failures if one.summary.startswith(_HUNG)}

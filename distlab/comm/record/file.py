@@ -69,7 +69,7 @@ TOTALS = np.dtype([("calls", "u8"), ("bytes", "u8"), ("ring", "u8")])
 ROWS_AT = 1024
 
 
-class Header(NamedTuple):
+class RecordHeader(NamedTuple):
     """Header of a rank's file, as read.
 
     Attributes:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Header, Known
+from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Known, RecordHeader
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 from distlab.comm.record.swapped import Exchanges
 from distlab.comm.shared_memory.mismatch import not_the_same
@@ -81,7 +81,7 @@ def known_call(
     return Known(channel ^ code if code == RECV else channel, packed)
 
 
-class Ledger:
+class CallLedger:
     """Calls of the ranks of one job; feed it rows as they appear."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ def _by_rank(rows: NDArray[Any], ranks: NDArray[np.int64]) -> tuple[NDArray[Any]
     return rows[order], ranks[order]
 
 
-def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
+def explain(ledger: CallLedger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
     """Say which calls meet and do not agree, with every rank's operation, shape and line."""
     calls = {r: call_of(r, row, ledger.names[r]) for r, row in zip(ranks.tolist(), rows, strict=True)}
     lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
@@ -219,9 +219,9 @@ def explain(ledger: Ledger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str
     return "\n".join([head, *lines, rule])
 
 
-def ledger_of(records: Records) -> Ledger:
+def ledger_of(records: Records) -> CallLedger:
     """Enter everything that was recorded in the newest job."""
-    ledger = Ledger()
+    ledger = CallLedger()
     job = max((record.header.job for record in records.by_rank.values()), default=0)
     for rank, record in records.by_rank.items():
         rows = record.rows if record.header.job == job else record.rows[:0]
@@ -234,7 +234,7 @@ def absences(absent: Collection[int], finished: Collection[int], lacks: str = "i
     return [f"rank {r} {'has returned without it' if r in finished else f'has not called {lacks}'}" for r in absent]
 
 
-def groups_of(header: Header, names: Sequence[str]) -> list[str]:
+def groups_of(header: RecordHeader, names: Sequence[str]) -> list[str]:
     """Return members and line of each group that a rank has begun to make in its job."""
     start = f"{GROUP} {header.job}."
     return [name.partition(": ")[2] for name in names if name.startswith(start)]

@@ -32,7 +32,7 @@ from distlab.comm.record.file import (
     TOTALS,
     TOTALS_AT,
     WAITING,
-    Header,
+    RecordHeader,
     add_to_totals,
 )
 from distlab.trace import Span, Trace
@@ -123,7 +123,7 @@ class RankRecord(NamedTuple):
     The totals count every call of the job, those whose rows were overwritten too.
     """
 
-    header: Header
+    header: RecordHeader
     rows: NDArray[Any]
     totals: NDArray[Any]
     names: list[str]
@@ -263,21 +263,21 @@ class RecordReader:
             )
         return data
 
-    def header(self) -> Header:
+    def header(self) -> RecordHeader:
         """Return the header as it stands."""
         _, *numbers = HEADER.unpack(self._read(0, HEADER.size))
-        return Header(*numbers)
+        return RecordHeader(*numbers)
 
     def totals(self) -> NDArray[Any]:
         """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
         return np.frombuffer(self._read(TOTALS_AT, len(OPS) * TOTALS.itemsize), TOTALS).copy()
 
-    def rows(self, header: Header, after: int = 0) -> NDArray[Any]:
+    def rows(self, header: RecordHeader, after: int = 0) -> NDArray[Any]:
         """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""
         start = max(header.first, header.newest - header.slots + 1, after + 1)
         return self.pick(header, np.arange(start, header.newest + 1, dtype=np.uint64))
 
-    def pick(self, header: Header, numbers: NDArray[np.uint64]) -> NDArray[Any]:
+    def pick(self, header: RecordHeader, numbers: NDArray[np.uint64]) -> NDArray[Any]:
         """Copy the job's rows with these numbers, as far as they are there."""
         slots = (numbers % np.uint64(header.slots)).astype(np.int64)
         first, end = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 0)

@@ -21,7 +21,7 @@ import torch
 from distlab.comm.shared_memory.arena import PAGE, map_file
 from distlab.comm.shared_memory.dense import bytes_of
 from distlab.comm.shared_memory.meeting import Meeting
-from distlab.comm.shared_memory.reductions import Reduction
+from distlab.comm.shared_memory.reductions import ReduceOperation
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
 ALIGN = 64
@@ -50,7 +50,7 @@ class Collectives:
         self.meeting.post()
         self.meeting.read_all()
 
-    def all_reduce(self, flat: torch.Tensor, reduction: Reduction, root: int = -1) -> None:
+    def all_reduce(self, flat: torch.Tensor, reduction: ReduceOperation, root: int = -1) -> None:
         """Combine the tensors of all ranks; with a root, it alone gets the result.
 
         Each rank combines its own share of a piece, straight out of the others' slots.
@@ -83,7 +83,7 @@ class Collectives:
         meeting.post()
         self._collect(base, before, itemsize, root)
 
-    def _in_place(self, flats: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    def _in_place(self, flats: Sequence[torch.Tensor], reduction: ReduceOperation) -> None:
         """Combine this rank's share of all ranks' buffers and write it to all; no other rank uses it meanwhile."""
         each, itemsize = -(-flats[0].numel() // self.size), flats[0].element_size()
         first = self.rank * each
@@ -95,7 +95,7 @@ class Collectives:
         """Where this rank leaves the result of its share, for the next step."""
         return self.meeting.open() + self.rank * share * itemsize
 
-    def _combine(self, mine: torch.Tensor, part: tuple[int, int], reduction: Reduction, share: int) -> None:
+    def _combine(self, mine: torch.Tensor, part: tuple[int, int], reduction: ReduceOperation, share: int) -> None:
         """Combine this rank's part of all ranks' data into its place of its next slot."""
         meeting, me, view, (start, length) = self.meeting, self.rank, self.meeting.arena.view, part
         meeting.open()
@@ -115,7 +115,7 @@ class Collectives:
             source = shown + rank * (self._share_bytes // itemsize) * itemsize
             copy(base + start * itemsize, source, length * itemsize)
 
-    def _small(self, flat: torch.Tensor, reduction: Reduction, root: int) -> None:
+    def _small(self, flat: torch.Tensor, reduction: ReduceOperation, root: int) -> None:
         """Show all to all; everyone who needs the result combines it, in the order of ranks."""
         meeting, num_bytes = self.meeting, bytes_of(flat)
         copy(meeting.open(), flat.data_ptr(), num_bytes)
@@ -130,7 +130,7 @@ class Collectives:
             reduction.of(values, target)
             copy(flat.data_ptr(), target.data_ptr(), num_bytes)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: ReduceOperation) -> None:
         """Combine the ranks' input of this rank's number into `output`; all are flat and of one length."""
         meeting, itemsize = self.meeting, output.element_size()
         each, base = bytes_of(output), inputs[0].data_ptr()
@@ -305,7 +305,7 @@ class Buffers:
 
 
 def combine(
-    flats: Sequence[torch.Tensor], first: int, count: int, reduction: Reduction, targets: Sequence[int]
+    flats: Sequence[torch.Tensor], first: int, count: int, reduction: ReduceOperation, targets: Sequence[int]
 ) -> None:
     """Combine `count` elements of all ranks' buffers, from `first` on, and write them to some addresses.
 

@@ -35,7 +35,7 @@ SETTLE_S = 0.0005  # how long a caller may take from its call to its wait, befor
 copy = ctypes.memmove
 
 
-class Header(ctypes.Structure):
+class MessageHeader(ctypes.Structure):
     """What begins a message in the ring."""
 
     _fields_ = (
@@ -97,9 +97,9 @@ class _Ring:
         self.data, self.num_bytes, self.position = base + PAGE, arena.layout.ring_bytes, 0
         self._piece_bytes = max(MIN_PIECE_BYTES, self.num_bytes // PIECES_PER_RING)
 
-    def header(self) -> Header:
+    def header(self) -> MessageHeader:
         """The header at this side's position."""
-        return Header.from_address(self.data + self.position % self.num_bytes)
+        return MessageHeader.from_address(self.data + self.position % self.num_bytes)
 
     def span(self, num_bytes: int) -> tuple[int, int]:
         """Return where the bytes begin of a message whose header stands at this side's position, and where it ends.
@@ -177,7 +177,7 @@ class Incoming(_Ring):
         self.source = source
         self.taking: Message | None = None  # the receive that takes the message at the head
         self._left = -1  # bytes of the message that is being taken, for a receive or aside; -1: none is
-        self._aside: list[tuple[Header, Any]] = []
+        self._aside: list[tuple[MessageHeader, Any]] = []
 
     @property
     def is_busy(self) -> bool:
@@ -199,7 +199,7 @@ class Incoming(_Ring):
             self._take_aside(receives)
         return changed
 
-    def _match(self, header: Header, receives: list[Message]) -> Message | None:
+    def _match(self, header: MessageHeader, receives: list[Message]) -> Message | None:
         """Take the first receive for a message out of the list."""
         found = next((m for m in receives if m.peer in (-1, self.source) and m.tag == header.tag), None)
         if found is None:
@@ -228,7 +228,7 @@ class Incoming(_Ring):
             if not more or not any(m.peer in (-1, self.source) for m in receives):
                 return False
             self._memory = ctypes.create_string_buffer(header.num_bytes)
-            self._address, self._header = ctypes.addressof(self._memory), Header.from_buffer_copy(header)
+            self._address, self._header = ctypes.addressof(self._memory), MessageHeader.from_buffer_copy(header)
         self._left = header.num_bytes
         self.position, self._end = self.span(header.num_bytes)
         return True

@@ -14,7 +14,7 @@ from distlab.comm.shared_memory.dense import unseen
 _Combine = Callable[..., torch.Tensor]
 
 
-class Reduction(NamedTuple):
+class ReduceOperation(NamedTuple):
     """A ReduceOp.
 
     Attributes:
@@ -42,19 +42,19 @@ class Reduction(NamedTuple):
 
 
 _TABLE = {
-    "SUM": Reduction("sum", torch.add),
-    "AVG": Reduction("avg", torch.add, divides=True),
-    "PRODUCT": Reduction("product", torch.mul),
-    "MIN": Reduction("min", torch.minimum),
-    "MAX": Reduction("max", torch.maximum),
-    "BAND": Reduction("band", torch.bitwise_and),
-    "BOR": Reduction("bor", torch.bitwise_or),
-    "BXOR": Reduction("bxor", torch.bitwise_xor),
+    "SUM": ReduceOperation("sum", torch.add),
+    "AVG": ReduceOperation("avg", torch.add, divides=True),
+    "PRODUCT": ReduceOperation("product", torch.mul),
+    "MIN": ReduceOperation("min", torch.minimum),
+    "MAX": ReduceOperation("max", torch.maximum),
+    "BAND": ReduceOperation("band", torch.bitwise_and),
+    "BOR": ReduceOperation("bor", torch.bitwise_or),
+    "BXOR": ReduceOperation("bxor", torch.bitwise_xor),
 }
 _BY_OP = {int(getattr(dist.ReduceOp, name)): reduction for name, reduction in _TABLE.items()}
 
 
-def reduction_of(op: Any, dtype: torch.dtype, who: str) -> Reduction:
+def reduction_of(op: Any, dtype: torch.dtype, who: str) -> ReduceOperation:
     """Return how to combine values of a dtype.
 
     Raises:
@@ -77,7 +77,7 @@ def reduction_of(op: Any, dtype: torch.dtype, who: str) -> Reduction:
 
 
 @functools.cache
-def _why_not(reduction: Reduction, dtype: torch.dtype) -> str:
+def _why_not(reduction: ReduceOperation, dtype: torch.dtype) -> str:
     """Return why torch's arithmetic refuses values of a dtype, or ""."""
     with unseen():
         try:

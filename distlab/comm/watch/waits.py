@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from distlab.comm.record.file import OPS, RECV, SEND, WAITING
-from distlab.comm.record.matching import Ledger, absences, groups_of, ledger_of
+from distlab.comm.record.matching import CallLedger, absences, groups_of, ledger_of
 from distlab.comm.record.read import RankRecord, Records, call_of, group_ranks, is_pair
 
 NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -54,7 +54,7 @@ def blocked_in(record: RankRecord) -> Any:
     return waiting[0] if len(waiting) else None
 
 
-def waits_of(records: Mapping[int, RankRecord], ledger: Ledger) -> dict[int, Wait]:
+def waits_of(records: Mapping[int, RankRecord], ledger: CallLedger) -> dict[int, Wait]:
     """Return what each rank waits in; ranks whose calls are all over are left out.
 
     A rank that is blocked in no call may have collectives that are not over: then the first that lacks a rank counts.
@@ -79,7 +79,7 @@ def waits_of(records: Mapping[int, RankRecord], ledger: Ledger) -> dict[int, Wai
     return found
 
 
-def waits_for(rank: int, row: Any, names: list[str], ledger: Ledger) -> list[int]:
+def waits_for(rank: int, row: Any, names: list[str], ledger: CallLedger) -> list[int]:
     """Return the ranks without which this call cannot go on; empty where what others have called may be enough.
 
     Only what is certain counts: a broadcast may reach a rank as soon as its root has called, while an all_reduce needs
@@ -141,7 +141,7 @@ def _instead(rank: int, records: Mapping[int, RankRecord]) -> str:
     return f": its last call was {call_of(rank, record.rows[-1], record.names)}"
 
 
-def find_deadlock(records: Mapping[int, RankRecord], ledger: Ledger, finished: Collection[int] = ()) -> str | None:
+def find_deadlock(records: Mapping[int, RankRecord], ledger: CallLedger, finished: Collection[int] = ()) -> str | None:
     """Return why no rank can ever move again, or None while one may; `finished`: ranks whose function has returned.
 
     A slow job must never be ended. So each rank must have returned or be blocked in a call that no call of the others

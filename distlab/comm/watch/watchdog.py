@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import FAILED, WAITING, Header
-from distlab.comm.record.matching import Ledger, absences, explain, groups_differ, groups_of, left_by_some
+from distlab.comm.record.file import FAILED, WAITING, RecordHeader
+from distlab.comm.record.matching import CallLedger, absences, explain, groups_differ, groups_of, left_by_some
 from distlab.comm.record.read import RankRecord, RecordReader, call_of
 from distlab.comm.watch.waits import find_deadlock, waits_for
 
@@ -26,11 +26,11 @@ MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the mess
 class _Follower:
     """Follow one rank's file through one job."""
 
-    def __init__(self, reader: RecordReader, header: Header) -> None:
+    def __init__(self, reader: RecordReader, header: RecordHeader) -> None:
         self.reader, self.header, self.read = reader, header, header.first - 1
         self._open = np.empty(0, np.uint64)  # numbers of the calls that were unfinished at the last look
 
-    def new_rows(self, header: Header) -> tuple[NDArray[Any], bool]:
+    def new_rows(self, header: RecordHeader) -> tuple[NDArray[Any], bool]:
         """Return the rows written since the last look, and whether some were overwritten unread."""
         self.header = header
         rows = self.reader.rows(header, self.read)
@@ -68,7 +68,7 @@ class Watchdog:
         self.folder, self.ranks, self.since_ns = Path(folder), range(world_size), since_ns
         self._readers: dict[int, RecordReader] = {}
         self._followers: dict[int, _Follower] = {}
-        self._ledger = Ledger()
+        self._ledger = CallLedger()
         self._mismatch_at: float | None = None
         self._num_groups = 0
         self._still: tuple[object, float] = (None, 0.0)
@@ -171,7 +171,7 @@ class Watchdog:
         here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
         if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
             # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
-            self._followers, self._ledger, self._mismatch_at = {}, Ledger(), None
+            self._followers, self._ledger, self._mismatch_at = {}, CallLedger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])
 

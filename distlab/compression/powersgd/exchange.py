@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression.feedback import members_where
 from distlab.compression.powersgd.factors import orthogonalize, unit_columns
-from distlab.compression.powersgd.layout import Layout
+from distlab.compression.powersgd.layout import FactorLayout
 
 
-class Memory:
+class ErrorMemory:
     """What the hook keeps of one bucket: its state, and room for the messages.
 
     PowerSGD sends a matrix of gradients as two thin ones, a left and a right factor; small tensors are sent whole.
@@ -30,7 +30,7 @@ class Memory:
         second: [R] room for the second.
     """
 
-    def __init__(self, layout: Layout, buffer: Tensor, error_feedback: bool) -> None:
+    def __init__(self, layout: FactorLayout, buffer: Tensor, error_feedback: bool) -> None:
         self.layout = layout
         self.steps = 0
         self.error = torch.zeros_like(buffer) if error_feedback and layout.batches else None
@@ -50,7 +50,7 @@ class WholeExchange:
     """
 
     def __init__(
-        self, bucket: GradientBucket, memory: Memory, group: ProcessGroup | None, advance: Callable[[], None]
+        self, bucket: GradientBucket, memory: ErrorMemory, group: ProcessGroup | None, advance: Callable[[], None]
     ) -> None:
         self.bucket, self.memory, self.group, self.advance = bucket, memory, group, advance
         self.scale = 1 / dist.get_world_size(group)

@@ -26,9 +26,9 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.comm import agree
 from distlab.compression.feedback import check_real
-from distlab.compression.powersgd.exchange import LowRankExchange, Memory, WholeExchange
+from distlab.compression.powersgd.exchange import ErrorMemory, LowRankExchange, WholeExchange
 from distlab.compression.powersgd.factors import first_right
-from distlab.compression.powersgd.layout import Layout
+from distlab.compression.powersgd.layout import FactorLayout
 from distlab.plan.compression import check_rank
 from distlab.rng import generator
 
@@ -82,7 +82,7 @@ class PowerSGD:
         self.min_saving = min_saving
         self.start_step = start_step
         self.seed = seed
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, ErrorMemory] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}  # of buckets that were not started since
         self._under_way: list[WholeExchange] = []
 
@@ -133,7 +133,7 @@ class PowerSGD:
                 exchange.work.wait()
             self._under_way = []
 
-    def _first_sight(self, bucket: GradientBucket, group: ProcessGroup | None) -> Memory:
+    def _first_sight(self, bucket: GradientBucket, group: ProcessGroup | None) -> ErrorMemory:
         """Make sure that the ranks mean the same, and make room; take up what was loaded."""
         check_real(bucket)
         saved = self._loaded.get(bucket.index, {"steps": 0, "error": None, "right": None})
@@ -147,7 +147,7 @@ class PowerSGD:
             "shapes": [list(gradient.shape) for gradient in bucket.gradients],
         }
         agree(facts, group, what=f"PowerSGD's options and bucket {bucket.index}")
-        layout = Layout(bucket, self.rank, self.min_saving)
+        layout = FactorLayout(bucket, self.rank, self.min_saving)
         for size, room in zip(sizes, (bucket.buffer.numel(), layout.right_size), strict=True):
             if size is not None and size != room:
                 raise ValueError(
@@ -155,7 +155,7 @@ class PowerSGD:
                     f"{bucket.index} needs {room}; it is of another model or other bucket sizes: use the same"
                 )
         self._loaded.pop(bucket.index, None)
-        memory = Memory(layout, bucket.buffer, self.error_feedback)
+        memory = ErrorMemory(layout, bucket.buffer, self.error_feedback)
         memory.steps = saved["steps"]
         if memory.error is not None and saved["error"] is not None:
             memory.error.copy_(saved["error"])
@@ -163,7 +163,7 @@ class PowerSGD:
             memory.right = memory.second.new_empty(layout.right_size).copy_(saved["right"])
         return memory
 
-    def _first_factors(self, index: int, memory: Memory) -> Tensor:
+    def _first_factors(self, index: int, memory: ErrorMemory) -> Tensor:
         """Draw [R] right factors from the seed, the bucket and the step alone: equal on all ranks, nothing to save."""
         source = generator(self.seed, 0, f"PowerSGD bucket {index} step {memory.steps}")
         drawn = [

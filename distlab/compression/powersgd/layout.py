@@ -15,7 +15,7 @@ from distlab.blocks.gradient_hook import GradientBucket
 from distlab.plan.compression import as_matrix, worth_factoring
 
 
-class Batch(NamedTuple):
+class MatrixBatch(NamedTuple):
     """Equal matrices at even distances.
 
     Attributes:
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
         return factors[self.right_at : self.right_end].view(self.num_matrices, self.columns, self.rank)
 
 
-class Layout:
+class FactorLayout:
     """How PowerSGD cuts up one bucket.
 
     Attributes:
@@ -86,12 +86,12 @@ class Layout:
                 offsets.setdefault(matrix, []).append(offset)
             else:
                 _extend(self.whole, offset, gradient.numel())
-        self.batches: list[Batch] = []
+        self.batches: list[MatrixBatch] = []
         self.left_size = self.right_size = 0
         for (rows, columns), places in offsets.items():
             for offset, distance, count in even_runs(places):
                 thin = min(rank, rows, columns)
-                batch = Batch(rows, columns, thin, count, offset, distance, self.left_size, self.right_size)
+                batch = MatrixBatch(rows, columns, thin, count, offset, distance, self.left_size, self.right_size)
                 self.left_size, self.right_size = batch.left_end, batch.right_end
                 self.batches.append(batch)
         self.whole_size = sum(size for _, size in self.whole)

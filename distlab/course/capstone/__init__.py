@@ -9,5 +9,5 @@ Read in this order:
 """
 
 from distlab.course.capstone.board import add_row as add_row, read_board as read_board, table as table
-from distlab.course.capstone.judge import Verdict as Verdict, attempt as attempt
-from distlab.course.capstone.task import FIRST_PLAN as FIRST_PLAN, Entry as Entry, read_entry as read_entry
+from distlab.course.capstone.judge import CapstoneVerdict as CapstoneVerdict, attempt as attempt
+from distlab.course.capstone.task import FIRST_PLAN as FIRST_PLAN, BoardEntry as BoardEntry, read_entry as read_entry

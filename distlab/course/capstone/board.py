@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.course.capstone.judge import Verdict
+from distlab.course.capstone.judge import CapstoneVerdict
 
 
 class BoardRow(NamedTuple):
@@ -26,7 +26,7 @@ class BoardRow(NamedTuple):
     plan: str
 
 
-def add_row(path: Path, name: str, verdict: Verdict) -> None:
+def add_row(path: Path, name: str, verdict: CapstoneVerdict) -> None:
     """Add an attempt, in one write: lines of others who add theirs at the same time stay whole.
 
     Raises:

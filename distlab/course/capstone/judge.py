@@ -19,7 +19,7 @@ from distlab.course.capstone.task import (
     NODES,
     NUM_RANKS,
     UPDATES,
-    Entry,
+    BoardEntry,
     first_entry,
 )
 from distlab.course.capstone.train import Update, read_log, train, train_alone
@@ -28,7 +28,7 @@ from distlab.elastic import Fault, run_elastic
 PLAIN_UPDATES = 4  # of the first plan, before and after the entry's run
 
 
-class Verdict(NamedTuple):
+class CapstoneVerdict(NamedTuple):
     """What became of an entry.
 
     Attributes:
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
         return all(kept for _, kept in self.lines())
 
 
-def attempt(entry: Entry, seed: int) -> Verdict:
+def attempt(entry: BoardEntry, seed: int) -> CapstoneVerdict:
     """Train by the entry's plan through one kill, drawn from the seed; and by the first plan before and after it.
 
     It takes about a minute on two cores.
@@ -95,7 +95,7 @@ def attempt(entry: Entry, seed: int) -> Verdict:
     alone = train_alone(UPDATES)[-1]
     usual_s = median(update.end_s - update.start_s for update in plain if update.number)  # the first one warms up
     predicted = [one.file.simulate().duration_s for one in (entry, first)]
-    return Verdict(
+    return CapstoneVerdict(
         plan=entry.text,
         seed=seed,
         time=(made[-1].end_s - made[0].start_s) / (UPDATES * usual_s),
@@ -107,7 +107,7 @@ def attempt(entry: Entry, seed: int) -> Verdict:
     )
 
 
-def _run(entry: Entry, folder: Path, updates: int, faults: Sequence[Fault] = ()) -> tuple[list[Update], list[int]]:
+def _run(entry: BoardEntry, folder: Path, updates: int, faults: Sequence[Fault] = ()) -> tuple[list[Update], list[int]]:
     folder.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that ranks are started anew is the task
@@ -117,6 +117,6 @@ def _run(entry: Entry, folder: Path, updates: int, faults: Sequence[Fault] = ())
     return read_log(folder), sent
 
 
-def as_json(verdict: Verdict) -> str:
+def as_json(verdict: CapstoneVerdict) -> str:
     """Return the verdict as one line of JSON."""
     return json.dumps(verdict._asdict() | {"kept": verdict.is_kept})

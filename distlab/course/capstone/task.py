@@ -48,7 +48,7 @@ num_microbatches = 1
 
 
 @dataclass(frozen=True)
-class Entry:
+class BoardEntry:
     """What a learner hands in.
 
     Attributes:
@@ -73,19 +73,19 @@ class Entry:
         return ", ".join([" x ".join(axes), *stage, *more])
 
 
-def first_entry() -> Entry:
+def first_entry() -> BoardEntry:
     """Return the plan to begin with, which every entry is compared with."""
-    return Entry(plan_of_text(FIRST_PLAN), UPDATES)
+    return BoardEntry(plan_of_text(FIRST_PLAN), UPDATES)
 
 
-def read_entry(path: Path | str, save_every: int) -> Entry:
+def read_entry(path: Path | str, save_every: int) -> BoardEntry:
     """Read a learner's plan file.
 
     Raises:
         ValueError: it is not a plan file, or not for this task: what differs, and what to write.
         OSError: it cannot be read.
     """
-    entry = Entry(read_plan_file(path), save_every)
+    entry = BoardEntry(read_plan_file(path), save_every)
     if not 1 <= save_every <= UPDATES:
         raise ValueError(f"--save-every is {save_every}; pass a number of updates from 1 to {UPDATES}")
     if entry.plan.world_size != NUM_RANKS:

@@ -18,7 +18,7 @@ from distlab.checkpoint import load, save
 from distlab.comm import recorded
 from distlab.comm.nodes.place import NodePlacement
 from distlab.comm.record.read import Call
-from distlab.course.capstone.task import BATCH, MODEL, NODES, NUM_RANKS, Entry
+from distlab.course.capstone.task import BATCH, MODEL, NODES, NUM_RANKS, BoardEntry
 from distlab.elastic import Fault, Faults
 from distlab.hybrid import Hybrid
 
@@ -35,7 +35,7 @@ class Update(NamedTuple):
     loss: float
 
 
-def train(entry: Entry, folder: Path, updates: int, faults: Sequence[Fault] = ()) -> int:
+def train(entry: BoardEntry, folder: Path, updates: int, faults: Sequence[Fault] = ()) -> int:
     """Run on each rank: train until the last update; return the bytes that this rank sent to the other node in one."""
     torch.set_num_threads(1)
     corpus, rank = ByteCorpus(python_documentation(), MODEL.context), dist.get_rank()

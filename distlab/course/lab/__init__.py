@@ -17,5 +17,5 @@ A lab is a plain script for torchrun. It declares its settings and says what to 
 """
 
 from distlab.course.lab.member import Lab as Lab, main as main
-from distlab.course.lab.report import Report as Report, Row as Row
+from distlab.course.lab.report import LabReport as LabReport, ReportRow as ReportRow
 from distlab.course.lab.settings import CommonSettings as CommonSettings, flag as flag

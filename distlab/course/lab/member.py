@@ -22,13 +22,13 @@ from distlab.comm import Records, agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
 from distlab.comm.launch.failures import launcher_folder, record_failure
-from distlab.comm.launch.script import SAID, Refused
+from distlab.comm.launch.script import SAID, ScriptRefused
 from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.frames import is_machinery
 from distlab.course.grading import NotYet
 from distlab.course.lab.pictures import StepWindow, write_pictures
-from distlab.course.lab.report import Report, read_reference
+from distlab.course.lab.report import LabReport, read_reference
 from distlab.course.lab.settings import CommonSettings, parse, what_is_run
 from distlab.measure.machine.others import OtherProcesses
 from distlab.trace import Trace
@@ -60,7 +60,7 @@ class Lab(Generic[SettingsT]):
     settings: SettingsT
     member: Member
     functions: Mapping[str, Function]
-    report: Report
+    report: LabReport
     window: StepWindow | None = None
 
     def function(self, exercise: str) -> Function:
@@ -227,7 +227,7 @@ def load_functions(impl: str, number: str) -> Mapping[str, Function]:
     return load_submission(str(working_copy(lesson.folder.name)) if impl == MINE else impl, lesson)
 
 
-def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> Report:
+def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> LabReport:
     kind, count = member.device.type, member.world_size
     what = what_is_run(settings)
     ranks = f"{count} rank{'s' if count > 1 else ''}"
@@ -235,7 +235,7 @@ def _report(number: str, settings: CommonSettings, member: Member, beside: Path)
     place = ", ".join(filter(None, [kind, ranks, nodes]))
     known, note = read_reference(beside / "lab_reference.md", place, what)
     title = f"Lab {number} on {ranks}, {member.device.type}, {dist.get_backend()}; functions: {settings.impl}"
-    return Report(title, what, known, note)
+    return LabReport(title, what, known, note)
 
 
 def _tell(lab: Lab[Any]) -> bool:
@@ -258,6 +258,6 @@ def _tell(lab: Lab[Any]) -> bool:
 
 def _refuse(number: str, error: ValueError) -> int:
     """Report a refusal in one line: to the launcher, or, without one, to the user."""
-    if not record_failure(Refused(str(error))):
+    if not record_failure(ScriptRefused(str(error))):
         print(f"lab {number}: {error}", file=sys.stderr)
     return 2

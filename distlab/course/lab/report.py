@@ -18,7 +18,7 @@ FAR_OFF = 0.25
 """Relative error from which on the last line names a prediction: twice what a quiet machine's calibration leaves."""
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One result.
 
     Attributes:
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Report:
+class LabReport:
     """Rows and remarks in the order in which a lab found them.
 
     Attributes:
@@ -76,17 +76,17 @@ class Report:
     settings: str = ""
     reference: Mapping[str, str] = field(default_factory=dict)
     reference_note: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def measured(self, what: str, value: Value, unit: str = "", *, predicted: float | None = None) -> None:
         """Add what was measured, with what was predicted."""
-        self.rows.append(Row(what, value, unit, predicted=predicted))
+        self.rows.append(ReportRow(what, value, unit, predicted=predicted))
 
     def fact(self, what: str, value: Value, expected: Value, unit: str = "") -> None:
         """Add what no machine changes; a value that is not the expected one fails the lab."""
-        self.rows.append(Row(what, value, unit, expected=expected))
+        self.rows.append(ReportRow(what, value, unit, expected=expected))
 
     def say(self, text: str) -> None:
         """Add lines that stand above the table, such as a matrix."""
@@ -105,7 +105,7 @@ class Report:
             self.note(f"{busy_sentence(cores)} Close other programs and run again: times here say little.")
 
     @property
-    def wrong(self) -> list[Row]:
+    def wrong(self) -> list[ReportRow]:
         """Facts that are not what they have to be."""
         return [row for row in self.rows if row.wrong]
 

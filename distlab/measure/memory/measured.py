@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm.device import peak_bytes, reset_peak
-from distlab.measure.memory.storages import Ledger, tensors_in
+from distlab.measure.memory.storages import StorageLedger, tensors_in
 from distlab.plan.require import chosen
 from distlab.sharding import FullyShard, ShardedOptimizer
 from simulator.memory.memory import KINDS as KINDS
@@ -50,7 +50,7 @@ class MeasuredMemory:
     frees before this one touches it.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, ledger: StorageLedger, device: torch.device) -> None:
         self._ledger = ledger
         self._device = device
         self._allocator_bytes = 0
@@ -129,7 +129,7 @@ def track_memory(
     """
     module = module if isinstance(module, nn.Module) else module.module
     first = next(chain(module.parameters(), module.buffers()), torch.empty(0))
-    ledger = Ledger(first.device.type)
+    ledger = StorageLedger(first.device.type)
     measured = MeasuredMemory(ledger, first.device)
     measured.restart()
     tracker = Tracker(ledger, module, limit_bytes)
@@ -172,7 +172,7 @@ class MemoryLimitError(RuntimeError):
 class Tracker(TorchDispatchMode):
     """Shows every operator's tensors to the ledger, and finds out what they are for."""
 
-    def __init__(self, ledger: Ledger, module: nn.Module, limit_bytes: int | None) -> None:
+    def __init__(self, ledger: StorageLedger, module: nn.Module, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.module = module
@@ -288,7 +288,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _explain(ledger: Ledger, came: int, what: str, limit_bytes: int) -> str:
+def _explain(ledger: StorageLedger, came: int, what: str, limit_bytes: int) -> str:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     held = {kind: size for kind, size in ledger.by_kind().items() if size}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in held.items())

@@ -37,7 +37,7 @@ class _Storage(NamedTuple):
     num_bytes: int
 
 
-class Ledger:
+class StorageLedger:
     """Storages on one kind of device, by kind and over time.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
+from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 
 
 class Batch(NamedTuple):
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     inputs: Sequence[Any] = ()
     targets: Sequence[Any] = ()
-    layout: Layout | None = None
+    layout: ValueLayout | None = None
     sizes: dict[str, int] = {}  # never written to
 
 

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.modules.trial import call_a_copy
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.agreement.shapes import Layout, put_together, take_apart
+from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.faults import gather_texts
 from distlab.pipeline.stage import Stage
 from distlab.plan import Schedule, validate
@@ -60,12 +60,12 @@ def wrong_stages(stages: Mapping[int, nn.Module], schedule: Schedule, rank: int)
 def negotiate(
     stages: Mapping[int, Stage],
     home: Sequence[int],
-    inputs: Layout | None,
+    inputs: ValueLayout | None,
     *,
     device: torch.device,
     group: ProcessGroup | None = None,
     on_failure: Callable[[Exception], None] | None = None,
-) -> list[Layout]:
+) -> list[ValueLayout]:
     """Try all stages in order and return, on every rank, what each of them makes of a micro-batch.
 
     Args:
@@ -82,7 +82,7 @@ def negotiate(
         ValueError: on every rank: a stage that cannot run on what the one before makes.
     """
     rank = group_rank(group)
-    layouts: list[Layout] = []
+    layouts: list[ValueLayout] = []
     for number, owner in enumerate(home):
         text = ""
         if owner == rank:
@@ -94,7 +94,7 @@ def negotiate(
         answer = json.loads(said[0])
         if isinstance(answer, str):
             raise ValueError(answer)
-        layouts.append(Layout.from_json(answer))
+        layouts.append(ValueLayout.from_json(answer))
     return layouts
 
 
@@ -121,7 +121,7 @@ def check_sizes(sizes: Mapping[str, int], home: Sequence[int], group: ProcessGro
 
 def _answer(
     stage: Stage,
-    given: Layout,
+    given: ValueLayout,
     rank: int,
     device: torch.device,
     *,
@@ -141,7 +141,7 @@ def _answer(
         )
 
 
-def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
+def try_out(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayout:
     """Return the layout of what a stage makes of inputs with a given layout; the stage stays as it was.
 
     Raises:
@@ -165,7 +165,7 @@ def try_out(stage: Stage, given: Layout, device: torch.device) -> Layout:
         gc.collect()  # the copy's tensors: modules and their methods hold each other
 
 
-def _run(stage: Stage, given: Layout, device: torch.device) -> Layout:
+def _run(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayout:
     """Run a copy of a stage's module on zeros."""
     inputs = [kind.zeros(device).requires_grad_(kind.wants_gradient) for kind in given.kinds]
     value: Any = put_together(given, stage.given(inputs))

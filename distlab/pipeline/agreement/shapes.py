@@ -1,8 +1,8 @@
 """What stages hand to each other: nested values of tensors, taken apart, described, and put together again.
 
 A message carries tensors and nothing else. So a value is taken apart into its tensors, in order, and a structure that
-says where each belongs; the structure and the tensors' kinds make a `Layout`. Ranks tell each other the layouts once
-(`distlab.pipeline.agreement.negotiate`), and from then on a receiver knows what comes before it is there.
+says where each belongs; the structure and the tensors' kinds make a `ValueLayout`. Ranks tell each other the layouts
+once (`distlab.pipeline.agreement.negotiate`), and from then on a receiver knows what comes before it is there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorKind(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
-class Layout(NamedTuple):
+class ValueLayout(NamedTuple):
     """A value without its numbers.
 
     Attributes:
@@ -58,9 +58,9 @@ class Layout(NamedTuple):
         """Kinds of the tensors whose gradients travel back."""
         return tuple(kind for kind in self.kinds if kind.wants_gradient)
 
-    def without_gradients(self) -> Layout:
+    def without_gradients(self) -> ValueLayout:
         """Return the same layout for a value that no backward pass reaches."""
-        return Layout(self.structure, tuple(kind._replace(wants_gradient=False) for kind in self.kinds))
+        return ValueLayout(self.structure, tuple(kind._replace(wants_gradient=False) for kind in self.kinds))
 
     def to_json(self) -> list[Any]:
         """Return it as lists, numbers and text, for JSON."""
@@ -68,13 +68,13 @@ class Layout(NamedTuple):
         return [self.structure, kinds]
 
     @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Layout:
+    def from_json(cls, value: Sequence[Any]) -> ValueLayout:
         """Undo `to_json`."""
         structure, kinds = value
         return cls(structure, tuple(TensorKind(tuple(s), getattr(torch, dtype), wants) for s, dtype, wants in kinds))
 
 
-def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
+def take_apart(value: Any) -> tuple[list[Tensor], ValueLayout]:
     """Return a value's tensors, in order, and its layout.
 
     Tuples (also NamedTuples), lists and dicts may be nested. They may also hold None, numbers, text and truth values,
@@ -88,10 +88,10 @@ def take_apart(value: Any) -> tuple[list[Tensor], Layout]:
     if type(value) is Tensor:
         tensors.append(value)
     kinds = (TensorKind(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-    return tensors, Layout(structure, tuple(kinds))
+    return tensors, ValueLayout(structure, tuple(kinds))
 
 
-def put_together(layout: Layout, tensors: Sequence[Tensor]) -> Any:
+def put_together(layout: ValueLayout, tensors: Sequence[Tensor]) -> Any:
     """Undo `take_apart`.
 
     A NamedTuple gets its own class where this process has imported its module, else one of the same name and fields.

@@ -36,7 +36,7 @@ from distlab.sharding.fsdp.gradient import (
     note_unused,
     put_end_to_end,
 )
-from distlab.sharding.fsdp.wrapping import Members, dtype_of
+from distlab.sharding.fsdp.wrapping import UnitMembers, dtype_of
 from distlab.sharding.part import FlatShard, OwnPiece, plain
 from distlab.trace import OpenCall, SpanWriter
 
@@ -89,7 +89,7 @@ class Unit:
         sends: whether gradients are reduced as backward brings them (no_sync keeps them whole).
     """
 
-    def __init__(self, index: int, name: str, members: Members, options: Options) -> None:
+    def __init__(self, index: int, name: str, members: UnitMembers, options: Options) -> None:
         self.index, self.name, self.members, self.options = index, name, members, options
         own = dtype_of(name, members)
         precision = options.precision

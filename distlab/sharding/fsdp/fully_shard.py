@@ -29,7 +29,7 @@ from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.prefetch import Order
 from distlab.sharding.fsdp.step import step_on_pieces
-from distlab.sharding.fsdp.wrapping import ROOT, Members, assign, automatic_units, chosen_units
+from distlab.sharding.fsdp.wrapping import ROOT, UnitMembers, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
 
 
@@ -128,7 +128,9 @@ class FullyShard(NotCopied, nn.Module):
         self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
         step_on_pieces()
 
-    def _wrap(self, model: nn.Module, name: str, found: dict[tuple[str, bool], Members], frees: bool) -> WatchedModule:
+    def _wrap(
+        self, model: nn.Module, name: str, found: dict[tuple[str, bool], UnitMembers], frees: bool
+    ) -> WatchedModule:
         """Move a submodule's parameters into units and put the hooks on."""
         units = []
         for frozen in (False, True):

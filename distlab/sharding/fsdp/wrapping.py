@@ -19,7 +19,7 @@ ROOT = ""
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleSlot:
     """Where a module looks for a parameter.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass
-class Members:
+class UnitMembers:
     """Parameters that lie in one flat shard.
 
     Attributes:
@@ -45,7 +45,7 @@ class Members:
 
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[ModuleSlot] = field(default_factory=list)
 
 
 def automatic_units(module: nn.Module) -> list[str]:
@@ -103,7 +103,7 @@ def _owns(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[tuple[str, bool], Members]:
+def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[tuple[str, bool], UnitMembers]:
     """Return the members of each (unit, is frozen), the root's first and then in the order of `units`.
 
     Args:
@@ -123,7 +123,7 @@ def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[
             if parameter is not None:
                 owners.setdefault(parameter, []).append(owner)
                 uses.setdefault(parameter, []).append((one, attribute, f"{path}.{attribute}" if path else attribute))
-    found = {(unit, frozen): Members() for unit in (ROOT, *units) for frozen in (False, True)}
+    found = {(unit, frozen): UnitMembers() for unit in (ROOT, *units) for frozen in (False, True)}
     for parameter, users in owners.items():
         owner = users[0] if len(set(users)) == 1 else ROOT
         if owner == ROOT and ROOT not in users and not automatic:
@@ -135,13 +135,13 @@ def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[
             )
         members = found[owner, not parameter.requires_grad]
         for one, attribute, _ in uses[parameter]:
-            members.places.append(Place(one, attribute, len(members.names)))
+            members.places.append(ModuleSlot(one, attribute, len(members.names)))
         members.names.append(uses[parameter][0][2])
         members.parameters.append(parameter)
     return {key: members for key, members in found.items() if members.names}
 
 
-def dtype_of(unit: str, members: Members) -> torch.dtype:
+def dtype_of(unit: str, members: UnitMembers) -> torch.dtype:
     """Return the type that all parameters of a unit have.
 
     Raises:

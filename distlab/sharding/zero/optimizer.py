@@ -304,7 +304,7 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
         return optimizer
 
 
-class Origin(NamedTuple):
+class PieceOrigin(NamedTuple):
     """Name and shape of a parameter: `p.origin`, for `make_optimizer` to tell them apart."""
 
     name: str
@@ -328,7 +328,7 @@ def group_pieces(
         ValueError: the optimizer is of other parameters.
     """
     for name, parameter in named:
-        parameter.origin = Origin(name, tuple(parameter.shape))  # type: ignore[attr-defined]
+        parameter.origin = PieceOrigin(name, tuple(parameter.shape))  # type: ignore[attr-defined]
     optimizer = make_optimizer([parameter for _, parameter in named])
     known, own = {id(parameter): name for name, parameter in named}, {piece.name: piece for piece in pieces}
     groups = [group["params"] for group in optimizer.param_groups]

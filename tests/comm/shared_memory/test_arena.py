@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from distlab.comm.shared_memory.arena import MIN_PIECE_BYTES, PAGE, ArenaLayout
-from distlab.comm.shared_memory.messages import HEADER_BYTES, PIECES_PER_RING, Header
+from distlab.comm.shared_memory.messages import HEADER_BYTES, PIECES_PER_RING, MessageHeader
 
 MIB = 1 << 20
 
@@ -30,4 +30,4 @@ def test_nothing_overlaps_and_it_is_as_small_as_the_package_says(size):
 
 
 def test_a_header_has_the_size_that_is_kept_free_for_it():
-    assert ctypes.sizeof(Header) == HEADER_BYTES
+    assert ctypes.sizeof(MessageHeader) == HEADER_BYTES

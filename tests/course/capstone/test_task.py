@@ -8,7 +8,7 @@ import pytest
 
 from distlab.cli import main
 from distlab.comm.nodes.place import NodePlacement
-from distlab.course.capstone import FIRST_PLAN, Verdict, add_row, read_board, read_entry, table
+from distlab.course.capstone import FIRST_PLAN, CapstoneVerdict, add_row, read_board, read_entry, table
 
 PIPELINE = """
 pipeline = 2
@@ -16,7 +16,7 @@ data = 4
 num_microbatches = 2
 order = ["pipeline", "data", "expert", "context", "tensor"]
 """
-KEPT = Verdict("data 8", 1, 0.8, 0.7, 200_000, 2, 5.0, 1e-6)
+KEPT = CapstoneVerdict("data 8", 1, 0.8, 0.7, 200_000, 2, 5.0, 1e-6)
 
 
 def plan(folder, text):

@@ -5,15 +5,15 @@ import json
 import pytest
 
 from distlab.cli.course.lab import find_lab, load_settings
-from distlab.course.lab import Report
+from distlab.course.lab import LabReport
 from distlab.course.lab.pictures import cut
 from distlab.course.lab.report import grid, read_reference, reference_section
 from distlab.course.lab.settings import what_is_run
 from distlab.trace import Span, Trace
 
 
-def filled(**named) -> Report:
-    report = Report("Lab 9 on 2 ranks", "sizes=8", **named)
+def filled(**named) -> LabReport:
+    report = LabReport("Lab 9 on 2 ranks", "sizes=8", **named)
     report.measured("a message", 0.002, "s", predicted=0.001)
     report.fact("bytes", 12_000, 12_000, "B")
     report.fact("right", True, True)
@@ -38,7 +38,7 @@ def test_a_report_with_right_facts():
 
 
 def test_where_predictions_are_near_the_last_line_speaks_of_facts_alone():
-    report = Report("Lab 9 on 2 ranks")
+    report = LabReport("Lab 9 on 2 ranks")
     report.measured("a message", 0.002, "s", predicted=0.0019)
     report.fact("right", True, True)
     assert report.table().endswith("All 1 facts are right.")
@@ -63,7 +63,7 @@ def test_a_wrong_fact_is_named_and_fails_the_report():
 
 
 def test_a_prediction_of_something_that_took_no_time_has_no_error():
-    report = Report("x")
+    report = LabReport("x")
     report.measured("nothing", 0.0, "s", predicted=0.5)
     assert report.rows[0].error is None
     assert "500 ms" in report.table()

@@ -11,7 +11,7 @@ from distlab.cli import main
 from distlab.course.grading import Lesson, Report, load_lesson, progress, reference_of
 from distlab.course.grading.progress import FILE, MARKER, OUTSIDE, Entry, Record, keep, load_progress
 from distlab.course.notebook import course_map, hint, progress_page, solution
-from distlab.course.notebook.learner.course import CourseMap, Row, rows, text_table
+from distlab.course.notebook.learner.course import CourseMap, CourseRow, rows, text_table
 from distlab.course.notebook.learner.page import PAGE, page
 
 LESSONS = Path(__file__).resolve().parents[3] / "lessons"
@@ -65,8 +65,8 @@ def test_every_lesson_of_the_course_is_on_the_map():
 
 
 ROWS = [
-    Row("01", "01_first", "First <steps>", "go", ready=True, exercises=("01.a", "01.b"), passed=1),
-    Row("02", "02_second", "Second", "go on", ready=True, exercises=("02.a",)),
+    CourseRow("01", "01_first", "First <steps>", "go", ready=True, exercises=("01.a", "01.b"), passed=1),
+    CourseRow("02", "02_second", "Second", "go on", ready=True, exercises=("02.a",)),
 ]
 PASSED = Entry(3, "2026-01-02T03:04:05+00:00", "2026-01-02T03:04:05+00:00", ("8 bytes < 9", "2 steps"), 1.0, 2, 1)
 
@@ -108,7 +108,7 @@ def test_the_page_says_what_was_passed_when_and_with_what_help():
 
 
 def test_a_whole_course_has_nothing_ahead():
-    row = Row("01", "01_first", "First", "go", ready=True, exercises=("01.a",), passed=1)
+    row = CourseRow("01", "01_first", "First", "go", ready=True, exercises=("01.a",), passed=1)
     text = page([row], {"01.a": PASSED}, day="2026-02-03")
     assert "1 of 1 exercises passed. Lessons with all exercises passed: 1 of 1." in text
     assert "Not begun" not in text

@@ -19,7 +19,7 @@ from distlab.plan import (
     zb_h1,
 )
 from distlab.plan.schedules.grammar import F, I, W
-from distlab.plan.schedules.search.rules import Costs, Rules, follow_rules
+from distlab.plan.schedules.search.rules import PassCosts, Rules, follow_rules
 from distlab.plan.schedules.search.tiling import can_run, find_steady, schedule_of, tile
 from simulator import simulate_schedule
 
@@ -86,7 +86,7 @@ def test_the_search_fits_the_times_and_the_memory():
 def test_tiled_steps_cost_what_steps_planned_whole_cost():
     """Rules applied to all micro-batches, or to a few whose steady part is repeated: the same span."""
     for ranks, lead, debt, limit in ((4, [4, 3, 2, 1], [0, 1, 2, 3], 4), (4, [8, 6, 4, 1], [0, 2, 4, 7], 8)):
-        costs = Costs([100] * ranks, [90] * ranks, [70] * ranks, [5] * ranks)
+        costs = PassCosts([100] * ranks, [90] * ranks, [70] * ranks, [5] * ranks)
         times = ActionTimes(100.0, 90.0, 70.0, 5.0)
         rules = Rules(lead, debt, 0.5, limit, 1.0)
         draft, whole = follow_rules(24, costs, rules), follow_rules(94, costs, rules)

@@ -43,7 +43,7 @@ _TURNS = re.compile(r"\s*(if|elif|else|while|for|with|continue|break)\b")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-class Step(NamedTuple):
+class ChangedStep(NamedTuple):
     """One change of a function.
 
     Attributes:
@@ -63,7 +63,7 @@ class Step(NamedTuple):
     body: str
 
 
-def walk(function: ast.FunctionDef, changes: Callable[[ast.AST, int], Iterable[New]]) -> Iterator[Step]:
+def walk(function: ast.FunctionDef, changes: Callable[[ast.AST, int], Iterable[New]]) -> Iterator[ChangedStep]:
     """Yield a function with one place changed, each text once.
 
     Args:
@@ -92,7 +92,7 @@ def walk(function: ast.FunctionDef, changes: Callable[[ast.AST, int], Iterable[N
                     setattr(parent, field, value)
                     if text not in seen:
                         seen.add(text)
-                        yield Step(node, new, line, before, after, text)
+                        yield ChangedStep(node, new, line, before, after, text)
 
 
 def _around(node: ast.AST, parents: dict[int, ast.AST]) -> ast.AST:

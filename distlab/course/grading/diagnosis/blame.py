@@ -32,7 +32,7 @@ MAX_LINE = 300
 CELL = "your cell"
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """A line of the learner's: file, line number, function, text."""
 
     file: str
@@ -52,9 +52,9 @@ def label(file: str) -> str:
     return short(file)
 
 
-def place_in(traceback: str, fn: Callable[..., Any]) -> Place | None:
+def place_in(traceback: str, fn: Callable[..., Any]) -> CodePlace | None:
     """Return the innermost line of the learner's in a traceback or a stack, or None where there is none."""
-    frames = [Place(file, int(line), name, text or "") for file, line, name, text in _FRAME.findall(traceback)]
+    frames = [CodePlace(file, int(line), name, text or "") for file, line, name, text in _FRAME.findall(traceback)]
     entered = max((i for i, frame in enumerate(frames) if frame.file.endswith(_GUARD)), default=-1)
     below = [frame for frame in frames[entered + 1 :] if not _is_library(frame.file)]
     below = [
@@ -111,7 +111,7 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
     return _of_failure(root, place, who, where + (f"\n{also}" if also else ""))
 
 
-def _of_failure(root: Failure, place: Place | None, who: str, where: str) -> Fault:
+def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) -> Fault:
     summary = _cut(root.summary)
     if summary.startswith("raised NotYet"):
         return Fault("not attempted", summary.removeprefix("raised NotYet: "))

@@ -24,7 +24,7 @@ GroupOf = Callable[[list[list[int]]], Any]
 AXES = ("dtype", "sizes", "dims", "empty", "layout", "arguments", "calls", "worlds", "sub-group", "unequal ranks")
 
 
-class Members(tuple[int, ...]):
+class GroupMembers(tuple[int, ...]):
     """The ranks of a group, in its place where no rank runs."""
 
 
@@ -183,7 +183,7 @@ class Draw:
     def split_group(self, parts: list[list[int]]) -> Any:
         """Return the group of those ranks that this rank is among; every rank is in one part."""
         mine = next(part for part in parts if self.rank in part)
-        return Members(mine) if self._group_of is None else self._group_of(parts)
+        return GroupMembers(mine) if self._group_of is None else self._group_of(parts)
 
 
 def lopsided_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ COURSE = "COURSE.toml"
 
 
 @dataclass(frozen=True)
-class Row:
+class CourseRow:
     """One lesson of the map.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
         return f"{self.passed} of {len(self.exercises)}{seen}"
 
 
-def rows(lessons: Path, progress: Mapping[str, Entry]) -> list[Row]:
+def rows(lessons: Path, progress: Mapping[str, Entry]) -> list[CourseRow]:
     """Return one row per lesson: those of COURSE.toml, filled in from the notebooks that are built."""
     plan = tomllib.loads((lessons / COURSE).read_text(encoding="utf-8"))["lesson"]
     return [_row(lessons, entry["folder"], entry["can"], progress) for entry in plan]
@@ -88,7 +88,7 @@ def this_machine_can() -> str:
 class CourseMap:
     """The map, as a table in a notebook and as text elsewhere."""
 
-    def __init__(self, lessons: list[Row], machine: str) -> None:
+    def __init__(self, lessons: list[CourseRow], machine: str) -> None:
         self.rows, self.machine = lessons, machine
 
     @property
@@ -121,7 +121,7 @@ class CourseMap:
         )
 
 
-def _html_row(row: Row) -> str:
+def _html_row(row: CourseRow) -> str:
     name, done = html.escape(f"{row.number} {row.title}"), html.escape(row.progress)
     if row.exercises:
         number, style = f'max="{len(row.exercises)}" value="{row.passed}"', "width:5em;display:block"
@@ -138,10 +138,10 @@ def _html_row(row: Row) -> str:
     return f"<tr{grey}>{''.join(columns)}</tr>"
 
 
-def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) -> Row:
+def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) -> CourseRow:
     """Return a lesson's row, from what the builder wrote into its notebook; without one it is to come."""
     number, _, words = folder.partition("_")
-    row = Row(number, folder, words.replace("_", " ").capitalize(), can, ready=False)
+    row = CourseRow(number, folder, words.replace("_", " ").capitalize(), can, ready=False)
     try:
         facts = json.loads((lessons / folder / "lesson.ipynb").read_text(encoding="utf-8"))["metadata"]["distlab"]
     except (OSError, ValueError, KeyError):

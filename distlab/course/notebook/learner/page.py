@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distlab.course.grading.progress import OUTSIDE, Entry, load_progress, now, work_folder
-from distlab.course.notebook.learner.course import CourseMap, Row, rows
+from distlab.course.notebook.learner.course import CourseMap, CourseRow, rows
 from distlab.course.notebook.learner.stuck import Note
 
 PAGE = "progress.html"
@@ -50,7 +50,7 @@ def write_page(lessons: Path, work: Path) -> Path:
     return work / PAGE
 
 
-def page(lessons: Sequence[Row], progress: Mapping[str, Entry], *, day: str) -> str:
+def page(lessons: Sequence[CourseRow], progress: Mapping[str, Entry], *, day: str) -> str:
     """Return the page: how far you are in all, a table for each lesson that you began, and the lessons ahead."""
     begun = [row for row in lessons if any(name in progress for name in row.exercises)]
     whole = sum(row.passed == len(row.exercises) for row in begun)
@@ -67,7 +67,7 @@ def page(lessons: Sequence[Row], progress: Mapping[str, Entry], *, day: str) -> 
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _lesson(row: Row, progress: Mapping[str, Entry]) -> str:
+def _lesson(row: CourseRow, progress: Mapping[str, Entry]) -> str:
     name = html.escape(f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}")
     heads = "".join(f'<th scope="col">{head}</th>' for head in COLUMNS)
     body = "".join(_exercise(one, progress.get(one, Entry())) for one in row.exercises)

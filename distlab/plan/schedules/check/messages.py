@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from distlab.plan.schedules.grammar import B, F, I, Schedule
 
 
-class Messages(NamedTuple):
+class ScheduleMessages(NamedTuple):
     """What stages hand to their neighbours: one entry per hand-over, in the order of the makers' rows.
 
     Attributes:
@@ -26,7 +26,7 @@ class Messages(NamedTuple):
     crosses: NDArray[np.bool_]
 
 
-def find_messages(schedule: Schedule) -> Messages:
+def find_messages(schedule: Schedule) -> ScheduleMessages:
     """Pair the maker and the user of everything that passes between neighbouring stages.
 
     The schedule must run every forward pass once, and every backward pass once or none at all.
@@ -42,4 +42,4 @@ def find_messages(schedule: Schedule) -> Messages:
     is_forward = schedule.kind[producer] == F
     consumer = row_of[np.where(is_forward, 0, 1), key[producer] + np.where(is_forward, width, -width)]
     rank = schedule.rank
-    return Messages(producer, consumer, is_forward, rank[producer] != rank[consumer])
+    return ScheduleMessages(producer, consumer, is_forward, rank[producer] != rank[consumer])

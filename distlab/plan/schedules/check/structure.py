@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.check.fault import ScheduleError
-from distlab.plan.schedules.check.messages import Messages
+from distlab.plan.schedules.check.messages import ScheduleMessages
 from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, I, Schedule, W
 
 Rows = NDArray[np.int64]
@@ -96,7 +96,7 @@ def check_backward_once(schedule: Schedule, forward_only: bool) -> None:
             )
 
 
-def check_messages_once(schedule: Schedule, messages: Messages) -> None:
+def check_messages_once(schedule: Schedule, messages: ScheduleMessages) -> None:
     """Check that the sends and the receives are exactly those that the computations imply."""
     key, total = _key(schedule), schedule.num_stages * schedule.num_microbatches
     ups, downs = messages.crosses & messages.is_forward, messages.crosses & ~messages.is_forward
@@ -126,7 +126,7 @@ def check_messages_once(schedule: Schedule, messages: Messages) -> None:
             )
 
 
-def check_order(schedule: Schedule, messages: Messages) -> None:
+def check_order(schedule: Schedule, messages: ScheduleMessages) -> None:
     """Check what must come first on one and the same rank, and that no message overtakes another."""
     key, kind = _key(schedule), schedule.kind
     row_of = np.full((len(KINDS), schedule.num_stages * schedule.num_microbatches), -1, np.int64)

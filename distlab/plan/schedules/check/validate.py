@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.check.fault import ScheduleError, text_grid
-from distlab.plan.schedules.check.messages import Messages, find_messages
+from distlab.plan.schedules.check.messages import ScheduleMessages, find_messages
 from distlab.plan.schedules.check.placement import check_copies, check_ranks_of_stages
 from distlab.plan.schedules.check.structure import (
     Rows,
@@ -24,11 +24,11 @@ from distlab.plan.schedules.check.structure import (
 )
 from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
 
-__all__ = ["Report", "ScheduleError", "text_grid", "validate"]
+__all__ = ["ScheduleError", "ScheduleReport", "text_grid", "validate"]
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """What `validate` found out about a schedule that is right.
 
     Attributes:
@@ -56,7 +56,7 @@ class Report:
         )
 
 
-def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1) -> Report:
+def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1) -> ScheduleReport:
     """Check that a schedule runs and computes the right thing; sends and receives are checked where it has them.
 
     Args:
@@ -81,7 +81,7 @@ def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1)
         check_messages_once(schedule, messages)
     check_order(schedule, messages)
     need = _needs(schedule, messages)
-    return Report(
+    return ScheduleReport(
         schedule.num_ranks,
         schedule.num_stages,
         schedule.num_microbatches,
@@ -102,7 +102,7 @@ def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -
     return tuple(int(held[start:stop].max(initial=before[start]) - before[start]) for start, stop in bounds)
 
 
-def _needs(schedule: Schedule, messages: Messages) -> Rows:
+def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
     """Find, for each row, the row on another rank that it waits for, or -1."""
     need = np.full(len(schedule), -1, np.int64)
     if not schedule.has_communication:

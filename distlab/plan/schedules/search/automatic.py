@@ -28,7 +28,7 @@ import numpy as np
 from distlab.plan.require import require_counts
 from distlab.plan.schedules.grammar import ActionTimes, Schedule
 from distlab.plan.schedules.search.clock import span_and_end
-from distlab.plan.schedules.search.rules import Costs, Draft, Rules, follow_rules
+from distlab.plan.schedules.search.rules import Draft, PassCosts, Rules, follow_rules
 from distlab.plan.schedules.search.tiling import Kinds, Steady, can_run, find_steady, schedule_of, tile
 
 RESOLUTION = 1_000_000  # the longest time, in the whole numbers that the search counts with
@@ -125,7 +125,7 @@ def zb_2p(
     return automatic(num_ranks, num_microbatches, times, 2 * num_ranks, held_after_input_gradient=held)
 
 
-def _whole_numbers(times: ActionTimes, num_ranks: int) -> Costs:
+def _whole_numbers(times: ActionTimes, num_ranks: int) -> PassCosts:
     """Scale the times to whole numbers, one per stage.
 
     Raises:
@@ -143,10 +143,10 @@ def _whole_numbers(times: ActionTimes, num_ranks: int) -> Costs:
         columns.append(np.broadcast_to(column, num_ranks))
     longest = max(float(column.max()) for column in columns[:3])
     scale = RESOLUTION / longest if longest else 1.0
-    return Costs(*(np.rint(column * scale).astype(np.int64).tolist() for column in columns))
+    return PassCosts(*(np.rint(column * scale).astype(np.int64).tolist() for column in columns))
 
 
-def _rules(setting: Setting, num_microbatches: int, costs: Costs, limit: float, held: float) -> Rules:
+def _rules(setting: Setting, num_microbatches: int, costs: PassCosts, limit: float, held: float) -> Rules:
     """Turn a setting into what each rank is allowed, within memory."""
     ranks = len(costs.forward)
     # From the start of a rank's first F to its first I, where nothing gets in the way.
@@ -180,7 +180,7 @@ class _Candidate(NamedTuple):
         longer = self.steady.cycle * self.copies if self.steady else 0
         return self.draft.span + longer, self.draft.end + longer
 
-    def measure(self, costs: Costs) -> tuple[float, float]:
+    def measure(self, costs: PassCosts) -> tuple[float, float]:
         """Return the same from a run. For a very long step, extrapolate from two shorter runs."""
         if self.steady is None:
             return self.draft.span, self.draft.end
@@ -203,7 +203,7 @@ class _Candidate(NamedTuple):
 class _Search:
     """The schedules found so far, and how many more actions may be planned to find a better one."""
 
-    def __init__(self, num_microbatches: int, costs: Costs) -> None:
+    def __init__(self, num_microbatches: int, costs: PassCosts) -> None:
         self.num_microbatches, self.costs = num_microbatches, costs
         self.found: list[_Candidate] = []
         self.left: float = WORK

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.grammar import F, I, W
-from distlab.plan.schedules.search.rules import Costs
+from distlab.plan.schedules.search.rules import PassCosts
 
 
-def span_and_end(kinds: NDArray[np.int8], costs: Costs) -> tuple[int, int]:
+def span_and_end(kinds: NDArray[np.int8], costs: PassCosts) -> tuple[int, int]:
     """Return the longest time from a rank's first start to its last end, and when the last rank ends.
 
     In the order that `can_run` shows to be possible: for each micro-batch j, from the first rank to the last all that

@@ -26,7 +26,7 @@ from distlab.plan.schedules.grammar import F, I, W
 UNKNOWN = 1 << 62  # the time of what no neighbour has started yet
 
 
-class Costs(NamedTuple):
+class PassCosts(NamedTuple):
     """Times in whole numbers, one per stage, so that a steady state repeats exactly."""
 
     forward: list[int]
@@ -69,7 +69,7 @@ class Draft(NamedTuple):
     end: int
 
 
-def follow_rules(num_microbatches: int, costs: Costs, rules: Rules) -> Draft:
+def follow_rules(num_microbatches: int, costs: PassCosts, rules: Rules) -> Draft:
     """Plan the micro-batches by the rules, in one to two microseconds per action."""
     walk = _Walk(num_microbatches, costs, rules)
     walk.run()
@@ -81,7 +81,7 @@ def follow_rules(num_microbatches: int, costs: Costs, rules: Rules) -> Draft:
 class _Walk:
     """All ranks in the order of time: what each has run so far, and when it looks again."""
 
-    def __init__(self, num_microbatches: int, costs: Costs, rules: Rules) -> None:
+    def __init__(self, num_microbatches: int, costs: PassCosts, rules: Rules) -> None:
         ranks = len(costs.forward)
         self.last, self.num_microbatches, self.costs, self.rules = ranks - 1, num_microbatches, costs, rules
         self.kinds: list[list[int]] = [[] for _ in range(ranks)]
