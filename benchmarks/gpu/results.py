@@ -90,7 +90,7 @@ def resume(folder: Path, facts: Facts, device: str) -> tuple[Results, str]:
         kept = json.loads(path.read_text(encoding="utf-8"))
         old_key, parts, not_run = kept["key"], kept["parts"], kept["not_run"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--out {folder}: {path} is not what this command writes; pass another folder") from None
+        raise ValueError(f"--out {folder}: {path} is not what this command writes; pass a different folder") from None
     if kept["schema"] != SCHEMA or old_key != key:
         return new, f"Starting anew: {path} was measured with {_difference(old_key, key)}."
     new.parts, new.not_run = parts, not_run

@@ -126,7 +126,7 @@ def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path
     capsys.readouterr()
     (tmp_path / "gpu.json").write_text("[1, 2]")
     assert gpu(tmp_path) == 2
-    assert "is not what this command writes; pass another folder" in capsys.readouterr().err
+    assert "is not what this command writes; pass a different folder" in capsys.readouterr().err
 
 
 def test_the_running_part_ends_with_the_command(tmp_path):

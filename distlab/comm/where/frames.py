@@ -27,7 +27,7 @@ _PYTHON = re.compile(r"/lib/python3[^/]*/|^<frozen|^<string>$")
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
 _TORCH = re.compile(r"/(?:site|dist)-packages/torch/")
 _MACHINERY = re.compile(
-    r"distlab/(?:comm/(?:launch/|record/|watch/|standby\.py)|(?:shared_memory|nodes|lab)/)|^<frozen|^<string>$"
+    r"distlab/(?:comm/(?:(?:launch|record|watch|nodes|shared_memory)/|standby\.py)|course/lab/)|^<frozen|^<string>$"
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LOOKING = threading.Lock()
