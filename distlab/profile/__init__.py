@@ -1,8 +1,8 @@
 """Where the time of a training step goes, rank by rank, and what makes it slow.
 
-Start at `sections`: where a step begins, and how it is taken apart. Then read `calls` (what ranks do together),
-`profile` (all of it) and `findings` (what makes steps slow); `words` says it. Traces come from a `live` program
-or are `read` from files: `kineto` knows torch.profiler's, `align` brings clocks together.
+Start at `plain`: where the time goes, on one screen. Then `sections`: where a step begins, and how it is taken apart;
+`calls` (what ranks do together), `profile` (all of it) and `findings` (what makes steps slow); `words` says it. Traces
+come from a `live` program or are `read` from files: `kineto` knows torch.profiler's, `align` brings clocks together.
 `anomalies` stands apart: where NaN or a spike began. Names load on first use: files are read without torch.
 """
 
@@ -15,6 +15,7 @@ from distlab.faces import lazy
 if TYPE_CHECKING:
     from distlab.profile.findings import Finding as Finding
     from distlab.profile.live import Profiler as Profiler
+    from distlab.profile.plain import plain_profile as plain_profile
     from distlab.profile.profile import Profile as Profile
     from distlab.profile.read import read_files as read_files
     from distlab.profile.sections import SECTIONS as SECTIONS

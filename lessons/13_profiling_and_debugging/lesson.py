@@ -254,6 +254,25 @@ print(guess_1.compare(worst, how="computed"))
 print(f"without its lateness a step would take {sick_ms - max(costs_ms):.0f} ms; a healthy one took {well_ms:.0f} ms")
 
 # %% [markdown]
+# Exposed and late together say where a step goes. The library's `plain_profile` does it on one screen
+# (`distlab/profile/plain.py`). It cuts the step wherever anything begins or ends, and asks of each piece: does the rank
+# compute? If not, is it waiting for a rank, are bytes on the way (exposed), or neither (idle)?
+
+# %%
+from distlab.profile import plain_profile
+
+
+def four_parts(profile):
+    """Where each rank's time goes in the middle step, in milliseconds."""
+    lanes = dict.fromkeys(("data", "F", "B", "optimizer"), "compute") | {"all_reduce": "communication"}
+    step = [span._replace(lane=lanes[span.kind]) for span in profile.middle_step() if span.kind in lanes]
+    return [{part: time_ns / 1e6 for part, time_ns in parts.items()} for parts in plain_profile(step)]
+
+
+shown = {f"rank {rank}": parts for rank, parts in enumerate(four_parts(sick))}
+show_bars(shown, "ms", "The straggler computes, and the others wait for it")
+
+# %% [markdown]
 # The rank with the *shortest* all-reduce is the slow one, the [straggler](../GLOSSARY.md#straggler). The others wait
 # in theirs for it. The library says the same of the same trace (`distlab profile` does it for files), and it knows the
 # sections. In its table `sync` is the time in which a rank waits for bytes, and `idle` the time in which it waits for a
