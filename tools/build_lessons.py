@@ -24,7 +24,7 @@ import nbformat
 from lesson_notebook import KINDS, make_notebook, read_source
 from nbformat import NotebookNode
 
-from distlab.course.grading.progress import MARKER
+from distlab.course.grading.progress import MARKER, copy_in
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "lessons"
@@ -125,6 +125,8 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
     beside.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside, prefix=".build-") as work:  # as if you had opened it
         (Path(work) / MARKER).touch()
+        copy_in(Path(work), folder.name).parent.mkdir()
+        nbformat.write(notebook, copy_in(Path(work), folder.name))
         resources = {"metadata": {"path": work}}
         client = NotebookClient(
             notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", allow_errors=True, resources=resources
