@@ -57,7 +57,8 @@ WAYS = {  # a script, and how Python is started with it
     "a lab": ("", ["-m", "distlab", "lab", "01", "--ranks", "2", *QUICK["01"].split()]),
     "lessons": ("", ["-m", "distlab", "lesson", "start", "--no-browser"]),
 }
-IN_SHARED_MEMORY = ("run", "torchrun", "torchrun with standby", "a lab")  # ranks that meet there have no socket
+# Ranks that meet there have no socket.
+IN_SHARED_MEMORY = ("run", "run on two nodes", "torchrun", "torchrun with standby", "a lab")
 
 
 def listening(mark, *, ranks_alone):

@@ -152,7 +152,10 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
         (["x"], "'x' names no lesson"),
         (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024"),
         (["01", "--limit-s", "inf"], "distlab lab 01: argument --limit-s: inf cannot be used; pass 1 to 1000000"),
-        (["01", "--trace", __file__], f"--trace {__file__}: expected the path of a folder, got a file; pass a different path"),
+        (
+            ["01", "--trace", __file__],
+            f"--trace {__file__}: expected the path of a folder, got a file; pass a different path",
+        ),
         (["01", "--trace", f"{__file__}/a/b"], f"--trace {__file__}/a/b: cannot be written ({__file__}/a/b: "),
         (["01", "--impl", "tests/"], "distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file"),
         (["03", "--data", "nothing.txt"], "distlab lab 03: --data nothing.txt: there is no such file; pass the path"),
