@@ -282,12 +282,12 @@ def test_what_cannot_be_read_is_said_in_one_line(here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes", "words"),
-    [(ENDLESS, 0.05, "it ran for 0.05 minutes"), (FILES, 10, "MB of files; the limit is 1 MB")],
+    ("text", "minutes", "most_bytes", "words"),
+    [(ENDLESS, 0.05, 10**9, "it ran for 0.05 minutes"), (FILES, 10, 10**6, "MB of files; the limit is 1 MB")],
     ids=["time", "files"],
 )
-def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch, text, minutes, words):
-    monkeypatch.setattr("distlab.course.classroom.run.FOLDER_BYTES", 10**6)
+def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch, text, minutes, most_bytes, words):
+    monkeypatch.setattr("distlab.course.classroom.run.FOLDER_BYTES", most_bytes)
     submissions = find_submissions([hand_in(here / "class", zoe=text)], "91_trial")
     (grade,) = grade_all(submissions, lesson, here / "results", seed=1, limits=Limits(minutes))
     assert words in grade.stopped
