@@ -49,7 +49,13 @@ def start_server(
 
 
 class ForkServer:
-    """A fork server that belongs to this process and ends with it."""
+    """A fork server that belongs to this process and ends with it.
+
+    Attributes:
+        is_lost: a rank's channel to it has ended: it was killed, also if the system has not said so yet.
+    """
+
+    is_lost = False
 
     def __init__(self, modules: Sequence[str]) -> None:
         for name in ("torch", "cloudpickle"):
@@ -75,7 +81,7 @@ class ForkServer:
 
     def is_alive(self) -> bool:
         """Whether the server still runs and belongs to this process (a fork of this process has none)."""
-        return os.getpid() == self._owner and self._process.poll() is None
+        return os.getpid() == self._owner and not self.is_lost and self._process.poll() is None
 
     def request(self, request: dict[str, object], fds: Sequence[int] = ()) -> None:
         """Send the server one request.

@@ -100,12 +100,12 @@ class RankProcess:
     ended_ns: int = 0
     is_gone: bool = False
 
-    def read_status(self) -> None:
-        """Read what the fork server reports: the process's number, later how it ended."""
+    def read_status(self) -> bool:
+        """Read what the fork server reports: the process's number, later how it ended; return False once it is gone."""
         data = os.read(self.status_fd, STATUS.size)
         if len(data) < STATUS.size:
             self.ended_ns, self.is_gone = time.monotonic_ns(), True
-            return
+            return False
         pid, status, now = STATUS.unpack(data)
         if pid == NOT_STARTED:
             self.summary = (
@@ -114,10 +114,11 @@ class RankProcess:
             )
         elif status < 0:
             self.pid = pid
-            return
+            return True
         else:
             self.summary = describe_exit(os.waitstatus_to_exitcode(status))
         self.ended_ns, self.is_gone = now, True
+        return True
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it (Linux; elsewhere never)."""
@@ -205,7 +206,7 @@ class Pool:
             elif what == REPLY:
                 said += self._read_reply(process)
             else:
-                process.read_status()
+                self._server.is_lost |= not process.read_status()
                 if process.is_gone:
                     self._forget(process.status_fd)
                     said += self._read_reply(process)  # which may have come after the select
