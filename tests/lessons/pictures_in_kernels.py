@@ -35,9 +35,9 @@ def _startup_folder():
 
 
 def watch():
-    """Make pictures and panels look at themselves before they are shown."""
+    """Make pictures, panels and timelines look at themselves before they are shown."""
     sys.path.append(str(ROOT / "tests" / "simulator" / "viz"))
-    from simulator.viz import Panel, Picture
+    from simulator.viz import Panel, Picture, Timeline
 
     def looking(kind, figure_of, render):
         shown = kind._repr_mimebundle_
@@ -50,6 +50,7 @@ def watch():
 
     looking(Picture, lambda picture: picture.figure, lambda figure: Picture(figure, "looked at").png())
     looking(Panel, lambda panel: panel.figure, None)
+    looking(Timeline, lambda timeline: timeline.figure, None)
 
 
 def require_readable(figure, render):

@@ -191,4 +191,6 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
         if low <= edge <= high:
             axes.plot([edge, edge], [0, 1], transform=up, color=FAINT, linestyle=(0, (2, 3)), linewidth=1.0)
     x = max(ends) if low <= max(ends) <= high else high
-    axes.text(x, above, words.ends, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")
+    text = axes.text(x, above, words.ends, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")
+    if text.get_window_extent().x0 < 0:  # a step that ends early leaves too little room before its line
+        text.set(x=low, ha="left")

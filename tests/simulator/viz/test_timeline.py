@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from picture_facts import with_gid, words
+from picture_facts import faults, with_gid, words
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
@@ -140,6 +140,12 @@ def test_the_verdict_has_both_medians_both_bands_and_says_inside():
     assert said == "measured 40.5 ms (39.8 ms to 42 ms), predicted 38 ms (33.4 ms to 42.8 ms): inside the band"
     assert overlay().inside
     assert overlay().error == pytest.approx(38 / 40.5 - 1)
+
+
+def test_a_verdict_is_whole_where_the_step_ends_long_before_its_band():
+    early = overlay(measured_ms=(98.8, 116, 116, 230), predicted_ms=(66.7, 74.1, 81.6))
+    assert "outside the band, 36 % early" in early.verdict
+    assert not faults(draw_timeline(early).figure)
 
 
 @pytest.mark.parametrize(("predicted_ms", "words"), [((20, 20, 20), "51 % early"), ((80, 81, 82), "100 % late")])
