@@ -290,30 +290,29 @@ def shared():
 BOTH, HEADS = MLP, {"q": "heads", "o": "row"}
 
 
+INPUTS = torch.ones(2, 4)
+
+
+def cut(model, plan, example=(INPUTS,)):
+    """Cut a model; where that is refused, see that nothing was cut."""
+    before = list(model.parameters())
+    try:
+        return parallelize_module(model, plan, example=example)
+    except ValueError:
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True)), "nothing is cut"
+        raise
+
+
+def train_fused_vit(plan, clip):
+    kind = KINDS["ViT, fused qkv"]
+    train(kind, cut(zoo_images.fused_vit().double(), plan, kind.batch(9)[:1]), clip)
+
+
 def refusals():
     rank = dist.get_rank()
-    x = torch.ones(2, 4)
-
-    def cut(model, plan, example=(x,)):
-        before = list(model.parameters())
-        try:
-            return parallelize_module(model, plan, example=example)
-        except ValueError:
-            assert all(one is other for one, other in zip(model.parameters(), before, strict=True)), "nothing is cut"
-            raise
-
     zoo_text.KEY_HEADS = 1
     hooked, inner = Small(), Small()
     hooked.up.register_forward_hook(lambda *_: None)
-
-    def without_inside():
-        model = cut(zoo_images.fused_vit().double(), PLANS["ViT"], KINDS["ViT, fused qkv"].batch(9)[:1])
-        train(KINDS["ViT, fused qkv"], model, partial(clip_tensor_parallel_, max_norm=1.0))
-
-    def torchs_clip():
-        model = cut(zoo_images.fused_vit().double(), FUSED, KINDS["ViT, fused qkv"].batch(9)[:1])
-        train(KINDS["ViT, fused qkv"], model, clip_alone)
-
     cases = [
         *((words, partial(cut, drawn(make), plan, (samples(0),))) for make, plan, words in WRONG.values()),
         ("in two halves", lambda: cut(Mlp(glu, inner=18, read=9), {"up": "paired"})),
@@ -347,16 +346,19 @@ def refusals():
         ("returns other numbers than the", lambda: cut(Constant(), HEADS, (torch.randn(2, 8).cumsum(0) * 0 + 1,))),
         ("returns other numbers than the", lambda: cut(ReadsWeight(), {"words": "vocabulary"}, (torch.arange(4),))),
         ("pass example=(inputs of one forward)", lambda: cut(Small(), BOTH, None)),
-        ("the inputs of tensor ranks, which work on the same samples", lambda: cut(Small(), BOTH, (x + rank,))),
-        ("the inputs of tensor ranks, which work on the same samples", lambda: cut(Small(), BOTH)(x + rank)),
+        ("the inputs of tensor ranks, which work on the same samples", lambda: cut(Small(), BOTH, (INPUTS + rank,))),
+        ("the inputs of tensor ranks, which work on the same samples", lambda: cut(Small(), BOTH)(INPUTS + rank)),
         ("the shapes of the inputs of tensor ranks", lambda: cut(Small(), BOTH)(torch.ones(2 + rank, 4))),
         ("0.other (Linear) fails in the", lambda: cut(nn.Sequential(Behind()), {"0.gate": "column", "0.end": "row"})),
         ("o (Linear) fails in the cut model and not in the whole one", lambda: cut(OfAllHeads(), HEADS)),
-        ("needs the style 'inside'", without_inside),
-        ("not with torch's clip_grad_norm_", torchs_clip),
+        (
+            "needs the style 'inside'",
+            lambda: train_fused_vit(PLANS["ViT"], partial(clip_tensor_parallel_, max_norm=1.0)),
+        ),
+        ("not with torch's clip_grad_norm_", lambda: train_fused_vit(FUSED, clip_alone)),
     ]
     found = [(words, message(call)) for words, call in cases]
-    return found, message(lambda: cut(inner, BOTH, example=(x,))(x))
+    return found, message(lambda: cut(inner, BOTH)(INPUTS))
 
 
 class Unread(Small):
