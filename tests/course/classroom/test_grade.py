@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trial_answers import GOOD
 
 from distlab.cli import main
 from distlab.course.classroom import Limits, Submission, find_submissions, grade_all
@@ -32,17 +33,6 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.timeout(240)  # each submission starts processes of its own, several times
 
 LESSONS = ROOT / "tests" / "course" / "grading" / "lessons"
-GOOD = """
-import torch.distributed as dist
-
-def mean(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-def double(values, *, times=2):
-    return [times * value for value in values]
-"""
 SUM = GOOD.replace("total / dist.get_world_size()", "total")
 HOSTILE = """
 import os, signal

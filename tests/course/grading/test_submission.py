@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trial_answers import GOOD
 
 from distlab.cli import main
 from distlab.course.grading import Lesson, load_submission
@@ -17,17 +18,6 @@ from distlab.course.grading.answer.source import read_source
 from distlab.course.grading.answer.submission import isolated_submission
 from distlab.course.grading.progress import MARKER, load_progress
 
-GOOD = """
-import torch.distributed as dist
-
-def mean(tensor):
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-def double(values, *, times=2):
-    return [times * value for value in values]
-"""
 NO_ALL_REDUCE = GOOD.replace("    dist.all_reduce(total)\n", "")
 
 
