@@ -39,8 +39,8 @@ def plain_mesh_step(
         The mean loss over the whole batch, on every rank.
 
     Shapes: first [H, F/t], second [F/t, H], x [B/d, H], target [B/d, H] -> []
-    Cost: per rank B/d H elements summed over tensor forward and as many backward, B/d H sent to the next stage and
-        to the one before, and this rank's weights averaged over data once.
+    Cost: per rank B/d H elements are summed over tensor in forward, and as many in backward. As many go to the next
+        stage, and to the one before. This rank's weights are averaged over data once.
     """
     data, tensor, pipeline = groups["data"], groups["tensor"], groups["pipeline"]
     stage, last = group_rank(pipeline), dist.get_world_size(pipeline) - 1
