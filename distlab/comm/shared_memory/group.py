@@ -22,7 +22,7 @@ import torch.distributed as dist
 from distlab.comm.shared_memory import dense
 from distlab.comm.shared_memory.arena import LEFT
 from distlab.comm.shared_memory.collectives import Collectives
-from distlab.comm.shared_memory.meeting import CallRecord, Meeting, MetCall, meet, record_of
+from distlab.comm.shared_memory.meeting import CallRecord, Meeting, GroupCall, meet, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
 from distlab.comm.shared_memory.reductions import ReduceOperation, reduction_of
 from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
@@ -125,7 +125,7 @@ class SharedGroup(dist.ProcessGroup):
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return [reduction_of(getattr(kind, "op", kind), tensor.dtype, self._who(op)) for tensor in tensors]
 
-    def _start(self, call: MetCall, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> Any:
+    def _start(self, call: GroupCall, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> Any:
         """Have a call done, here or on the group's thread."""
         who = self._who(call.op)
         for tensor in reads:
@@ -144,7 +144,7 @@ class SharedGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _do(self, call: MetCall, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
+    def _do(self, call: GroupCall, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
         """Do a call; where it fails the group is of no use any more, and the others learn why."""
         self._meeting.begin(record)
         try:
@@ -181,7 +181,7 @@ class SharedGroup(dist.ProcessGroup):
             for flat, reduction in zip(flats, reductions, strict=True):
                 self._collectives.all_reduce(flat, reduction, root)
 
-        return self._start(MetCall(op, tensors, root, reductions[0].name), do, [], tensors, opts)
+        return self._start(GroupCall(op, tensors, root, reductions[0].name), do, [], tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copy the root's tensor to all."""
@@ -191,7 +191,7 @@ class SharedGroup(dist.ProcessGroup):
             for flat in flats:
                 self._collectives.broadcast(flat, root)
 
-        return self._start(MetCall("broadcast", tensors, root), do, [], tensors, opts)
+        return self._start(GroupCall("broadcast", tensors, root), do, [], tensors, opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Copy every rank's tensor to all."""
@@ -214,7 +214,7 @@ class SharedGroup(dist.ProcessGroup):
                 self._collectives.all_gather(places, source)
 
         outputs = [output for outputs in output_lists for output in outputs]
-        return self._start(MetCall("all_gather", inputs), do, inputs, outputs, opts)
+        return self._start(GroupCall("all_gather", inputs), do, inputs, outputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
@@ -234,7 +234,7 @@ class SharedGroup(dist.ProcessGroup):
                 first, length = target.data_ptr(), dense.bytes_of(source)
                 self._collectives.all_gather([first + rank * length for rank in range(size)], source)
 
-        return self._start(MetCall("all_gather", inputs), do, inputs, outputs, opts)
+        return self._start(GroupCall("all_gather", inputs), do, inputs, outputs, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Combine each rank's list; rank r gets the r-th of the results."""
@@ -273,7 +273,7 @@ class SharedGroup(dist.ProcessGroup):
             for target, inputs, reduction in zip(targets, cut(sources), reductions, strict=True):
                 self._collectives.reduce_scatter(target, inputs, reduction)
 
-        return self._start(MetCall("reduce_scatter to", outputs, -1, reductions[0].name), do, reads, outputs, opts)
+        return self._start(GroupCall("reduce_scatter to", outputs, -1, reductions[0].name), do, reads, outputs, opts)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to the root's list."""
@@ -285,7 +285,7 @@ class SharedGroup(dist.ProcessGroup):
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.gather(targets, sources[0], root)
 
-        return self._start(MetCall("gather", [source], root), do, [source], outputs, opts)
+        return self._start(GroupCall("gather", [source], root), do, [source], outputs, opts)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy the root's r-th tensor to rank r."""
@@ -297,7 +297,7 @@ class SharedGroup(dist.ProcessGroup):
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.scatter(targets[0], sources, root)
 
-        return self._start(MetCall("scatter", [output], root), do, inputs, [output], opts)
+        return self._start(GroupCall("scatter", [output], root), do, inputs, [output], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Copy the s-th tensor to rank s, and get one from each."""
@@ -312,7 +312,7 @@ class SharedGroup(dist.ProcessGroup):
                 *([(t.data_ptr(), dense.bytes_of(t)) for t in flats] for flats in (targets, sources))
             )
 
-        call = MetCall(
+        call = GroupCall(
             f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=[*map(dense.bytes_of, inputs)]
         )
         return self._start(call, do, inputs, outputs, opts)
@@ -330,12 +330,12 @@ class SharedGroup(dist.ProcessGroup):
                 dense.parts(targets[0].data_ptr(), takes), dense.parts(sources[0].data_ptr(), gives)
             )
 
-        call = MetCall(f"all_to_all {str(source.dtype).removeprefix('torch.')}", gives=gives)
+        call = GroupCall(f"all_to_all {str(source.dtype).removeprefix('torch.')}", gives=gives)
         return self._start(call, do, [source], [output], opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait until all are here."""
-        return self._start(MetCall("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
+        return self._start(GroupCall("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -435,7 +435,7 @@ def buffer_of(
     def do(_: Tensors, __: Tensors) -> None:
         made.append(place._collectives.buffers.make(num_bytes))
 
-    place._start(MetCall(f"buffer of {num_bytes} bytes"), do, [], [], None).wait()
+    place._start(GroupCall(f"buffer of {num_bytes} bytes"), do, [], [], None).wait()
     return made[0].view(dtype)
 
 

@@ -59,7 +59,7 @@ def record_of(op: str, root: int, reduction: str, *shown: tuple[Sequence[int], t
     return CallRecord(", ".join(words))
 
 
-class MetCall(NamedTuple):
+class GroupCall(NamedTuple):
     """A collective.
 
     Attributes:
