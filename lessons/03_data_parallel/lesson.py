@@ -1335,6 +1335,23 @@ show(draw_bars(step_ms, subtitle="one step, turn by turn in one run", **words))
 # **Horovod puts the average elsewhere: into the optimizer.** The model knows nothing. Hooks on the optimizer's
 # parameters fill buffers during backward, and `step()` waits for all of them. So the loop is that of one process.
 
+# %% tags=["nbval-check-output"]
+from distlab.data_parallel import HorovodOptimizer
+
+
+def by_horovod(num_steps):
+    model, losses = GPT(CONFIG, torch.Generator().manual_seed(0)), []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = HorovodOptimizer(sgd, model.named_parameters(), fusion_bytes=500_000)
+    for step in range(num_steps):
+        batch = CORPUS.batch(step, 16, rank=dist.get_rank(), world_size=4)
+        losses.append(float(train_step(model, optimizer, batch=batch, loss_fn=GPT.loss)))
+    return losses
+
+
+same = max(abs(loss - ddp[0]) for loss, ddp in zip(ranks.run(by_horovod, len(theirs))[0], theirs, strict=True)) < 1e-5
+print(f"the losses with Horovod's design are those of DDP, to 1e-5: {same}")
+
 # %% [markdown]
 # **A fault that DDP cannot catch.** DDP averages in what its own `forward` sets up. Code that takes the loss from
 # `model.module`, to save typing or to reach a method, goes around it. Is anything averaged?
