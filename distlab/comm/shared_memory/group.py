@@ -22,7 +22,7 @@ import torch.distributed as dist
 from distlab.comm.shared_memory import dense
 from distlab.comm.shared_memory.arena import LEFT
 from distlab.comm.shared_memory.collectives import Collectives
-from distlab.comm.shared_memory.meeting import CallRecord, Meeting, GroupCall, meet, record_of
+from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
 from distlab.comm.shared_memory.reductions import ReduceOperation, reduction_of
 from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
