@@ -25,9 +25,9 @@ SLOWEST := --durations 10 --durations-min 1
 # keeps nbval out of other runs: it takes two seconds to load in each process. SHORT cuts what is timed or checked anyway.
 SHORT := -p tests.lessons.short_kernels
 CELLS := -p tests.lessons.pictures_in_kernels -p nbval.plugin --nbval-lax --nbval-cell-timeout 240 --timeout 300
-# A lesson's notebook is its solution's with stubs for functions; after a check it goes on with the reference. So the
-# solutions say whether cells work, tests/lessons/test_bodies.py tries every stub, and a browser runs one as it is given out.
-NOTEBOOKS := $(sort $(wildcard lessons/*/solution.ipynb)) lessons/START.ipynb
+# A lesson's notebook has stubs for functions; after a check it goes on with the reference. Its outputs are committed,
+# those of solution.ipynb are not: tests/lessons/test_bodies.py checks each stub and each solution.
+NOTEBOOKS := $(sort $(wildcard lessons/*/lesson.ipynb)) lessons/START.ipynb
 
 # One thread of torch a process: three that each ask for all cores mostly spin while they wait for one another.
 test quick: export OMP_NUM_THREADS = 1
@@ -95,7 +95,7 @@ soak: setup
 # All other long tests, and every cell of each notebook as it is.
 proofs: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3700 $$($(BIN)/python tools/promises.py --others)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(sort $(NOTEBOOKS) $(wildcard lessons/*/lesson.ipynb))
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(NOTEBOOKS)
 
 # Models of every kind by every technique: SUPPORTED.md.
 zoo: setup

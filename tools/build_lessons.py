@@ -4,13 +4,16 @@
     python tools/build_lessons.py 03 --execute     one lesson; run it too, and keep what its cells show
     python tools/build_lessons.py --check          change nothing; name each cell that differs from its source
 
-Outputs of cells that did not change are kept. `--check` compares text, ids and metadata, not outputs, which hold times.
+lesson.ipynb is committed as it ran once, solution.ipynb without outputs. Outputs of cells that did not change are kept,
+and so are those that a new run shows again with other numbers alone (times, mostly): history grows by what is new.
+`--fresh` takes all of the new run. `--check` compares text, ids and metadata, not outputs, which hold times.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import html
 import io
 import re
 import sys
@@ -29,7 +32,7 @@ from distlab.course.grading.progress import MARKER, copy_in
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "lessons"
 CELL_TIMEOUT_S = 120
-_PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/=]+")  # how every PNG begins in base64
+_NUMBER = re.compile(r"\d[\d,.]*")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,12 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("lessons", nargs="*", metavar="NN", help="a lesson's number, or START; default: all")
     parser.add_argument("--check", action="store_true", help="name the cells that differ from their source; exit 1")
     parser.add_argument("--execute", action="store_true", help="run the notebooks and keep what their cells show")
+    parser.add_argument("--fresh", action="store_true", help="with --execute: keep no output of an earlier run")
     parser.add_argument("--folder", type=Path, default=LESSONS, help="where the lessons are")
     arguments = parser.parse_args(argv)
     wrong = 0
     try:
         for path in sources(arguments.folder.resolve(), arguments.lessons):
-            wrong += _one(path, check=arguments.check, run=arguments.execute)
+            wrong += _one(path, check=arguments.check, run=arguments.execute, fresh=arguments.fresh)
     except ValueError as error:
         print(f"build_lessons: {error}", file=sys.stderr)
         return 2
@@ -102,7 +106,7 @@ def _metadata(cell: NotebookNode) -> dict[str, object]:
 
 
 def keep_outputs(made: NotebookNode, path: Path) -> None:
-    """Take over the outputs of cells that are the same as in the notebook on disk."""
+    """Take over the outputs of cells that are the same as in the notebook on disk, and now say nothing new."""
     if not path.is_file():
         return
     try:
@@ -111,8 +115,21 @@ def keep_outputs(made: NotebookNode, path: Path) -> None:
         return
     for cell in made.cells:
         old = there.get(cell["id"])
-        if cell.cell_type == "code" and old is not None and old.source == cell.source:
+        same = cell.cell_type == "code" and old is not None and old.source == cell.source
+        if old is not None and same and (cell.execution_count is None or _words(cell) == _words(old)):
             cell["outputs"], cell["execution_count"] = old.outputs, old.execution_count
+
+
+def _words(cell: NotebookNode) -> list[str]:
+    """Return what a cell shows, without its numbers: of a picture its words."""
+    shown = ([output.get("text"), output.get("evalue"), output.get("data")] for output in cell.outputs)
+    texts = (
+        "".join(text.get("text/plain") or text.get("text/html", "")) if isinstance(text, dict) else text
+        for output in shown
+        for text in output
+        if text is not None
+    )
+    return [_NUMBER.sub("#", text) for text in texts]
 
 
 def execute(notebook: NotebookNode, folder: Path) -> None:
@@ -145,16 +162,26 @@ def tidy(notebook: NotebookNode) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell["outputs"] = list(_joined(cell.outputs))
+            cell["outputs"] = [part for output in _joined(cell.outputs) for part in _pictures_once(output)]
         for output in cell.get("outputs", ()):
             for data in (output.get("data", {}), output):
                 data.pop("application/vnd.jupyter.widget-view+json", None)
                 for name in ("text", "text/plain", "text/html", "evalue", "traceback"):
                     if name in data:
                         data[name] = _without_folders(data[name])
-                for name in ("image/png", "text/html"):
-                    if name in data:
-                        data[name] = _PNG.sub(lambda found: _with_few_colours(found[0]), "".join(data[name]))
+
+
+def _pictures_once(output: NotebookNode) -> Iterator[NotebookNode]:
+    """Yield an output as it is kept: a picture as its PNG alone, which its HTML holds too, and its words below it."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        data["image/png"] = _with_few_colours(data["image/png"])
+        data.pop("text/html", None)
+        words = f'<p class="said" style="white-space:pre-wrap">{html.escape(data["text/plain"])}</p>'
+        yield output
+        yield nbformat.v4.new_output("display_data", {"text/html": words})
+    else:
+        yield output
 
 
 def _joined(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
@@ -184,15 +211,16 @@ def _with_few_colours(png: str) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-def _one(path: Path, *, check: bool, run: bool) -> int:
+def _one(path: Path, *, check: bool, run: bool, fresh: bool) -> int:
     """Build or check one lesson's notebooks; return how many complaints there are."""
     wrong = 0
     for target, made in notebooks(path):
         start = time.monotonic()
         lines = drift(made, target) if check else []
-        if run and not check:
+        shown = target.name != "solution.ipynb"
+        if shown and run and not check:
             execute(made, target.parent)
-        elif not lines:
+        if shown and not lines and not (run and fresh):
             keep_outputs(made, target)
         if not check:
             nbformat.validate(made)

@@ -707,7 +707,7 @@ show(draw_race("nvlink3", 64, inter_node="infiniband-hdr"))
 #   machine. `between="10MB/s,1ms"` is the speed of its wire to the other nodes: a rank's message waits
 #   until those before it are through its wire.
 #
-# Both need Linux: on macOS read the outputs of `solution.ipynb`, and go on at "Production".
+# Both need Linux: on macOS do not run these cells, read what stands below them, and go on at "Production".
 #
 # The last one does what its label says, so you need no fit to predict it. Here the fastest of several turns counts:
 # other programs can only add time. Commit to a number first.

@@ -955,9 +955,10 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 # %% [markdown]
 # ### Between two nodes
 #
-# `throttled` makes a collective last as long as a ring would need. Nodes go further (they need Linux; elsewhere read
-# the outputs of `solution.ipynb`): the two ranks become two nodes of one rank each, and everything that crosses, also a
-# single message, takes the time of a wire of 20 MB/s and 200 us. Nothing in the model or in the hook changes.
+# `throttled` makes a collective last as long as a ring would need. Nodes go further (they need Linux; elsewhere do not
+# run this cell: below it stands what a Linux machine showed): the two ranks become two nodes of one rank each, and
+# everything that crosses, also a single message, takes the time of a wire of 20 MB/s and 200 us. Nothing in the model
+# or in the hook changes.
 
 # %%
 from distlab.comm import Nodes

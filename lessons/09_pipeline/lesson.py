@@ -663,10 +663,11 @@ for words, machine in (("one machine", MACHINE), ("10 Gb/s", SLOW)):
 # %% [markdown]
 # ### By the clock: two nodes
 #
-# The same on real ranks (nodes need Linux; elsewhere read the outputs of `solution.ipynb`). Your machine becomes two
-# nodes of two ranks, with a wire of your choice between them. Ranks 0 and 1 are in one node, ranks 2 and 3 in the
-# other. So 1F1B crosses the wire once on the way forward, from stage 1 to stage 2. With two stages per rank a
-# micro-batch goes round twice and crosses three times: from stage 1 to 2, from 3 to 4 and from 5 to 6.
+# The same on real ranks (nodes need Linux; elsewhere do not run these cells: below them stands what a Linux machine
+# showed). Your machine becomes two nodes of two ranks, with a wire of your choice between them. Ranks 0 and 1 are in
+# one node, ranks 2 and 3 in the other. So 1F1B crosses the wire once on the way forward, from stage 1 to stage 2. With
+# two stages per rank a micro-batch goes round twice and crosses three times: from stage 1 to 2, from 3 to 4 and from 5
+# to 6.
 #
 # A stage works five times as long now: 20 ms forward. A micro-batch is one sample of 1,600 x 8 numbers, each of 4
 # bytes: 51 kB. That takes 1.3 ms on a wire of 40 MB/s, and 51 ms on one of 1 MB/s.

@@ -604,9 +604,10 @@ show(draw_placement(orders), "time of a step by order of axes; tensor across mac
 # %% [markdown]
 # ### By the clock
 #
-# The same choice on real ranks (nodes need Linux; elsewhere read the outputs of `solution.ipynb`). Your machine becomes
-# two nodes of two ranks: memory inside a node, and between nodes a wire of 40 MB/s and 200 us for each rank. On data 2
-# x tensor 2 one axis must cross. Which one? First what each sends, and what your `place_axes` says.
+# The same choice on real ranks (nodes need Linux; elsewhere do not run these cells: below them stands what a Linux
+# machine showed). Your machine becomes two nodes of two ranks: memory inside a node, and between nodes a wire of 40
+# MB/s and 200 us for each rank. On data 2 x tensor 2 one axis must cross. Which one? First what each sends, and what
+# your `place_axes` says.
 
 # %%
 from distlab.comm import Nodes
@@ -677,7 +678,7 @@ show_bars(shown, "ms", "The axis that may not wait belongs inside the node", "a 
 # The clock agrees on who wins. Both orders compute the same, and both send over the slow wire. Tensor's sums are more
 # bytes here, and each of them is waited for; data's gradients travel once a step, while backward goes on.
 #
-# How near are the predictions? In the run of `solution.ipynb` the first was 11 % too short and the second 6 % too long.
+# How near are the predictions? In one run on a calm machine the first was 11 % too short and the second 6 % too long.
 # Look at the calibration: a message between nodes has 1.2 ms of latency there, where the wire's label says 200 us. The
 # rest is most likely the time that ranks which share cores need to wake up, and the prediction charges every message
 # with it. On a busy machine that is several ms, and predictions are much too long.

@@ -21,9 +21,9 @@ def has_image(output):
 
 
 def pictures(number):
-    """The numbers, from 1, of the cells of a lesson's solution that show an image, and the number of its cells."""
+    """The numbers, from 1, of the cells of a lesson that show an image, and the number of its cells."""
     (folder,) = LESSONS.glob(f"{number}_*")
-    cells = json.loads((folder / "solution.ipynb").read_text())["cells"]
+    cells = json.loads((folder / "lesson.ipynb").read_text())["cells"]
     cells = [cell for cell in cells if "[Map of the course]" not in "".join(cell["source"])]  # the builder's links
     return [i for i, cell in enumerate(cells, 1) if any(map(has_image, cell.get("outputs", ())))], len(cells)
 
@@ -70,7 +70,7 @@ def test_no_long_row_of_cells_has_nothing_to_look_at(number):
 def test_curves_that_readers_would_rather_see_are_drawn(number, words):
     """Loss over bytes, and memory over an update by precision and recompute; words are the picture's own text."""
     (folder,) = LESSONS.glob(f"{number}_*")
-    cells = json.loads((folder / "solution.ipynb").read_text())["cells"]
+    cells = json.loads((folder / "lesson.ipynb").read_text())["cells"]
     shown = [output for cell in cells for output in cell.get("outputs", ()) if has_image(output)]
     told = ["".join(output["data"]["text/plain"]) for output in shown]
     assert [text for text in told if all(word in text for word in words)]

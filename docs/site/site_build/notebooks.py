@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from typing import Any
@@ -28,10 +27,10 @@ def shown(output: dict[str, Any], cell: dict[str, Any], player: str) -> list[dic
             return [{**output, "data": {"text/html": player}}]
         alt = output.get("metadata", {}).get("image/png", {}).get("alt") or text.split("\n")[0]
         cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": alt}
-        said = {"text/html": f'<p class="said">{html.escape(text)}</p>'}
-        below = {"output_type": "display_data", "metadata": {}, "data": said}
-        return [{**output, "data": {"image/png": data["image/png"]}}, below]
+        return [{**output, "data": {"image/png": data["image/png"]}}]
     if "text/html" in data:
+        if player and '<p class="said"' in "".join(data["text/html"]):  # a picture's words, which its player says
+            return []
         return [{**output, "data": {"text/html": LINK.sub(r'href="\1.html"', "".join(data["text/html"]))}}]
     return [output]
 
