@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -100,6 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[COLLECTED] = [item.nodeid for item in items]
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
+        if item.get_closest_marker("on_ranks"):
+            item.fixturenames.append("ranks")  # type: ignore[attr-defined]
         for mark in item.iter_markers("soak_where"):
             given = item.callspec.params  # type: ignore[attr-defined]
             if all(given[name] in values for name, values in mark.kwargs.items()):
@@ -175,6 +178,17 @@ def _ranks_or_skip(machine: Machine, world_size: int) -> Any:
         return machine.ranks(world_size)
     except NotHere as error:
         pytest.skip(str(error))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Let a test marked `on_ranks(n)` run on each of n living ranks, so that it asserts where it computes."""
+    if (mark := pyfuncitem.get_closest_marker("on_ranks")) is None:
+        return None
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    given = {name: pyfuncitem.funcargs[name] for name in wanted}
+    pyfuncitem.funcargs["ranks"](*mark.args or [given["world_size"]]).run(partial(pyfuncitem.obj, **given))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
