@@ -33,7 +33,7 @@ def shape(rank: int) -> None:
 
 
 def dtype(rank: int) -> None:
-    """One rank has another type."""
+    """One rank has a different type."""
     dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank == 1 else torch.float32))
 
 
@@ -43,7 +43,7 @@ def reduction(rank: int) -> None:
 
 
 def root(rank: int) -> None:
-    """One rank expects the data from another root."""
+    """One rank expects the data from a different root."""
     dist.broadcast(torch.ones(4), src=1 if rank == 1 else 0)
 
 
@@ -111,7 +111,7 @@ def skipped_between(rank: int) -> None:
 
 
 def late_root(rank: int) -> None:
-    """The others make another call after a broadcast whose root had gone on; it waits for nobody."""
+    """The others make a different call after a broadcast whose root had gone on; it waits for nobody."""
     if rank == 0:
         dist.broadcast(torch.ones(4), src=0)
     else:
@@ -161,7 +161,7 @@ def group_by_some(rank: int) -> None:
 
 
 def groups_turned_round(rank: int) -> None:
-    """Two groups made in another order on one rank."""
+    """Two groups made in a different order on one rank."""
     sizes = [[0, 1], [0, 1, 2]] if rank != 1 else [[0, 1, 2], [0, 1]]
     groups = {len(members): dist.new_group(members) for members in sizes}
     dist.all_reduce(torch.ones(4), group=groups[3])

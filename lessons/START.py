@@ -76,7 +76,7 @@ numbers.tolist()
 # ## Where your work is
 # You are working in copies, in the folder `work/`. Nothing overwrites them. Passed checks and your predictions
 # are written to `work/progress.json`. If you want to begin a lesson afresh, run `distlab lesson reset 03` in a
-# terminal: your copy is kept under another name, with the date.
+# terminal: your copy is kept under a different name, with the date.
 #
 # **Coming back.** A closed notebook keeps your text and your pictures, but not its variables. When you open it again,
 # or after a kernel restart, a cell says `NameError: name 'check' is not defined`. Click into the cell where you want to

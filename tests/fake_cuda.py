@@ -5,7 +5,7 @@ runs at once, as ever; what the double follows is what a GPU would be *free* to 
 far every stream must be when this one goes on), and so have events, calls of torch.distributed and the host. Each
 operator is an access to its tensors' storages, each as a whole, in the current stream. Two accesses to one storage, one
 of them a write, that no event orders are a race: on a GPU the numbers could be wrong. (Parts of a storage that are sent
-while others are written, as in a ring, look like one.) So is memory that is freed while another stream may still use
+while others are written, as in a ring, look like one.) So is memory that is freed while a second stream may still use
 it. The host's waits are written down.
 """
 

@@ -92,12 +92,12 @@ def drift(made: NotebookNode, path: Path) -> list[str]:
         if old is None:
             lines.append(f"{name} is new or has changed")
         elif (old.source, old.cell_type) != (cell.source, cell.cell_type):
-            lines.append(f"{name} has another text than its source")
+            lines.append(f"{name} has a different text than its source")
         elif _metadata(old) != _metadata(cell):
             lines.append(f"{name} has other metadata: {_metadata(old)}, its source {_metadata(cell)}")
     lines += [f"a cell is no longer in the source ({lesson_gates.first_line(cell)})" for cell in there.values()]
     if not lines and [cell["id"] for cell in kept.cells] != [cell["id"] for cell in made.cells]:
-        lines.append("the cells stand in another order")
+        lines.append("the cells stand in a different order")
     return lines
 
 

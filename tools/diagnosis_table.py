@@ -39,10 +39,10 @@ UNSEEN = """
 Calls that are alike (operation, shape, dtype, root, reduction) in swapped order are told by the lines that make them.
 No record sees **such calls swapped on one line** (a loop over a list, a function that both go through), or calls whose
 source cannot be read. Nor those between which an `if` chooses on a rank, since ranks may take turns by intent; nor
-those in two functions of which one is a method or inside another function, as hooks are.
+those in two functions of which one is a method or inside a different function, as hooks are.
 They meet, and different tensors are added up. `ReplicaVotes` (`distlab.elastic.votes`) tells at its next vote which
 rank differs, with step and tensor. On "shared" without the recorder, the root of a broadcast goes on at once, and
-learns at its next call that the others made another; with it (`run`, `Ranks`, notebooks) all are told at once.
+learns at its next call that the others made a different one; with it (`run`, `Ranks`, notebooks) all are told at once.
 """
 
 

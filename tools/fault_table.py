@@ -34,7 +34,7 @@ HANG_S = 5.0  # a wrong version that hangs need not be waited for as long as a l
 
 
 def examine_mutant(lesson: Lesson, mutant: Mutant, *, world: int | None = None) -> Report:
-    """Check a wrong version on the number of ranks that reveals it, or on another."""
+    """Check a wrong version on the number of ranks that reveals it, or on a different one."""
     exercise = lesson.exercise(mutant.exercise)
     if mutant.fault == "hang":
         exercise = replace(exercise, timeout_s=min(exercise.timeout_s, HANG_S))

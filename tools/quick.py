@@ -1,7 +1,7 @@
 """Run the gates, then the tests of what a change touches: those nearest to it in the import graph, for a minute.
 
     .venv/bin/python tools/quick.py          # everything since this branch left main, committed or not
-    .venv/bin/python tools/quick.py HEAD~1   # since another commit
+    .venv/bin/python tools/quick.py HEAD~1   # since an earlier commit
 
 A test file is near when it imports a changed module, less near when it imports a module that imports it, and so on.
 It is a first answer, not the last one: `make test` runs every test.

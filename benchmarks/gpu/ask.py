@@ -25,7 +25,7 @@ QUERY = ("name", "memory.total", "memory.free", "compute_mode", "mig.mode.curren
 
 
 def read_facts() -> Facts:
-    """Ask torch (in another process), the driver and the environment."""
+    """Ask torch (in a different process), the driver and the environment."""
     seen = _ask_torch()
     listed, driver_cuda = _ask_driver()
     version = _driver_version() or (listed[0]["driver_version"] if listed else None)

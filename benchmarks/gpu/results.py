@@ -79,7 +79,7 @@ def resume(folder: Path, facts: Facts, device: str) -> tuple[Results, str]:
     """Return what an earlier run left in the folder, or nothing, and one line that says which.
 
     Raises:
-        ValueError: the folder's gpu.json is another program's.
+        ValueError: the folder's gpu.json is a different program's.
     """
     key = facts.key(device)
     new = Results(folder, key, asdict(facts))
@@ -102,7 +102,7 @@ def resume(folder: Path, facts: Facts, device: str) -> tuple[Results, str]:
 
 def _difference(old: dict[str, object], new: dict[str, object]) -> str:
     apart = [f"{name} {old.get(name)!r} (now {new[name]!r})" for name in new if old.get(name) != new[name]]
-    return ", ".join(apart) or "another version of this command"
+    return ", ".join(apart) or "a different version of this command"
 
 
 @cache

@@ -40,11 +40,11 @@ class RingAllReduce:
         """Accept the empty state.
 
         Raises:
-            ValueError: the state has entries, so another hook saved it.
+            ValueError: the state has entries, so a different hook saved it.
         """
         if state_dict:
             raise ValueError(
-                f"expected an empty state, got {sorted(state_dict)}: another hook saved it; build that hook to resume"
+                f"expected an empty state, got {sorted(state_dict)}: a different hook saved it: build that one"
             )
 
 

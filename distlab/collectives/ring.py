@@ -34,7 +34,7 @@ def naive_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None 
     Shapes: any shape; contiguous; returns `tensor`.
     Cost: (n-1) S bytes sent per rank, n-1 steps: eight ranks send seven tensors each.
     Error: whole numbers are exact. Floating point sums differ in the last bits *between ranks*, because each rank
-        adds up in another order: replicas trained on them drift apart.
+        adds up in a different order: replicas trained on them drift apart.
 
     Raises:
         ValueError: see `chunks.flatten`.
@@ -68,7 +68,7 @@ def plain_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None 
     rank, n = flat.rank, flat.num_ranks
     after, before = _neighbours(flat)
     chunks = cut(flat.values, n)
-    received = torch.empty_like(chunks[0])  # the first chunk is never shorter than another
+    received = torch.empty_like(chunks[0])  # the first chunk is never shorter than a different one
     # Reduce-scatter: what I send has my part added; what I receive lacks only mine and later ranks'.
     for step in range(n - 1):
         own = chunks[(rank - step - 2) % n]
@@ -95,8 +95,8 @@ def ring_all_reduce(
         k = ceil(S_0 / piece_bytes) messages each, empty chunks unsent. Memory: at most two pieces.
     Error: whole numbers are exact (they wrap as torch's do). Floating point: chunk c is added up once, in the order
         c+1, c+2, ..., c, rounding to the dtype at each step, and all others copy that sum. So all ranks end with
-        equal bits, and the same input gives the same bits again; another number of ranks or torch's own all-reduce
-        adds in another order and differs by at most about n roundings.
+        equal bits, and the same input gives the same bits again; a different number of ranks or torch's own all-reduce
+        adds in a different order and differs by at most about n roundings.
 
     Raises:
         ValueError: before any message, see `chunks.prepare`.
@@ -219,7 +219,7 @@ def _run(
     """Run the steps of a ring, the reducing ones first, with each chunk cut into k pieces; return the chunks.
 
     What a step sends is what the step before received, piece by piece. So the k pieces of a step can be on their way at
-    once, while the step before still ends. Receives are posted two ahead: one fills while another is added up.
+    once, while the step before still ends. Receives are posted two ahead: one fills while a different one is added up.
 
     A finished chunk may arrive in memory that this rank once sent from: it can only be finished after that old value
     was received and added up elsewhere, so nothing is overwritten too early.

@@ -31,7 +31,7 @@ class Cast(FeedbackHook):
     Error: about 2**-11 (float16) or 2**-8 (bfloat16) of a gradient, for each addition; no memory keeps it.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: a different dtype.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:

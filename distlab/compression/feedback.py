@@ -56,7 +56,8 @@ class FeedbackHook:
         """Count a step and return gradient + memory: the buffer itself, or a float32 vector for shorter types.
 
         Raises:
-            ValueError: on every rank: gradients that cannot be compressed, a memory of another size, or ranks differ.
+            ValueError: on every rank: gradients that cannot be compressed, a memory of a different size, or ranks
+            differ.
         """
         buffer, memory = bucket.buffer, self._memories.get(bucket.index)
         facts = (bucket.index, buffer.numel(), str(buffer.dtype))
@@ -80,7 +81,7 @@ class FeedbackHook:
         return self._memories.get(bucket.index) if self.error_feedback else None
 
     def end_last(self, bucket: GradientBucket) -> None:
-        """Wait for this bucket's call of a step that failed in another bucket: it writes into the same memory."""
+        """Wait for this bucket's call of a step that failed in a different bucket: it writes into the same memory."""
         work = self._works.pop(bucket.index, None)
         if work is not None and not work.is_completed():
             work.wait()
@@ -94,7 +95,7 @@ class FeedbackHook:
         """Take back what `state_dict` returned on this rank.
 
         Raises:
-            ValueError: it is the state of another compressor.
+            ValueError: it is the state of a different compressor.
         """
         if state_dict["compressor"] != self.description:
             raise ValueError(

@@ -77,7 +77,7 @@ class DataParallel(NotCopied):
 
     Raises:
         ValueError: on every rank: ranks hold different models or options, no parameter requires a
-            gradient, another technique averages it, or a SyncBatchNorm shares the group while ranks may leave
+            gradient, a different technique averages it, or a SyncBatchNorm shares the group while ranks may leave
             parameters unused.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2. Buckets here are fixed; there they are rebuilt in the
@@ -255,7 +255,7 @@ class DataParallel(NotCopied):
         return None if error is None else type(error)(f"rank {self._rank}: {error}")
 
     def _hand_out(self, reports: Reports) -> None:
-        """Give a gradient to parameters that this rank did not use and another did."""
+        """Give a gradient to parameters that this rank did not use and a different rank did."""
         index = 0
         for bucket in self._buckets:
             for slot, parameter in enumerate(bucket.parameters):

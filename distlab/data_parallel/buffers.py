@@ -4,7 +4,7 @@ Batch normalisation is the usual case. Its layer looks at all samples at once, s
 changes it in two ways:
 
 1. While it trains, it normalises by mean and variance of the *batch*. A rank sees only its part, so the function that
-   is trained is another one: no averaging of gradients repairs that. `SyncBatchNorm` takes mean and variance of the
+   is trained is a different one: no averaging of gradients repairs that. `SyncBatchNorm` takes mean and variance of the
    whole batch, over all ranks, and is equal to one process.
 2. It keeps running statistics for evaluation. Without synchronisation each rank keeps those of its own samples: the
    parameters stay equal while the buffers drift apart, and the ranks evaluate one model in n ways. `broadcast_buffers`

@@ -53,7 +53,8 @@ class DistributedSampler(Sampler[int]):
         tail: "drop", "pad" or "keep" what n does not divide.
 
     Cost: one permutation of the dataset an epoch; agreement (40 bytes) at construction, unless rank is given.
-    Error: "keep" and "drop" hand out no sample twice in an epoch, "keep" all of them; also when resumed by another n.
+    Error: "keep" and "drop" hand out no sample twice in an epoch, "keep" all of them; also when resumed by a different
+    n.
 
     Raises:
         ValueError: fewer samples than ranks, an argument out of range, or ranks with different arguments.
@@ -186,7 +187,7 @@ class DistributedSampler(Sampler[int]):
         """Go on where a state was taken, with as many ranks as there are now; nothing is sent.
 
         Raises:
-            ValueError: the state is of another dataset, seed or shuffle, or is not a state.
+            ValueError: the state is of a different dataset, seed or shuffle, or is not a state.
         """
         missing = [name for name in (*FACTS, "epoch", "position") if name not in state_dict]
         if missing:
@@ -195,7 +196,7 @@ class DistributedSampler(Sampler[int]):
             if state_dict[name] != mine:
                 raise ValueError(
                     f"the state was taken with {name} {state_dict[name]}, this sampler has {mine}: its order is "
-                    "another one, so samples would be lost and repeated; build the sampler as it was"
+                    "a different one, so samples would be lost and repeated; build the sampler as it was"
                 )
         if state_dict["epoch"] < 0 or not 0 <= state_dict["position"] <= self.num_samples:
             raise ValueError(

@@ -6,7 +6,7 @@ stay equal forever, provided that they started equal (`broadcast_parameters`).
 
 1. `average_per_parameter`: one all-reduce per parameter. Correct; pays one latency for each.
 2. `average_flat`: one all-reduce for all. One latency; copies everything, and nothing is sent while it copies.
-3. `Bucketed`: some all-reduces of some megabytes. Packs one bucket while another is on the wire.
+3. `Bucketed`: some all-reduces of some megabytes. Packs one bucket while a different one is on the wire.
 4. `Overlapped`: the same buckets, sent *during* backward as soon as their gradients exist.
 
 `distlab.data_parallel.bucketed.DataParallel` is the fourth with everything that real models need. This file keeps its
@@ -195,7 +195,7 @@ def micro_weights(num_local: Sequence[int], num_total: int, num_ranks: int) -> l
 
     Summed over a rank's micro-batches and averaged over ranks, they give the mean over all samples (or tokens).
     It is `loss_weight` of each micro-batch: with M equal ones on each rank every weight is 1 / M. The mean of the
-    micro-batches' means would be another number as soon as one of them is shorter.
+    micro-batches' means would be a different number as soon as one of them is shorter.
 
     Args:
         num_local: samples, or tokens that count, in each of this rank's micro-batches; ranks may have unequal numbers.

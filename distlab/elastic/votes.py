@@ -1,9 +1,9 @@
 """Silent corruption: replicas vote on checksums, and the one whose bits differ is named, with the step and the tensor.
 
-A flipped bit raises no error: training goes on with another number. But replicas hold equal weights, and after their
-average equal gradients, to the last bit. So each step every rank adds up the bits of each tensor as whole numbers: a
-single flipped bit always changes that sum. Every k steps ranks compare the sums of these k steps. The first step in
-which they differ is where it began. The ranks in the minority are those that it happened to.
+A flipped bit raises no error: training goes on with a different number. But replicas hold equal weights, and after
+their average equal gradients, to the last bit. So each step every rank adds up the bits of each tensor as whole
+numbers: a single flipped bit always changes that sum. Every k steps ranks compare the sums of these k steps. The first
+step in which they differ is where it began. The ranks in the minority are those that it happened to.
 
     votes = ReplicaVotes(every=50)
     for step in range(steps):

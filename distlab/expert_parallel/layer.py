@@ -71,8 +71,8 @@ class ExpertParallel(nn.Module):
         expected, given = own_experts(router.num_experts, rank, num_ranks), sorted(experts)
         problem = "" if given == list(expected) else f"holds experts {given}, expected {list(expected)}"
         problem = problem or _unfit(router, experts)
-        over = "another group" if isinstance(balance_over, ProcessGroup) else str(balance_over)
-        if over not in ("group", "rank", "another group"):
+        over = "a different group" if isinstance(balance_over, ProcessGroup) else str(balance_over)
+        if over not in ("group", "rank", "a different group"):
             problem = f"balance_over is {balance_over!r}; pass group, rank, or a process group"
         settings = {**router.settings(), "balance_over": over, "fault": problem}
         agree(settings, group, what="the settings of ExpertParallel")

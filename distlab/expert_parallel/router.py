@@ -124,7 +124,7 @@ def switch_loss(sums: Tensor) -> Tensor:
     A step's loss adds some 0.01 times this. No tokens give 0.
 
     Shapes: sums [2E + 1], of `load_sums`, possibly summed over ranks -> []
-    Error: the mean of ranks' own losses is another number than the loss of their sums: each rank would have to be
+    Error: the mean of ranks' own losses is a different number than the loss of their sums: each rank would have to be
         balanced in itself.
 
     Source: Fedus et al. 2021 (Switch), eq. 4 to 6. With K choices f is divided by K as well, so that even is 1 for any

@@ -1,6 +1,6 @@
 """All axes on one mesh: data x expert x context x tensor x pipeline, and sharded states, train as one process would.
 
-The techniques are elsewhere, and none knows of another. Here is what they must know of each other, and it is little.
+The techniques are elsewhere, and none knows of the others. Here is what they must know of each other, and it is little.
 
 Begin with `plain`: a mesh of data x tensor x pipeline by hand. Then `layout`: a rank's place on each axis, and which
 part of a batch and of the model that makes its own. `rules` says what a plan asks of a model, and what cannot be

@@ -48,7 +48,7 @@ class Holding(NamedTuple):
     Attributes:
         is_expert: it belongs to an expert, so ranks along the expert axis have others.
         is_split: each rank along the tensor axis has a part of it; else all have it whole.
-        is_copy: another stage has it too, and comes first (a tied weight).
+        is_copy: a different stage has it too, and comes first (a tied weight).
     """
 
     is_expert: bool

@@ -6,10 +6,10 @@ to be summed was summed by the layers themselves, in backward:
 
 | parameter                                | over data, context | over expert      | over tensor  | over stages |
 |------------------------------------------|--------------------|------------------|--------------|-------------|
-| split by tensor (weights of attention)   | mean               | mean             | another part | another one |
-| whole on tensor ranks (norms, positions) | mean               | mean             | equal (1)    | another one |
-| an expert's                              | sum, / n           | / n only (2)     | another part | another one |
-| tied: token embedding and output         | mean               | mean             | another part | sum (3)     |
+| split by tensor (weights of attention)   | mean               | mean             | its own part | its own     |
+| whole on tensor ranks (norms, positions) | mean               | mean             | equal (1)    | its own     |
+| an expert's                              | sum, / n           | / n only (2)     | its own part | its own     |
+| tied: token embedding and output         | mean               | mean             | its own part | sum (3)     |
 
 1. Each rank has the whole gradient; with sequence_parallel its layers summed it, over the positions of all.
 2. The expert's one owner along this axis has had all ranks' tokens: its gradient is the sum already.
@@ -25,7 +25,7 @@ real libraries went wrong:
 
 | of this axis                     | forgotten                                   | so that                     |
 |----------------------------------|---------------------------------------------|-----------------------------|
-| pipeline: another part           | norm of the own stage alone                 | under-clips; stages differ  |
+| pipeline: its own part           | norm of the own stage alone                 | under-clips; stages differ  |
 | tensor: parts, and equal copies  | equal copies counted once per rank          | over-clips                  |
 | tensor: parts, and equal copies  | norm of the own part alone                  | ranks scale by other numbers|
 | expert: other experts            | own experts alone                           | copies of the rest drift    |

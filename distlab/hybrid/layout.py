@@ -1,6 +1,6 @@
 """Where a rank stands: its place on each axis, the groups that it speaks in, and which part of a batch is its own.
 
-A plan is a few degrees; a mesh turns a rank's number into a place on five axes; each axis asks another question:
+A plan is a few degrees; a mesh turns a rank's number into a place on five axes; each axis asks a different question:
 
 | axis     | ranks along it                | what differs between them                 |
 |----------|-------------------------------|-------------------------------------------|
@@ -46,7 +46,7 @@ class Layout:
         copies: ranks that hold equal copies of all but the experts.
         expert_copies: ranks that hold equal copies of this rank's experts.
         copies_in_layers: the ranks of `copies` once more, for what layers sum in backward. On the same group a sum
-            would wait its turn among the gradients, and ranks may take these in another order.
+            would wait its turn among the gradients, and ranks may take these in a different order.
     """
 
     plan: Plan

@@ -27,7 +27,7 @@ def problem_of(plan: object, model: object, order: object, world_size: int) -> s
         return str(error)
     if type(model) is not GPT:
         return (
-            f"the model is a {type(model).__name__}; pass a distlab.models.GPT as it was made. Put another model on "
+            f"the model is a {type(model).__name__}; pass a distlab.models.GPT as it was made. Put others on "
             "the axes by hand, with comm.mesh_groups(mesh): parallelize_module on its tensor group, then Pipeline and "
             "StageAverages, or FullyShard"
         )

@@ -177,7 +177,7 @@ class Hybrid(HybridState):
                 yield from one["params"]
 
     def close(self) -> None:
-        """Take the hooks off and destroy the groups; every rank calls this, when no rank waits for another."""
+        """Take the hooks off and destroy the groups; every rank calls this, when no rank waits for a different one."""
         if self._state == "been closed":
             return
         self._state = "been closed"

@@ -37,7 +37,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 shape = list(parameter.shape)
                 raise ValueError(
                     f"a parameter of shape {shape} is {parameter.dtype}; LARS and LAMB take real floating point: "
-                    "give it to another optimizer"
+                    "give it to a different optimizer"
                 )
 
     @torch.no_grad()

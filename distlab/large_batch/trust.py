@@ -1,8 +1,8 @@
 """LARS and LAMB on one tensor, as the papers write them: every layer takes a step in proportion to its own length.
 
 SGD moves a tensor w by lr * g. In a deep network |g| / |w| differs between layers by orders of magnitude, so the
-learning rate that one layer needs makes another explode; with small batches a low rate hides that, with large ones
-there are too few steps to go slowly. LARS and LAMB set the length of each tensor's step by the *trust ratio*: the
+learning rate that one layer needs makes a different one explode; with small batches a low rate hides that, with large
+ones there are too few steps to go slowly. LARS and LAMB set the length of each tensor's step by the *trust ratio*: the
 length of the weight over the length of the update. Only the direction of the update remains.
 
     LARS: ratio = coefficient |w| / (|g| + decay |w|);  buffer = momentum buffer + lr ratio (g + decay w);  w -= buffer

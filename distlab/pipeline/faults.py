@@ -5,9 +5,9 @@ without computing: it takes what it is sent, and sends zeros of the shapes that 
 backend, and no message is cut off. At the end of each step all ranks tell each other whether they failed, and all
 raise the same error.
 
-Zeros can make another stage raise, too. The plan tells the cause from its consequences: whatever a failure causes comes
-later in the order of dependencies. A process that has ended is another matter: its neighbours' messages fail, and the
-launcher ends the other processes.
+Zeros can make a different stage raise, too. The plan tells the cause from its consequences: whatever a failure causes
+comes later in the order of dependencies. A process that has ended is a different matter: its neighbours' messages fail,
+and the launcher ends the other processes.
 """
 
 from __future__ import annotations

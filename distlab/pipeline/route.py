@@ -82,7 +82,7 @@ def route_of(schedule: Schedule, rank: int) -> Route:
 
 
 def _settled(actions: list[Action], home: tuple[int, ...], rank: int) -> dict[Action, tuple[Action, ...]]:
-    """Walk through another rank's actions: what it has used of this rank's when it sends something back."""
+    """Walk through a different rank's actions: what it has used of this rank's when it sends something back."""
     used: list[Action] = []
     settled: dict[Action, tuple[Action, ...]] = {}
     for action in actions:

@@ -78,10 +78,10 @@ class Pipeline:
 
     After an error: a ValueError comes before anything has run, and everything is as it was. After a StageError the
     pipeline can be used again at once. But `.grad` holds a part of the failed step on top of what it held before, and
-    each rank another part: call `zero_grad`, and repeat the batches since the last update. Only tied parameters have
-    the gradients that they had before the step, so that their copies stay equal. What forward passes wrote to buffers,
-    and random numbers that they drew, stay written and drawn. `order` and `peak_in_flight` tell what the failed step
-    did here.
+    each rank a different part: call `zero_grad`, and repeat the batches since the last update. Only tied parameters
+    have the gradients that they had before the step, so that their copies stay equal. What forward passes wrote to
+    buffers, and random numbers that they drew, stay written and drawn. `order` and `peak_in_flight` tell what the
+    failed step did here.
 
     Raises:
         ValueError: on every rank, before any message of a step: an invalid schedule, ranks with different ones, stages

@@ -87,7 +87,7 @@ class MasterWeights:
         """Take back what `state_dict` returned, and round it into the module.
 
         Raises:
-            ValueError: the masters were of another model; nothing is changed.
+            ValueError: the masters were of a different model; nothing is changed.
         """
         mine, given = ([list(p.shape) for p in tensors] for tensors in (self.parameters, state_dict["parameters"]))
         if mine != given:

@@ -108,8 +108,9 @@ print(panel.text)
 # %% [markdown]
 # At 2 kB the number of gigabytes a second hardly matters. Each wire has a time that even the smallest message pays:
 # its **latency**. From here on every message has two prices, and at the end of this lesson you will have measured both
-# on your own machine. First you need another rank to send messages to. (Why does NVLink show 24 GB/s here, and 367 GB/s
-# above? Its library, NCCL, sends small messages in another way, which starts sooner but moves fewer bytes per second.)
+# on your own machine. First you need a different rank to send messages to. (Why does NVLink show 24 GB/s here, and 367
+# GB/s above? Its library, NCCL, sends small messages in a different way, which starts sooner but moves fewer bytes per
+# second.)
 
 # %% [markdown]
 # ## Ranks
@@ -148,8 +149,8 @@ print("on the ranks:   ", run(append_rank, 3))
 print("in the notebook:", numbers)
 
 # %% [markdown]
-# Nothing is shared. Each rank got a copy of the list and changed its own. **What another rank should know must be sent
-# to it.** That is why this course begins with messages.
+# Nothing is shared. Each rank got a copy of the list and changed its own. **What a different rank should know must be
+# sent to it.** That is why this course begins with messages.
 #
 # For trying things out there is `%%ranks 4`: the cell runs on four ranks that stay alive, so that the next cell finds
 # their variables. `rank`, `world_size`, `torch` and `dist` are there already.
@@ -224,8 +225,8 @@ print(guess.compare(send_s * 1e3))
 # (Some libraries put small messages in a box and return at once. A program that relies on it works until its tensors
 # grow, and then hangs. Never rely on it.)
 #
-# Messages from one rank to another arrive in the order in which they were sent. A `tag` lets the receiver choose; the
-# sender below starts both with `isend`, which returns at once, and waits afterwards.
+# Messages from one rank to a different one arrive in the order in which they were sent. A `tag` lets the receiver
+# choose; the sender below starts both with `isend`, which returns at once, and waits afterwards.
 
 
 # %% tags=["nbval-check-output"]
@@ -376,9 +377,9 @@ with Ranks(3, echo=False) as ranks:
 #
 # ## Exercise 2: ping-pong
 #
-# One clock cannot time a message that starts on one rank and ends on another: their clocks differ. So play the tensor
-# there *and back*, and read one clock before and after. The lower rank begins and the higher one answers; repeat it
-# `rounds` times and return the seconds of **one message, one way**.
+# One clock cannot time a message that starts on one rank and ends on a different one: their clocks differ. So play the
+# tensor there *and back*, and read one clock before and after. The lower rank begins and the higher one answers; repeat
+# it `rounds` times and return the seconds of **one message, one way**.
 #
 # | what | budget |
 # |---|---|
@@ -463,8 +464,8 @@ for size, seconds in zip(held_back, held_back_s, strict=True):
 # The first four lie between points that the fit has seen, and should be some per cent off (tens of per cent if your
 # machine is busy: run the measurement again and see). Look at the last line by itself, because it lies where the fit
 # has seen nothing. It may be right. It may also be far off. A message of 1 MB can stay in the processor's cache on its
-# way to the other process. One of 10 MB may not fit, and then memory sets another bandwidth. **Trust a fit where it was
-# fitted.** (The simulator fits two lines where one will not do.)
+# way to the other process. One of 10 MB may not fit, and then memory sets a different bandwidth. **Trust a fit where it
+# was fitted.** (The simulator fits two lines where one will not do.)
 
 # %% [markdown]
 # And a whole exchange, drawn: three rounds of 1 MB as they were recorded (the least disturbed of twenty tries), and

@@ -25,7 +25,7 @@ EXERCISES = (
         imports=MESSAGES,
         hints=(
             "Cut the tensor with `tensor.tensor_split(n)`. In each step you send one chunk to rank + 1 and receive "
-            "another chunk from rank - 1, both modulo n, in one `exchange`.",
+            "a different one from rank - 1, both modulo n, in one `exchange`.",
             "Think backwards. Rank r must end with chunk r, so in the last step it receives chunk r. One step earlier "
             "it received chunk r - 1 and so on. What it receives in one step, plus its own part, it sends in the next.",
             "In step s = 0 ... n-2: send chunk (rank - s - 1) % n, receive into scratch memory as long as chunk (rank "

@@ -260,7 +260,7 @@ print("relay:", distinct_results(relay_all_reduce), "different sums on 4 ranks")
 print("ring: ", distinct_results(ring_all_reduce), "sum on 4 ranks")
 
 # %% [markdown]
-# In the relay each rank adds in another order. In the ring one rank finishes a chunk and the others copy its bits.
+# In the relay each rank adds in a different order. In the ring one rank finishes a chunk and the others copy its bits.
 #
 # ## Is it true that all-reduce does not get slower with more GPUs?
 #
@@ -649,7 +649,7 @@ ranks.close()
 # %% [markdown]
 # Three things to see. The ranks do not begin together: a rank starts when its process gets a core, and the model
 # starts all at 0. Once a rank is late, its right neighbour waits, and the lateness travels around the ring: one slow
-# rank slows all. And a send ends when the other side has taken it, so a long box is often a wait for another rank.
+# rank slows all. And a send ends when the other side has taken it, so a long box is often a wait for a different rank.
 
 # %% [markdown]
 # ## 8. Two kinds of wire

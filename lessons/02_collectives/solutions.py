@@ -24,7 +24,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
-    scratch = torch.empty_like(chunks[0])  # chunk 0 is never shorter than another
+    scratch = torch.empty_like(chunks[0])  # chunk 0 is never shorter than a different one
     for step in range(n - 1):
         outgoing = chunks[(rank - step - 1) % n]  # this rank has added its part: pass it on
         grows = chunks[(rank - step - 2) % n]

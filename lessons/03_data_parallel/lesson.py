@@ -585,7 +585,7 @@ print(overlays["bucketed"])
 
 # %% [markdown]
 # Buckets alone buy little: more latencies than flat, and still everything after backward. All that they hide is the
-# packing of one bucket behind the flight of another. They are the preparation for the next rung.
+# packing of one bucket behind the flight of the one before. They are the preparation for the next rung.
 
 # %%
 show_ladder("Three rungs: buckets alone change little")
@@ -599,8 +599,8 @@ show_ladder("Three rungs: buckets alone change little")
 # Two things can go wrong, and both [hang](../GLOSSARY.md#deadlock-hang) or mix up gradients on some machine, some day:
 #
 # - **Order.** Two ranks may run their hooks in different orders. All-reduces are matched by order alone: the first of
-#   one rank meets the first of another. So buckets are started in the order of the list, and a bucket that is full too
-#   early waits.
+#   one rank meets the first of a different one. So buckets are started in the order of the list, and a bucket that is
+#   full too early waits.
 # - **What never comes.** A parameter that was not used calls no hook. Its bucket is started after backward.
 #
 # ### Exercise: overlap
@@ -657,8 +657,8 @@ prediction_panel.controls["version"].value = "flat"
 prediction_panel.controls["at_ms"].value = 0.8 * predicted("flat").duration_s * 1e3
 
 # %% [markdown]
-# The same, from what was measured a moment ago. Ranks are no longer in step: look for one that waits while another
-# computes.
+# The same, from what was measured a moment ago. Ranks are no longer in step: look for one that waits while a different
+# one computes.
 
 # %%
 measured_panel = train_step_panel({rung: overlays[rung].measured for rung in reversed(RUNGS)})
@@ -1083,7 +1083,7 @@ show(draw_bars(times_seen(dealt), **words))
 #
 # Your [sampler](../GLOSSARY.md#sampler) neither repeats nor drops, so the last batch of an epoch is smaller: with four
 # ranks and ten samples, two of them get nothing at all. Text makes this worse. Sentences have different lengths, and
-# the padding after them does not count, so every micro-batch has another number of tokens, even where samples are
+# the padding after them does not count, so every micro-batch has a different number of tokens, even where samples are
 # equally many.
 #
 # Then **a mean of means is not the mean**. Three tokens in a short micro-batch count for as much as three hundred in a

@@ -157,7 +157,7 @@ def samples_at(position: int, batch_size: int, *, num_samples: int, seed: int, r
         position: samples that all ranks together have used since training began, over all epochs.
         batch_size: samples of a batch, of all ranks together.
         num_samples: samples in the data set.
-        seed: another seed, another order.
+        seed: a different seed, a different order.
         rank: which rank asks.
         world_size: number of ranks; their shares of a batch differ by one sample at most.
     """

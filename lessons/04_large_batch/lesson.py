@@ -178,11 +178,11 @@ for rank, (_, weights) in enumerate(ranks.run(learn, *proof)):
 # hardly change.
 #
 # **Why by the root?** Adam divides a gradient by its own size, so an update is about as long as the rate says, for
-# any batch. Where the noise of the samples is larger than the mean gradient, each update points another way. After n
-# such updates the weights are not $n\eta$ from the start but about $\sqrt n\,\eta$. With k times the batch there are
+# any batch. Where the noise of the samples is larger than the mean gradient, each update points a different way. After
+# n such updates the weights are not $n\eta$ from the start but about $\sqrt n\,\eta$. With k times the batch there are
 # n/k updates, and they come as far when $\eta'\sqrt{n/k} = \sqrt n\,\eta$: so $\eta' = \sqrt k\,\eta$ (Malladi et al.
-# 2022). For SGD the same root follows when one asks for the same noise in *one* update: the mean of k times the
-# samples has $1/\sqrt k$ of it (Krizhevsky 2014).
+# 2022). For SGD the same root follows when one asks for the same noise in *one* update: the mean of k times the samples
+# has $1/\sqrt k$ of it (Krizhevsky 2014).
 #
 # **Why warmup?** At the start the gradient changes its direction fastest. So begin low, and rise to the full rate in
 # some updates. (Goyal et al. rise from the base rate; here from a small share of the full one.)
@@ -676,7 +676,7 @@ show(draw_bars(update_ms, **words))
 # Of these only DeepSpeed brings a LAMB of its own, `"type": "Lamb"` with `max_coeff` 10 and `min_coeff` 0.01, and
 # none brings LARS. Those two numbers clip the ratio; the paper has a limit for |w| only. Where optimizer state is
 # sharded (lesson 7) a tensor's length is spread over ranks, and needs an all-reduce of squares. If every rank takes
-# the ratio of its own piece instead, that is another optimizer, and it depends on the number of ranks.
+# the ratio of its own piece instead, that is a different optimizer, and it depends on the number of ranks.
 
 # %% [markdown]
 # ## Lab

@@ -369,7 +369,7 @@ draw_over_time(full, recomputed_over_time)
 # %% [markdown]
 # ## Accumulate
 #
-# Another way to fewer activations is a smaller micro-batch, with several of them per update. Gradients add up by
+# A different way to fewer activations is a smaller micro-batch, with several of them per update. Gradients add up by
 # themselves in `.grad`. Lesson 3 did this to communicate less. Does it also save memory?
 #
 # ### Spot the bug
@@ -586,7 +586,7 @@ for kind in TRAININGS:
 
 # %% [markdown]
 # With masters the loss is that of float32 to a few thousandths. Without them the loss stays higher, and more so at
-# lower learning rates. Late in a training, when rates are small, it no longer falls. (There is another cure,
+# lower learning rates. Late in a training, when rates are small, it no longer falls. (There is a different cure,
 # stochastic rounding, that needs no copy.)
 
 # %% [markdown]
@@ -736,7 +736,7 @@ for ranks_asked in (16, 32):
 # %% [markdown]
 # The states alone are 1,104 GB: fourteen devices of 80 GB, filled to the brim. What a rank needs for the layer that
 # it works on comes on top, on every rank, and does not shrink with their number. Leave room also for what the count
-# leaves out: the allocator's gaps, the communication library, another program on the GPU.
+# leaves out: the allocator's gaps, the communication library, a different program on the GPU.
 
 # %% [markdown]
 # ## Production: torch's own

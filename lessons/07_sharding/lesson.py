@@ -615,8 +615,8 @@ print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_byt
 
 # %% [markdown]
 # One unit ahead is worth nearly half the step, and costs 0.4 GB. The second is worth nothing. (The FSDP paper
-# measured 18 % for prefetch in backward alone, on another model and other GPUs.) Keeping units after forward saves a
-# third of the traffic for the memory of all parameters. It gains little here, where gathers hide. On slower wires it
+# measured 18 % for prefetch in backward alone, on a different model and other GPUs.) Keeping units after forward saves
+# a third of the traffic for the memory of all parameters. It gains little here, where gathers hide. On slower wires it
 # gains more: take it there, if it fits.
 
 # %% [markdown]
@@ -751,8 +751,8 @@ show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by 
 #
 # Clipping (lesson 4) scales all gradients by one factor, from the norm of all of them. No rank holds all of them now.
 # Code that was right for data parallel, `clip_grad_norm_(model.parameters(), 1.0)`, computes the norm of the *own
-# shards*: too small, and another one on each rank. Nothing fails. The shards of one tensor are scaled differently, and
-# training gets a little worse.
+# shards*: too small, and a different one on each rank. Nothing fails. The shards of one tensor are scaled differently,
+# and training gets a little worse.
 #
 # ### Exercise: clip
 #
@@ -934,7 +934,7 @@ for name, prepare in (("as it is", fully_sharded()), ("compiled blocks", compile
 
 # %% [markdown]
 # One graph serves all four blocks, since they run the same code. The losses are the same, digit by digit or nearly:
-# kernels may add in another order. `backend="aot_eager"` runs the graph's operations one by one; it builds fast and
+# kernels may add in a different order. `backend="aot_eager"` runs the graph's operations one by one; it builds fast and
 # shows that the numbers stay. Without it torch takes *inductor*, which writes C++ or Triton and compiles that: a minute
 # here, and fewer, larger kernels on a GPU.
 #

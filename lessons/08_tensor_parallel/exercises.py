@@ -118,7 +118,7 @@ EXERCISES = (
         hints=(
             "`torch.rand(x.shape, generator=g)` draws from your own g: torch.Generator().manual_seed(...).",
             "`derive_seed(seed, rank, purpose)` mixes all three to a seed. Whose rank counts where all hold the same?",
-            "Derive the seed from this rank where is_split, else from rank 0, with another purpose for each. Keep x "
+            "Derive the seed from this rank where is_split, else from rank 0, a purpose of its own for each. Keep x "
             "where rand >= p, and divide it by 1 - p.",
         ),
     ),

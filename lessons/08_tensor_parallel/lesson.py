@@ -280,7 +280,7 @@ show_bars(shown, "%", "The wire decides how busy GPUs are that cut every layer",
 #
 # The formula is a claim. Run it: the same four layers as in the naive step, each cut over four ranks. A rank sleeps a
 # quarter as long, twice per layer, and *your* f and g really sum. This machine has one wire of its own. To imitate
-# another wire, a sum also sleeps for the time that the other wire would take.
+# a different wire, a sum also sleeps for the time that the other wire would take.
 
 
 # %%
@@ -336,7 +336,7 @@ for name, wire in WIRES.items():
 # **"Tensor parallel uses 85 %."** On four H100s with NVLink that is about right for this model. The formula says 79
 # %, and it leaves out two things that help. A layer also does work that is not a product, and part of the sums can
 # travel during products. The simulator counts both; below it says 87 %. On other wires, or on eight GPUs, the number
-# is another one, and the claim does not say for which case it holds.
+# is a different one, and the claim does not say for which case it holds.
 
 # %%
 rates = {"NVLink": 12, "Ethernet 100 Gb/s": 8}
@@ -352,7 +352,7 @@ for name, dollars in rates.items():
 # ## Attention: by heads
 #
 # Heads are independent of each other, so give each rank some of them. The layer that makes query, key and value is
-# cut by columns, and the output layer by rows. So this is another region of f and g, and attention inside it sends
+# cut by columns, and the output layer by rows. So this is a different region of f and g, and attention inside it sends
 # nothing.
 #
 # One trap. Query, key and value usually come out of *one fused* layer, whose features are all queries, then all keys,
@@ -663,8 +663,8 @@ print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequ
 #
 # Now gradients lie on the ranks in three ways: in parts (split weights), the same on each (a bias behind a sum), and
 # as parts of a sum (norms). Write `clip_gradients(split, whole, partial, max_norm)`. Two faults from public code:
-# taking the norm of the own part only, so that each rank scales by another factor; and counting $t$ times what every
-# rank holds.
+# taking the norm of the own part only, so that each rank scales by a different factor; and counting $t$ times what
+# every rank holds.
 
 # %% exercise="08.clip"
 
@@ -672,7 +672,7 @@ print(f"sent, four ranks: {sent[0]:,} bytes before, {split_sent:,} with the sequ
 # ### Exercise: dropout
 #
 # Where all ranks hold the same activation, they must drop the same numbers, or their copies drift apart. Where each
-# holds another part, the same mask would repeat along the tensor. Write `drop(x, p, seed, is_split)`. `seed + rank`
+# holds a different part, the same mask would repeat along the tensor. Write `drop(x, p, seed, is_split)`. `seed + rank`
 # does not help: seed 8 on rank 0 is the same as seed 7 on rank 1. And no rank's own mask may equal the common one, or
 # a layer after the sum drops the same places as a layer before it.
 
@@ -813,9 +813,9 @@ for name, wire in WIRES.items():
 #
 # - **Busy** is your speed-up divided by $t$. Eight GPUs are faster than four, and less busy: work is halved, sums are
 #   not.
-# - **Of the peak** is another share: the products that a GPU does, out of those that it could do. One GPU alone is at
-#   66 % here, because norms and softmax move memory and multiply nothing. If you compare "85 %" with another report's
-#   "57 %", you should ask which of the two it is.
+# - **Of the peak** is a different share: the products that a GPU does, out of those that it could do. One GPU alone is
+#   at 66 % here, because norms and softmax move memory and multiply nothing. If you compare "85 %" with a different
+#   report's "57 %", you should ask which of the two it is.
 # - On Ethernet two GPUs are already slower than one, and every further one makes it worse.
 # - Two GPUs do not hold the model, whatever the wire.
 #
@@ -928,8 +928,8 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 #
 # Megatron-LM fills an odd vocabulary up (`--make-vocab-size-divisible-by`), as this package does; DTensor has uneven
 # parts. torchtitan splits the sequence unless told otherwise. DeepSpeed cuts a Hugging Face model by the names of its
-# layers, together with ZeRO stages 0 to 2. What DeepSpeed calls sequence parallelism (Ulysses) is another thing: lesson
-# 11.
+# layers, together with ZeRO stages 0 to 2. What DeepSpeed calls sequence parallelism (Ulysses) is a different thing:
+# lesson 11.
 
 # %% [markdown]
 # ## Popular claims, tested

@@ -89,7 +89,7 @@ def heads_of(weight: Tensor, num_heads: int, num_shared: int, num_ranks: int, ra
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the mean cross-entropy in nats, the same on every rank; no rank sees another's scores.
+    """Return the mean cross-entropy in nats, the same on every rank; no rank sees the scores of a different one.
 
     Rank r scores the tokens from r P to (r + 1) P, with P = ceil(V/t). Columns beyond the vocabulary hold anything.
 
@@ -153,9 +153,9 @@ def sequence_pair() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 def drop(x: Tensor, p: float, seed: int, is_split: bool) -> Tensor:
     """Return x with each number dropped with probability p, and what stays divided by 1 - p.
 
-    Where every rank holds the same x (is_split False), all drop the same numbers; where each holds another part, masks
-    are independent, of each other and of the common one. The same seed repeats a mask, another seed draws another.
-    torch's own generator is not touched.
+    Where every rank holds the same x (is_split False), all drop the same numbers; where each holds a different part,
+    masks are independent, of each other and of the common one. The same seed repeats a mask, a different seed draws a
+    different one. torch's own generator is not touched.
 
     Shapes: x [...] -> [...]
     """

@@ -521,7 +521,7 @@ print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of th
 # ### Measured over predicted
 #
 # Above, the prediction took the sleeps that we asked for. A real sleep is longer, messages take time, and autograd has
-# work of its own. So measure what F, I and W really take here, on another and shorter step: GPipe with four
+# work of its own. So measure what F, I and W really take here, on a different and shorter step: GPipe with four
 # micro-batches. It is as long as $m + p - 1 = 7$ forward passes and 7 backward passes. F takes one unit and B takes
 # two, so these are 21 units. This is a calibration. A machine does not keep its speed, so take one before each few
 # steps and one after.

@@ -326,7 +326,7 @@ for kind in ("matrix", "norm", "tied", "expert"):
 #
 # Clipping needs the norm of *all* gradients, and no rank has them all. Each stage has its own, each tensor rank its
 # part, and some are on several ranks. Two faults are in public code, one each way. The norm over the own stage is too
-# small, and each stage clips by another factor. And what is whole on $t$ tensor ranks, summed over them, counts $t$
+# small, and each stage clips by a different factor. And what is whole on $t$ tensor ranks, summed over them, counts $t$
 # times. Before you write it, guess: the norms of a GPT are few. Of all elements of the model above, what part is whole
 # on every tensor rank?
 
@@ -550,7 +550,7 @@ timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's leng
 # ## Which axis on which wire
 #
 # The order of the axes decides which groups lie inside a machine. On the question's cluster a GPU brings 370 GB/s to
-# its neighbours over NVLink and 50 GB/s at most to another machine. What does each axis send, and may it wait?
+# its neighbours over NVLink and 50 GB/s at most to a different machine. What does each axis send, and may it wait?
 #
 # | axis | sends | when |
 # |---|---|---|
@@ -599,7 +599,8 @@ show(draw_placement(orders), "time of a step by order of axes; tensor across mac
 # %% [markdown]
 # **Tensor inside a machine** decides nearly everything. Between the others there is little: the pipeline's messages are
 # few, and data's are large but hide behind backward. That is why "tensor within the machine, then data, pipeline
-# outermost" is the common recipe. It is a result, though, and not a law: another wire or another model, another order.
+# outermost" is the common recipe. It is a result, though, and not a law: a different wire or a different model, a
+# different order.
 
 # %% [markdown]
 # ### By the clock
@@ -727,8 +728,8 @@ for step in fitting:
     print(f"{words}, bubble {step.bubble_fraction:3.0%}, {exposed}; {step.memory.max_bytes / 1e9:2.0f} GB")
 
 # %% [markdown]
-# Now with the mouse. Change one degree, then another until they make 64 again. What does each axis expose, and what
-# does a GPU hold? (Without ZeRO-1, the question's plan with tensor 4 does not fit; choose a sharding.)
+# Now with the mouse. Change one degree, then a second one until they make 64 again. What does each axis expose, and
+# what does a GPU hold? (Without ZeRO-1, the question's plan with tensor 4 does not fit; choose a sharding.)
 
 # %%
 from simulator.viz import degrees_panel

@@ -80,9 +80,9 @@ def global_norm(
 ) -> Tensor:
     """Return the norm of the whole model's gradient, each element counted once; the same on every rank.
 
-    `gradients` are those that this rank holds, already averaged; ranks of another stage hold others, and another
-    number of them. `split_over[name]` are the axes along which ranks hold different parts; along all other axes of
-    `groups` they hold copies.
+    `gradients` are those that this rank holds, already averaged; ranks of a different stage hold others, and a
+    different number of them. `split_over[name]` are the axes along which ranks hold different parts; along all other
+    axes of `groups` they hold copies.
 
     Squares are added up in float64.
 

@@ -119,7 +119,7 @@ EXERCISES = (
         source="solutions:synchronize",
         imports=("import torch.distributed as dist", "from torch import nn"),
         hints=(
-            "What lies at the same place of `experts` on another rank?",
+            "What lies at the same place of `experts` on a different rank?",
             "Whose tokens came to this rank's expert? And in which loss is its gradient?",
             "All-reduce and divide what is shared. Experts: divide only, their gradients are sums over all ranks.",
         ),

@@ -215,7 +215,7 @@ show(draw_context(4, "zigzag"))
 # %% exercise="11.ring"
 
 # %% [markdown]
-# It is exact: not an approximation of attention, the same numbers in another order. Next the library's version. It
+# It is exact: not an approximation of attention, the same numbers in a different order. Next the library's version. It
 # differs in three ways. Keys travel *while* a block is computed. Halves of blocks that the mask hides are not
 # computed. And it has a backward pass, where the gradients of keys and values travel round behind them.
 
@@ -671,7 +671,7 @@ print(f"even {balance_loss(even, torch.arange(8)[:, None] % 4):.2f}, collapsed {
 # %% [markdown]
 # On several ranks: whose tokens? Two ranks, each with text of its own kind. One asks only experts 0 and 1, the other
 # only 2 and 3. Together that is even. The mean of the ranks' own losses says it is not, and pushes both ranks towards
-# experts that do not suit their text. The loss of the *summed* counts is another number:
+# experts that do not suit their text. The loss of the *summed* counts is a different number:
 
 # %% tags=["nbval-check-output"]
 kinds = [torch.tensor([[5.0, 5, -5, -5]]), torch.tensor([[-5.0, -5, 5, 5]])]

@@ -26,8 +26,8 @@ EXERCISES = (
         source="solutions:save",
         imports=(*_SAVE, "from distlab.checkpoint.files import flush_directory"),
         hints=(
-            "Only the whole checkpoint may ever have the name `step-40.pt`. So write under another name.",
-            "`os.replace(partial, path)` gives a file another name, all at once. Before that its bytes must be on the "
+            "Only the whole checkpoint may ever have the name `step-40.pt`. So write under a different name.",
+            "`os.replace(partial, path)` gives a file a new name, all at once. Before that its bytes must be on the "
             "disk: `file.flush()`, then `os.fsync(file.fileno())`. flush_directory(folder) flushes the name.",
             'Open `folder / f".step-{step}.pt"` with "wb"; torch.save into it; flush; fsync; close; os.replace; '
             "flush_directory.",

@@ -71,7 +71,7 @@ def train(
 
 
 def take_up(folder: Path, member: Member, restore: Callable[[dict[str, Any]], int]) -> tuple[int, int]:
-    """Restore the newest checkpoint, and return its step and position; another number of ranks takes rank 0's state."""
+    """Restore the newest checkpoint, and return step and position; a different number of ranks takes rank 0's state."""
     steps = [int(path.name[5:]) for path in (folder / "saved").glob("step-*")]
     if not steps:
         return 0, 0

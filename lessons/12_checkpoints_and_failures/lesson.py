@@ -310,8 +310,8 @@ show(draw_gaps(gaps, "Only with everything restored is it the same run"), f"Larg
 # %% [markdown]
 # With the weights alone Adam begins anew: its moments are zero, and its first steps are too large. With the moments,
 # but without the schedule, the learning rate jumps back to its start. With both the run is as good as the other, and it
-# is *another* run: dropout and noise draw other numbers. With the random numbers too, all losses are equal to the last
-# bit.
+# is a *different* run: dropout and noise draw other numbers. With the random numbers too, all losses are equal to the
+# last bit.
 #
 # Why want the last bit? Because then a test can prove that nothing was forgotten, and because a strange loss at step
 # 41,000 can be looked at again.
@@ -395,7 +395,7 @@ show_bars(starts, "steps", "Of ten steps two were made twice", "steps that each 
 #
 # With sharding (lesson 7) each rank holds a part, and each rank saves its own: 16,384 files, all at the same time. A
 # checkpoint is then a *folder*, and it must come to exist all at once, with all of its files. The trick is the same:
-# write into a folder of another name, and rename the folder. One thing is new: rank 0 must know that the others are
+# write into a folder of a different name, and rename the folder. One thing is new: rank 0 must know that the others are
 # done.
 #
 # The following code was seen in many places. It is right on one rank. Run the check as it is, read what it says, find
@@ -447,10 +447,10 @@ print(guess_3.compare(seen["torch.load"], how="tried"))
 show_bars(seen, "of 60", "torch.load takes a flipped bit for a number; a checksum sees every one")
 
 # %% [markdown]
-# A flipped bit in a tensor is another number, and most of a file is tensors. Nothing fails; the loss is a little
+# A flipped bit in a tensor is a different number, and most of a file is tensors. Nothing fails; the loss is a little
 # strange, or not a number, some steps later. So a good checkpoint has a [manifest](../GLOSSARY.md#manifest): a list
-# of its files, each with a checksum, written last. A file that is cut off, missing, or exchanged for another is found
-# by it as well.
+# of its files, each with a checksum, written last. A file that is cut off, missing, or exchanged for a different one is
+# found by it as well.
 #
 # ### Exercise: the newest that is whole
 #
@@ -825,7 +825,7 @@ show_moments("Into one directory, DCP overwrites the checkpoint that it replaces
 # - **"Save every 1,000 steps."** A habit. $\sqrt{2CM}$ depends on your save and your failures: four minutes on
 #   16,384 GPUs with a save of 3 seconds, three hours on eight.
 # - **"Asynchronous checkpoints are free."** Nearly, in time; see above for the rest.
-# - **"Weights are enough to resume."** The run goes on after a jump of the loss, but it is another run.
+# - **"Weights are enough to resume."** The run goes on after a jump of the loss, but it is a different run.
 # - **"Elastic training is transparent."** Only if position, batch and learning rate follow a rule, and then up to
 #   rounding and dropout.
 

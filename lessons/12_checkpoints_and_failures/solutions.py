@@ -27,9 +27,9 @@ from distlab.elastic import BatchRule
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     """Save a state, tensors and numbers, as the checkpoint of a step: a kill or a power cut at any moment does no harm.
 
-    Whoever loads takes the file `step-N.pt` with the highest N, and looks at no file of another name. This file must be
-    whole at every moment; the checkpoints that are there stay. What a killed save left behind is in nobody's way. When
-    this function returns, the new checkpoint is on the disk, its name as well.
+    Whoever loads takes the file `step-N.pt` with the highest N, and looks at no file of a different name. This file
+    must be whole at every moment; the checkpoints that are there stay. What a killed save left behind is in nobody's
+    way. When this function returns, the new checkpoint is on the disk, its name as well.
     """
     path = folder / f"step-{step}.pt"
     partial = folder / f".{path.name}"
@@ -44,7 +44,7 @@ def save_shards(folder: Path, step: int, shard: dict[str, Tensor]) -> None:
     """Save every rank's shard as one checkpoint of a step, so that a kill at any moment does no harm.
 
     All ranks call it. Whoever loads takes the folder `step-N` with the highest N, and from it `rank-0.pt`, `rank-1.pt`
-    and so on, one for each rank; it looks at no folder of another name. When this function returns on any rank, the
+    and so on, one for each rank; it looks at no folder of a different name. When this function returns on any rank, the
     checkpoint is there, with these files and no other. A save that was killed may have left a folder behind.
     """
     rank = dist.get_rank()
@@ -94,8 +94,9 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 
     A checkpoint is a folder `step-N`; other names are none. Its `manifest.json` says
     `{"step": N, "files": {"rank-0.pt": "its SHA-256, in hex", ...}}`, and was written last. Where it cannot be read, or
-    is of another step, `step-N/manifest.json` is damaged; else each file that is missing or has another SHA-256, such
-    as `step-40/rank-1.pt`. The list has what is damaged in newer checkpoints than the one returned, newest first.
+    is of a different step, `step-N/manifest.json` is damaged; else each file that is missing or has a different
+    SHA-256, such as `step-40/rank-1.pt`. The list has what is damaged in newer checkpoints than the one returned,
+    newest first.
     """
     damaged = []
     names = [found for path in folder.iterdir() if (found := re.fullmatch(r"step-(\d+)", path.name))]
@@ -120,7 +121,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load_shard(shard: Tensor, size: int, num_saved: int, rank: int, read: Callable[[int, int, int], Tensor]) -> None:
-    """Fill this rank's new shard from shards that another number of ranks saved.
+    """Fill this rank's new shard from shards that a different number of ranks saved.
 
     A row of `size` elements was cut into `num_saved` shards of ceil(size / num_saved) elements; what the last ones have
     beyond the row's end is filling. Now it is cut anew, into shards as long as this one: rank 0's comes first. Elements

@@ -158,7 +158,7 @@ guess_1
 #
 # Bytes that travel while a rank computes cost nothing. What counts is the time in which calls are under way *and the
 # rank computes nothing*: [exposed](../GLOSSARY.md#exposed) communication. A trace gives it by interval arithmetic: a
-# list of pairs (start, end) for what was computed, another one for calls.
+# list of pairs (start, end) for what was computed, and a second one for calls.
 #
 # ### Exercise: exposed
 #
@@ -296,7 +296,7 @@ rng = random.Random(5)
 hidden_ns = [0] + [rng.randrange(-40_000_000, 40_000_000) for _ in range(3)]
 step = sick.middle_step()
 moved = Trace.concatenate(step.select(step.rank == rank).shifted(by) for rank, by in enumerate(hidden_ns))
-show_step(moved, "With the clocks of four machines, a call is over on one rank before another has made it")
+show_step(moved, "With the clocks of four machines, a call is over on one rank before a different one has made it")
 
 # %% [markdown]
 # Ranks leave a collective at nearly the same time. That moment is in every trace, on every clock. Arrivals do not
@@ -305,7 +305,7 @@ show_step(moved, "With the clocks of four machines, a call is over on one rank b
 # ### Exercise: clocks
 #
 # Find for each rank what to add to its times. Ends are sometimes seen late (a rank looks when it has time), so take
-# the median over calls. And no rank leaves before another has come: that bounds every offset, from both sides.
+# the median over calls. And no rank leaves before a different one has come: that bounds every offset, from both sides.
 
 # %% exercise="13.clocks"
 
@@ -367,7 +367,7 @@ for name, profile in sections.items():
 # %% [markdown]
 # Every step has a dearest part, the healthy one too. What to do depends on which part it is. The loader: load ahead,
 # with more workers or less work per sample. A slow rank: give that machine back, or give its rank less to do. The
-# network: send during backward, send fewer bytes (lesson 5), or use another wire (lesson 10).
+# network: send during backward, send fewer bytes (lesson 5), or use a different wire (lesson 10).
 #
 # ## A profiler that lies: spot the bug
 #
@@ -516,7 +516,7 @@ def train_replicas(flip=None):
 flip = rng.randrange(64), rng.randrange(4)
 weights = [found for _, found in ranks.run(train_replicas, flip)]
 far = {f"rank {rank}": float(100 * (own - weights[0]).norm() / weights[0].norm()) for rank, own in enumerate(weights)}
-show_bars(far, "%", "After 64 steps one replica is another model", "distance from rank 0's weights, relative")
+show_bars(far, "%", "After 64 steps one replica is a different model", "distance from rank 0's weights, relative")
 
 # %% [markdown]
 # Gradients are averaged, so the others learn from the wrong one's gradients all the while: all four are spoilt from

@@ -47,7 +47,7 @@ def clock_offsets(starts: list[list[int]], ends: list[list[int]]) -> list[float]
 
     `starts[rank][call]` is when the rank came to a collective, `ends[rank][call]` when it left, on its own clock. Ranks
     leave a collective at nearly the same time, so the median difference of ends counts. But no rank leaves before
-    another has come: where the median would say so, the nearest offset that does not counts.
+    a different one has come: where the median would say so, the nearest offset that does not counts.
     """
     offsets = []
     for own_starts, own_ends in zip(starts, ends, strict=True):

@@ -9,7 +9,7 @@ MINUTES = 85
 NEEDS = ("01", "02", "10", "12")
 AIMS = (
     "Start ranks on several machines with torchrun, Slurm or Kubernetes, and say what each variable is for.",
-    "Say how agents meet, and what one sees when one is missing, late, lost, or looks in another place.",
+    "Say how agents meet, and what one sees when one is missing, late, lost, or looks in a different place.",
     "Find out which ranks share a machine, and make groups inside and between unequal nodes.",
     "Look at a cluster before a run: interfaces, versions, clocks, disks, by the name of the machine.",
 )
@@ -40,7 +40,7 @@ EXERCISES = (
         difficulty=1,
         source="solutions:torch_variables",
         hints=(
-            "Four of the seven are a variable of Slurm's under another name.",
+            "Four of the seven are a variable of Slurm's under a different name.",
             'SLURM_TASKS_PER_NODE: split at commas; "2(x3)" is three nodes of 2. Yours is number SLURM_NODEID.',
             'part.rstrip(")").partition("(x") gives the size and how often. MASTER_ADDR is hosts[0] on every task; '
             "MASTER_PORT is str(20000 + int(job) % 10000).",

@@ -20,7 +20,7 @@
 # Afterwards you can
 #
 # - start ranks on several machines with torchrun, Slurm or Kubernetes, and say what each variable is for;
-# - say how the machines meet, and what you see when a machine is missing, late, lost, or looks in another place;
+# - say how the machines meet, and what you see when a machine is missing, late, lost, or looks in a different place;
 # - find out which ranks share a machine, and make groups inside and between unequal nodes;
 # - look at a cluster before a run, and name the machine that is not like the others.
 
@@ -32,7 +32,7 @@
 #
 # Your script runs on one machine with eight GPUs. You rent a second one like it; each costs 24 dollars per hour. You
 # start the script on both. Nothing happens: no error, no output, no work on any GPU. After ten minutes both machines
-# print a page of traceback. You change something and try again. Ten minutes later you have another page.
+# print a page of traceback. You change something and try again. Ten minutes later you have a different page.
 #
 # Inside one machine `torchrun` hides how ranks come to know each other. Between machines you have to know who starts
 # the ranks, who gives them numbers, and where they meet. With six tries per hour you do not find that out. In this
@@ -369,7 +369,7 @@ for me, (first, again) in enumerate(found):
 # ## One is missing, late, or somewhere else
 #
 # Now the failures of the question, with real agents, and a limit of 3 seconds instead of ten minutes (`--rdzv-conf
-# join_timeout=3`). `is_host=0` tells an agent that another process holds the store: here the notebook. Each job has
+# join_timeout=3`). `is_host=0` tells an agent that a different process holds the store: here the notebook. Each job has
 # its own `--rdzv-id`, so they do not meet each other.
 #
 # 1. *missing*: two machines are wanted, and one comes;
@@ -600,7 +600,7 @@ with Ranks(2, record=False) as ranks:
 # %% exercise="14.repair"
 
 # %% [markdown]
-# A shared file system has traps of its own. A file that rank 0 has just written may be invisible on another machine
+# A shared file system has traps of its own. A file that rank 0 has just written may be invisible on a different machine
 # for seconds, since NFS keeps listings for 3 to 60 s. So wait with a barrier, then open it by name, and do not list
 # the folder. On one machine `os.replace` is atomic. For other machines it is atomic on most file systems, not on all.
 # And a thousand ranks that import torch at once read 3 GB of small files from it: it takes a minute or more until

@@ -71,7 +71,8 @@ def meet(store: Any, attempt: int, num_agents: int, local_ranks: int, address: s
     """Meet the other agents in a store; return this agent's number, its first rank, the world size, the master.
 
     Agents are numbered from 0 as they come, and ranks agent by agent. The master is the address of agent 0. An agent
-    starts `local_ranks` ranks; each may start another number. `store.get` waits for a key, and raises after a while.
+    starts `local_ranks` ranks; each may start a different number. `store.get` waits for a key, and raises after a
+    while.
 
     After a failure agents meet again in the same store, with the next attempt: nothing of the former one may count.
 

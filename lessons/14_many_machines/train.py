@@ -33,7 +33,8 @@ def train(
 ) -> dict[str, Tensor]:
     """Train from where the newest checkpoint ends, and return the final weights.
 
-    Another wire than gloo adds the gradients of 3 ranks in another order: the last bits of the weights differ then.
+    A different wire than gloo adds the gradients of 3 ranks in a different order: the last bits of the weights differ
+    then.
     """
     inputs, targets = ByteCorpus(python_documentation(), CONFIG.context).batch(0, BATCH * num_updates)
     model = GPT(CONFIG, torch.Generator().manual_seed(0))

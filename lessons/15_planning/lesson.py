@@ -461,8 +461,9 @@ for tool in ("deepspeed", "megatron"):
 # | `pipeline` | `torch.distributed.pipelining` | `PipelineModule` | `--pipeline-model-parallel-size` | |
 # | `recompute` | `torch.utils.checkpoint` | `activation_checkpointing` | `--recompute-granularity` | |
 #
-# Read a row before you carry a number from one tool to another. DeepSpeed counts micro-batches, Megatron-LM samples: 32
-# micro-batches of one sample on 8 replicas are `gradient_accumulation_steps` 32 there, `--global-batch-size` 256 here.
+# Read a row before you carry a number from one tool to a different one. DeepSpeed counts micro-batches, Megatron-LM
+# samples: 32 micro-batches of one sample on 8 replicas are `gradient_accumulation_steps` 32 there,
+# `--global-batch-size` 256 here.
 
 # %% [markdown]
 # ## Popular claims, tested

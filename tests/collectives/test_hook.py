@@ -85,29 +85,23 @@ def test_bytes_are_those_of_the_ring_and_one_flag(ranks, num_ranks):
         assert (all_reduces, others) == (1, 4)  # the flag, which says whether any rank found a fault
 
 
-def test_what_travels_is_sent_by_the_own_ring(ranks):
-    def calls_of_the_ring():
-        called = []
-        run = ring._run
-        ring._run = lambda flat, *more: called.append(flat.num_ranks) or run(flat, *more)
-        try:
-            sizes, *_ = sent_in_a_step()
-        finally:
-            ring._run = run
-        return len(sizes), called
-
-    for num_buckets, called in ranks(3).run(calls_of_the_ring):
-        assert called == [3] * num_buckets
+@pytest.mark.on_ranks(3)
+def test_what_travels_is_sent_by_the_own_ring():
+    called = []
+    run = ring._run
+    ring._run = lambda flat, *more: called.append(flat.num_ranks) or run(flat, *more)
+    try:
+        sizes, *_ = sent_in_a_step()
+    finally:
+        ring._run = run
+    assert called == [3] * len(sizes)
 
 
-def test_float16_gradients_whose_sum_overflows_have_a_mean(ranks):
-    def average():
-        buffer = torch.full((6,), 60_000.0, dtype=torch.float16)  # the largest number is 65,504
-        RingAllReduce().start(GradientBucket(0, buffer, (buffer,)), None).wait()
-        return buffer
-
-    for result in ranks(2).run(average):
-        assert torch.equal(result, torch.full((6,), 60_000.0, dtype=torch.float16))
+@pytest.mark.on_ranks(2)
+def test_float16_gradients_whose_sum_overflows_have_a_mean():
+    buffer = torch.full((6,), 60_000.0, dtype=torch.float16)  # the largest number is 65,504
+    RingAllReduce().start(GradientBucket(0, buffer, (buffer,)), None).wait()
+    assert torch.equal(buffer, torch.full((6,), 60_000.0, dtype=torch.float16))
 
 
 def test_the_hook_keeps_no_state_and_refuses_that_of_another():

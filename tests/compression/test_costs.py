@@ -36,46 +36,42 @@ AGREEMENT = ("all_gather", 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_memory_is_one_element_a_gradient_and_ranks_agree_once(ranks, dtype):
-    def measure():
-        hook = TopK(0.1)
-        calls = calls_of(hook, 2, dtype)
-        return calls, hook.state_dict()["memories"][0]
+@pytest.mark.on_ranks(2)
+def test_a_memory_is_one_element_a_gradient_and_ranks_agree_once(dtype):
+    hook = TopK(0.1)
+    calls = calls_of(hook, 2, dtype)
+    first, second = calls
+    memory = hook.state_dict()["memories"][0]
+    assert [AGREEMENT, *second] == first
+    assert AGREEMENT not in second
+    assert memory.numel() == 24 * 20 + 24
+    assert memory.dtype == (torch.float32 if dtype == torch.float16 else dtype)
 
-    for (first, second), memory in ranks(2).run(measure):
-        assert [AGREEMENT, *second] == first
-        assert AGREEMENT not in second
-        assert memory.numel() == 24 * 20 + 24
-        assert memory.dtype == (torch.float32 if dtype == torch.float16 else dtype)
 
-
-def test_powersgd_begins_whole_agrees_once_and_keeps_a_bucket(ranks):
-    def measure():
-        hook = PowerSGD(2, start_step=2)
-        return calls_of(hook, 3), hook.state_dict()["buckets"][0]["error"].numel()
-
+@pytest.mark.on_ranks(2)
+def test_powersgd_begins_whole_agrees_once_and_keeps_a_bucket():
     size = 24 * 20 + 24
     whole, whole_vectors_and_left, right = (("all_reduce", 4 * n) for n in (size, 24 + 24 * 2, 20 * 2))
-    for (first, second, third), memory in ranks(2).run(measure):
-        assert first == [AGREEMENT, whole]
-        assert second == [whole]
-        assert third == [whole_vectors_and_left, right]
-        assert memory == size
+    hook = PowerSGD(2, start_step=2)
+    first, second, third = calls_of(hook, 3)
+    memory = hook.state_dict()["buckets"][0]["error"].numel()
+    assert first == [AGREEMENT, whole]
+    assert second == [whole]
+    assert third == [whole_vectors_and_left, right]
+    assert memory == size
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
-def test_a_cast_is_off_by_half_a_unit_of_its_type_for_each_addition(ranks, dtype, bits):
-    def measure():
-        bucket = bucket_of()
-        Cast(dtype).start(bucket, None).wait()
-        return bucket.buffer
-
+@pytest.mark.on_ranks(3)
+def test_a_cast_is_off_by_half_a_unit_of_its_type_for_each_addition(dtype, bits):
     parts = [torch.randn(24 * 20 + 24, generator=generator(0, rank, "gradients")) for rank in range(3)]
     mean, sizes = sum(parts) / 3, sum(part.abs() for part in parts) / 3
-    for found in ranks(3).run(measure):
-        error = (found - mean).abs()
-        assert (error <= 3 * 2.0**-bits * sizes + 1e-6).all()  # three roundings of parts, and of their sums
-        assert error.max() > 2.0 ** -(bits + 2) * sizes.mean(), "as exact as float32: nothing was shortened"
+    bucket = bucket_of()
+    Cast(dtype).start(bucket, None).wait()
+    found = bucket.buffer
+    error = (found - mean).abs()
+    assert (error <= 3 * 2.0**-bits * sizes + 1e-6).all()  # three roundings of parts, and of their sums
+    assert error.max() > 2.0 ** -(bits + 2) * sizes.mean(), "as exact as float32: nothing was shortened"
 
 
 class Products(TorchDispatchMode):

@@ -165,81 +165,73 @@ def test_a_hook_goes_on_from_its_state_bit_for_bit(ranks):
             assert all(value == (True, True) for value in result.values()), result
 
 
-def test_buckets_have_memories_of_their_own_and_travel_at_once(ranks):
-    def train():
-        rank = dist.get_rank()
-        apart, together = (TopK(0.1), TopK(0.1)), TopK(0.1)
-        same = []
-        for step in range(3):
-            parts = gradients(step, rank), gradients(step + 50, rank)[:700].clone()
-            expected = [one.clone() for one in parts]
-            for hook, vector in zip(apart, expected, strict=True):
-                hook.start(GradientBucket(0, vector, (vector,)), None).wait()
-            buckets = [GradientBucket(index, vector, (vector,)) for index, vector in enumerate(parts)]
-            for pending in [together.start(bucket, None) for bucket in buckets]:
-                pending.wait()
-            same += map(torch.equal, parts, expected)
-        return same
-
-    assert ranks(2).run(train) == [[True] * 6] * 2
+@pytest.mark.on_ranks(2)
+def test_buckets_have_memories_of_their_own_and_travel_at_once():
+    rank = dist.get_rank()
+    apart, together = (TopK(0.1), TopK(0.1)), TopK(0.1)
+    same = []
+    for step in range(3):
+        parts = gradients(step, rank), gradients(step + 50, rank)[:700].clone()
+        expected = [one.clone() for one in parts]
+        for hook, vector in zip(apart, expected, strict=True):
+            hook.start(GradientBucket(0, vector, (vector,)), None).wait()
+        buckets = [GradientBucket(index, vector, (vector,)) for index, vector in enumerate(parts)]
+        for pending in [together.start(bucket, None) for bucket in buckets]:
+            pending.wait()
+        same += map(torch.equal, parts, expected)
+    assert same == [True] * 6
 
 
-def test_what_is_not_finite_is_named_on_every_rank_and_spoils_nothing(ranks):
-    def train():
-        rank = dist.get_rank()
-        texts = {}
-        hooks = {name: make_hook(COMPRESSIONS[name]) for name in COMPRESSIONS} | {"cast": Cast()}
-        for name, hook in hooks.items():
-            clean = {"cast": Cast()}.get(name) or make_hook(COMPRESSIONS[name])
-            for one in (hook, clean):
-                exchange(one, gradients(0, rank, torch.float32))
-            bad = gradients(1, rank, torch.float32)
-            if rank == 1:
-                bad[1999] = (float("nan"), float("inf"), -float("inf"))[len(name) % 3]
-            try:
-                exchange(hook, bad)
-            except RuntimeError as error:
-                texts[name] = str(error)
-            after = exchange(hook, gradients(2, rank, torch.float32))
-            assert after.isfinite().all(), name
-            if name not in ("random_k", "quantize by chance"):  # those have drawn once more
-                assert torch.equal(after, exchange(clean, gradients(2, rank, torch.float32))), name
-        return texts
-
-    for rank, texts in enumerate(ranks(3).run(train)):
-        assert len(texts) == len(COMPRESSIONS) + 1
-        for name, text in texts.items():
-            assert text.startswith(f"rank {rank}: "), name
-            assert "on rank 1" in text, name
-            assert "bucket 0" in text, name
+@pytest.mark.on_ranks(3)
+def test_what_is_not_finite_is_named_on_every_rank_and_spoils_nothing():
+    rank = dist.get_rank()
+    texts = {}
+    hooks = {name: make_hook(COMPRESSIONS[name]) for name in COMPRESSIONS} | {"cast": Cast()}
+    for name, hook in hooks.items():
+        clean = {"cast": Cast()}.get(name) or make_hook(COMPRESSIONS[name])
+        for one in (hook, clean):
+            exchange(one, gradients(0, rank, torch.float32))
+        bad = gradients(1, rank, torch.float32)
+        if rank == 1:
+            bad[1999] = (float("nan"), float("inf"), -float("inf"))[len(name) % 3]
+        try:
+            exchange(hook, bad)
+        except RuntimeError as error:
+            texts[name] = str(error)
+        after = exchange(hook, gradients(2, rank, torch.float32))
+        assert after.isfinite().all(), name
+        if name not in ("random_k", "quantize by chance"):  # those have drawn once more
+            assert torch.equal(after, exchange(clean, gradients(2, rank, torch.float32))), name
+    assert len(texts) == len(COMPRESSIONS) + 1
+    for name, text in texts.items():
+        assert text.startswith(f"rank {rank}: "), name
+        assert "on rank 1" in text, name
+        assert "bucket 0" in text, name
 
 
-def test_a_step_that_was_given_up_leaves_nothing_for_the_next(ranks):
+@pytest.mark.on_ranks(2)
+def test_a_step_that_was_given_up_leaves_nothing_for_the_next():
     """The first bucket raises, so nobody waits for the second; its answer must not arrive in the next step."""
-
-    def train():
-        rank = dist.get_rank()
-        same = []
-        for build in (TopK, Quantize, Sign, RandomK, Cast):
-            last = []
-            for steps in ((0, 1, 2), (0, 2)):
-                hook = build()
-                for step in steps:
-                    vectors = [gradients(step + 10 * index, rank, torch.float32) for index in range(3)]
-                    if step == 1:
-                        vectors[0][rank] = float("nan")
-                    under_way = [hook.start(bucket_of(vector, index), None) for index, vector in enumerate(vectors)]
-                    try:
-                        for pending in under_way:
-                            pending.wait()
-                    except RuntimeError:
-                        assert step == 1
-                last.append(vectors)
-            if build is not RandomK:  # which has drawn once more
-                same += map(torch.equal, *last)
-        return same
-
-    assert ranks(2).run(train) == [[True] * 12] * 2
+    rank = dist.get_rank()
+    same = []
+    for build in (TopK, Quantize, Sign, RandomK, Cast):
+        last = []
+        for steps in ((0, 1, 2), (0, 2)):
+            hook = build()
+            for step in steps:
+                vectors = [gradients(step + 10 * index, rank, torch.float32) for index in range(3)]
+                if step == 1:
+                    vectors[0][rank] = float("nan")
+                under_way = [hook.start(bucket_of(vector, index), None) for index, vector in enumerate(vectors)]
+                try:
+                    for pending in under_way:
+                        pending.wait()
+                except RuntimeError:
+                    assert step == 1
+            last.append(vectors)
+        if build is not RandomK:  # which has drawn once more
+            same += map(torch.equal, *last)
+    assert same == [True] * 12
 
 
 def test_ranks_of_a_group_are_named_as_the_user_knows_them(ranks):
@@ -263,66 +255,58 @@ def test_ranks_of_a_group_are_named_as_the_user_knows_them(ranks):
     assert len(third) == len(fourth) == 2
 
 
-def test_ranks_that_compress_differently_are_told_before_anything_hangs(ranks):
-    def differ():
-        rank = dist.get_rank()
-        texts = []
-        for hook in (TopK(0.1 if rank else 0.2), RandomK(0.1, seed=rank), Quantize(4 + rank), Sign(bool(rank))):
-            try:
-                exchange(hook, gradients(0, rank))
-            except ValueError as error:
-                texts.append(str(error))
-        ahead = RandomK(0.1)
-        ahead.load_state_dict({"compressor": ahead.description, "num_steps": {0: rank}, "memories": {}})
+@pytest.mark.on_ranks(2)
+def test_ranks_that_compress_differently_are_told_before_anything_hangs():
+    rank = dist.get_rank()
+    texts = []
+    for hook in (TopK(0.1 if rank else 0.2), RandomK(0.1, seed=rank), Quantize(4 + rank), Sign(bool(rank))):
         try:
-            exchange(ahead, gradients(0, rank))
+            exchange(hook, gradients(0, rank))
         except ValueError as error:
             texts.append(str(error))
-        return texts
+    ahead = RandomK(0.1)
+    ahead.load_state_dict({"compressor": ahead.description, "num_steps": {0: rank}, "memories": {}})
+    try:
+        exchange(ahead, gradients(0, rank))
+    except ValueError as error:
+        texts.append(str(error))
+    assert len(texts) == 5
+    assert all("ranks disagree on compressor" in text for text in texts)
+    assert "top_k of ratio 0.1" in texts[0]
 
-    for texts in ranks(2).run(differ):
-        assert len(texts) == 5
-        assert all("ranks disagree on compressor" in text for text in texts)
-        assert "top_k of ratio 0.1" in texts[0]
+
+@pytest.mark.on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused():
+    hook = TopK(0.1)
+    exchange(hook, gradients(0, dist.get_rank()))
+    texts = []
+    try:
+        TopK(0.2).load_state_dict(hook.state_dict())
+    except ValueError as error:
+        texts.append(str(error))
+    try:
+        vector = torch.ones(5)
+        hook.start(GradientBucket(0, vector, (vector,)), None)
+    except ValueError as error:
+        texts.append(str(error))
+    assert "the state is of a compressor `top_k of ratio 0.1`, this one is `top_k of ratio 0.2`" in texts[0]
+    assert "bucket 0 has 5 elements and its memory 2330" in texts[1]
 
 
-def test_a_state_that_does_not_fit_is_refused(ranks):
-    def load():
-        hook = TopK(0.1)
-        exchange(hook, gradients(0, dist.get_rank()))
-        texts = []
+@pytest.mark.on_ranks(2)
+def test_a_cast_divides_before_it_shortens_and_says_when_the_mean_is_too_large():
+    vector = exchange(Cast(), torch.full_like(gradients(0, 0, torch.float32), 60_000.0))
+    brain = exchange(Cast(torch.bfloat16), torch.full_like(vector, 2.0**100))
+    with recorded() as sent:
         try:
-            TopK(0.2).load_state_dict(hook.state_dict())
-        except ValueError as error:
-            texts.append(str(error))
-        try:
-            vector = torch.ones(5)
-            hook.start(GradientBucket(0, vector, (vector,)), None)
-        except ValueError as error:
-            texts.append(str(error))
-        return texts
-
-    for texts in ranks(2).run(load):
-        assert "the state is of a compressor `top_k of ratio 0.1`, this one is `top_k of ratio 0.2`" in texts[0]
-        assert "bucket 0 has 5 elements and its memory 2330" in texts[1]
-
-
-def test_a_cast_divides_before_it_shortens_and_says_when_the_mean_is_too_large(ranks):
-    def large():
-        vector = exchange(Cast(), torch.full_like(gradients(0, 0, torch.float32), 60_000.0))
-        brain = exchange(Cast(torch.bfloat16), torch.full_like(vector, 2.0**100))
-        with recorded() as sent:
-            try:
-                exchange(Cast(), torch.full_like(vector, 1e5))
-            except RuntimeError as error:
-                text = str(error)
-        return vector[0].item(), brain[0].item(), text, sent.records.payload_bytes(dist.get_rank(), "all_reduce")
-
-    for half, brain, text, num_bytes in ranks(2).run(large):
-        assert half == 60_000.0
-        assert brain == 2.0**100
-        assert "are too large: their mean overflows" in text
-        assert num_bytes == 2 * 2330
+            exchange(Cast(), torch.full_like(vector, 1e5))
+        except RuntimeError as error:
+            text = str(error)
+    brain, num_bytes = brain[0].item(), sent.records.payload_bytes(dist.get_rank(), "all_reduce")
+    assert vector[0].item() == 60_000.0
+    assert brain == 2.0**100
+    assert "are too large: their mean overflows" in text
+    assert num_bytes == 2 * 2330
 
 
 @pytest.mark.parametrize(
@@ -351,18 +335,16 @@ def test_every_method_has_a_hook():
     ]
 
 
-def test_complex_gradients_are_refused_in_words(ranks):
-    def train():
-        told = {}
-        for method in METHODS:
-            gradients = (torch.ones(8, 3, dtype=torch.complex64),)
-            bucket = GradientBucket(7, gradients[0].view(-1), gradients)
-            try:
-                make_hook(Compression(method)).start(bucket, None)
-            except ValueError as error:
-                told[method] = str(error)
-        return told
-
-    for rank, told in enumerate(ranks(2).run(train)):
-        words = f"rank {rank}: bucket 7 holds gradients of torch.complex64, and compressors take real numbers"
-        assert all(words in told.get(method, "") for method in METHODS), told
+@pytest.mark.on_ranks(2)
+def test_complex_gradients_are_refused_in_words():
+    told = {}
+    for method in METHODS:
+        gradients = (torch.ones(8, 3, dtype=torch.complex64),)
+        bucket = GradientBucket(7, gradients[0].view(-1), gradients)
+        try:
+            make_hook(Compression(method)).start(bucket, None)
+        except ValueError as error:
+            told[method] = str(error)
+    rank = dist.get_rank()
+    words = f"rank {rank}: bucket 7 holds gradients of torch.complex64, and compressors take real numbers"
+    assert all(words in told.get(method, "") for method in METHODS), told

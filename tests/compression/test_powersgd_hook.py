@@ -78,43 +78,39 @@ def test_claims_hold_on_any_number_of_ranks(ranks, world_size):
         assert not torch.equal(results[0][4][0], results[1][4][0]), "a memory is the rank's own"
 
 
-def test_nothing_is_lost_with_error_feedback(ranks):
-    def body():
-        hook, bucket = PowerSGD(1), gradient_bucket()
-        applied, wanted = torch.zeros_like(bucket.buffer), torch.zeros_like(bucket.buffer)
-        for step in range(6):
+@pytest.mark.on_ranks(3)
+def test_nothing_is_lost_with_error_feedback():
+    hook, bucket = PowerSGD(1), gradient_bucket()
+    applied, wanted = torch.zeros_like(bucket.buffer), torch.zeros_like(bucket.buffer)
+    for step in range(6):
+        fill(bucket, step)
+        hook.start(bucket, None).wait()
+        applied += bucket.buffer
+        wanted += mean_gradient(bucket, step)
+    left_out = hook.state_dict()["buckets"][0]["error"]
+    own = left_out.norm().item()
+    dist.all_reduce(left_out)
+    difference = (applied + left_out / dist.get_world_size() - wanted).abs().max().item()
+    assert difference < 1e-12
+    assert own > 1
+
+
+@pytest.mark.on_ranks(2)
+def test_full_rank_is_the_mean_and_starts_whole():
+    found = {}
+    for name, hook in {
+        "full rank": PowerSGD(100, min_saving=1e-3),
+        "not started": PowerSGD(1, start_step=3),
+        "nothing worth it": PowerSGD(100),
+    }.items():
+        bucket, differences = gradient_bucket(), []
+        for step in range(3):
             fill(bucket, step)
             hook.start(bucket, None).wait()
-            applied += bucket.buffer
-            wanted += mean_gradient(bucket, step)
-        left_out = hook.state_dict()["buckets"][0]["error"]
-        own = left_out.norm().item()
-        dist.all_reduce(left_out)
-        return (applied + left_out / dist.get_world_size() - wanted).abs().max().item(), own
-
-    for difference, own in ranks(3).run(body):
-        assert difference < 1e-12
-        assert own > 1
-
-
-def test_full_rank_is_the_mean_and_starts_whole(ranks):
-    def body():
-        found = {}
-        for name, hook in {
-            "full rank": PowerSGD(100, min_saving=1e-3),
-            "not started": PowerSGD(1, start_step=3),
-            "nothing worth it": PowerSGD(100),
-        }.items():
-            bucket, differences = gradient_bucket(), []
-            for step in range(3):
-                fill(bucket, step)
-                hook.start(bucket, None).wait()
-                differences.append((bucket.buffer - mean_gradient(bucket, step)).abs().max().item())
-            found[name] = max(differences)
-        return found
-
-    for result in ranks(2).run(body):
-        assert all(difference < 1e-12 for difference in result.values()), result
+            differences.append((bucket.buffer - mean_gradient(bucket, step)).abs().max().item())
+        found[name] = max(differences)
+    result = found
+    assert all(difference < 1e-12 for difference in result.values()), result
 
 
 def share_that_moved(error_feedback):
@@ -137,42 +133,41 @@ def test_a_weak_direction_moves_with_error_feedback_alone(ranks):
 
 
 @pytest.mark.parametrize("start_step", [0, 5])
-def test_bad_numbers_are_named_on_every_rank_and_leave_no_trace(ranks, start_step):
-    def body():
-        hook = PowerSGD(2, start_step=start_step)
-        run_steps(hook, 2)
-        before = hook.state_dict()
-        buckets = [gradient_bucket(index, SHAPES[index:], torch.float32) for index in range(2)]
-        for bucket in buckets:
-            fill(bucket, 2)
-        if dist.get_rank() == 1:
-            buckets[1].buffer[3] = float("nan")
-        if dist.get_rank() == 2:
-            buckets[1].gradients[0][0] = float("inf")
-        texts = []
-        pending = [hook.start(bucket, None) for bucket in buckets]
-        for one in pending:
-            try:
-                one.wait()
-            except RuntimeError as error:
-                texts.append(str(error))
-        after = hook.state_dict()
-        same = all(
-            after["buckets"][index]["steps"] == before["buckets"][index]["steps"]
-            and all(
-                before["buckets"][index][name] is None
-                or torch.equal(before["buckets"][index][name], after["buckets"][index][name])
-                for name in ("error", "right")
-            )
-            for index in range(2)
+@pytest.mark.on_ranks(3)
+def test_bad_numbers_are_named_on_every_rank_and_leave_no_trace(start_step):
+    hook = PowerSGD(2, start_step=start_step)
+    run_steps(hook, 2)
+    before = hook.state_dict()
+    buckets = [gradient_bucket(index, SHAPES[index:], torch.float32) for index in range(2)]
+    for bucket in buckets:
+        fill(bucket, 2)
+    if dist.get_rank() == 1:
+        buckets[1].buffer[3] = float("nan")
+    if dist.get_rank() == 2:
+        buckets[1].gradients[0][0] = float("inf")
+    texts = []
+    pending = [hook.start(bucket, None) for bucket in buckets]
+    for one in pending:
+        try:
+            one.wait()
+        except RuntimeError as error:
+            texts.append(str(error))
+    after = hook.state_dict()
+    same = all(
+        after["buckets"][index]["steps"] == before["buckets"][index]["steps"]
+        and all(
+            before["buckets"][index][name] is None
+            or torch.equal(before["buckets"][index][name], after["buckets"][index][name])
+            for name in ("error", "right")
         )
-        return texts, same, all(torch.isfinite(buffer).all() for buffer in run_steps(hook, 2, first=3))
-
-    for rank, (texts, same, goes_on) in enumerate(ranks(3).run(body)):
-        assert f"rank {rank}: NaN or infinite gradients on rank 1, 2 in bucket 1 at step 2" in texts[0]
-        assert "belongs to a step that failed" in texts[1]
-        assert same
-        assert goes_on
+        for index in range(2)
+    )
+    rank = dist.get_rank()
+    goes_on = all(torch.isfinite(buffer).all() for buffer in run_steps(hook, 2, first=3))
+    assert f"rank {rank}: NaN or infinite gradients on rank 1, 2 in bucket 1 at step 2" in texts[0]
+    assert "belongs to a step that failed" in texts[1]
+    assert same
+    assert goes_on
 
 
 def test_ranks_that_differ_are_told_so(ranks):
@@ -195,7 +190,7 @@ def test_ranks_that_differ_are_told_so(ranks):
     for wrong, text in (
         (seeds, r'rank 0 has .*"seed": 0.*; rank 1 has .*"seed": 1'),
         (steps, "steps so far"),
-        (shapes, "build another"),
+        (shapes, "build a different one"),
     ):
         with pytest.raises(RankError, match=text):
             ranks(2).run(wrong)

@@ -129,29 +129,26 @@ class Watched:
         return self.hook.start(bucket, group)
 
 
-def test_each_bucket_costs_what_the_plan_says(ranks):
-    def run():
-        measured = {}
-        for name, compression in COMPRESSIONS.items():
-            hook, replica = Watched(make_hook(compression)), model()
-            replicas = DataParallel(replica, hook=hook, **BUCKETS)
-            for step in range(2):
-                hook.seen.clear()
-                replica.zero_grad()
-                inputs, targets = share(step)
-                with recorded() as sent:
-                    nn.functional.mse_loss(replica(inputs), targets).backward()
-                    replicas.synchronize()
-            predicted = [call for shapes in hook.seen for call in exchanges(compression, shapes, 8)]
-            calls = [(call.op, call.num_bytes) for call in sent.records.calls(dist.get_rank())]
-            measured[name] = len(hook.seen), sorted(predicted), sorted(calls)
-        return measured
-
-    for result in ranks(2).run(run):
-        for name, (num_buckets, predicted, calls) in result.items():
-            assert num_buckets >= 2, name
-            flag = ("all_reduce", 4)  # DataParallel's own, once a step: whether a rank has something to tell
-            assert calls == sorted([*predicted, flag]), name
+@pytest.mark.on_ranks(2)
+def test_each_bucket_costs_what_the_plan_says():
+    measured = {}
+    for name, compression in COMPRESSIONS.items():
+        hook, replica = Watched(make_hook(compression)), model()
+        replicas = DataParallel(replica, hook=hook, **BUCKETS)
+        for step in range(2):
+            hook.seen.clear()
+            replica.zero_grad()
+            inputs, targets = share(step)
+            with recorded() as sent:
+                nn.functional.mse_loss(replica(inputs), targets).backward()
+                replicas.synchronize()
+        predicted = [call for shapes in hook.seen for call in exchanges(compression, shapes, 8)]
+        calls = [(call.op, call.num_bytes) for call in sent.records.calls(dist.get_rank())]
+        measured[name] = len(hook.seen), sorted(predicted), sorted(calls)
+    for name, (num_buckets, predicted, calls) in measured.items():
+        assert num_buckets >= 2, name
+        flag = ("all_reduce", 4)  # DataParallel's own, once a step: whether a rank has something to tell
+        assert calls == sorted([*predicted, flag]), name
 
 
 def test_training_learns_with_every_compressor(ranks):

@@ -120,32 +120,28 @@ def test_ten_clipped_updates_from_unequal_micro_batches_equal_one_process(ranks,
             assert all(map(torch.equal, weights, results[0][index][0])), f"{case}: replicas differ"
 
 
-def test_an_update_sends_once_whatever_number_of_micro_batches(ranks):
+@pytest.mark.on_ranks(2)
+def test_an_update_sends_once_whatever_number_of_micro_batches():
     """Where forward ran does not matter, nor that the last backward may be inside the block as well."""
-
-    def count():
-        model = torch.nn.Linear(3, 2)
-        replicas = DataParallel(model)
-        x = torch.ones(2, 3)
-        counts = []
-        for forward_inside, last_inside in [(True, False), (False, False), (True, True)]:
-            replicas.zero_grad()
-            with recorded() as sent:
-                for _ in range(3):
-                    loss = None if forward_inside else model(x).sum()
-                    with replicas.no_sync():
-                        (model(x).sum() if loss is None else loss).backward()
-                if last_inside:
-                    with replicas.no_sync():
-                        model(x).sum().backward()
-                else:
+    model = torch.nn.Linear(3, 2)
+    replicas = DataParallel(model)
+    x = torch.ones(2, 3)
+    counts = []
+    for forward_inside, last_inside in [(True, False), (False, False), (True, True)]:
+        replicas.zero_grad()
+        with recorded() as sent:
+            for _ in range(3):
+                loss = None if forward_inside else model(x).sum()
+                with replicas.no_sync():
+                    (model(x).sum() if loss is None else loss).backward()
+            if last_inside:
+                with replicas.no_sync():
                     model(x).sum().backward()
-                replicas.synchronize()
-            counts.append((sent.records.num_calls(), model.bias.grad.tolist()))
-        return counts
-
-    for counts in ranks(2).run(count):
-        assert counts == [(1, [8.0, 8.0])] * 3
+            else:
+                model(x).sum().backward()
+            replicas.synchronize()
+        counts.append((sent.records.num_calls(), model.bias.grad.tolist()))
+    assert counts == [(1, [8.0, 8.0])] * 3
 
 
 def test_micro_weights_are_those_of_the_mean_over_all():
@@ -164,14 +160,12 @@ def test_a_batch_smaller_than_the_world_is_refused_before_anything_is_sent():
             rank_slice(2, rank, 3)
 
 
-def test_a_rank_without_samples_can_still_take_part(ranks):
-    def train():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 2)
-        replicas = DataParallel(model, unused="zeros")
-        if dist.get_rank() == 0:
-            (model(torch.ones(2, 3)).sum() * micro_weights([2], 2, 2)[0]).backward()
-        replicas.synchronize()
-        return model.bias.grad.tolist()
-
-    assert ranks(2).run(train) == [[2.0, 2.0]] * 2
+@pytest.mark.on_ranks(2)
+def test_a_rank_without_samples_can_still_take_part():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    replicas = DataParallel(model, unused="zeros")
+    if dist.get_rank() == 0:
+        (model(torch.ones(2, 3)).sum() * micro_weights([2], 2, 2)[0]).backward()
+    replicas.synchronize()
+    assert model.bias.grad.tolist() == [2.0, 2.0]

@@ -60,8 +60,8 @@ ALL = ("first", "second", "third")
 USES = [
     pytest.param([ALL, ("first", "third")], id="one rank skips a layer"),
     pytest.param([("first", "second"), ("first",)], id="a layer nobody uses"),
-    pytest.param([("third",), ("second",), ("first",)], id="each rank another layer"),
-    pytest.param([ALL, ("third", "second", "first"), ("second", "first", "third")], id="each rank another order"),
+    pytest.param([("third",), ("second",), ("first",)], id="each rank a different layer"),
+    pytest.param([ALL, ("third", "second", "first"), ("second", "first", "third")], id="each rank a different order"),
 ]
 
 
@@ -81,24 +81,21 @@ def test_zeros_for_what_is_unused_equal_one_process(ranks, uses):
         assert_equal(result, whole_batch_gradients(uses))
 
 
-def test_an_unused_parameter_is_named_on_every_rank(ranks):
-    def train():
-        model = branches()
-        replicas = DataParallel(model)
-        rank = dist.get_rank()
-        model(data(rank), ("first", "second") if rank == 1 else ALL).square().mean().backward()
-        text = message(replicas.synchronize)
-        model.zero_grad()
-        model(data(rank), ALL).square().mean().backward()  # and it can go on
-        replicas.synchronize()
-        return text, gradients_of(model)
-
-    for rank, (text, gradients) in enumerate(ranks(3).run(train)):
-        assert text.startswith(f"RuntimeError: rank {rank}: 2 parameters got no gradient")
-        assert "third.weight (rank 1)" in text
-        assert "third.bias (rank 1)" in text
-        assert "first" not in text
-        assert_equal(gradients, whole_batch_gradients([ALL] * 3))
+@pytest.mark.on_ranks(3)
+def test_an_unused_parameter_is_named_on_every_rank():
+    model = branches()
+    replicas = DataParallel(model)
+    rank = dist.get_rank()
+    model(data(rank), ("first", "second") if rank == 1 else ALL).square().mean().backward()
+    text = message(replicas.synchronize)
+    model.zero_grad()
+    model(data(rank), ALL).square().mean().backward()  # and it can go on
+    replicas.synchronize()
+    assert text.startswith(f"RuntimeError: rank {rank}: 2 parameters got no gradient")
+    assert "third.weight (rank 1)" in text
+    assert "third.bias (rank 1)" in text
+    assert "first" not in text
+    assert_equal(gradients_of(model), whole_batch_gradients([ALL] * 3))
 
 
 def test_synchronize_without_backward_is_an_error_and_no_hang(ranks):
@@ -114,56 +111,47 @@ def test_synchronize_without_backward_is_an_error_and_no_hang(ranks):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_both_ways_of_zeroing_keep_gradients_in_the_buckets(ranks, set_to_none):
-    def train():
-        model = branches()
-        replicas = DataParallel(model, bucket_bytes=200)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        places = []
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            model(data(dist.get_rank()), ALL).square().mean().backward()
-            replicas.synchronize()
-            places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
-        return gradients_of(model), places
-
-    for gradients, places in ranks(2).run(train):
-        assert places[0] == places[1] == places[2]
-        assert_equal(gradients, whole_batch_gradients([ALL] * 2))
+@pytest.mark.on_ranks(2)
+def test_both_ways_of_zeroing_keep_gradients_in_the_buckets(set_to_none):
+    model = branches()
+    replicas = DataParallel(model, bucket_bytes=200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = []
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(data(dist.get_rank()), ALL).square().mean().backward()
+        replicas.synchronize()
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    assert places[0] == places[1] == places[2]
+    assert_equal(gradients_of(model), whole_batch_gradients([ALL] * 2))
 
 
-def test_gradients_that_are_never_zeroed_add_up_as_in_one_process(ranks):
-    def train():
-        model = branches()
-        replicas = DataParallel(model)
-        for _ in range(3):
-            model(data(dist.get_rank()), ALL).square().mean().backward()
-            replicas.synchronize()
-        return gradients_of(model)
-
-    for gradients in ranks(2).run(train):
-        assert_equal(gradients, whole_batch_gradients([ALL] * 2, num_backwards=3))
+@pytest.mark.on_ranks(2)
+def test_gradients_that_are_never_zeroed_add_up_as_in_one_process():
+    model = branches()
+    replicas = DataParallel(model)
+    for _ in range(3):
+        model(data(dist.get_rank()), ALL).square().mean().backward()
+        replicas.synchronize()
+    assert_equal(gradients_of(model), whole_batch_gradients([ALL] * 2, num_backwards=3))
 
 
-def test_accumulation_sends_once_and_equals_one_process(ranks):
-    def train():
-        model = branches()
-        replicas = DataParallel(model, bucket_bytes=200, unused="zeros")
-        rank = dist.get_rank()
-        with recorded() as sent:
-            with replicas.no_sync():
-                model(data(rank), ALL).square().mean().backward()
-            model(data(rank), ("second",)).square().mean().backward()  # first and third only accumulated
-            replicas.synchronize()
-        gradients = gradients_of(model)
-        return sent.records.num_calls(), replicas.num_buckets, gradients
-
+@pytest.mark.on_ranks(2)
+def test_accumulation_sends_once_and_equals_one_process():
     expected = whole_batch_gradients([ALL] * 2)
     more = whole_batch_gradients([("second",)] * 2)
     expected = {name: g if more[name] is None else g + more[name] for name, g in expected.items()}
-    for num_calls, num_buckets, gradients in ranks(2).run(train):
-        assert num_calls == num_buckets
-        assert_equal(gradients, expected)
+    model = branches()
+    replicas = DataParallel(model, bucket_bytes=200, unused="zeros")
+    rank = dist.get_rank()
+    with recorded() as sent:
+        with replicas.no_sync():
+            model(data(rank), ALL).square().mean().backward()
+        model(data(rank), ("second",)).square().mean().backward()  # first and third only accumulated
+        replicas.synchronize()
+    gradients = gradients_of(model)
+    assert sent.records.num_calls() == replicas.num_buckets
+    assert_equal(gradients, expected)
 
 
 def test_ranks_with_different_models_are_named_at_construction(ranks):
@@ -252,7 +240,8 @@ def test_a_sparse_gradient_is_refused_by_name(ranks):
         ranks(2).run(train)
 
 
-def test_parameters_of_every_shape_and_kind(ranks):
+@pytest.mark.on_ranks(2)
+def test_parameters_of_every_shape_and_kind():
     """A number, an empty one, a transposed one, a complex one, and half precision in buckets of their own."""
 
     class Odd(torch.nn.Module):
@@ -268,19 +257,16 @@ def test_parameters_of_every_shape_and_kind(ranks):
             parts = (self.number * x, self.empty, self.turned * x, (self.complex * x).abs(), self.low.float() * x)
             return sum(part.sum() for part in parts)
 
-    def train():
-        model = Odd()
-        replicas = DataParallel(model)
-        for _ in range(2):
-            replicas.zero_grad()
-            model(torch.tensor(1.0 + 2 * dist.get_rank())).backward()
-            replicas.synchronize()
-        return replicas.num_buckets, [parameter.grad.tolist() for parameter in model.parameters()]
-
-    for num_buckets, (number, empty, turned, complex_, low) in ranks(2).run(train):
-        assert num_buckets == 3
-        assert (number, empty, turned, low) == (2.0, [], [[2.0] * 2] * 3, [2.0] * 3)
-        assert complex_ == [2.0, 2.0]
+    model = Odd()
+    replicas = DataParallel(model)
+    for _ in range(2):
+        replicas.zero_grad()
+        model(torch.tensor(1.0 + 2 * dist.get_rank())).backward()
+        replicas.synchronize()
+    number, empty, turned, complex_, low = [parameter.grad.tolist() for parameter in model.parameters()]
+    assert replicas.num_buckets == 3
+    assert (number, empty, turned, low) == (2.0, [], [[2.0] * 2] * 3, [2.0] * 3)
+    assert complex_ == [2.0, 2.0]
 
 
 def test_two_groups_average_apart_and_two_groups_of_one_rank_together(ranks):
@@ -347,14 +333,11 @@ def test_communication_starts_before_backward_ends(ranks):
         assert all(span.end_ns < backward.end_ns for span in sent[:2])  # and over before it, seen by later hooks
 
 
-def test_close_takes_the_hooks_off(ranks):
-    def train():
-        model = branches()
-        DataParallel(model).close()
-        replicas = DataParallel(model)
-        model(data(dist.get_rank()), ALL).square().mean().backward()
-        replicas.synchronize()
-        return gradients_of(model)
-
-    for gradients in ranks(2).run(train):
-        assert_equal(gradients, whole_batch_gradients([ALL] * 2))
+@pytest.mark.on_ranks(2)
+def test_close_takes_the_hooks_off():
+    model = branches()
+    DataParallel(model).close()
+    replicas = DataParallel(model)
+    model(data(dist.get_rank()), ALL).square().mean().backward()
+    replicas.synchronize()
+    assert_equal(gradients_of(model), whole_batch_gradients([ALL] * 2))

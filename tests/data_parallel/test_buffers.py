@@ -103,39 +103,34 @@ def test_a_large_mean_costs_no_digits_where_sums_of_squares_lose_all():
     assert abs(by_sums / exact - 1) > 0.1
 
 
-def test_calls_and_bytes_are_as_documented_and_eval_sends_nothing(ranks):
-    def run():
-        layer = convert_sync_batchnorm(nn.BatchNorm2d(5))
-        x = torch.randn(3, 5, 2, 2, requires_grad=True)
-        rank, seen = dist.get_rank(), []
-        for action in (lambda: layer(x), lambda: layer(x).sum().backward(), lambda: layer(x.detach()).sum().backward()):
-            with recorded() as sent:
-                action()
-            records = sent.records
-            calls = [(op, records.payload_bytes(rank, op)) for op in records.ops(rank)]
-            seen.append(calls)
-        with recorded() as sent:
-            layer.eval()(x).sum().backward()
-            SyncBatchNorm(5, track_running_stats=False).eval()(x)
-        return seen, sent.records.num_calls()
-
+@pytest.mark.on_ranks(2)
+def test_calls_and_bytes_are_as_documented_and_eval_sends_nothing():
     gather, reduce = ("all_gather", 4 * (2 * 5 + 1)), ("all_reduce", 4 * 2 * 5)
-    for seen, in_eval in ranks(2).run(run):
-        assert seen == [[gather], [gather, reduce], [gather]]  # the last: an input that wants no gradient
-        assert in_eval == 0
+    layer = convert_sync_batchnorm(nn.BatchNorm2d(5))
+    x = torch.randn(3, 5, 2, 2, requires_grad=True)
+    rank, seen = dist.get_rank(), []
+    for action in (lambda: layer(x), lambda: layer(x).sum().backward(), lambda: layer(x.detach()).sum().backward()):
+        with recorded() as sent:
+            action()
+        records = sent.records
+        calls = [(op, records.payload_bytes(rank, op)) for op in records.ops(rank)]
+        seen.append(calls)
+    with recorded() as sent:
+        layer.eval()(x).sum().backward()
+        SyncBatchNorm(5, track_running_stats=False).eval()(x)
+    assert seen == [[gather], [gather, reduce], [gather]]  # the last: an input that wants no gradient
+    assert sent.records.num_calls() == 0
 
 
-def test_construction_of_its_own_agrees_once(ranks):
-    def run():
-        layer = SyncBatchNorm(2)
-        counts = []
-        for _ in range(2):
-            with recorded() as sent:
-                layer(torch.randn(4, 2))
-            counts.append(sent.records.num_calls())
-        return counts
-
-    assert ranks(2).run(run) == [[2, 1]] * 2
+@pytest.mark.on_ranks(2)
+def test_construction_of_its_own_agrees_once():
+    layer = SyncBatchNorm(2)
+    counts = []
+    for _ in range(2):
+        with recorded() as sent:
+            layer(torch.randn(4, 2))
+        counts.append(sent.records.num_calls())
+    assert counts == [2, 1]
 
 
 def test_half_precision_is_normalised_in_float32(ranks):
@@ -172,30 +167,23 @@ def test_running_statistics_drift_apart_unless_synchronised_or_broadcast(ranks):
     assert [one == other for one, other in zip(*ranks(2).run(run), strict=True)] == [False, True, True]
 
 
-def test_buffers_of_all_types_are_broadcast_and_parameters_left_alone(ranks):
-    def run():
-        model, rank = nn.Linear(2, 2), dist.get_rank()
-        nn.init.constant_(model.weight, rank)
-        model.register_buffer("mask", torch.tensor([True, False]) ^ bool(rank))
-        model.register_buffer("mean", torch.full((3,), float(rank)))
-        model.register_buffer("variance", torch.full((2,), float(rank)), persistent=False)
-        model.register_buffer("count", torch.tensor(rank))
-        with recorded() as sent:
-            broadcast_buffers(model)
-            broadcast_buffers(nn.Linear(2, 2))
-        records = sent.records
-        return (
-            [b.tolist() for b in model.buffers()],
-            model.weight[0, 0].item(),
-            records.ops(rank),
-            records.payload_bytes(rank),
-        )
-
-    for rank, (buffers, weight, ops, num_bytes) in enumerate(ranks(2).run(run)):
-        assert buffers == [[True, False], [0.0] * 3, [0.0] * 2, 0]
-        assert weight == rank
-        assert ops == ("broadcast",) * 3  # bool, float32, int64
-        assert num_bytes == 2 + 4 * 5 + 8
+@pytest.mark.on_ranks(2)
+def test_buffers_of_all_types_are_broadcast_and_parameters_left_alone():
+    model, rank = nn.Linear(2, 2), dist.get_rank()
+    nn.init.constant_(model.weight, rank)
+    model.register_buffer("mask", torch.tensor([True, False]) ^ bool(rank))
+    model.register_buffer("mean", torch.full((3,), float(rank)))
+    model.register_buffer("variance", torch.full((2,), float(rank)), persistent=False)
+    model.register_buffer("count", torch.tensor(rank))
+    with recorded() as sent:
+        broadcast_buffers(model)
+        broadcast_buffers(nn.Linear(2, 2))
+    records = sent.records
+    rank = dist.get_rank()
+    assert [b.tolist() for b in model.buffers()] == [[True, False], [0.0] * 3, [0.0] * 2, 0]
+    assert model.weight[0, 0].item() == rank
+    assert records.ops(rank) == ("broadcast",) * 3  # bool, float32, int64
+    assert records.payload_bytes(rank) == 2 + 4 * 5 + 8
 
 
 def test_conversion_keeps_objects_names_sharing_and_mode(ranks):

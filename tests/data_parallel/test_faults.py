@@ -177,46 +177,41 @@ def test_unchecked_nan_reaches_every_rank_as_it_is(ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_large_gradients_that_are_finite_pass(ranks, dtype):
+@pytest.mark.on_ranks(2)
+def test_large_gradients_that_are_finite_pass(dtype):
     """Their sum overflows, or would in their own type; they do not."""
+    model = torch.nn.Linear(300, 1, bias=False).to(dtype)
+    replicas = DataParallel(model)
+    large = torch.finfo(dtype).max / 2
+    (model.weight * torch.full((300,), large, dtype=dtype)).sum().backward()
+    replicas.synchronize()
+    assert model.weight.grad.float().tolist() == [[torch.tensor(large, dtype=dtype).float().item()] * 300]
 
-    def train():
-        model = torch.nn.Linear(300, 1, bias=False).to(dtype)
-        replicas = DataParallel(model)
-        large = torch.finfo(dtype).max / 2
-        (model.weight * torch.full((300,), large, dtype=dtype)).sum().backward()
+
+@pytest.mark.on_ranks(2)
+def test_a_hook_is_not_given_what_is_not_finite():
+    model, hook = Words(), Mean()
+    replicas = DataParallel(model, **BUCKETS, hook=hook)
+    model.middle.weight.register_hook(lambda gradient: gradient * float("inf"))
+    loss_of(model).backward()
+    with pytest.raises(NotFiniteError):
         replicas.synchronize()
-        return model.weight.grad.float().tolist() == [[torch.tensor(large, dtype=dtype).float().item()] * 300]
-
-    assert ranks(2).run(train) == [True, True]
-
-
-def test_a_hook_is_not_given_what_is_not_finite(ranks):
-    def train():
-        model, hook = Words(), Mean()
-        replicas = DataParallel(model, **BUCKETS, hook=hook)
-        model.middle.weight.register_hook(lambda gradient: gradient * float("inf"))
-        loss_of(model).backward()
-        with pytest.raises(NotFiniteError):
-            replicas.synchronize()
-        return all(bool(buffer.isfinite().all()) for buffer in hook.seen), len(hook.seen) == replicas.num_buckets
-
-    assert ranks(2).run(train) == [(True, True)] * 2
+    assert all(bool(buffer.isfinite().all()) for buffer in hook.seen)
+    assert len(hook.seen) == replicas.num_buckets
 
 
-def test_a_hook_gets_the_undivided_gradients_in_one_order(ranks):
-    def train():
-        torch.manual_seed(0)
-        model, alone, hook = Words(), Words(), Mean()
-        replicas = DataParallel(model, **BUCKETS, hook=hook)
-        alone.load_state_dict(model.state_dict())
-        loss_of(model).backward()
-        loss_of(alone).backward()
-        replicas.synchronize()
-        own = torch.cat([p.grad.flatten() for p in (alone.head.bias, alone.head.weight)])
-        return torch.equal(torch.cat(hook.seen)[: own.numel()], own), [len(seen) for seen in hook.seen]
-
-    assert ranks(3).run(train) == [(True, [10, 4, 16, 20])] * 3
+@pytest.mark.on_ranks(3)
+def test_a_hook_gets_the_undivided_gradients_in_one_order():
+    torch.manual_seed(0)
+    model, alone, hook = Words(), Words(), Mean()
+    replicas = DataParallel(model, **BUCKETS, hook=hook)
+    alone.load_state_dict(model.state_dict())
+    loss_of(model).backward()
+    loss_of(alone).backward()
+    replicas.synchronize()
+    own = torch.cat([p.grad.flatten() for p in (alone.head.bias, alone.head.weight)])
+    assert torch.equal(torch.cat(hook.seen)[: own.numel()], own)
+    assert [len(seen) for seen in hook.seen] == [10, 4, 16, 20]
 
 
 def test_options_that_differ_between_ranks_are_an_error_on_every_rank(ranks):

@@ -120,87 +120,81 @@ def wrapped(**options):
     return model, HorovodOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
 
 
-def test_buffers_go_during_backward_in_order_and_carry_the_gradients_bytes(ranks):
-    def run():
-        model, optimizer = wrapped(fusion_bytes=80)
-        rank = dist.get_rank()
-        with recorded() as backward:
-            model(torch.randn(2, 4)).sum().backward()
-        with recorded() as step:
-            optimizer.step()
-        sizes = [call.num_bytes for call in backward.records.calls(rank)]
-        return sizes, step.records.num_calls()
-
-    assert ranks(2).run(run) == [([80, 80, 80], 0)] * 2
-
-
-def test_only_the_last_of_the_passes_sends_and_nothing_is_averaged_twice(ranks):
-    def run():
-        model, optimizer = wrapped(backward_passes_per_step=2)
-        counts = []
-
-        def count(action):
-            with recorded() as sent:
-                action()
-            counts.append(sent.records.num_calls())
-
-        count(lambda: model(torch.randn(2, 4)).sum().backward())
-        count(lambda: model(torch.randn(2, 4)).sum().backward())
-        count(optimizer.synchronize)
-        count(optimizer.step)
-        optimizer.zero_grad()
+@pytest.mark.on_ranks(2)
+def test_buffers_go_during_backward_in_order_and_carry_the_gradients_bytes():
+    model, optimizer = wrapped(fusion_bytes=80)
+    rank = dist.get_rank()
+    with recorded() as backward:
         model(torch.randn(2, 4)).sum().backward()
-        count(optimizer.step)  # earlier than planned: what is there is sent
-        return counts
-
-    assert ranks(2).run(run) == [[0, 1, 0, 0, 1]] * 2
-
-
-def test_a_rank_without_a_batch_counts_as_zeros_and_waits_for_nobody(ranks):
-    def run():
-        model, optimizer = wrapped(fusion_bytes=100)
-        if dist.get_rank() == 0:
-            model(torch.ones(1, 4)).sum().backward()
+    with recorded() as step:
         optimizer.step()
-        return [parameter.grad.clone() for parameter in model.parameters()]
+    sizes = [call.num_bytes for call in backward.records.calls(rank)]
+    assert sizes == [80, 80, 80]
+    assert step.records.num_calls() == 0
 
+
+@pytest.mark.on_ranks(2)
+def test_only_the_last_of_the_passes_sends_and_nothing_is_averaged_twice():
+    model, optimizer = wrapped(backward_passes_per_step=2)
+    counts = []
+
+    def count(action):
+        with recorded() as sent:
+            action()
+        counts.append(sent.records.num_calls())
+
+    count(lambda: model(torch.randn(2, 4)).sum().backward())
+    count(lambda: model(torch.randn(2, 4)).sum().backward())
+    count(optimizer.synchronize)
+    count(optimizer.step)
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    count(optimizer.step)  # earlier than planned: what is there is sent
+    assert counts == [0, 1, 0, 0, 1]
+
+
+@pytest.mark.on_ranks(2)
+def test_a_rank_without_a_batch_counts_as_zeros_and_waits_for_nobody():
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     (alone(torch.ones(1, 4)).sum() / 2).backward()
-    for result in ranks(2).run(run):
-        for found, parameter in zip(result, alone.parameters(), strict=True):
-            assert torch.allclose(found, parameter.grad, rtol=0, atol=1e-6)
+    model, optimizer = wrapped(fusion_bytes=100)
+    if dist.get_rank() == 0:
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    for found, parameter in zip(
+        [parameter.grad.clone() for parameter in model.parameters()], alone.parameters(), strict=True
+    ):
+        assert torch.allclose(found, parameter.grad, rtol=0, atol=1e-6)
 
 
-def test_what_nobody_used_is_zeros_and_still_updated_as_documented(ranks):
-    def run():
-        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        broadcast_parameters(model)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-        optimizer = HorovodOptimizer(sgd, model.named_parameters())
-        before = model[1].weight.detach().clone()
-        model[0](torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        return torch.allclose(model[1].weight, before * 0.95), model[1].weight.grad.abs().max().item()
+@pytest.mark.on_ranks(2)
+def test_what_nobody_used_is_zeros_and_still_updated_as_documented():
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    broadcast_parameters(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = HorovodOptimizer(sgd, model.named_parameters())
+    before = model[1].weight.detach().clone()
+    model[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model[1].weight, before * 0.95)
+    assert model[1].weight.grad.abs().max().item() == 0.0
 
-    assert ranks(2).run(run) == [(True, 0.0)] * 2
 
-
-def test_an_update_can_be_left_out_and_a_scheduler_takes_the_optimizer_inside(ranks):
-    def run():
-        model, optimizer = wrapped()
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
-        before = model[0].weight.detach().clone()
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.synchronize()
-        optimizer.zero_grad()  # say, because a gradient was not finite: all ranks see the same mean
-        same = torch.equal(before, model[0].weight)
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-        schedule.step()
-        return same, optimizer.optimizer.param_groups[0]["lr"]
-
-    assert ranks(2).run(run) == [(True, pytest.approx(0.01))] * 2
+@pytest.mark.on_ranks(2)
+def test_an_update_can_be_left_out_and_a_scheduler_takes_the_optimizer_inside():
+    model, optimizer = wrapped()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+    before = model[0].weight.detach().clone()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()  # say, because a gradient was not finite: all ranks see the same mean
+    same = torch.equal(before, model[0].weight)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert same
+    assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
 def backward(model):

@@ -68,7 +68,7 @@ def test_resumed_with_any_number_of_ranks_nothing_is_lost_or_seen_twice(size, ta
     world_size, num_samples = size
     seed, epoch = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 2))
     state, seen = None, []
-    for _ in range(3):  # stopped twice, each time with another number of ranks
+    for _ in range(3):  # stopped twice, each time with a different number of ranks
         made = samplers(num_samples, world_size, state, seed=seed, tail=tail)
         for sampler in made:
             sampler.set_epoch(epoch)  # what a loop does that need not know whether it was resumed

@@ -121,7 +121,7 @@ def test_overlapped_buckets_start_in_order_whatever_the_order_of_gradients(ranks
         layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
         overlapped = Overlapped(layers, None, 288)  # a layer each
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for index in world_order if dist.get_rank() else range(4):  # rank 1 runs its layers in another order
+        for index in world_order if dist.get_rank() else range(4):  # rank 1 runs its layers in a different order
             x = layers[index](x)
         with recorded() as sent:
             x.sum().backward()

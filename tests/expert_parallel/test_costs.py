@@ -83,19 +83,17 @@ def test_each_exchange_sends_what_it_says(ranks):
         assert found["clip"] == [("all_reduce", 8)]
 
 
-def test_with_replicas_experts_are_summed_over_those(ranks):
-    def replicated():
-        rank = dist.get_rank()
-        own, others = ([dist.new_group(members) for members in sets] for sets in ([[0], [1]], [[0, 1]]))
-        layer = ExpertParallel.from_full(mixture(), own[rank], balance_over="rank")
-        layer(torch.ones(2, HIDDEN)).sum().backward()
-        _, calls = calls_of(lambda: reduce_gradients(layer, own[rank], replicas=others[0]))
-        experts = list(layer.experts.parameters())
-        return calls, 4 * (sum(p.numel() for p in experts) + len(experts))
-
-    for calls, experts in ranks(2).run(replicated):
-        assert calls[-1] == ("all_reduce", experts)
-        assert len(calls) == 2  # the router's before
+@pytest.mark.on_ranks(2)
+def test_with_replicas_experts_are_summed_over_those():
+    rank = dist.get_rank()
+    own, others = ([dist.new_group(members) for members in sets] for sets in ([[0], [1]], [[0, 1]]))
+    layer = ExpertParallel.from_full(mixture(), own[rank], balance_over="rank")
+    layer(torch.ones(2, HIDDEN)).sum().backward()
+    _, calls = calls_of(lambda: reduce_gradients(layer, own[rank], replicas=others[0]))
+    experts = list(layer.experts.parameters())
+    experts = 4 * (sum(p.numel() for p in experts) + len(experts))
+    assert calls[-1] == ("all_reduce", experts)
+    assert len(calls) == 2  # the router's before
 
 
 def test_outputs_of_a_token_are_added_in_the_order_of_its_experts():
@@ -103,7 +101,7 @@ def test_outputs_of_a_token_are_added_in_the_order_of_its_experts():
     router = Router(HIDDEN, EXPERTS, top_k=3)
     routing = router(torch.randn(5, HIDDEN))
     chosen = assign(routing, None)
-    rows = 10.0 ** torch.randint(-6, 6, (15, HIDDEN)) * torch.randn(15, HIDDEN)  # additions in another order differ
+    rows = 10.0 ** torch.randint(-6, 6, (15, HIDDEN)) * torch.randn(15, HIDDEN)  # additions in a different order differ
     found = combine(rows, chosen, routing)
     position = {}
     for row, token in enumerate(chosen.tokens.tolist()):

@@ -1,5 +1,6 @@
 """What a mesh sends to begin, to shard states, to average stages and to save, counted by the recorder."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from hybrid_gpt import batch_of, make_hybrid, make_model
@@ -19,30 +20,27 @@ def calls_of(function):
     return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
 
 
-def test_a_shard_is_saved_and_a_whole_state_is_loaded_without_a_call(ranks):
-    def measure():
-        hybrid = make_hybrid(Plan(data=2))
-        _, saved = calls_of(hybrid.shard_state)
-        state = hybrid.full_state_dict()
-        _, loaded = calls_of(lambda: hybrid.load_full_state_dict(state))
-        hybrid.close()
-        return saved, loaded
+@pytest.mark.on_ranks(2)
+def test_a_shard_is_saved_and_a_whole_state_is_loaded_without_a_call():
+    hybrid = make_hybrid(Plan(data=2))
+    _, saved = calls_of(hybrid.shard_state)
+    state = hybrid.full_state_dict()
+    _, loaded = calls_of(lambda: hybrid.load_full_state_dict(state))
+    hybrid.close()
+    assert saved == []
+    assert loaded == []
 
-    assert ranks(2).run(measure) == [([], [])] * 2
 
-
-def test_sharded_states_scatter_gradients_and_gather_parameters(ranks):
-    def measure():
-        hybrid = make_hybrid(Plan(data=2, sharding=Sharding(stage=1)))
-        hybrid.train_step(*batch_of(0), max_norm=1.0)
-        _, calls = calls_of(lambda: hybrid.train_step(*batch_of(1), max_norm=1.0))
-        size = sum(parameter.nbytes for parameter in make_model(0).parameters() if parameter.requires_grad)
-        hybrid.close()
-        halves = [(op, b) for op, b in calls if op in ("send", "all_gather", "reduce_scatter") and b > 100]
-        return sum(b if op == "send" else ring_bytes(op, b, 2) for op, b in halves), size
-
-    for sent, size in ranks(2).run(measure):
-        assert 0 <= sent - 2 * size // 2 < 0.01 * size  # padding apart
+@pytest.mark.on_ranks(2)
+def test_sharded_states_scatter_gradients_and_gather_parameters():
+    hybrid = make_hybrid(Plan(data=2, sharding=Sharding(stage=1)))
+    hybrid.train_step(*batch_of(0), max_norm=1.0)
+    _, calls = calls_of(lambda: hybrid.train_step(*batch_of(1), max_norm=1.0))
+    size = sum(parameter.nbytes for parameter in make_model(0).parameters() if parameter.requires_grad)
+    hybrid.close()
+    halves = [(op, b) for op, b in calls if op in ("send", "all_gather", "reduce_scatter") and b > 100]
+    sent = sum(b if op == "send" else ring_bytes(op, b, 2) for op, b in halves)
+    assert 0 <= sent - 2 * size // 2 < 0.01 * size  # padding apart
 
 
 def test_each_element_of_a_whole_state_comes_from_one_rank(ranks):
@@ -64,20 +62,18 @@ def test_each_element_of_a_whole_state_comes_from_one_rank(ranks):
             assert whole / 2 <= calls[-1][1] < whole * 1.01, "as many as the rank has that holds the most"
 
 
-def test_a_stage_is_averaged_in_one_sum(ranks):
-    def measure():
-        groups = mesh_groups(Mesh([("pipeline", 1), ("data", 2)]))
-        stage = nn.Linear(4, 4)
-        pipeline = Pipeline({0: stage}, make_schedule("gpipe", 1, 2), groups["pipeline"], loss=nn.functional.mse_loss)
-        averages = StageAverages(pipeline, {0: stage}, groups["data"])
+@pytest.mark.on_ranks(2)
+def test_a_stage_is_averaged_in_one_sum():
+    groups = mesh_groups(Mesh([("pipeline", 1), ("data", 2)]))
+    stage = nn.Linear(4, 4)
+    pipeline = Pipeline({0: stage}, make_schedule("gpipe", 1, 2), groups["pipeline"], loss=nn.functional.mse_loss)
+    averages = StageAverages(pipeline, {0: stage}, groups["data"])
 
-        def step():
-            pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
-            averages.finish()
+    def step():
+        pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+        averages.finish()
 
-        step()
-        _, calls = calls_of(step)
-        pipeline.close()
-        return [num_bytes for op, num_bytes in calls if op == "all_reduce" and num_bytes >= 80]
-
-    assert ranks(2).run(measure) == [[4 * 20]] * 2
+    step()
+    _, calls = calls_of(step)
+    pipeline.close()
+    assert [num_bytes for op, num_bytes in calls if op == "all_reduce" and num_bytes >= 80] == [4 * 20]

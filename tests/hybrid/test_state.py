@@ -93,25 +93,21 @@ HALF = {
 
 @pytest.mark.soak_where(optimizer=["sgd"])  # Adam has more states
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_half_precision_keeps_weights_and_gradients_whole(ranks, optimizer):
+@pytest.mark.on_ranks(4)
+def test_half_precision_keeps_weights_and_gradients_whole(optimizer):
     """Two copies have one order of additions: which of them updates what changes no bit, and bf16 rounds as ever."""
-
-    def run():
-        found = {}
-        for name, degrees in HALF.items():
-            plan = Plan(precision=Precision("bfloat16"), **degrees)
-            hybrid = Hybrid(make_model(dist.get_rank()).float(), plan, OPTIMIZERS[optimizer])
-            losses = [hybrid.train_step(*batch_of(step)).item() for step in range(3)]
-            assert {parameter.dtype for parameter in hybrid.parameters()} == {torch.float32}
-            found[name] = hybrid.full_state_dict(), losses
-            hybrid.close()
-        return found
-
     exact = train_alone(optimizer)[1]
-    for found in ranks(4).run(run):
-        for name, (state, losses) in found.items():
-            assert losses == pytest.approx(exact, rel=0.02), name
-            assert losses != pytest.approx(exact, rel=1e-6), f"{name}: nothing was rounded"
-            if name in ("stage 1", "stage 2"):
-                assert losses == found["stage 0"][1], name
-                assert difference(state, found["stage 0"][0]) == 0.0, name
+    found = {}
+    for name, degrees in HALF.items():
+        plan = Plan(precision=Precision("bfloat16"), **degrees)
+        hybrid = Hybrid(make_model(dist.get_rank()).float(), plan, OPTIMIZERS[optimizer])
+        losses = [hybrid.train_step(*batch_of(step)).item() for step in range(3)]
+        assert {parameter.dtype for parameter in hybrid.parameters()} == {torch.float32}
+        found[name] = hybrid.full_state_dict(), losses
+        hybrid.close()
+    for name, (state, losses) in found.items():
+        assert losses == pytest.approx(exact, rel=0.02), name
+        assert losses != pytest.approx(exact, rel=1e-6), f"{name}: nothing was rounded"
+        if name in ("stage 1", "stage 2"):
+            assert losses == found["stage 0"][1], name
+            assert difference(state, found["stage 0"][0]) == 0.0, name

@@ -69,39 +69,35 @@ def test_the_weights_of_parallel_layers_wait_and_w_sends_nothing(ranks):
                 assert (after[name] - gradient).abs().max() <= 1e-12, name
 
 
-def test_layers_alone_equal_their_own_backward(ranks):
+@pytest.mark.on_ranks(2)
+def test_layers_alone_equal_their_own_backward():
     """With the output joined, with a bias on one rank alone, without one, with a frozen weight."""
-
-    def both():
-        torch.manual_seed(0)
-        column = ColumnParallelLinear.from_full(nn.Linear(6, 8), join_output=True)
-        frozen = RowParallelLinear.from_full(nn.Linear(8, 6).requires_grad_(False))
-        frozen.bias.requires_grad_(True)
-        made = []
-        for layer in (
-            column.double(),
-            frozen.double(),
-            RowParallelLinear.from_full(nn.Linear(8, 6, bias=False).double()),
-        ):
-            other = copy.copy(layer)
-            x = torch.randn(5, 6 if layer is column else 4, dtype=torch.float64)
-            leaves = [x.clone().requires_grad_() for _ in range(2)]
-            y = other(leaves[0])
-            y.square().sum().backward()
-            expected = gradients(layer)
-            layer.zero_grad()
-            split = prepare_split(layer)
-            y = layer(leaves[1])
-            split.full_backward([y], [2 * y.detach()])
-            made.append((leaves[0].grad, leaves[1].grad, expected, gradients(layer)))
-        return made
-
-    for found in ranks(2).run(both):
-        for x, same_x, expected, grads in found:
-            assert (x - same_x).abs().max() <= 1e-12
-            for name, gradient in expected.items():
-                assert (gradient is None) == (grads[name] is None), name
-                assert gradient is None or (gradient - grads[name]).abs().max() <= 1e-12, name
+    torch.manual_seed(0)
+    column = ColumnParallelLinear.from_full(nn.Linear(6, 8), join_output=True)
+    frozen = RowParallelLinear.from_full(nn.Linear(8, 6).requires_grad_(False))
+    frozen.bias.requires_grad_(True)
+    made = []
+    for layer in (
+        column.double(),
+        frozen.double(),
+        RowParallelLinear.from_full(nn.Linear(8, 6, bias=False).double()),
+    ):
+        other = copy.copy(layer)
+        x = torch.randn(5, 6 if layer is column else 4, dtype=torch.float64)
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        y = other(leaves[0])
+        y.square().sum().backward()
+        expected = gradients(layer)
+        layer.zero_grad()
+        split = prepare_split(layer)
+        y = layer(leaves[1])
+        split.full_backward([y], [2 * y.detach()])
+        made.append((leaves[0].grad, leaves[1].grad, expected, gradients(layer)))
+    for x, same_x, expected, grads in made:
+        assert (x - same_x).abs().max() <= 1e-12
+        for name, gradient in expected.items():
+            assert (gradient is None) == (grads[name] is None), name
+            assert gradient is None or (gradient - grads[name]).abs().max() <= 1e-12, name
 
 
 CASES = {

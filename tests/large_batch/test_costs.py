@@ -26,15 +26,15 @@ def test_buffers_are_of_the_parameters_size_and_all_norms_are_read_at_once(monke
     )
 
 
-def test_formulas_make_new_tensors_and_send_nothing(ranks):
-    def measure():
-        weight, gradient, zeros = torch.ones(3), torch.full((3,), 2.0), torch.zeros(3)
-        with recorded() as seen:
-            new_weight, buffer = lars_update(weight, gradient, zeros, lr=0.1)
-            lamb_weight, moments = lamb_update(weight, gradient, Moments(zeros, zeros, 0), lr=0.1)
-        made = [new_weight, buffer, lamb_weight, moments.mean, moments.square]
-        same = [torch.equal(weight, torch.ones(3)), torch.equal(gradient, torch.full((3,), 2.0)), not zeros.any()]
-        given = {tensor.data_ptr() for tensor in (weight, gradient, zeros)}
-        return len(list(seen.records.calls(0))), same, [tensor.data_ptr() in given for tensor in made]
-
-    assert ranks(1).run(measure) == [(0, [True] * 3, [False] * 5)]
+@pytest.mark.on_ranks(1)
+def test_formulas_make_new_tensors_and_send_nothing():
+    weight, gradient, zeros = torch.ones(3), torch.full((3,), 2.0), torch.zeros(3)
+    with recorded() as seen:
+        new_weight, buffer = lars_update(weight, gradient, zeros, lr=0.1)
+        lamb_weight, moments = lamb_update(weight, gradient, Moments(zeros, zeros, 0), lr=0.1)
+    made = [new_weight, buffer, lamb_weight, moments.mean, moments.square]
+    same = [torch.equal(weight, torch.ones(3)), torch.equal(gradient, torch.full((3,), 2.0)), not zeros.any()]
+    given = {tensor.data_ptr() for tensor in (weight, gradient, zeros)}
+    assert len(list(seen.records.calls(0))) == 0
+    assert same == [True] * 3
+    assert [tensor.data_ptr() in given for tensor in made] == [False] * 5

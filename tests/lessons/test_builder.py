@@ -135,11 +135,11 @@ def tamper(notebook, what):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("text", "cell 4 ('%%ranks 2') has another text than its source"),
+        ("text", "cell 4 ('%%ranks 2') has a different text than its source"),
         ("metadata", "cell 4 ('%%ranks 2') has other metadata"),
         ("id", "cell 4 ('%%ranks 2') is new or has changed"),
         ("gone", "cell 4 ('%%ranks 2') is new or has changed"),
-        ("order", "the cells stand in another order"),
+        ("order", "the cells stand in a different order"),
         ("title", "the notebook's metadata differ"),
     ],
 )

@@ -198,7 +198,7 @@ REFUSED = {
         "rank 0, 0B0: expected a backward pass, as one B or as I and W, for every forward pass; "
         "got none of it in the schedule; add it, or say forward_only=True where nothing is trained",
     ),
-    "W on another rank": (
+    "W on a different rank": (
         "0F0 0I0\n1F0 1I0 1W0 0W0",
         "rank 1, step 3, 0W0: expected all actions of stage 0 on one rank; got some on rank 0 and some on rank 1; "
         "move this action to rank 0",

@@ -49,28 +49,26 @@ def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(ranks, world_
                 assert calls == [("all_to_all", share * world_size), ("all_gather", share)], calls
 
 
-def test_a_sum_in_bfloat16_loses_what_one_in_float32_keeps(ranks):
-    def both():
-        plain = torch.ones(64, dtype=torch.bfloat16)
-        plain[dist.get_rank() :: 4] = 256.0  # on each rank other elements, so no order of adding spares all
-        kept = plain.clone()
-        dist.all_reduce(plain)
-        return plain, all_reduce_in_float32(kept)
-
-    for plain, kept in ranks(4).run(both):
-        assert (kept == 260.0).all(), "259, rounded once to bfloat16's next number"
-        assert (plain < 260.0).any(), "256 + 1 is 256 in bfloat16"
+@pytest.mark.on_ranks(4)
+def test_a_sum_in_bfloat16_loses_what_one_in_float32_keeps():
+    plain = torch.ones(64, dtype=torch.bfloat16)
+    plain[dist.get_rank() :: 4] = 256.0  # on each rank other elements, so no order of adding spares all
+    kept = plain.clone()
+    dist.all_reduce(plain)
+    kept = all_reduce_in_float32(kept)
+    assert (kept == 260.0).all(), "259, rounded once to bfloat16's next number"
+    assert (plain < 260.0).any(), "256 + 1 is 256 in bfloat16"
 
 
-def test_a_mean_that_fits_does_not_overflow_and_longer_types_take_one_plain_call(ranks):
-    def average():
-        large = torch.full((3,), 60_000.0, dtype=torch.float16)
-        exact = torch.full((3,), float(dist.get_rank()), dtype=torch.float64)
-        with recorded() as traffic:
-            all_reduce_in_float32(exact, op="mean")
-        return all_reduce_in_float32(large, op="mean").tolist(), exact.tolist(), [r.op for r in traffic.records]
-
-    assert ranks(2).run(average) == [([60_000.0] * 3, [0.5] * 3, ["all_reduce"])] * 2
+@pytest.mark.on_ranks(2)
+def test_a_mean_that_fits_does_not_overflow_and_longer_types_take_one_plain_call():
+    large = torch.full((3,), 60_000.0, dtype=torch.float16)
+    exact = torch.full((3,), float(dist.get_rank()), dtype=torch.float64)
+    with recorded() as traffic:
+        all_reduce_in_float32(exact, op="mean")
+    assert all_reduce_in_float32(large, op="mean").tolist() == [60_000.0] * 3
+    assert exact.tolist() == [0.5] * 3
+    assert [r.op for r in traffic.records] == ["all_reduce"]
 
 
 def test_refusals():

@@ -100,7 +100,7 @@ class PowerSGD:
             raise ValueError(
                 f"rank {dist.get_rank(group)}: bucket {bucket.index} had gradients of the shapes {memory.layout.shapes}"
                 f" and has {[list(gradient.shape) for gradient in bucket.gradients]} now; a hook belongs to one model "
-                "and one order of buckets: build another"
+                "and one order of buckets: build a different one"
             )
         if memory.steps < self.start_step or not memory.layout.batches:
             exchange = WholeExchange(bucket, memory, group, self._advance)
@@ -152,7 +152,7 @@ class PowerSGD:
             if size is not None and size != room:
                 raise ValueError(
                     f"rank {dist.get_rank(group)}: the state that was loaded holds {size} numbers where bucket "
-                    f"{bucket.index} needs {room}; it is of another model or other bucket sizes: use the same"
+                    f"{bucket.index} needs {room}; it is of a different model or other bucket sizes: use the same"
                 )
         self._loaded.pop(bucket.index, None)
         memory = ErrorMemory(layout, bucket.buffer, self.error_feedback)
@@ -184,7 +184,7 @@ class PowerSGD:
         """Take back what `state_dict` returned on this rank.
 
         Raises:
-            ValueError: the state was saved with another PowerSGD rank (number of columns of the factors).
+            ValueError: the state was saved with a different PowerSGD rank (number of columns of the factors).
         """
         if state_dict["rank"] != self.rank:
             raise ValueError(

@@ -32,7 +32,7 @@ def check_schedule(schedule: Schedule, num_ranks: int) -> None:
     """Refuse what cannot run; all ranks have the same schedule, and come to the same end.
 
     Raises:
-        ValueError: it is not valid, or is for another number of ranks.
+        ValueError: it is not valid, or is for a different number of ranks.
     """
     if not isinstance(schedule, Schedule):
         raise ValueError(f"schedule is a {type(schedule).__name__}; pass a Schedule, such as one_f_one_b(2, 8)")
@@ -156,7 +156,7 @@ def try_out(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayo
         return _run(stage, given, device)
     except RuntimeError as error:
         changes_input = "leaf Variable that requires grad" in str(error) and not stage.copies_inputs
-        # It begins with nn.ReLU(inplace=True), or the like. Of several inputs one may be a view of another.
+        # It begins with nn.ReLU(inplace=True), or the like. Of several inputs one may be a view of a different one.
         if not changes_input or stage.recomputes or len(given.kinds) > 1:
             raise
         stage.copies_inputs = True

@@ -32,7 +32,7 @@ class StageState:
         """Refuse what was saved by other ranks or for other stages; change nothing.
 
         Raises:
-            ValueError: the number of ranks, the stages of this rank, or the shape of a tensor is another.
+            ValueError: the number of ranks, the stages of this rank, or the shape of a tensor is a different one.
         """
         if len(states) != 1:
             raise ValueError(

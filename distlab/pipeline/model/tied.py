@@ -188,7 +188,7 @@ def _describe(module: nn.Module, name: str) -> str:
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put one parameter in the place of another, everywhere in a module."""
+    """Put one parameter in the place of a different one, everywhere in a module."""
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is old:

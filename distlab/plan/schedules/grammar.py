@@ -72,7 +72,7 @@ class ActionTimes(NamedTuple):
         forward: of F.
         input_gradient: of I.
         weight_gradient: of W.
-        communication: from the end of an action to the start of the one on another rank that needs it.
+        communication: from the end of an action to the start of the one on a different rank that needs it.
     """
 
     forward: float | Sequence[float]

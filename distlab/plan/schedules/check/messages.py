@@ -1,4 +1,4 @@
-"""Which action needs what another one made: the dependencies between neighbouring stages."""
+"""Which action needs what a different action made: the dependencies between neighbouring stages."""
 
 from __future__ import annotations
 

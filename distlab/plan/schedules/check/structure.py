@@ -127,7 +127,7 @@ def check_messages_once(schedule: Schedule, messages: ScheduleMessages) -> None:
 
 
 def check_order(schedule: Schedule, messages: ScheduleMessages) -> None:
-    """Check what must come first on one and the same rank, and that no message overtakes another."""
+    """Check what must come first on one and the same rank, and that no message overtakes an earlier one."""
     key, kind = _key(schedule), schedule.kind
     row_of = np.full((len(KINDS), schedule.num_stages * schedule.num_microbatches), -1, np.int64)
     row_of[kind, key] = np.arange(len(schedule))

@@ -103,7 +103,7 @@ def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -
 
 
 def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
-    """Find, for each row, the row on another rank that it waits for, or -1."""
+    """Find, for each row, the row on a different rank that it waits for, or -1."""
     need = np.full(len(schedule), -1, np.int64)
     if not schedule.has_communication:
         need[messages.consumer[messages.crosses]] = messages.producer[messages.crosses]
