@@ -94,7 +94,7 @@ class GradientAveraging:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Let the backward passes inside keep their gradients; all but a step's last run in this block."""
+        """Do not average what the backward passes inside compute: all of a step's but the last run in this block."""
         with ExitStack() as stack:
             for one in self.wrappers:
                 stack.enter_context(one.no_sync())

@@ -83,7 +83,7 @@ class LossScaler:
         """
         wanted = list({id(p): p for p in parameters}.values())
         if any(p.dtype == torch.float16 for p in wanted):
-            raise ValueError("unscaling float16 gradients brings the underflow back; pass MasterWeights' parameters")
+            raise ValueError("float16 gradients underflow again once they are unscaled; pass MasterWeights' parameters")
         if self._finite is not None:
             raise RuntimeError("the gradients were unscaled before in this step; call update() at its end")
         gradients = [p.grad.detach().as_subclass(Tensor) for p in wanted if p.grad is not None]  # also of parts
