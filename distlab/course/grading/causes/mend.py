@@ -1,4 +1,4 @@
-"""Find where an answer is wrong: the one place of its own text with which another there makes all results right.
+"""Find where an answer is wrong: the one place of its own text where a change makes all results right.
 
 An answer may be another algorithm than the reference, so that no known wrong version has its results. Its own text is
 tried with one place changed (`places.versions`), on the drawn calls and then on those of another seed. What is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import functools
 import inspect
 import re
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer: a busy machine changes no verdict
 BATCH_S = 0.2  # of that, for the mends that are tried together
-ONE_S = 0.3  # of that, for one of them: another condition may make a loop without end
+ONE_S = 0.3  # of that, for one of them: a changed condition may make a loop without end
 MOST = 64  # mends of a batch
 LIMIT_S = 10.0  # of a batch, in all
 OTHER_SEED = 1_000_003  # is added to the seed: a mend must hold for other arguments too
@@ -59,9 +58,8 @@ class Text(NamedTuple):
     @property
     def head(self) -> str:
         """The lines before the body: decorators, and what follows "def"."""
-        empty = copy.copy(self.function)
-        empty.body = [ast.Pass()]
-        return ast.unparse(empty).rpartition("\n")[0]
+        fields = dict(ast.iter_fields(self.function)) | {"body": [ast.Pass()]}
+        return ast.unparse(ast.fix_missing_locations(ast.FunctionDef(**fields))).rpartition("\n")[0]
 
 
 def text_of_answer(fn: Callable[..., Any]) -> Text | None:
@@ -151,6 +149,8 @@ class _Search(NamedTuple):
         changes: Iterator[Version] = iter(_in_order(self.text.function, len(wanted)))
         spent_s, size, lost = 0.0, 1, 0
         others: list[tuple[DrawnCalls, Results]] = []
+        more = 1 if is_telling(wanted) else MORE_SEEDS
+        more_calls = [self.calls.bare(self.calls.seed + OTHER_SEED + number) for number in range(more)]
         while spent_s < BUDGET_S and (batch := list(islice(changes, size))):
             try:
                 are_right, took_s = self.tried(batch, self.calls, wanted)
@@ -162,9 +162,12 @@ class _Search(NamedTuple):
                 continue
             spent_s += took_s
             for version in (version for version, is_right in zip(batch, are_right, strict=True) if is_right):
-                others = others or [(calls, self.right(calls)) for calls in self.more_calls(wanted)]
+                others = others or [(calls, self.right(calls)) for calls in more_calls]
                 if all(self.tried([version], *more)[0][0] for more in others) and self.holds_on_more(version):
-                    return self.words(version, (1 + len(others)) * len(wanted[0]))
+                    change = "with one change there" if is_sealed(self.calls.reference) else version.words
+                    num_calls, n = (1 + len(others)) * len(wanted[0]), self.ranks.world_size
+                    told = f"all results are right in {num_calls} drawn calls" + f" on {n} ranks" * (n > 1)
+                    return f"{self.text.file}, line {version.line}: {change}, {told}."
             size = max(1, min(MOST, 4 * size, int(BATCH_S * size / max(took_s, 1e-3))))
         return ""
 
@@ -182,11 +185,6 @@ class _Search(NamedTuple):
         """Return what the reference gives in these calls."""
         return results_of(self.ranks.run(calls, calls.reference))
 
-    def more_calls(self, wanted: Results) -> list[DrawnCalls]:
-        """Return those of more seeds: of many where no drawn digit is in the results."""
-        more = 1 if is_telling(wanted) else MORE_SEEDS
-        return [self.calls.bare(self.calls.seed + OTHER_SEED + number) for number in range(more)]
-
     def holds_on_more(self, version: Version) -> bool:
         """Whether a mend that was found on one rank is right on more, where the exercise runs on more."""
         from distlab.comm import RankError
@@ -201,12 +199,6 @@ class _Search(NamedTuple):
                 return search.tried([version], self.calls, search.right(self.calls))[0][0]
             except RankError:
                 return False
-
-    def words(self, version: Version, num_calls: int) -> str:
-        """Say which line it is, what was tried there, and what came of it."""
-        change = "with one change there" if is_sealed(self.calls.reference) else version.words
-        on = f" on {self.ranks.world_size} ranks" if self.ranks.world_size > 1 else ""
-        return f"{self.text.file}, line {version.line}: {change}, all results are right in {num_calls} drawn calls{on}."
 
 
 def results_of(run: Sequence[dict[str, dict[str, Any]]]) -> Results:
@@ -250,7 +242,7 @@ def _drive(count: int, calls: DrawnCalls, wanted: Results, fn: Callable[..., Any
         try:
             with _limited():
                 each = calls.each(fn)
-                return all(all_agree(near(outcome(call), mine[name], calls.vary.scale)) for name, call, _ in each)
+                return all(all_agree(near(outcome(call), mine[name], calls.vary.scale)) for name, call, *_ in each)
         except (Exception, Refused):  # the other ranks may wait for this one's vote
             return all_agree(False)
         finally:

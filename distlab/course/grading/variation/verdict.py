@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -132,7 +133,10 @@ class _Differences:
 
     def in_results(self, *, is_smallest_first: bool = False) -> Iterator[Fault]:
         """Yield each call's first wrong result, with the call's arguments, and those of a call that is right."""
-        wrong = {call: found for call in self.wanted[0] if (found := self._first_wrong(call)) is not None}
+        wrong: dict[str, tuple[int, Fault]] = {}
+        for call, rank in itertools.product(self.wanted[0], range(self.n)):
+            if call not in wrong and (fault := self._in_result(call, rank)) is not None:
+                wrong[call] = rank, fault
         right = [call for call in self.wanted[0] if call not in wrong]
         order = sorted(wrong, key=lambda call: _size(self.wanted[0][call])) if is_smallest_first else [*wrong]
         for call in order:
@@ -141,20 +145,12 @@ class _Differences:
             also = f"; right for {self.name}({of_rank[right[0]]['words']})" if right and fault.code != "kept" else ""
             yield Fault(fault.code, f"{call}, {self.name}({of_rank[call]['words']}): {fault.message}{also}")
 
-    def _first_wrong(self, call: str) -> tuple[int, Fault] | None:
-        found = ((rank, self._in_result(call, rank)) for rank in range(self.n))
-        return next(((rank, fault) for rank, fault in found if fault is not None), None)
-
     def _in_result(self, call: str, rank: int) -> Fault | None:
         """Compare one call's result with the reference's, and say where else it comes from."""
         what = f"rank {rank}'s result" if self.n > 1 else "the result"
         mine, right = self.got[rank][call], self.wanted[rank][call]
-        fault = (
-            None
-            if near(mine[RESULT], right[RESULT], self.scale)
-            else compare(mine[RESULT], right[RESULT], what, self.n)
-        )
-        if fault is None:
+        is_right = near(mine[RESULT], right[RESULT], self.scale)
+        if is_right or (fault := compare(mine[RESULT], right[RESULT], what, self.n)) is None:
             if near(mine["later"], right["later"], self.scale):
                 return None
             text = f"{what} was right at first, but a later call changed it: both calls return the same memory"
@@ -181,10 +177,8 @@ class _Differences:
                     text = f"{text}; leave that as it is, or work on {owner}.detach()"
                 yield Fault("argument changed", text)
                 return
-            if near(got[name], want[name], self.scale):
-                continue
-            fault = compare(got[name], want[name], f"{whose}{name} afterwards")
-            if fault is None:
+            is_right = near(got[name], want[name], self.scale)
+            if is_right or (fault := compare(got[name], want[name], f"{whose}{name} afterwards")) is None:
                 continue
             message = fault.message.replace(" (is a return missing?)", "")
             if name in before and near(want[name], before[name]):
