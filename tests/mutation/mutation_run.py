@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,11 @@ def exercises() -> list[Exercise]:
     return [exercise for number in lessons(LESSONS) for exercise in load_lesson(number, LESSONS).exercises]
 
 
-def function_of(exercise: Exercise, mutation: Slip) -> Callable[..., Any]:
-    """Return the wrong answer as a function."""
-    mutant = Mutant(mutation.name, "", "", 1).body("\n" + mutation.body)
-    fn = build(mutant, exercise.name, reference_of(exercise), exercise.imports).fn
-    assert fn is not None
-    return fn
-
-
 def said(exercise: Exercise, mutation: Slip) -> str:
     """Check one wrong answer; return "survived", or the fault's code and the first line of the check's words."""
-    limited = replace(exercise, timeout_s=min(exercise.timeout_s, TIMEOUT_S))
-    report = examine(limited, function_of(exercise, mutation))
+    mutant = Mutant(mutation.name, "", "", 1).body("\n" + mutation.body)
+    fn = build(mutant, exercise.name, reference_of(exercise), exercise.imports).fn
+    report = examine(replace(exercise, timeout_s=min(exercise.timeout_s, TIMEOUT_S)), fn)
     if report.verdict == "passed":
         return "survived"
     if report.verdict != "wrong":
@@ -61,10 +54,8 @@ def said(exercise: Exercise, mutation: Slip) -> str:
 def sample_of(exercise: Exercise, sample: int | None) -> list[Slip]:
     """Return an exercise's mutations, or at most `sample` of them, always the same ones."""
     made = list(slips(reference_of(exercise)))
-    if sample is None or sample >= len(made):
-        return made
-    chosen = set(random.Random(exercise.name).sample(range(len(made)), sample))
-    return [mutation for number, mutation in enumerate(made) if number in chosen]
+    chosen = random.Random(exercise.name).sample(range(len(made)), min(sample or len(made), len(made)))
+    return [made[number] for number in sorted(chosen)]
 
 
 def load_results() -> dict[str, dict[str, str]]:

@@ -11,7 +11,7 @@ from distlab import collectives
 from distlab.comm.p2p import Receive, Send, exchange, send_receive, start
 
 
-def reduce_scatter_counts_down(tensor, group=None):
+def ring_reduce_scatter_counts_down(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     before, behind = (rank - 1) % n, (rank + 1) % n
     parts = torch.tensor_split(tensor, n)
@@ -22,7 +22,7 @@ def reduce_scatter_counts_down(tensor, group=None):
     return parts[rank]
 
 
-def reduce_scatter_to_the_left(tensor, group=None):
+def ring_reduce_scatter_to_the_left(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     parts = tensor.tensor_split(n)
     for step in range(n - 1):
@@ -33,7 +33,7 @@ def reduce_scatter_to_the_left(tensor, group=None):
     return parts[rank]
 
 
-def reduce_scatter_by_list(tensor, group=None):
+def ring_reduce_scatter_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     order = [chunks[(rank - step) % n] for step in range(1, n + 1)]
@@ -46,7 +46,7 @@ def reduce_scatter_by_list(tensor, group=None):
     return order[-1]
 
 
-def all_gather_by_list(tensor, group=None):
+def ring_all_gather_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     walk = [chunks[(rank - step) % n] for step in range(n)]
@@ -55,7 +55,7 @@ def all_gather_by_list(tensor, group=None):
     return tensor
 
 
-def all_gather_through_a_buffer(tensor, group=None):
+def ring_all_gather_through_a_buffer(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks, at = tensor.tensor_split(n), rank
     for _ in range(1, n):
@@ -66,7 +66,7 @@ def all_gather_through_a_buffer(tensor, group=None):
     return tensor
 
 
-def all_gather_to_the_left(tensor, group=None):
+def ring_all_gather_to_the_left(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     for step in range(n - 1):
@@ -79,7 +79,7 @@ def all_gather_to_the_left(tensor, group=None):
     return tensor
 
 
-def broadcast_by_bits(tensor, root=0, group=None):
+def tree_broadcast_by_bits(tensor, root=0, group=None):
     me, n = dist.get_rank(group), dist.get_world_size(group)
     place = (me + n - root) % n
     for level in range(math.ceil(math.log2(n))):
@@ -91,7 +91,7 @@ def broadcast_by_bits(tensor, root=0, group=None):
     return tensor
 
 
-def broadcast_far_first(tensor, root=0, group=None):
+def tree_broadcast_far_first(tensor, root=0, group=None):
     me, n = dist.get_rank(group), dist.get_world_size(group)
     place, bit = (me - root) % n, 1 << (n - 1).bit_length() >> 1
     while bit:
@@ -103,7 +103,7 @@ def broadcast_far_first(tensor, root=0, group=None):
     return tensor
 
 
-def broadcast_by_parent(tensor, root=0, group=None):
+def tree_broadcast_by_parent(tensor, root=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     place = (rank - root) % n
     if place:
@@ -196,7 +196,7 @@ def times_as_tensors(num_bytes, n, latency_s, bytes_per_s):
     )
 
 
-def relay_with_a_fresh_buffer(tensor, group=None):
+def repair_with_a_fresh_buffer(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     passing = tensor.clone()
     for _ in range(n - 1):
@@ -207,7 +207,7 @@ def relay_with_a_fresh_buffer(tensor, group=None):
     return tensor
 
 
-def relay_adds_at_the_end(tensor, group=None):
+def repair_adds_at_the_end(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     seen = [tensor.clone()]
     while len(seen) < n:
@@ -216,7 +216,7 @@ def relay_adds_at_the_end(tensor, group=None):
     return tensor.copy_(torch.stack(seen).sum(0))
 
 
-def relay_the_other_way(tensor, group=None):
+def repair_the_other_way(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     buffers = [tensor.clone(), tensor.clone()]
     for step in range(n - 1):
@@ -228,12 +228,4 @@ def relay_the_other_way(tensor, group=None):
     return tensor
 
 
-ANSWERS = {
-    "02.ring_reduce_scatter": [reduce_scatter_counts_down, reduce_scatter_to_the_left, reduce_scatter_by_list],
-    "02.ring_all_gather": [all_gather_by_list, all_gather_through_a_buffer, all_gather_to_the_left],
-    "02.tree_broadcast": [broadcast_by_bits, broadcast_far_first, broadcast_by_parent],
-    "02.halving_doubling": [halving_doubling_recursive, HalvingDoubling()],
-    "02.hierarchical": [hierarchical_reduce_then_gather, hierarchical_in_a_chain],
-    "02.times": [times_by_counts, times_as_tensors, times_step_by_step],
-    "02.repair": [relay_adds_at_the_end, relay_with_a_fresh_buffer, relay_the_other_way],
-}
+halving_doubling_by_an_instance = HalvingDoubling()

@@ -137,14 +137,9 @@ def _set_rates(optimizer, peak_lr, num_warmup, count):
         group["lr"] = rate
 
 
-def warm_up_by_partial(optimizer, peak_lr, *, num_warmup, first_step):
+def repair_by_partial(optimizer, peak_lr, *, num_warmup, first_step):
     return functools.partial(_set_rates, optimizer, peak_lr, num_warmup, [first_step])
 
 
-ANSWERS = {
-    "04.rate": [rate_by_max, rate_by_min, Rate()],
-    "04.accumulate": [accumulate_sums, accumulate_with_autograd_grad, accumulate_flat],
-    "04.lars": [lars_by_where, lars_on_copies, lars_ratio_first],
-    "04.lamb": [lamb_with_lerp, lamb_ratio_by_where, lamb_in_place_on_copies],
-    "04.repair": [warm_up_by_partial, WarmUp],
-}
+rate_by_an_instance = Rate()
+repair_of_a_class = WarmUp

@@ -1,6 +1,5 @@
 """Right answers to lesson 6, written in other ways than the reference."""
 
-import functools
 import math
 
 import torch
@@ -100,7 +99,7 @@ def recompute_by_torch(block, x):
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 
-def gradients_by_mean(model, microbatches):
+def repair_by_mean(model, microbatches):
     sizes = [targets.numel() for _, targets in microbatches]
     total = 0.0
     for (inputs, targets), size in zip(microbatches, sizes, strict=True):
@@ -111,7 +110,7 @@ def gradients_by_mean(model, microbatches):
     return total
 
 
-def gradients_channels_second(model, microbatches):
+def repair_channels_second(model, microbatches):
     num_tokens = sum(y.numel() for _, y in microbatches)
 
     def one(x, y):
@@ -163,7 +162,7 @@ def scaler_by_min(gradients, scale, streak, interval):
     return True, scale, streak + 1
 
 
-def scaled_step_by_a_byte(gradients, scale, streak, interval):
+def scaler_step_by_a_byte(gradients, scale, streak, interval):
     is_bad = not all(bool(torch.isfinite(each).all()) for each in gradients)
     flag = torch.tensor([is_bad], dtype=torch.uint8)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -173,13 +172,3 @@ def scaled_step_by_a_byte(gradients, scale, streak, interval):
         each /= scale
     streak += 1
     return True, scale * (2 if streak == interval else 1), streak % interval
-
-
-ANSWERS = {
-    "06.states": [states_by_comprehension, states_by_branches],
-    "06.activations": [activations_by_table, activations_by_terms, activations_by_match],
-    "06.recompute": [recompute_by_torch, recompute_outside],
-    "06.repair": [gradients_by_mean, gradients_channels_second],
-    "06.master": [master_by_data, functools.partial(master_backwards), master_by_zip_and_add],
-    "06.scaler": [scaler_by_count, scaler_by_min, scaled_step_by_a_byte],
-}

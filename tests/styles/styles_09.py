@@ -179,7 +179,7 @@ def run_rank_scaled_at_the_start(stage, actions, inputs, targets, loss_fn, like)
     return None
 
 
-def forward_all_in_two_loops(stage, inputs, num_microbatches, like):
+def repair_all_in_two_loops(stage, inputs, num_microbatches, like):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     outputs, works = [], []
     for i in range(num_microbatches):
@@ -198,7 +198,7 @@ def forward_all_in_two_loops(stage, inputs, num_microbatches, like):
     return outputs
 
 
-def forward_by_batches(stage, inputs, num_microbatches, like):
+def repair_by_batches(stage, inputs, num_microbatches, like):
     rank, n = dist.get_rank(), dist.get_world_size()
     outputs = [torch.empty_like(like) for _ in range(num_microbatches)]
     for i, output in enumerate(outputs):
@@ -215,12 +215,4 @@ def forward_by_batches(stage, inputs, num_microbatches, like):
     return outputs
 
 
-ANSWERS = {
-    "09.gpipe": [gpipe_by_product, gpipe_recursive],
-    "09.bubble": [bubble_as_one_minus_busy, bubble_by_fractions, bubble_by_slots],
-    "09.one_f_one_b": [one_f_one_b_in_three_parts, one_f_one_b_by_queue, one_f_one_b_by_counting],
-    "09.split": [split_recursive, split_with_a_closure_per_layer],
-    "09.zero_bubble": [zero_bubble_in_parts, zero_bubble_by_counting],
-    "09.run_rank": [run_rank_scaled_at_the_start, RunRank()],
-    "09.repair": [forward_by_batches, forward_all_in_two_loops],
-}
+run_rank_by_an_instance = RunRank()

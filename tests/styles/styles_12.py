@@ -226,14 +226,3 @@ def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):
 def share_by_divmod(uptimes_s, interval_s, save_s, restart_s):
     saved = [divmod(max(0.0, uptime - restart_s), interval_s + save_s)[0] for uptime in uptimes_s]
     return functools.reduce(operator.add, saved) * interval_s / math.fsum(uptimes_s)
-
-
-ANSWERS = {
-    "12.save": [save_under_a_name_of_its_own, save_with_descriptors, save_by_torch],
-    "12.shards": [shards_of_rank_0, shards_with_sums, shards_by_messages],
-    "12.resume": [resume_in_parts, resume_by_bytes],
-    "12.newest": [newest_recursively, newest_in_functions],
-    "12.load": [load_by_elements, load_joined, load_by_a_walk],
-    "12.samples": [samples_by_tensors, samples_by_counts, samples_in_a_list],
-    "12.share": [share_in_one_line, share_by_tensors, share_by_divmod],
-}

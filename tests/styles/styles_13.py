@@ -177,7 +177,7 @@ def flip_by_into_tensor(sums):
     return steps[0], tensor, int(wrong[:, tensor].int().argmax())
 
 
-def sections_one_by_one(forward, backward, gradients, update, now):
+def repair_one_by_one(forward, backward, gradients, update, now):
     times = []
 
     def timed(work):
@@ -195,7 +195,7 @@ def sections_one_by_one(forward, backward, gradients, update, now):
     return times
 
 
-def sections_by_differences(forward, backward, gradients, update, now):
+def repair_by_differences(forward, backward, gradients, update, now):
     def sync():
         for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
             work.wait()
@@ -203,14 +203,3 @@ def sections_by_differences(forward, backward, gradients, update, now):
 
     reads = [now(), *((work(), now())[1] for work in (forward, backward, sync, update))]
     return (np.array(reads[1:]) - np.array(reads[:-1])).tolist()
-
-
-ANSWERS = {
-    "13.exposed": [exposed_by_pieces, exposed_by_unions],
-    "13.late": [late_by_beginnings, late_by_loops, late_by_numpy],
-    "13.clocks": [clocks_by_numpy, clocks_by_torch, clocks_by_sorting],
-    "13.dearest": [dearest_by_numpy, dearest_by_changes],
-    "13.divergence": [divergence_by_lists, divergence_by_counter],
-    "13.flip": [flip_by_into_tensor, flip_by_extremes],
-    "13.repair": [sections_by_differences, sections_one_by_one],
-}

@@ -32,7 +32,7 @@ def hosts_one_by_one(node_list):
     return own + (hosts_one_by_one(found[3]) if found[3] else [])
 
 
-def variables_by_expanding(slurm, hosts):
+def slurm_by_expanding(slurm, hosts):
     counts = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), slurm["SLURM_TASKS_PER_NODE"]).split(
         ","
     )
@@ -86,7 +86,7 @@ def places_by_sorting(hosts):
     return tuple(inside), tuple(between)
 
 
-def meet_by_struct(store, attempt, num_agents, local_ranks, address):
+def rendezvous_by_struct(store, attempt, num_agents, local_ranks, address):
     number = store.add(f"{attempt} count", 1) - 1
     if not number < num_agents:
         raise RuntimeError("the job is full")
@@ -97,7 +97,7 @@ def meet_by_struct(store, attempt, num_agents, local_ranks, address):
     return number, sum(sizes[:number]), sum(sizes), store.get(f"{attempt} master").decode()
 
 
-def meet_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
+def rendezvous_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
     number = store.add(f"{attempt}/came", 1) - 1
     if number >= num_agents:
         raise RuntimeError(f"{address}: {number} were here before")
@@ -139,19 +139,19 @@ def preflight_by_counting(facts):
     }
 
 
-def once_by_all_reduce(work, local_rank):
+def repair_by_all_reduce(work, local_rank):
     if not local_rank:
         work()
     dist.all_reduce(torch.ones(1))
 
 
-def once_by_async_barrier(work, local_rank):
+def repair_by_async_barrier(work, local_rank):
     for _ in range(local_rank == 0):
         work()
     dist.barrier(async_op=True).wait()
 
 
-def once_by_gathering(work, local_rank):
+def repair_by_gathering(work, local_rank):
     done = work() if local_rank == 0 else None
     dist.all_gather_object([None] * dist.get_world_size(), done)
 
@@ -172,7 +172,7 @@ def preflight_by_hashes(facts):
     return {name: {v: sorted(h) for v, h in each.items()} for name, each in hosts.items() if len(each) > 1}
 
 
-def meet_by_counting_down(store, attempt, num_agents, local_ranks, address):
+def rendezvous_by_counting_down(store, attempt, num_agents, local_ranks, address):
     number = int(store.add(f"{attempt}/agents", 1)) - 1
     if number not in range(num_agents):
         raise RuntimeError(f"attempt {attempt} is full: {num_agents} agents")
@@ -183,12 +183,4 @@ def meet_by_counting_down(store, attempt, num_agents, local_ranks, address):
     return number, ranks[number], ranks[-1], pairs[0][1]
 
 
-ANSWERS = {
-    "14.hosts": [hosts_split_outside_brackets, hosts_one_by_one],
-    "14.slurm": [Variables(), variables_by_expanding],
-    "14.places": [places_by_unique, places_by_counting, places_by_sorting],
-    "14.rendezvous": [meet_by_struct, meet_with_a_last_agent, meet_by_counting_down],
-    "14.clocks": [clocks_by_sorting, clocks_by_tensor, clocks_by_bounds],
-    "14.preflight": [preflight_by_counting, preflight_by_hashes],
-    "14.repair": [once_by_gathering, once_by_all_reduce, once_by_async_barrier],
-}
+slurm_by_an_instance = Variables()

@@ -146,11 +146,11 @@ def _fsdp(num_gpus):
     return Plan(data=data, tensor=2, num_microbatches=256 // data, sequence_parallel=True, sharding=Sharding(3))
 
 
-def plan_by_deadline(dollars, days):
+def capstone_by_deadline(dollars, days):
     return _fsdp(next(count for count, took in ((64, 16.0), (128, 8.1), (256, 4.1), (512, 2.2)) if took <= days))
 
 
-def plan_by_the_advisor(dollars, days):
+def capstone_by_the_advisor(dollars, days):
     described, best = ModelDescription(model="llama-2-70b", attention="flash"), None
     for num_gpus in (512, 256, 128, 64):
         question = Question(described, cluster("dgx-h100", num_gpus), 256)
@@ -161,11 +161,4 @@ def plan_by_the_advisor(dollars, days):
     return best.step.plan
 
 
-ANSWERS = {
-    "15.capstone": [plan_by_deadline, plan_by_the_advisor],
-    "15.fits": [fits_by_table, fits_by_match],
-    "15.step": [step_by_names, Steps()],
-    "15.choose": [choose_by_product, choose_by_divisors],
-    "15.bill": [bill_by_halves, bill_as_a_list, bill_in_hours],
-    "15.cheapest": [cheapest_by_sorting, cheapest_by_infinity],
-}
+step_by_an_instance = Steps()

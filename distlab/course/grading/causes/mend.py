@@ -146,7 +146,7 @@ class _Search(NamedTuple):
         """Try one batch of mends after another, and each that is right on the draws of other seeds."""
         from distlab.comm import RankError, RankTimeout
 
-        changes: Iterator[Version] = iter(_in_order(self.text.function, len(wanted)))
+        changes: Iterator[Version] = iter(in_order(self.text.function, len(wanted)))
         spent_s, size, lost = 0.0, 1, 0
         others: list[tuple[DrawnCalls, Results]] = []
         more = 1 if is_telling(wanted) else MORE_SEEDS
@@ -206,7 +206,7 @@ def results_of(run: Sequence[dict[str, dict[str, Any]]]) -> Results:
     return [{name: outcome(call) for name, call in made.items()} for made in run]
 
 
-def _in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
+def in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
     """Return the mends, those last that call a collective.
 
     Left out are those that may keep ranks from meeting, and those that write down the number of ranks.
