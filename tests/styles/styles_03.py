@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 import torch
@@ -202,35 +202,24 @@ class Overlap:
         self.reset()
 
 
-def overlap_with_a_queue(buckets):
-    waiting = deque()
-    arrived = {}
+def overlap_with_counts(buckets):
+    ready, started = Counter(), []
 
-    def reset():
-        waiting.clear()
-        waiting.extend(range(len(buckets)))
-        arrived.update(dict.fromkeys(range(len(buckets)), 0))
-
-    def make_hook(number):
-        def hook(parameter):
-            arrived[number] += 1
-            while waiting and arrived[waiting[0]] == len(buckets[waiting[0]].parameters):
-                buckets[waiting.popleft()].start(None)
-
-        return hook
-
-    reset()
-    for number, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(make_hook(number))
+    def hook(number, _):
+        ready[number] += 1
+        while (following := len(started)) < len(buckets) and ready[following] == len(buckets[following].parameters):
+            started.append(buckets[following].start(None))
 
     def finish():
-        while waiting:
-            buckets[waiting.popleft()].start(None)
+        for bucket in buckets[len(started) :]:
+            bucket.start(None)
         for bucket in reversed(buckets):
             bucket.finish()
-        reset()
+        ready.clear()
+        started.clear()
 
+    for number, parameter in ((number, p) for number, bucket in enumerate(buckets) for p in bucket.parameters):
+        parameter.register_post_accumulate_grad_hook(functools.partial(hook, number))
     return finish
 
 

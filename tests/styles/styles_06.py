@@ -14,19 +14,13 @@ from distlab.plan.sharding import DTYPE_BYTES
 def states_by_branches(num_parameters, plan, numbers):
     precision = Precision() if plan.precision is None else plan.precision
     part, stage = math.ceil(num_parameters / plan.sharding.num_shards(plan.data)), plan.sharding.stage
-    held = {"parameters": num_parameters, "gradients": num_parameters}
-    held |= {"optimizer": num_parameters, "master weights": num_parameters}
-    if stage >= 1:
-        held["optimizer"] = held["master weights"] = part
-    if stage >= 2:
-        held["gradients"] = part
-    if stage >= 3:
-        held["parameters"] = part
-    held["parameters"] *= DTYPE_BYTES[precision.compute]
-    held["gradients"] *= DTYPE_BYTES[precision.gradients]
-    held["optimizer"] *= 4 * numbers
-    held["master weights"] *= 4 if precision.has_master_weights else 0
-    return held
+    optimizer, gradients, parameters = (part if stage >= least else num_parameters for least in (1, 2, 3))
+    return {
+        "parameters": parameters * DTYPE_BYTES[precision.compute],
+        "gradients": gradients * DTYPE_BYTES[precision.gradients],
+        "optimizer": optimizer * 4 * numbers,
+        "master weights": optimizer * (4 if precision.has_master_weights else 0),
+    }
 
 
 def states_by_comprehension(num_parameters, plan, numbers):

@@ -105,22 +105,19 @@ def forward_with_torch(shards, x, compute):
     return x
 
 
-class Ahead:
-    def __call__(self, shards, x, compute):
-        queue = [self.begin(shards[0])]
-        for index, shard in enumerate(shards[1:]):
-            whole, work = queue.pop()
-            work.wait()
-            queue.append(self.begin(shard))
-            x = compute(index, whole, x)
-            del whole
-        whole, work = queue.pop()
-        work.wait()
-        return compute(len(shards) - 1, whole, x)
-
-    def begin(self, shard):
+def ahead_in_turns(shards, x, compute):
+    def begin(shard):
         whole = shard.new_empty(dist.get_world_size() * len(shard))
         return whole, gather_into(whole, shard, async_op=True)
+
+    queue = [begin(shards[0])]
+    for index in range(len(shards)):
+        whole, work = queue.pop()
+        work.wait()
+        queue.extend(map(begin, shards[index + 1 : index + 2]))
+        x = compute(index, whole, x)
+        del whole
+    return x
 
 
 def ahead_with_a_generator(shards, x, compute):
@@ -228,6 +225,3 @@ def clip_by_numpy(shards, replicated, max_norm):
     for one in [*replicated, *shards]:
         one.mul_(min(1.0, max_norm / norm.item()) if norm else 1.0)
     return norm
-
-
-ahead_by_an_instance = Ahead()

@@ -87,16 +87,10 @@ def dearest_by_numpy(sections):
 
 def dearest_by_changes(sections):
     usual = statistics.median_low(each["compute"] for each in sections)
-    changes = {
-        "network": {},
-        "uneven ranks": {"compute": lambda each: min(each["compute"], usual)},
-        "loader": {"data": lambda each: 0.0},
-    }
-    work = lambda each: each["data"] + each["compute"]  # noqa: E731
-    now, saved = max(map(work, sections)), {"network": min(each["sync"] for each in sections)}
-    for cause in ("uneven ranks", "loader"):
-        changed = [each | {name: new(each) for name, new in changes[cause].items()} for each in sections]
-        saved[cause] = now - max(map(work, changed))
+    longest = lambda changed: max(each["data"] + each["compute"] for each in changed)  # noqa: E731
+    even = [each | {"compute": min(each["compute"], usual)} for each in sections]
+    saved = {"network": min(each["sync"] for each in sections), "uneven ranks": longest(sections) - longest(even)}
+    saved["loader"] = longest(sections) - longest([each | {"data": 0.0} for each in sections])
     return max(saved.items(), key=lambda item: item[1])
 
 
@@ -179,19 +173,14 @@ def flip_by_into_tensor(sums):
 
 def repair_one_by_one(forward, backward, gradients, update, now):
     times = []
-
-    def timed(work):
+    for work in (forward, backward, None, update):
         start = now()
-        work()
-        times.append(now() - start)
-
-    def sync():
-        for gradient in gradients:
+        if work is not None:
+            work()
+        for gradient in gradients if work is None else ():
             dist.all_reduce(gradient)
             gradient.div_(dist.get_world_size())
-
-    for work in (forward, backward, sync, update):
-        timed(work)
+        times.append(now() - start)
     return times
 
 

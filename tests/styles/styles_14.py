@@ -33,20 +33,11 @@ def hosts_one_by_one(node_list):
 
 
 def slurm_by_expanding(slurm, hosts):
-    counts = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), slurm["SLURM_TASKS_PER_NODE"]).split(
-        ","
-    )
-    found = dict(
-        zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK"), ("PROCID", "LOCALID", "NTASKS", "NODEID"), strict=True)
-    )
+    tasks = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), slurm["SLURM_TASKS_PER_NODE"])
+    found = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "NTASKS", "GROUP_RANK": "NODEID"}
     found = {name: slurm["SLURM_" + source] for name, source in found.items()}
-    port = 20000 + int(slurm["SLURM_JOB_ID"][-4:])
-    return {
-        **found,
-        "LOCAL_WORLD_SIZE": counts[int(found["GROUP_RANK"])],
-        "MASTER_ADDR": hosts[0],
-        "MASTER_PORT": f"{port}",
-    }
+    found["LOCAL_WORLD_SIZE"] = tasks.split(",")[int(found["GROUP_RANK"])]
+    return found | {"MASTER_ADDR": hosts[0], "MASTER_PORT": f"{20000 + int(slurm['SLURM_JOB_ID'][-4:])}"}
 
 
 class Variables:
