@@ -1,5 +1,6 @@
 """The glossary: in the order of the alphabet; each word stands in the lesson that it names, which links to it."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ LINK = re.compile(r"\]\(\.\./GLOSSARY\.md(?:#([^)]*))?\)")
 LESSON_NOTEBOOKS = {path.parent.name[:2]: path for path in LESSONS.glob("[0-9][0-9]_*/lesson.ipynb")}
 
 
+@functools.cache
 def text_of(number):
     (folder,) = LESSONS.glob(f"{number}_*")
     text = (folder / "lesson.py").read_text().replace("\n# ", " ").lower()

@@ -50,41 +50,6 @@ def test_the_exercises_own_words_come_before_a_difference_in_drawn_arguments() -
     assert checked("03.average", skips_missing_gradients, worlds=(1,), seed=1).verdict == "wrong"
 
 
-def hooks(buckets, register, needed):
-    counts = [0] * len(buckets)
-
-    def gradient_ready(index):
-        counts[index] += 1
-        if counts[index] == needed(buckets[index]):
-            buckets[index].start(None)
-
-    def synchronize():
-        for bucket in buckets:
-            bucket.finish()
-        counts[:] = [0] * len(buckets)
-
-    for index, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            getattr(parameter, register)(lambda _, index=index: gradient_ready(index))
-    return synchronize
-
-
-AFTER = "register_post_accumulate_grad_hook"
-OVERLAPS: list[tuple[Callable[..., Any], str]] = [
-    (lambda buckets: hooks(buckets, AFTER, lambda one: 0), "Its 4 hooks ran, and none started it"),
-    (
-        lambda buckets: hooks(buckets, "register_hook", lambda one: len(one.parameters)),
-        f"in a hook that runs when it is written ({AFTER}, not register_hook)",
-    ),
-    (lambda buckets: lambda: [bucket.finish() for bucket in buckets] and None, "None of its parameters has a hook"),
-]
-
-
-@pytest.mark.parametrize(("fn", "seen"), OVERLAPS)
-def test_overlap_tells_what_hooks_did(fn: Callable[..., Any], seen: str) -> None:
-    assert seen in checked("03.overlap", fn, worlds=(1,)).message
-
-
 def too_long_chunks(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
