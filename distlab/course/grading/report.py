@@ -69,7 +69,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as data that JSON holds."""
-        torch = sys.modules.get("torch")
+        torch = getattr(sys.modules.get("torch"), "__version__", None)
         return {
             "schema": SCHEMA,
             "exercise": self.exercise.name,
@@ -79,11 +79,7 @@ class Report:
             "budget": list(self.budget),
             "worlds": list(self.worlds),
             "seconds": round(self.seconds, 3),
-            "versions": {
-                "distlab": version(),
-                "python": platform.python_version(),
-                "torch": getattr(torch, "__version__", None),
-            },
+            "versions": {"distlab": version(), "python": platform.python_version(), "torch": torch},
         }
 
     def show(self) -> None:

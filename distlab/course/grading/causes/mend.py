@@ -111,14 +111,16 @@ class Versions:
         return self._now(*arguments, **keywords)
 
 
-def mend_of(fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wanted: Results, ranks: Ranks) -> str:
+def mend_of(
+    fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wanted: Sequence[dict[str, Any]], ranks: Ranks
+) -> str:
     """Return in words where an answer is wrong, by a change that makes all results right; "" where none does.
 
     Args:
         fn: the answer.
         exercise: what it answers.
         calls: that were drawn.
-        wanted: what the reference gave in them, on each rank.
+        wanted: what came of them with the reference, on each rank.
         ranks: that make them.
     """
     from distlab.comm import RankError
@@ -128,7 +130,7 @@ def mend_of(fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wante
         return ""
     ranks.timeout_s = min(limit_s, LIMIT_S)
     try:
-        return _Search(fn, exercise, calls.bare(), ranks, text).run(wanted)
+        return _Search(fn, exercise, calls.bare(), ranks, text).run(results_of(wanted))
     except (RankError, RuntimeError, OSError):
         return ""
     finally:

@@ -48,9 +48,7 @@ class CodePlace(NamedTuple):
 
 def label(file: str) -> str:
     """Return a file's name as a learner knows it: "your cell" for what a notebook's kernel wrote down."""
-    if _CELL_FILE.fullmatch(file):
-        return CELL
-    return short(file)
+    return CELL if _CELL_FILE.fullmatch(file) else short(file)
 
 
 def place_in(traceback: str, fn: Callable[..., Any]) -> CodePlace | None:
@@ -134,10 +132,8 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) ->
 
 def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
     """Describe ranks that did not finish in time: who waits for whom, and each one's own line."""
-    text = str(error)
-    first, *rest = text.split("\n\n")
-    words = [part for part in rest if not part.startswith("---")][:1]
-    lines = [first, *words]
+    first, *rest = str(error).split("\n\n")
+    lines = [first, *[part for part in rest if not part.startswith("---")][:1]]
     for failure in error.failures:
         place = place_in(failure.traceback, fn)
         if place is not None:
@@ -164,12 +160,8 @@ def messages_that_do_not_fit(text: str) -> str | None:
 
 def in_plain_names(text: str, fn: Callable[..., Any]) -> str:
     """Name files in a message as the learner knows them: "your cell, line 8" for a file that the kernel made."""
-
-    def cell(found: re.Match[str]) -> str:
-        return f"{CELL}, line {found[2]}" if found[2] else CELL
-
     file = file_of(fn)
-    text = _CELL_FILE.sub(cell, well_formed(text))
+    text = _CELL_FILE.sub(lambda found: f"{CELL}, line {found[2]}" if found[2] else CELL, well_formed(text))
     return text.replace(f"{file}:", f"{label(file)}:") if file else text
 
 

@@ -43,8 +43,7 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
         "torch.distributed sends tensors, and here `{0}` is something else: put numbers into torch.tensor(...)"
     ),
     r"have the same dtype|dtypes match|expected scalar type|\w+ did not match \w+": _DTYPES,
-    r"can't be cast to the desired output": _DTYPES,
-    r"tensors with different dtypes|same (data ?)?type": _DTYPES,
+    r"can't be cast to the desired output|tensors with different dtypes|same (data ?)?type": _DTYPES,
     r"not implemented for '(\w+)'": (
         "this operation does not exist for a tensor of dtype {0}: shifts, & and | need integers, division and "
         "square roots need floats"

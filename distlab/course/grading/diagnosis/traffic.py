@@ -92,5 +92,4 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
 
 def sent_line(evidence: Evidence, wanted_bytes: float, what: str) -> str:
     """Return a budget's line, such as "sent 3.0 MB a rank (a ring needs 3.0 MB)"."""
-    sent = most_sent(evidence)
-    return f"sent {in_megabytes(sent)} a rank ({what} needs {in_megabytes(wanted_bytes)})"
+    return f"sent {in_megabytes(most_sent(evidence))} a rank ({what} needs {in_megabytes(wanted_bytes)})"

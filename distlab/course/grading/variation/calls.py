@@ -24,8 +24,6 @@ from distlab.course.grading.cases import AFTER, RESULT, plain
 from distlab.course.grading.diagnosis.values import in_python_numbers, near
 from distlab.course.grading.variation.draw import IN_CALL, Keywords, Vary
 
-FIRST = "call 1"
-
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCalls:
@@ -160,7 +158,7 @@ def _as_before(first: Sequence[Any], drawn: Sequence[Any]) -> tuple[list[Any], s
         else:
             taken.append(new)
     is_again = any(one is not other for one, other in zip(taken, drawn, strict=True))
-    return taken, f" of {FIRST} with other tensors" if is_again else ""
+    return taken, " of call 1 with other tensors" if is_again else ""
 
 
 def _seed_all(seed: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.course.grading.agreement import cause_in
 from distlab.course.grading.cases import AFTER, RESULT
-from distlab.course.grading.causes.mend import mend_of, results_of
+from distlab.course.grading.causes.mend import mend_of
 from distlab.course.grading.diagnosis.traffic import calls as calls_of, in_megabytes, sent_bytes
 from distlab.course.grading.diagnosis.values import compare, is_telling, near
 from distlab.course.grading.exercise import SEEN, Evidence, Exercise, Fault
@@ -76,8 +76,10 @@ class _Drawn(NamedTuple):
         if isinstance(answered, Fault):
             if earlier := self._before(answered):
                 return earlier
-            is_nameless = is_wrong or answered.code in SEEN
-            return answered._replace(cause=self._mended(wanted)) if is_nameless else answered
+            if is_wrong or answered.code in SEEN:
+                cause = mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
+                return answered._replace(cause=cause)
+            return answered
         differences = _Differences(self.exercise, answered.results, wanted.results)
         fault = next(differences.found(), None)
         if fault is None:
@@ -85,7 +87,8 @@ class _Drawn(NamedTuple):
         in_place = all(call[RESULT] is None for made in wanted.results for call in made.values())
         if fault.code not in SEEN and not (in_place and fault.code == "argument changed"):
             return fault
-        cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks) or self._mended(wanted)
+        cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks)
+        cause = cause or mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
         if is_wrong and not cause:
             fault = next(differences.found(is_smallest_first=True))
         return fault._replace(cause=cause)
@@ -97,9 +100,6 @@ class _Drawn(NamedTuple):
         except (RuntimeError, OSError) as error:
             raise Unavailable(f"the reference itself failed with seed {calls.seed}: {error}") from error
         return Evidence(self.ranks.world_size, results, self.ranks.records())
-
-    def _mended(self, wanted: Evidence) -> str:
-        return mend_of(self.fn, self.exercise, self.calls, results_of(wanted.results), self.ranks)
 
     def _before(self, ended: Fault) -> Fault | None:
         """Return what is wrong in the calls before the one that ended the run, where its number is told."""
