@@ -132,23 +132,22 @@ def halving_doubling_recursive(tensor, group=None):
     return tensor
 
 
-class HalvingDoubling:
-    def __call__(self, tensor, group=None):
-        rank, n = dist.get_rank(group), dist.get_world_size(group)
-        partners = [rank ^ (n >> level) for level in range(1, n.bit_length())]
-        blocks = [tensor]
-        for partner in partners:
-            pair = blocks[-1].tensor_split(2)
-            own, other = pair if rank < partner else pair[::-1]
-            came = own.clone()
-            exchange(Receive(came, partner), Send(other, partner), group=group)
-            own.add_(came)
-            blocks.append(own)
-        for level in range(len(partners) - 1, -1, -1):
-            pair = blocks[level].tensor_split(2)
-            missing = pair[1] if rank < partners[level] else pair[0]
-            exchange(Receive(missing, partners[level]), Send(blocks[level + 1], partners[level]), group=group)
-        return tensor
+def halving_doubling_in_two_loops(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    partners = [rank ^ (n >> level) for level in range(1, n.bit_length())]
+    blocks = [tensor]
+    for partner in partners:
+        pair = blocks[-1].tensor_split(2)
+        own, other = pair if rank < partner else pair[::-1]
+        came = own.clone()
+        exchange(Receive(came, partner), Send(other, partner), group=group)
+        own.add_(came)
+        blocks.append(own)
+    for level in range(len(partners) - 1, -1, -1):
+        pair = blocks[level].tensor_split(2)
+        missing = pair[1] if rank < partners[level] else pair[0]
+        exchange(Receive(missing, partners[level]), Send(blocks[level + 1], partners[level]), group=group)
+    return tensor
 
 
 def hierarchical_in_a_chain(tensor, local, cross):
@@ -226,6 +225,3 @@ def repair_the_other_way(tensor, group=None):
         tensor += into
         pending.wait()
     return tensor
-
-
-halving_doubling_by_an_instance = HalvingDoubling()

@@ -163,15 +163,12 @@ def uneven_by_gathering(num_tokens):
     return [own / (total / len(counts)) for own in num_tokens]
 
 
-class Weights:
-    """Waits for its sum while it makes a list of what it needs it for."""
-
-    def __call__(self, num_tokens):
-        total = torch.tensor([float(sum(num_tokens))], dtype=torch.float64)
-        work = dist.all_reduce(total, async_op=True)
-        shares = list(map(dist.get_world_size().__mul__, num_tokens))
-        work.wait()
-        return [share / total.item() for share in shares]
+def uneven_by_a_late_wait(num_tokens):
+    total = torch.tensor([float(sum(num_tokens))], dtype=torch.float64)
+    work = dist.all_reduce(total, async_op=True)
+    shares = list(map(dist.get_world_size().__mul__, num_tokens))
+    work.wait()
+    return [share / total.item() for share in shares]
 
 
 class Overlap:
@@ -246,17 +243,14 @@ def repair_by_partial(module):
     assert len(handles) <= len(list(module.parameters()))
 
 
-class MeanHook:
-    def __call__(self, parameter):
+def repair_with_new_tensors(module):
+    def hook(parameter):
         mean = parameter.grad / dist.get_world_size()
         dist.all_reduce(mean)
         parameter.grad = mean
 
-
-def repair_from_a_class(module):
     for _, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(MeanHook())
+        _ = parameter.requires_grad and parameter.register_post_accumulate_grad_hook(hook)
 
 
 def uneven_by_int32(num_tokens):
@@ -287,5 +281,4 @@ def buckets_by_recursion(sizes_bytes, bucket_bytes):
     return fill(len(sizes_bytes) - 1, [])
 
 
-uneven_by_an_instance = Weights()
 overlap_of_a_class = Overlap

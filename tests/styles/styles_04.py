@@ -16,11 +16,10 @@ def rate_by_max(step, base_lr, *, batch, base_batch, num_warmup):
     return base_lr / base_batch * batch * min(step + 1, max(num_warmup, 1)) / max(num_warmup, 1)
 
 
-class Rate:
-    def __call__(self, step, base_lr, *, batch, base_batch, num_warmup):
-        peak = batch * base_lr / base_batch
-        warm = [peak * (number + 1) / num_warmup for number in range(num_warmup)]
-        return warm[step] if step < len(warm) else peak
+def rate_from_a_list(step, base_lr, *, batch, base_batch, num_warmup):
+    peak = batch * base_lr / base_batch
+    warm = [peak * (number + 1) / num_warmup for number in range(num_warmup)]
+    return warm[step] if step < len(warm) else peak
 
 
 def accumulate_sums(model, microbatches, loss_fn):
@@ -141,5 +140,4 @@ def repair_by_partial(optimizer, peak_lr, *, num_warmup, first_step):
     return functools.partial(_set_rates, optimizer, peak_lr, num_warmup, [first_step])
 
 
-rate_by_an_instance = Rate()
 repair_of_a_class = WarmUp

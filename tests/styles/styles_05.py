@@ -161,14 +161,13 @@ def feedback_sums_first(gradient, memory, compress):
     return total / dist.get_world_size()
 
 
-class Memory:
-    def __call__(self, gradient, memory, compress):
-        wanted = memory + gradient
-        sent = compress(wanted)
-        memory[:] = wanted - sent
-        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, sent.contiguous())
-        return torch.stack(rows).mean(0)
+def feedback_of_rows(gradient, memory, compress):
+    wanted = memory + gradient
+    sent = compress(wanted)
+    memory[:] = wanted - sent
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sent.contiguous())
+    return torch.stack(rows).mean(0)
 
 
 def powersgd_scaled_first(gradient, q):
@@ -190,6 +189,3 @@ def powersgd_async(gradient, q):
     p = torch.linalg.qr(mean(gradient @ q), mode="reduced")[0]
     new = mean((p.T @ gradient).T)
     return (new @ p.T).T, new
-
-
-feedback_by_an_instance = Memory()

@@ -125,11 +125,10 @@ def dropout_by_where(x, p, seed, is_split):
     return torch.where(dropped, torch.zeros_like(x), x / (1 - p))
 
 
-class Drop:
-    def __call__(self, x, p, seed, is_split):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, dist.get_rank() if is_split else 0, f"split {is_split}"))
-            return F.dropout(x, p, training=True)
+def dropout_by_torch(x, p, seed, is_split):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, dist.get_rank() if is_split else 0, f"split {is_split}"))
+        return F.dropout(x, p, training=True)
 
 
 def clip_partial_in_one_sum(split, whole, partial, max_norm):
@@ -197,21 +196,9 @@ def f_and_g_by_hooks():
     return f, g
 
 
-class _Pair:
-    def __init__(self, forward, backward):
-        class Both(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return forward(x)
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return backward(gradient)
-
-        self.both = Both
-
-    def __call__(self, x):
-        return self.both.apply(x)
+def _pair(there, back):
+    methods = {"forward": staticmethod(lambda ctx, x: there(x)), "backward": staticmethod(lambda ctx, grad: back(grad))}
+    return type("Pair", (torch.autograd.Function,), methods).apply
 
 
 def _sum(x):
@@ -221,35 +208,23 @@ def _sum(x):
 
 
 def f_and_g_of_instances():
-    return _Pair(torch.clone, _sum), _Pair(_sum, torch.clone)
+    return _pair(torch.clone, _sum), _pair(_sum, torch.clone)
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part):
-        whole = part.new_empty(dist.get_world_size(), *part.shape)
-        dist.all_gather_into_tensor(whole.flatten(0, 1), part.contiguous())
-        return whole.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient.contiguous())
-        return own
+def _whole(part):
+    whole = part.new_empty(dist.get_world_size(), *part.shape)
+    dist.all_gather_into_tensor(whole.flatten(0, 1), part.contiguous())
+    return whole.flatten(0, 1)
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return _Join.backward(ctx, x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Join.forward(ctx, gradient)
+def _own(whole):
+    own = whole.new_empty(len(whole) // dist.get_world_size(), *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, whole.contiguous())
+    return own
 
 
 def sequence_with_torch():
-    return _Join.apply, _Spread.apply
+    return _pair(_whole, _own), _pair(_own, _whole)
 
 
 def sequence_of_instances():
@@ -264,7 +239,4 @@ def sequence_of_instances():
         dist.reduce_scatter(own, pieces)
         return own
 
-    return _Pair(join, spread), _Pair(spread, join)
-
-
-dropout_by_an_instance = Drop()
+    return _pair(join, spread), _pair(spread, join)

@@ -80,12 +80,11 @@ def gradient_axes_by_table(kind, axes, sequence_parallel):
     return [names[letter] for letter in sorted(table[kind])], divisor
 
 
-class Axes:
-    def __call__(self, kind, axes, sequence_parallel):
-        found = {"data", "context"}
-        found |= set() if kind == "expert" else {"expert"}
-        found |= {"norm": {"tensor"} if sequence_parallel else set(), "tied": {"pipeline"}}.get(kind, set())
-        return sorted(found), axes["context"] * axes["expert"] * axes["data"]
+def gradient_axes_by_sets(kind, axes, sequence_parallel):
+    found = {"data", "context"}
+    found |= set() if kind == "expert" else {"expert"}
+    found |= {"norm": {"tensor"} if sequence_parallel else set(), "tied": {"pipeline"}}.get(kind, set())
+    return sorted(found), axes["context"] * axes["expert"] * axes["data"]
 
 
 def global_norm_first_copies_only(gradients, split_over, groups):
@@ -184,6 +183,3 @@ def global_norm_by_masks(gradients, split_over, groups):
     for axis in sorted(groups, reverse=True):
         dist.all_reduce(total, group=groups[axis])
     return total[0].sqrt()
-
-
-gradient_axes_by_an_instance = Axes()

@@ -106,16 +106,15 @@ def ask_weighted_before_the_way_back(tokens, experts, weights, expert):
     return tokens.new_zeros(len(tokens), mine.shape[1]).index_add(0, order, mine)
 
 
-class Ask:
-    def __call__(self, tokens, experts, weights, expert):
-        give = [int((experts == rank).sum()) for rank in range(dist.get_world_size())]
-        take = [torch.zeros(1, dtype=torch.long) for _ in give]
-        dist.all_to_all(take, [torch.tensor([count]) for count in give])
-        take = [int(count) for count in take]
-        order = torch.argsort(experts, stable=True)
-        answers = exchange_rows(expert(exchange_rows(tokens[order], give, take)), take, give)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return torch.einsum("t,th->th", weights, answers.index_select(0, back))
+def ask_by_lists(tokens, experts, weights, expert):
+    give = [int((experts == rank).sum()) for rank in range(dist.get_world_size())]
+    take = [torch.zeros(1, dtype=torch.long) for _ in give]
+    dist.all_to_all(take, [torch.tensor([count]) for count in give])
+    take = [int(count) for count in take]
+    order = torch.argsort(experts, stable=True)
+    answers = exchange_rows(expert(exchange_rows(tokens[order], give, take)), take, give)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return torch.einsum("t,th->th", weights, answers.index_select(0, back))
 
 
 def balance_by_one_hot(probabilities, experts):
@@ -177,6 +176,3 @@ def repair_at_once(shared, experts):
         works += [dist.all_reduce(parameter.grad, async_op=True)]
     [parameter.grad.div_(n) for parameter in experts]
     [work.wait() for work in works]
-
-
-ask_by_an_instance = Ask()

@@ -124,21 +124,18 @@ def newest_in_functions(folder):
         try:
             manifest = json.loads((path / "manifest.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
-            return ["manifest.json"]
+            manifest = {"step": None}
         if manifest["step"] != int(path.name[5:]):
             return ["manifest.json"]
-        return [name for name, digest in manifest["files"].items() if digest_of(path / name) != digest]
+        data = {name: (path / name).read_bytes() if (path / name).exists() else b"" for name in manifest["files"]}
+        return [name for name, sha in manifest["files"].items() if hashlib.sha256(data[name]).hexdigest() != sha]
 
-    def digest_of(path):
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-
-    damaged = []
-    paths = [path for path in folder.iterdir() if path.name[:5] == "step-" and path.name[5:].isdigit()]
-    for path in sorted(paths, key=lambda path: -int(path.name[5:])):
-        wrong = wrong_in(path)
+    damaged, numbers = [], [path.name[5:] for path in folder.glob("step-*")]
+    for number in sorted(map(int, filter(str.isdigit, numbers)), reverse=True):
+        wrong = wrong_in(path := folder / f"step-{number}")
         if not wrong:
             return path, damaged
-        damaged.extend(f"{path.name}/{name}" for name in wrong)
+        damaged += [f"{path.name}/{name}" for name in wrong]
     return None, damaged
 
 

@@ -40,15 +40,14 @@ def slurm_by_expanding(slurm, hosts):
     return found | {"MASTER_ADDR": hosts[0], "MASTER_PORT": f"{20000 + int(slurm['SLURM_JOB_ID'][-4:])}"}
 
 
-class Variables:
-    def __call__(self, slurm, hosts):
-        pairs = [part.split("(x") for part in slurm["SLURM_TASKS_PER_NODE"].replace(")", "").split(",")]
-        sizes = list(itertools.chain.from_iterable([one[0]] * int((one + ["1"])[1]) for one in pairs))
-        found = {"MASTER_ADDR": hosts[0], "LOCAL_WORLD_SIZE": sizes[int(slurm["SLURM_NODEID"])]}
-        for name in ("RANK=PROCID", "LOCAL_RANK=LOCALID", "WORLD_SIZE=NTASKS", "GROUP_RANK=NODEID"):
-            mine, theirs = name.split("=")
-            found[mine] = slurm[f"SLURM_{theirs}"]
-        return found | {"MASTER_PORT": str(int(slurm["SLURM_JOB_ID"]) % 10000 + 20000)}
+def slurm_by_pairs(slurm, hosts):
+    pairs = [part.split("(x") for part in slurm["SLURM_TASKS_PER_NODE"].replace(")", "").split(",")]
+    sizes = list(itertools.chain.from_iterable([one[0]] * int((one + ["1"])[1]) for one in pairs))
+    found = {"MASTER_ADDR": hosts[0], "LOCAL_WORLD_SIZE": sizes[int(slurm["SLURM_NODEID"])]}
+    for name in ("RANK=PROCID", "LOCAL_RANK=LOCALID", "WORLD_SIZE=NTASKS", "GROUP_RANK=NODEID"):
+        mine, theirs = name.split("=")
+        found[mine] = slurm[f"SLURM_{theirs}"]
+    return found | {"MASTER_PORT": str(int(slurm["SLURM_JOB_ID"]) % 10000 + 20000)}
 
 
 def places_by_unique(hosts):
@@ -172,6 +171,3 @@ def rendezvous_by_counting_down(store, attempt, num_agents, local_ranks, address
     pairs = [re.split(" ", text.decode() if isinstance(text, bytes) else text, maxsplit=1) for text in texts]
     ranks = list(itertools.accumulate((int(size) for size, _ in pairs), initial=0))
     return number, ranks[number], ranks[-1], pairs[0][1]
-
-
-slurm_by_an_instance = Variables()

@@ -85,7 +85,10 @@ CASES = [
     ),
     ("dist.all_reduce(torch.ones(1 + dist.get_rank()))", 2, "mismatch", r"float32\[1\].*float32\[2\]"),
     (
-        *("with open('/tmp/distlab-full', 'wb') as file:\n    os.unlink(file.name)\n    file.truncate(1 << 30)", 1),
+        *(
+            "with open(f'/tmp/distlab-test-{os.getpid()}', 'wb') as file:\n    os.unlink(file.name)\n    file.truncate(1 << 30)",
+            1,
+        ),
         *("raised", r"OSError: \[Errno 27\] File too large .* in mean"),
     ),
 ]
