@@ -22,8 +22,6 @@ from distlab.course.grading import Exercise, Lesson, Mutant, NotYet, Report, les
 from distlab.course.grading.check import examine
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 LESSONS = [load_lesson(number, ROOT / "lessons") for number in lessons(ROOT / "lessons")]
 EXERCISES = [pytest.param(lesson, exercise, id=exercise.name) for lesson in LESSONS for exercise in lesson.exercises]
 # Faults that the launcher or the recorder tells, and no judge: what lies below the checks decides them too.

@@ -63,19 +63,16 @@ def load_results() -> dict[str, dict[str, str]]:
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # type: ignore[no-any-return]
 
 
-def equivalents() -> dict[str, dict[str, str]]:
-    """Return the changes that leave an answer right, by exercise, each with its reason."""
-    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
-    return {
-        name: {change: why for change, why in those.items() if not why.startswith("passes:")}
-        for name, those in known.items()
-    }
-
-
 def save_results(results: dict[str, dict[str, str]]) -> None:
     """Keep what the checks said."""
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def equivalents() -> dict[str, set[str]]:
+    """Return the changes that leave an answer right, by exercise."""
+    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    return {name: {one for one in those if not those[one].startswith("passes:")} for name, those in known.items()}
 
 
 def run(chosen: list[Exercise], sample: int | None) -> Iterator[tuple[str, str, str]]:
@@ -90,28 +87,16 @@ def run(chosen: list[Exercise], sample: int | None) -> Iterator[tuple[str, str, 
                 yield exercise.name, mutation.name, known[mutation.name]
 
 
-def survivors(results: dict[str, dict[str, str]]) -> dict[str, list[str]]:
-    """Return by exercise the changes that passed and are not known to be equivalent."""
-    same = equivalents()
-    return {
-        name: [one for one, words in found.items() if words == "survived" and one not in same.get(name, {})]
-        for name, found in results.items()
-    }
-
-
 def summary(results: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     """Count by exercise the changes, those checked and those that leave the answer right; name others that passed."""
-    same, left = equivalents(), survivors(results)
-    made = {exercise.name: len(list(slips(reference_of(exercise)))) for exercise in exercises()}
-    return {
-        name: {
-            "generated": made[name],
-            "checked": len(found),
-            "equivalent": sum(one in same.get(name, {}) for one in found),
-            "survived": left[name],
-        }
-        for name, found in sorted(results.items())
-    }
+    same, found = equivalents(), {}
+    for exercise in exercises():
+        if words := results.get(exercise.name):
+            right = same.get(exercise.name, set()) & set(words)
+            passed = [one for one in words if words[one] == "survived" and one not in right]
+            row = {"generated": len(sample_of(exercise, None)), "checked": len(words), "equivalent": len(right)}
+            found[exercise.name] = row | {"survived": passed}
+    return dict(sorted(found.items()))
 
 
 def main() -> int:

@@ -34,6 +34,10 @@ def right(tensor):
     dist.all_reduce(total)
     return total / dist.get_world_size()
 """
+FILLS_THE_DISK = """
+with open(f"/tmp/distlab-test-{os.getpid()}", "wb") as file:
+    os.unlink(file.name)
+    file.truncate(1 << 30)"""
 # The lines before `return right(tensor)`, the number of ranks, the fault, and what is said.
 CASES = [
     (
@@ -84,13 +88,7 @@ CASES = [
         r"right result, but by luck: rank 0 starts send to rank 1 at .* isend",
     ),
     ("dist.all_reduce(torch.ones(1 + dist.get_rank()))", 2, "mismatch", r"float32\[1\].*float32\[2\]"),
-    (
-        *(
-            "with open(f'/tmp/distlab-test-{os.getpid()}', 'wb') as file:\n    os.unlink(file.name)\n    file.truncate(1 << 30)",
-            1,
-        ),
-        *("raised", r"OSError: \[Errno 27\] File too large .* in mean"),
-    ),
+    (FILLS_THE_DISK, 1, "raised", r"OSError: \[Errno 27\] File too large .* in mean"),
 ]
 
 
