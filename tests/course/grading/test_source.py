@@ -62,7 +62,7 @@ CHANGED: dict[str, tuple[tuple[str, ...], object]] = {
 }
 UNTOUCHED: dict[str, tuple[str, ...]] = {
     "a method that changes nothing": ("C = {'a': 1}", "print(C.get('a'), gone)", F.format("C['a']")),
-    "another name": ("C = {'a': 1}", "D = []\nD.append(gone)", F.format("C['a']")),
+    "a different name": ("C = {'a': 1}", "D = []\nD.append(gone)", F.format("C['a']")),
     "a module's function": ("import math", "math.pop(gone)", F.format("math.gcd(1)")),
     "it is given away": ("C = {'a': 1}", "gone(C)\nD = []\nD.append(gone(C))", F.format("C['a']")),
     "a function's own name": ("C = {'a': 1}", "def g():\n    C = []\n    C.append(1)\ngone(g())", F.format("C['a']")),

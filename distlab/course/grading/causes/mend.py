@@ -1,7 +1,7 @@
 """Find where an answer is wrong: the one place of its own text where a change makes all results right.
 
-An answer may be another algorithm than the reference, so that no known wrong version has its results. Its own text is
-tried with one place changed (`places.versions`), on the drawn calls and then on those of another seed. What is
+An answer may be a different algorithm than the reference, so that no known wrong version has its results. Its own text is
+tried with one place changed (`places.versions`), on the drawn calls and then on those of a second seed. What is
 said is what was tried: with this in the place of that, all results were right.
 """
 
@@ -63,7 +63,7 @@ class Text(NamedTuple):
 
 
 def text_of_answer(fn: Callable[..., Any]) -> Text | None:
-    """Return the text of a function that stands by itself, or None: of a class, or in another function."""
+    """Return the text of a function that stands by itself, or None: of a class, or in a function."""
     pieces = getattr(getattr(fn, "source", None), "pieces", None)
     try:
         if pieces is not None:
@@ -145,7 +145,7 @@ class _Search(NamedTuple):
     text: Text
 
     def run(self, wanted: Results) -> str:
-        """Try one batch of mends after another, and each that is right on the draws of other seeds."""
+        """Try one batch of mends after the other, and each that is right on the draws of other seeds."""
         from distlab.comm import RankError, RankTimeout
 
         changes: Iterator[Version] = iter(in_order(self.text.function, len(wanted)))
