@@ -1,8 +1,8 @@
 """Find where an answer is wrong: the one place of its own text where a change makes all results right.
 
-An answer may be a different algorithm than the reference, so that no known wrong version has its results. Its own text is
-tried with one place changed (`places.versions`), on the drawn calls and then on those of a second seed. What is
-said is what was tried: with this in the place of that, all results were right.
+An answer may be a different algorithm than the reference, so that no known wrong version has its results. Its own text
+is tried with one place changed (`places.versions`), on the drawn calls and then on those of a second seed. What is said
+is what was tried: with this in the place of that, all results were right.
 """
 
 from __future__ import annotations
