@@ -70,12 +70,8 @@ def ring_all_gather_to_the_left(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     for step in range(n - 1):
-        pending = start(
-            Send(chunks[(rank - step) % n], (rank + 1) % n),
-            Receive(chunks[(rank - 1 - step) % n], (rank + n - 1) % n),
-            group=group,
-        )
-        pending.wait()
+        known, unknown = chunks[(rank - step) % n], chunks[(rank - 1 - step) % n]
+        start(Send(known, (rank + 1) % n), Receive(unknown, (rank + n - 1) % n), group=group).wait()
     return tensor
 
 
@@ -190,9 +186,8 @@ def times_as_tensors(num_bytes, n, latency_s, bytes_per_s):
     steps = torch.tensor([2 * (n - 1), 2 * levels, 2 * levels], dtype=torch.float64)
     share = 2 * (n - 1) / n * num_bytes
     sent = torch.tensor([share, 2 * levels * num_bytes, share], dtype=torch.float64)
-    return dict(
-        zip(("ring", "tree", "halving_doubling"), (steps * latency_s + sent / bytes_per_s).tolist(), strict=True)
-    )
+    times = (steps * latency_s + sent / bytes_per_s).tolist()
+    return dict(zip(("ring", "tree", "halving_doubling"), times, strict=True))
 
 
 def repair_with_a_fresh_buffer(tensor, group=None):

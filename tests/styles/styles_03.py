@@ -14,10 +14,8 @@ from distlab.rng import derive_seed
 
 @torch.no_grad()
 def broadcast_all_then_wait(module):
-    works = [
-        dist.broadcast(tensor, 0, async_op=True) for tensor in itertools.chain(module.parameters(), module.buffers())
-    ]
-    for work in works:
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
         work.wait()
 
 

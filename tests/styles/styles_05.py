@@ -87,10 +87,7 @@ def quantize_two_messages(gradient, bits):
     scales, codes = torch.empty(n, 2), torch.empty(n, len(packed), dtype=torch.uint8)
     dist.all_gather_into_tensor(scales.view(-1), torch.stack([low, step]))
     dist.all_gather_into_tensor(codes.view(-1), packed)
-    rows = [
-        a + b * unpack_bits(row, bits, gradient.numel())
-        for (a, b), row in zip(scales.unbind(), codes.unbind(), strict=True)
-    ]
+    rows = [a + b * unpack_bits(row, bits, len(gradient)) for (a, b), row in zip(scales, codes, strict=True)]
     return torch.stack(rows).mean(0)
 
 

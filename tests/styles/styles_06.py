@@ -27,12 +27,8 @@ def states_by_comprehension(num_parameters, plan, numbers):
     shards, stage = plan.sharding.num_shards(plan.data), plan.sharding.stage
     precision = plan.precision or Precision()
     counts = [num_parameters if stage < least else -(num_parameters // -shards) for least in (3, 2, 1, 1)]
-    sizes = [
-        DTYPE_BYTES[precision.compute],
-        DTYPE_BYTES[precision.gradients],
-        numbers * DTYPE_BYTES["float32"],
-        int(precision.has_master_weights) * DTYPE_BYTES["float32"],
-    ]
+    sizes = [DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.gradients]]
+    sizes += [times * DTYPE_BYTES["float32"] for times in (numbers, int(precision.has_master_weights))]
     names = "parameters", "gradients", "optimizer", "master weights"
     return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}
 

@@ -28,11 +28,8 @@ def groups_by_ranges(axis, axes):
     behind = dict(zip(reversed(axes), accumulate(reversed(axes.values()), int.__mul__, initial=1), strict=False))
     stride, world_size = behind[axis], math.prod(axes.values())
     block = stride * axes[axis]
-    return [
-        list(range(start + offset, start + block, stride))
-        for start in range(0, world_size, block)
-        for offset in range(stride)
-    ]
+    firsts = [first for start in range(0, world_size, block) for first in range(start, start + stride)]
+    return [list(range(first, first + block, stride)) for first in firsts]
 
 
 def my_batch_by_slices(batch, rank, mesh, num_microbatches):
@@ -46,9 +43,8 @@ def my_batch_by_slices(batch, rank, mesh, num_microbatches):
 
 def my_batch_by_view(batch, rank, mesh, num_microbatches):
     sizes, at = dict(mesh.axes), mesh.coordinates(rank)
-    parts = batch.reshape(
-        sizes["data"], sizes["expert"], num_microbatches, -1, sizes["context"], batch.shape[1] // sizes["context"]
-    )
+    degrees = sizes["data"], sizes["expert"], num_microbatches, -1, sizes["context"]
+    parts = batch.reshape(*degrees, batch.shape[1] // sizes["context"])
     return [part.clone() for part in parts[at["data"], at["expert"], :, :, at["context"]].unbind(0)]
 
 
@@ -61,13 +57,8 @@ def my_batch_in_other_samples(batch, rank, mesh, num_microbatches):
 
 
 def gradient_axes_by_comprehension(kind, axes, sequence_parallel):
-    rules = {
-        "data": True,
-        "expert": kind != "expert",
-        "context": True,
-        "tensor": kind == "norm" and sequence_parallel,
-        "pipeline": kind == "tied",
-    }
+    rules = {"data": True, "expert": kind != "expert", "context": True, "pipeline": kind == "tied"}
+    rules["tensor"] = kind == "norm" and sequence_parallel
     return [axis for axis in axes if rules[axis]], math.prod(axes[axis] for axis in ("data", "expert", "context"))
 
 

@@ -122,11 +122,8 @@ def preflight_by_counting(facts):
     for one in everyone:
         for name in names:
             table[name][one.get(name, "missing")].add(one["host"])
-    return {
-        name: {value: sorted(hosts) for value, hosts in values.items()}
-        for name, values in table.items()
-        if len(values) > 1
-    }
+    unlike = {name: values for name, values in table.items() if len(values) > 1}
+    return {name: {value: sorted(hosts) for value, hosts in values.items()} for name, values in unlike.items()}
 
 
 def repair_by_all_reduce(work, local_rank):
