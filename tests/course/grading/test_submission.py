@@ -133,15 +133,11 @@ DAMAGED: list[tuple[str, bytes | None, str]] = [
     ("syntax.py", b"x = 1\ndef mean(:", "syntax.py, line 2: "),
     ("null.py", b"x = 1\x00", "null.py"),
     ("deep.py", b"x = " + b"-" * 100_000 + b"1", "deep.py: too deeply nested"),
-    ("folder.ipynb", None, "is a folder"),
-    ("plain", None, "is a folder"),
     ("deep.ipynb", b"[" * 100_000, "deep.ipynb is not a notebook, or it is damaged (RecursionError"),
 ]
 
 
 def test_what_cannot_be_read_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("folder.ipynb", "plain"):
-        (folder / name).mkdir()
     for name, data, says in DAMAGED:
         if data is not None:
             (folder / name).write_bytes(data)
@@ -203,6 +199,13 @@ def test_default_is_the_working_copy_and_progress_is_kept(folder: Path, capsys: 
     assert load_progress(copy)["91.double"].passed
     assert "not kept" not in out
     assert "not kept" not in run(capsys, "91.double", "--impl", "work/91_trial/lesson.ipynb")[1]
+
+
+def test_a_folder_is_no_answer(folder: Path) -> None:
+    for name in ("a.ipynb", "91_trial"):
+        (folder / name).mkdir()
+        with pytest.raises(ValueError, match=rf"{name} is a folder; pass .* such as {name}/{name}.ipynb"):
+            read_source(name)
 
 
 def test_reading_executes_nothing(folder: Path) -> None:
