@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests run on another device or backend: `-m equality --device cuda --backend gloo`, `--backend gloo`."""
+    """Let tests run on a different device or backend: `-m equality --device cuda --backend gloo`, `--backend gloo`."""
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where equality tests put their tensors")
     parser.addoption(
         "--backend",

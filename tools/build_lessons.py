@@ -117,7 +117,8 @@ def keep_outputs(made: NotebookNode, path: Path) -> None:
         old = there.get(cell["id"])
         same = cell.cell_type == "code" and old is not None and old.source == cell.source
         if old is not None and same and (cell.execution_count is None or _words(cell) == _words(old)):
-            cell["outputs"], cell["execution_count"] = old.outputs, old.execution_count
+            cell["outputs"] = old.outputs
+            cell["execution_count"] = cell.execution_count or old.execution_count
 
 
 def _words(cell: NotebookNode) -> list[str]:

@@ -1,10 +1,11 @@
 """CONTRIBUTING's tree is that on disk; README's rows are the last benchmark's, and it stays a front page."""
 
-import importlib.util
 import json
 import re
 import subprocess
 from pathlib import Path
+
+import bench_table as table
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_README_LINES = 200
@@ -51,20 +52,12 @@ def test_the_tree_names_every_folder_and_no_other():
     assert not gone, f"the tree in CONTRIBUTING.md names what is not there: {sorted(gone)}"
 
 
-def bench_table():
-    spec = importlib.util.spec_from_file_location("bench_table", ROOT / "tools" / "bench_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_of_bars_say_what_the_last_benchmark_measured():
-    for path, wanted in bench_table().files().items():
+    for path, wanted in table.files().items():
         assert path.read_text() == wanted, f"{path.name} is not what results.json says; run tools/bench_table.py"
 
 
 def test_the_page_has_each_row_that_misses_its_bar_and_the_full_table_has_all():
-    table = bench_table()
     results = json.loads((ROOT / "benchmarks" / "results.json").read_text())
     page, full = (ROOT / "benchmarks" / "RESULTS.md").read_text(), table.full_text(results).splitlines()
     rows = table.all_rows(results)
@@ -82,7 +75,6 @@ def test_rows_that_miss_their_bar_come_first_then_those_nearest_to_it():
         kept = {"claim": claim, "bar": bar, "ours": measured, "ratio": ratio, "peer": peer, "holds": holds}
         return table.Measured("bench", "2026-01-01 on a machine", kept)
 
-    table = bench_table()
     rows = [
         row("far below", "<= 1x", 9.0, True, ratio=0.5, peer=18.0),
         row("misses a little", "<= 25 us", 26.0, False),

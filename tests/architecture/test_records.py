@@ -17,7 +17,7 @@ def decisions() -> list[str]:
 
 def test_each_decision_is_short_and_says_when_and_how_to_undo_it():
     for number, one in enumerate(decisions(), 1):
-        assert one.startswith(f"{number}. **"), f"decision {number}: numbers follow one another, its words are bold"
+        assert one.startswith(f"{number}. **"), f"decision {number}: numbers follow each other, its words are bold"
         assert len(one.splitlines()) <= MAX_DECISION_LINES, f"decision {number} is no short paragraph: {one}"
         assert re.search(r"\(20\d\d-\d\d-\d\d\b", one), f"decision {number} has no date"
         assert re.search(r"\*Undo:\*\s+\S", one), f"decision {number} does not say how to undo it"

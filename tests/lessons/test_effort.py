@@ -23,20 +23,14 @@ def test_exercises_fit_the_minutes_of_their_lesson(number):
     assert re.search(rf"^# .*\b{lesson.minutes} minutes", (lesson.folder / "lesson.py").read_text(), re.MULTILINE)
 
 
-def test_they_stand_above_the_function_in_both_notebooks(build):
+def test_they_stand_above_the_function_and_check_lists_them(build, capsys):
     from lesson_notebook import solution_cell, student_cell
 
     lesson = load_lesson("06", LESSONS)
-    exercise = lesson.exercise("06.recompute")
     for cell in (student_cell, solution_cell):
-        first = cell(exercise, lesson.folder).splitlines()[0]
+        first = cell(lesson.exercise("06.recompute"), lesson.folder).splitlines()[0]
         assert first == "# Exercise 06.recompute: about 15 minutes, difficulty 3 of 3"
-
-
-def test_check_lists_them_and_runs_nothing(capsys):
     assert main(["check", "06", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(load_lesson("06").exercises)
-    assert lines[0] == (
-        "06.states  what a model holds before it has seen any data (about 8 minutes, difficulty 1 of 3)"
-    )
+    assert len(lines) == len(lesson.exercises)
+    assert lines[0] == "06.states  what a model holds before it has seen any data (about 8 minutes, difficulty 1 of 3)"

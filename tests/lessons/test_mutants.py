@@ -10,31 +10,18 @@ otherwise than by a judge. Of a lesson whose files have changed, all are run.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import re
-import types
 from collections import Counter
 from pathlib import Path
 
+import fault_table
 import pytest
 
 from distlab.course.grading import Exercise, Lesson, Mutant, NotYet, Report, lessons, load_lesson, reference_of
 from distlab.course.grading.check import examine
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def tool(name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = tool("fault_table")
 LESSONS = [load_lesson(number, ROOT / "lessons") for number in lessons(ROOT / "lessons")]
 EXERCISES = [pytest.param(lesson, exercise, id=exercise.name) for lesson in LESSONS for exercise in lesson.exercises]
 # Faults that the launcher or the recorder tells, and no judge: what lies below the checks decides them too.
@@ -43,7 +30,7 @@ FROM_BELOW = {"raised", "hang", "deadlock", "mismatch", "killed", "returned", "n
 
 def run_in_any_case(lesson: Lesson) -> set[int]:
     """Return the places of the wrong versions that are run although their words are kept."""
-    if not FAULTS.is_kept(lesson):
+    if not fault_table.is_kept(lesson):
         return set(range(len(lesson.mutants)))
     first: dict[str, int] = {}
     for index, mutant in enumerate(lesson.mutants):
@@ -64,7 +51,7 @@ NOW = [case for case in MUTANTS if case.values[1] in CHOSEN[case.values[0].numbe
 def report_of(number: str, index: int) -> Report:
     """Check a wrong version once, for its own test and for its words."""
     lesson = next(lesson for lesson in LESSONS if lesson.number == number)
-    return FAULTS.examine_mutant(lesson, lesson.mutants[index])
+    return fault_table.examine_mutant(lesson, lesson.mutants[index])
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -128,35 +115,32 @@ def test_wrong_version_is_told_its_fault(lesson: Lesson, index: int) -> None:
 
 @pytest.mark.timeout(400)  # alone it checks the wrong versions itself
 def test_kept_words_are_what_the_checks_say() -> None:
-    words = FAULTS.kept_words()
+    words = fault_table.kept_words()
     for lesson in LESSONS:
         for index in CHOSEN[lesson.number]:
             mutant = lesson.mutants[index]
-            words[mutant.exercise, mutant.name] = FAULTS.words_of(mutant, report_of(lesson.number, index))
-    assert FAULTS.WORDS.read_text(encoding="utf-8") == FAULTS.text_of(LESSONS, words), (
+            words[mutant.exercise, mutant.name] = fault_table.words_of(mutant, report_of(lesson.number, index))
+    assert fault_table.WORDS.read_text(encoding="utf-8") == fault_table.text_of(LESSONS, words), (
         "run: python tools/fault_table.py"
     )
 
 
 def test_page_of_common_faults_has_the_words_of_the_checks() -> None:
-    page = FAULTS.COMMON.read_text(encoding="utf-8")
-    assert page == FAULTS.common_text(FAULTS.kept_words()), "run: python tools/fault_table.py"
+    page = fault_table.COMMON.read_text(encoding="utf-8")
+    assert page == fault_table.common_text(fault_table.kept_words()), "run: python tools/fault_table.py"
     rows = [line for line in page.splitlines() if re.match(r"\| [A-Z]", line)]
     assert len(rows) == len(set(rows)) == 40
     assert not [line for line in rows if line.endswith("... |")], "their words are cut: choose shorter ones"
     assert re.findall(r"^## (\d\d) ", page, re.MULTILINE) == [lesson.number for lesson in LESSONS]
-
-
-def test_page_of_common_faults_names_no_fault_that_is_gone() -> None:
-    words = FAULTS.kept_words()
+    words = fault_table.kept_words()
     del words["01.shift", "never waits"]
     with pytest.raises(ValueError, match=r"COMMON_FAULTS.md names 'never waits' of 01.shift, .* choose one"):
-        FAULTS.common_text(words)
+        fault_table.common_text(words)
 
 
 def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() -> None:
     for lesson in LESSONS:
-        files = set(FAULTS.deciding_files(lesson))
+        files = set(fault_table.deciding_files(lesson))
         assert ROOT / "distlab" / "course" / "grading" / "check.py" in files
         for exercise in lesson.exercises:
             for decides in filter(inspect.isfunction, (exercise.drive, exercise.judge, reference_of(exercise))):
@@ -169,11 +153,11 @@ def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() 
 def test_wrong_version_on_every_number_of_ranks(lesson: Lesson, index: int) -> None:
     mutant: Mutant = lesson.mutants[index]
     for world in lesson.exercise(mutant.exercise).worlds:
-        report = FAULTS.examine_mutant(lesson, mutant, world=world)
+        report = fault_table.examine_mutant(lesson, mutant, world=world)
         assert report.verdict in ("passed", "wrong"), f"on {world} ranks: {report}"
         if world == mutant.world:
             assert (report.verdict, report.fault) == ("wrong", mutant.fault), str(report)
             assert mutant.says in report.message, f"on {world} ranks: {report}"
-            assert FAULTS.kept_words()[mutant.exercise, mutant.name] == FAULTS.words_of(mutant, report)
+            assert fault_table.kept_words()[mutant.exercise, mutant.name] == fault_table.words_of(mutant, report)
         if report.verdict == "wrong":
             assert report.message, f"on {world} ranks"

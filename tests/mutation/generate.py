@@ -1,22 +1,32 @@
 """Generated slips: a reference with one place of its text changed, by name, text and words.
 
-At each node of the syntax tree `usual` gives the changes that mutation testing knows.
+At each node of the syntax tree `of_node` gives the changes that mutation testing knows, and those of this field:
+operators, constants, comparisons, dropped statements; swapped arguments such as ranks, a dropped `wait`, `clone` or
+`group=`, a fixed dtype.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from usual import apart, of_node
+from changes import NAMES as SAME_NAMES, SWAPS
 
 from distlab.course.grading.causes.places import New, body_of, walk
 from distlab.course.grading.mutant import signature_and_body
 from distlab.course.grading.sealed import is_sealed, text_of
+
+OPERATORS = SWAPS | {ast.Mult: ast.Div}
+NAMES = SAME_NAMES | {"isend": "irecv", "ceil": "floor", "floor": "ceil"}
+COMMUTES = {"min", "max", "logaddexp", "exchange", "gcd", "allclose", "equal"}  # swapped arguments change nothing
+HARMLESS_KEYWORDS = {"strict", "rcond"}  # the lengths are equal, the default serves
+DROPPED_METHODS = ("clone", "contiguous", "detach", "copy", "abs", "item", "flatten", "sort", "double", "float")
+SHORT = 60  # characters of a piece of text that is shown
 
 
 class Slip(NamedTuple):
@@ -51,7 +61,8 @@ def slips(reference: Callable[..., Any]) -> Iterator[Slip]:
     original, names = body_of(function), Counter[str]()
     for step in walk(function, of):
         what, words = said[id(step.new)]
-        line = _first_difference(original, step.body)
+        pairs = zip(original.splitlines(), step.body.splitlines(), strict=False)
+        line = next((number for number, (a, b) in enumerate(pairs, start=1) if a != b), 1)
         name = f"{line}: {what}"
         names[name] += 1  # a line may hold the same text twice
         words = words or "with `{1}` in the place of `{0}`".format(*apart(step.before, step.after))
@@ -59,6 +70,106 @@ def slips(reference: Callable[..., Any]) -> Iterator[Slip]:
         yield Slip(name if names[name] == 1 else f"{name} #{names[name]}", step.body, words)
 
 
-def _first_difference(one: str, other: str) -> int:
-    lines = zip(one.splitlines(), other.splitlines(), strict=False)
-    return next((number for number, (a, b) in enumerate(lines, start=1) if a != b), 1)
+def of_node(node: ast.AST) -> Iterator[tuple[New, str, str]]:
+    """Yield what may stand in a node's place, with the change for its name, and words or ""."""
+    if isinstance(node, ast.expr):
+        before = ast.unparse(node)
+        for new in _of_expression(node):
+            yield new, " -> ".join(apart(before, ast.unparse(new))), ""
+    elif isinstance(node, ast.stmt):
+        yield from _of_statement(node)
+
+
+def _of_statement(node: ast.stmt) -> Iterator[tuple[New, str, str]]:
+    shown = short(ast.unparse(node).splitlines()[0])
+    is_place = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript | ast.Attribute)
+    if isinstance(node, ast.Expr | ast.AugAssign | ast.Delete | ast.Continue | ast.Break) or is_place:
+        yield [], f"without {shown}", f"without `{shown}`"
+    if isinstance(node, ast.If | ast.While):
+        for value in (True, False):
+            new = copy.copy(node)
+            new.test = ast.Constant(value)
+            if not (isinstance(node, ast.While) and value):
+                words = f"as if `{short(ast.unparse(node.test))}` were {'always' if value else 'never'} true"
+                yield new, f"{shown} -> {'always' if value else 'never'}", words
+    if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
+        other, plain = copy.copy(node), ast.Assign([node.target], node.value)
+        other.op = OPERATORS[type(node.op)]()
+        for changed in (other, plain):
+            text = ast.unparse(ast.fix_missing_locations(changed))
+            yield changed, f"{shown} -> {short(text)}", f"with `{short(text)}` in the place of `{shown}`"
+    if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
+        turned = ast.Return(ast.Tuple(node.value.elts[::-1], ast.Load()))
+        yield turned, f"{shown} -> swapped", "with the two results in each other's places"
+
+
+def _of_expression(node: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Constant) and not isinstance(node.value, str):
+        yield from (ast.Constant(value) for value in _other_values(node.value))
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+        yield node.left
+    elif isinstance(node, ast.Compare):
+        for at, op in enumerate(node.ops):
+            if type(op) in OPERATORS:
+                ops: list[Any] = [*node.ops]
+                ops[at] = OPERATORS[type(op)]()
+                yield ast.Compare(node.left, ops, node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(OPERATORS[type(node.op)](), node.values)
+        yield node.values[0]
+    elif isinstance(node, ast.UnaryOp):
+        yield node.operand
+    elif isinstance(node, ast.IfExp):
+        yield from (node.body, node.orelse)
+    elif isinstance(node, ast.Slice):
+        yield from [ast.Slice(None, node.upper, node.step)] if node.lower is not None else []
+        yield from [ast.Slice(node.lower, None, node.step)] if node.upper is not None else []
+    elif isinstance(node, ast.Name) and node.id in NAMES:
+        yield ast.Name(NAMES[node.id], node.ctx)
+    elif isinstance(node, ast.Attribute):
+        if node.attr in NAMES:
+            yield ast.Attribute(node.value, NAMES[node.attr], node.ctx)
+        if node.attr == "dtype" and isinstance(node.ctx, ast.Load):
+            yield ast.Attribute(ast.Name("torch", ast.Load()), "float32", ast.Load())
+    elif isinstance(node, ast.Call):
+        yield from _of_call(node)
+
+
+def _of_call(node: ast.Call) -> Iterator[ast.expr]:
+    if isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED_METHODS and not node.args:
+        yield node.func.value
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    starred = any(isinstance(arg, ast.Starred) for arg in node.args[:2])
+    if len(node.args) >= 2 and called not in COMMUTES and not starred:
+        yield ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
+    for at, keyword in enumerate(node.keywords):
+        if keyword.arg is not None and keyword.arg not in HARMLESS_KEYWORDS:
+            yield ast.Call(node.func, node.args, [*node.keywords[:at], *node.keywords[at + 1 :]])
+    if isinstance(node.func, ast.Name) and node.func.id == "range":
+        last = ast.BinOp(node.args[-1 if len(node.args) < 3 else 1], ast.Sub(), ast.Constant(1))
+        yield ast.Call(node.func, [last] if len(node.args) == 1 else [node.args[0], last, *node.args[2:]], [])
+
+
+def _other_values(value: object) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1] if value == 0 else [value + 1, value - 1]
+    if isinstance(value, float):
+        return [value * 2 or 1.0]
+    return []
+
+
+def apart(before: str, after: str) -> tuple[str, str]:
+    """Return two texts shortened, from shortly before where they differ if they begin alike for too long."""
+    if short(before) != short(after):
+        return short(before), short(after)
+    same = next(at for at, pair in enumerate(zip(before + "\0", after + "\0", strict=False)) if pair[0] != pair[1])
+    start = max(before.rfind(" ", 0, same - 8) + 1, same - 30)
+    return f"...{short(before[start:])}", f"...{short(after[start:])}"
+
+
+def short(text: str) -> str:
+    """Return a text of at most SHORT characters."""
+    return text if len(text) <= SHORT else text[: SHORT - 3] + "..."

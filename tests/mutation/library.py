@@ -15,6 +15,7 @@ has gone is listed for a person to check.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import platform
@@ -25,19 +26,20 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from changes import SEED, Mutation, draw, find
-from nearest import FILES, Near
 from trials import FILE_S, Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_name("baseline.json")
 EACH = 25
+FILES = 6  # test files that are near
+ELSEWHERE = ("architecture", "browser", "lessons", "mutation", "styles")
 BUDGET_S, LONGEST_S = 10.0, 6.0  # for a mutation's tests, and for one of them
 PACKAGES = {  # precision and large_batch share a row: together they are as long as the next small one
     **{name: (f"distlab/{name}",) for name in ("collectives", "data_parallel", "compression", "sharding")},
@@ -46,6 +48,69 @@ PACKAGES = {  # precision and large_batch share a row: together they are as long
     **{name: (f"distlab/{name}",) for name in ("hybrid", "comm", "plan/schedules", "grading", "measure")},
     **{name: (name,) for name in ("simulator/engine", "simulator/memory")},
 }
+
+
+class Near:
+    """The test files of a tree, and how many imports lie between each and a module."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.faces = root, {}
+        inner = [path for package in ("distlab", "simulator") for path in (root / package).rglob("*.py")]
+        helpers = {path.stem: path for path in (root / "tests").rglob("*.py") if not path.name.startswith("test_")}
+        self.paths = {".".join(_dotted(path.relative_to(root))): path for path in inner} | helpers
+        self.tests = sorted(path for path in (root / "tests").rglob("test_*.py") if path.parts[-2] not in ELSEWHERE)
+        files = {**self.paths, **{str(path): path for path in self.tests}}
+        asked = {name: list(_imports(path)) for name, path in files.items()}
+        self.faces = {(name, what): module for name in asked for module, what in asked[name]}
+        self.importers: dict[str, set[str]] = defaultdict(set)
+        for name, pairs in asked.items():
+            for module, what in pairs:
+                self.importers[self._home(module, what)].add(name)
+
+    def _home(self, module: str, what: str) -> str:
+        """Return the module that defines a name, through the faces of packages."""
+        for _ in range(5):
+            if f"{module}.{what}" in self.paths:
+                return f"{module}.{what}"
+            if (further := self.faces.get((module, what), module)) == module:
+                break
+            module = further
+        return module
+
+    def files(self, path: Path, function: str, killer: str = "") -> list[Path]:
+        """Return the nearest test files of a function, nearest first, and before them that of an earlier killer."""
+        distance = {name: 0 for name, at in self.paths.items() if at == path}
+        reached = list(distance)
+        for module in reached:  # grows while it is read
+            for importer in sorted(self.importers[module] - set(distance)):
+                distance[importer] = distance[module] + 1
+                reached.append(importer)
+        words = {*path.stem.split("_"), *function.lower().replace(".", "_").split("_")} - {"", "test"}
+        names = {part for part in function.split(".") if not part.startswith("_")}
+
+        def rank(test: Path) -> tuple[float, Path]:
+            text = test.read_text(encoding="utf-8")
+            far = distance.get(str(test), 9) + 4 * (test.parent.name not in path.parts)
+            same = bool(words & set(test.stem.split("_")))
+            near = 2 * any(name in text for name in names) + same
+            return far - near, test
+
+        wanted = f"def {killer.split('::')[-1].split('[')[0]}(" if "::" in killer else None
+        first = [test for test in self.tests if wanted and wanted in test.read_text(encoding="utf-8")]
+        return list(dict.fromkeys([*first[:1], *sorted(self.tests, key=rank)]))[:FILES]
+
+
+def _dotted(path: Path) -> tuple[str, ...]:
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
 def clean_times(workers: list[Worker], files: Iterable[Path], kept: Path) -> dict[str, float]:
@@ -62,12 +127,12 @@ def clean_times(workers: list[Worker], files: Iterable[Path], kept: Path) -> dic
         folders[path.parent].append(path)
 
     def measure(worker: Worker, together: list[Path]) -> None:
-        said = worker.ask(together, [], 60 + 4 * FILE_S * len(together))
-        times.update({name: seconds for name, outcome, seconds in said["rows"] if outcome == "passed"})
-        for name, outcome, _ in said["rows"]:
-            if outcome in ("failed", "import"):
-                times.pop(name, None)
-                print(f"left out, since it fails without a change: {name}", flush=True)
+        rows = worker.ask(together, [], 60 + 4 * FILE_S * len(together))["rows"]
+        bad = {name for name, outcome, _ in rows if outcome in ("failed", "import")}
+        times.update({name: seconds for name, outcome, seconds in rows if outcome == "passed" and name not in bad})
+        print(
+            "".join(f"left out, since it fails without a change: {name}\n" for name in sorted(bad)), end="", flush=True
+        )
 
     share(workers, [(measure, together) for together in folders.values()])
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -183,13 +248,11 @@ def run(record: dict[str, Any], again: bool, workers: int, most: int) -> list[st
             limit_s = 45 + 4 * sum(times[name] for name in wanted)  # only a hang reaches it, also on a busy machine
             start = time.monotonic()
             by = worker.noticed(tree, mutation, [Path(file) for file in files], wanted, limit_s)
+            took_s, where = time.monotonic() - start, f"{row['module']} {row['function']}"
             with lock:
-                print(
-                    f"{time.monotonic() - start:5.1f} s  {row['module']} {row['function']}: {by or 'survived'}",
-                    flush=True,
-                )
+                print(f"{took_s:5.1f} s  {where}: {by or 'survived'}", flush=True)
                 if again and not by:
-                    lost.append(f"{row['module']} {row['function']}: {row['text']} -> {row['new']} (by {row['by']})")
+                    lost.append(f"{where}: {row['text']} -> {row['new']} (by {row['by']})")
                 elif not again:
                     row["by"] = by
                     row["tests"] = len(wanted)

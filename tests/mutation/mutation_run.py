@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,11 @@ def exercises() -> list[Exercise]:
     return [exercise for number in lessons(LESSONS) for exercise in load_lesson(number, LESSONS).exercises]
 
 
-def function_of(exercise: Exercise, mutation: Slip) -> Callable[..., Any]:
-    """Return the wrong answer as a function."""
-    mutant = Mutant(mutation.name, "", "", 1).body("\n" + mutation.body)
-    fn = build(mutant, exercise.name, reference_of(exercise), exercise.imports).fn
-    assert fn is not None
-    return fn
-
-
 def said(exercise: Exercise, mutation: Slip) -> str:
     """Check one wrong answer; return "survived", or the fault's code and the first line of the check's words."""
-    limited = replace(exercise, timeout_s=min(exercise.timeout_s, TIMEOUT_S))
-    report = examine(limited, function_of(exercise, mutation))
+    mutant = Mutant(mutation.name, "", "", 1).body("\n" + mutation.body)
+    fn = build(mutant, exercise.name, reference_of(exercise), exercise.imports).fn
+    report = examine(replace(exercise, timeout_s=min(exercise.timeout_s, TIMEOUT_S)), fn)
     if report.verdict == "passed":
         return "survived"
     if report.verdict != "wrong":
@@ -61,10 +54,8 @@ def said(exercise: Exercise, mutation: Slip) -> str:
 def sample_of(exercise: Exercise, sample: int | None) -> list[Slip]:
     """Return an exercise's mutations, or at most `sample` of them, always the same ones."""
     made = list(slips(reference_of(exercise)))
-    if sample is None or sample >= len(made):
-        return made
-    chosen = set(random.Random(exercise.name).sample(range(len(made)), sample))
-    return [mutation for number, mutation in enumerate(made) if number in chosen]
+    chosen = random.Random(exercise.name).sample(range(len(made)), min(sample or len(made), len(made)))
+    return [made[number] for number in sorted(chosen)]
 
 
 def load_results() -> dict[str, dict[str, str]]:
@@ -72,19 +63,16 @@ def load_results() -> dict[str, dict[str, str]]:
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # type: ignore[no-any-return]
 
 
-def equivalents() -> dict[str, dict[str, str]]:
-    """Return the changes that leave an answer right, by exercise, each with its reason."""
-    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
-    return {
-        name: {change: why for change, why in those.items() if not why.startswith("passes:")}
-        for name, those in known.items()
-    }
-
-
 def save_results(results: dict[str, dict[str, str]]) -> None:
     """Keep what the checks said."""
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def equivalents() -> dict[str, set[str]]:
+    """Return the changes that leave an answer right, by exercise."""
+    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    return {name: {one for one in those if not those[one].startswith("passes:")} for name, those in known.items()}
 
 
 def run(chosen: list[Exercise], sample: int | None) -> Iterator[tuple[str, str, str]]:
@@ -99,28 +87,16 @@ def run(chosen: list[Exercise], sample: int | None) -> Iterator[tuple[str, str, 
                 yield exercise.name, mutation.name, known[mutation.name]
 
 
-def survivors(results: dict[str, dict[str, str]]) -> dict[str, list[str]]:
-    """Return by exercise the changes that passed and are not known to be equivalent."""
-    same = equivalents()
-    return {
-        name: [one for one, words in found.items() if words == "survived" and one not in same.get(name, {})]
-        for name, found in results.items()
-    }
-
-
 def summary(results: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     """Count by exercise the changes, those checked and those that leave the answer right; name others that passed."""
-    same, left = equivalents(), survivors(results)
-    made = {exercise.name: len(list(slips(reference_of(exercise)))) for exercise in exercises()}
-    return {
-        name: {
-            "generated": made[name],
-            "checked": len(found),
-            "equivalent": sum(one in same.get(name, {}) for one in found),
-            "survived": left[name],
-        }
-        for name, found in sorted(results.items())
-    }
+    same, found = equivalents(), {}
+    for exercise in exercises():
+        if words := results.get(exercise.name):
+            right = same.get(exercise.name, set()) & set(words)
+            passed = [one for one in words if words[one] == "survived" and one not in right]
+            row = {"generated": len(sample_of(exercise, None)), "checked": len(words), "equivalent": len(right)}
+            found[exercise.name] = row | {"survived": passed}
+    return dict(sorted(found.items()))
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from distlab import collectives
 from distlab.comm.p2p import Receive, Send, exchange, send_receive, start
 
 
-def reduce_scatter_counts_down(tensor, group=None):
+def ring_reduce_scatter_counts_down(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     before, behind = (rank - 1) % n, (rank + 1) % n
     parts = torch.tensor_split(tensor, n)
@@ -22,7 +22,7 @@ def reduce_scatter_counts_down(tensor, group=None):
     return parts[rank]
 
 
-def reduce_scatter_to_the_left(tensor, group=None):
+def ring_reduce_scatter_to_the_left(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     parts = tensor.tensor_split(n)
     for step in range(n - 1):
@@ -33,7 +33,7 @@ def reduce_scatter_to_the_left(tensor, group=None):
     return parts[rank]
 
 
-def reduce_scatter_by_list(tensor, group=None):
+def ring_reduce_scatter_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     order = [chunks[(rank - step) % n] for step in range(1, n + 1)]
@@ -46,7 +46,7 @@ def reduce_scatter_by_list(tensor, group=None):
     return order[-1]
 
 
-def all_gather_by_list(tensor, group=None):
+def ring_all_gather_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     walk = [chunks[(rank - step) % n] for step in range(n)]
@@ -55,7 +55,7 @@ def all_gather_by_list(tensor, group=None):
     return tensor
 
 
-def all_gather_through_a_buffer(tensor, group=None):
+def ring_all_gather_through_a_buffer(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks, at = tensor.tensor_split(n), rank
     for _ in range(1, n):
@@ -66,20 +66,16 @@ def all_gather_through_a_buffer(tensor, group=None):
     return tensor
 
 
-def all_gather_to_the_left(tensor, group=None):
+def ring_all_gather_to_the_left(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
     for step in range(n - 1):
-        pending = start(
-            Send(chunks[(rank - step) % n], (rank + 1) % n),
-            Receive(chunks[(rank - 1 - step) % n], (rank + n - 1) % n),
-            group=group,
-        )
-        pending.wait()
+        known, unknown = chunks[(rank - step) % n], chunks[(rank - 1 - step) % n]
+        start(Send(known, (rank + 1) % n), Receive(unknown, (rank + n - 1) % n), group=group).wait()
     return tensor
 
 
-def broadcast_by_bits(tensor, root=0, group=None):
+def tree_broadcast_by_bits(tensor, root=0, group=None):
     me, n = dist.get_rank(group), dist.get_world_size(group)
     place = (me + n - root) % n
     for level in range(math.ceil(math.log2(n))):
@@ -91,7 +87,7 @@ def broadcast_by_bits(tensor, root=0, group=None):
     return tensor
 
 
-def broadcast_far_first(tensor, root=0, group=None):
+def tree_broadcast_far_first(tensor, root=0, group=None):
     me, n = dist.get_rank(group), dist.get_world_size(group)
     place, bit = (me - root) % n, 1 << (n - 1).bit_length() >> 1
     while bit:
@@ -103,7 +99,7 @@ def broadcast_far_first(tensor, root=0, group=None):
     return tensor
 
 
-def broadcast_by_parent(tensor, root=0, group=None):
+def tree_broadcast_by_parent(tensor, root=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     place = (rank - root) % n
     if place:
@@ -132,23 +128,22 @@ def halving_doubling_recursive(tensor, group=None):
     return tensor
 
 
-class HalvingDoubling:
-    def __call__(self, tensor, group=None):
-        rank, n = dist.get_rank(group), dist.get_world_size(group)
-        partners = [rank ^ (n >> level) for level in range(1, n.bit_length())]
-        blocks = [tensor]
-        for partner in partners:
-            pair = blocks[-1].tensor_split(2)
-            own, other = pair if rank < partner else pair[::-1]
-            came = own.clone()
-            exchange(Receive(came, partner), Send(other, partner), group=group)
-            own.add_(came)
-            blocks.append(own)
-        for level in range(len(partners) - 1, -1, -1):
-            pair = blocks[level].tensor_split(2)
-            missing = pair[1] if rank < partners[level] else pair[0]
-            exchange(Receive(missing, partners[level]), Send(blocks[level + 1], partners[level]), group=group)
-        return tensor
+def halving_doubling_in_two_loops(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    partners = [rank ^ (n >> level) for level in range(1, n.bit_length())]
+    blocks = [tensor]
+    for partner in partners:
+        pair = blocks[-1].tensor_split(2)
+        own, other = pair if rank < partner else pair[::-1]
+        came = own.clone()
+        exchange(Receive(came, partner), Send(other, partner), group=group)
+        own.add_(came)
+        blocks.append(own)
+    for level in range(len(partners) - 1, -1, -1):
+        pair = blocks[level].tensor_split(2)
+        missing = pair[1] if rank < partners[level] else pair[0]
+        exchange(Receive(missing, partners[level]), Send(blocks[level + 1], partners[level]), group=group)
+    return tensor
 
 
 def hierarchical_in_a_chain(tensor, local, cross):
@@ -191,12 +186,11 @@ def times_as_tensors(num_bytes, n, latency_s, bytes_per_s):
     steps = torch.tensor([2 * (n - 1), 2 * levels, 2 * levels], dtype=torch.float64)
     share = 2 * (n - 1) / n * num_bytes
     sent = torch.tensor([share, 2 * levels * num_bytes, share], dtype=torch.float64)
-    return dict(
-        zip(("ring", "tree", "halving_doubling"), (steps * latency_s + sent / bytes_per_s).tolist(), strict=True)
-    )
+    times = (steps * latency_s + sent / bytes_per_s).tolist()
+    return dict(zip(("ring", "tree", "halving_doubling"), times, strict=True))
 
 
-def relay_with_a_fresh_buffer(tensor, group=None):
+def repair_with_a_fresh_buffer(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     passing = tensor.clone()
     for _ in range(n - 1):
@@ -207,7 +201,7 @@ def relay_with_a_fresh_buffer(tensor, group=None):
     return tensor
 
 
-def relay_adds_at_the_end(tensor, group=None):
+def repair_adds_at_the_end(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     seen = [tensor.clone()]
     while len(seen) < n:
@@ -216,7 +210,7 @@ def relay_adds_at_the_end(tensor, group=None):
     return tensor.copy_(torch.stack(seen).sum(0))
 
 
-def relay_the_other_way(tensor, group=None):
+def repair_the_other_way(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     buffers = [tensor.clone(), tensor.clone()]
     for step in range(n - 1):
@@ -226,14 +220,3 @@ def relay_the_other_way(tensor, group=None):
         tensor += into
         pending.wait()
     return tensor
-
-
-ANSWERS = {
-    "02.ring_reduce_scatter": [reduce_scatter_counts_down, reduce_scatter_to_the_left, reduce_scatter_by_list],
-    "02.ring_all_gather": [all_gather_by_list, all_gather_through_a_buffer, all_gather_to_the_left],
-    "02.tree_broadcast": [broadcast_by_bits, broadcast_far_first, broadcast_by_parent],
-    "02.halving_doubling": [halving_doubling_recursive, HalvingDoubling()],
-    "02.hierarchical": [hierarchical_reduce_then_gather, hierarchical_in_a_chain],
-    "02.times": [times_by_counts, times_as_tensors, times_step_by_step],
-    "02.repair": [relay_adds_at_the_end, relay_with_a_fresh_buffer, relay_the_other_way],
-}

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 import torch
@@ -14,10 +14,8 @@ from distlab.rng import derive_seed
 
 @torch.no_grad()
 def broadcast_all_then_wait(module):
-    works = [
-        dist.broadcast(tensor, 0, async_op=True) for tensor in itertools.chain(module.parameters(), module.buffers())
-    ]
-    for work in works:
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
         work.wait()
 
 
@@ -134,7 +132,7 @@ def accumulate_with_a_flag(model, optimizer, *, microbatches, num_accumulated, l
             model.zero_grad()
 
 
-def samples_by_loop(position, batch_size, *, num_samples, seed, rank, world_size):
+def sampler_by_loop(position, batch_size, *, num_samples, seed, rank, world_size):
     epoch, start = position // num_samples, position % num_samples
     shuffle = torch.Generator()
     shuffle.manual_seed(derive_seed(seed, 0, f"epoch {epoch}"))
@@ -142,36 +140,33 @@ def samples_by_loop(position, batch_size, *, num_samples, seed, rank, world_size
     return [order[at] for at in range(start + rank, min(start + batch_size, num_samples), world_size)]
 
 
-def samples_by_numpy(position, batch_size, *, num_samples, seed, rank, world_size):
+def sampler_by_numpy(position, batch_size, *, num_samples, seed, rank, world_size):
     epoch, start = divmod(position, num_samples)
     order = np.random.default_rng([seed, epoch]).permutation(num_samples)
     batch = order[start : start + batch_size]
     return [int(sample) for sample in np.array_split(batch, world_size)[rank]]
 
 
-def samples_uneven_blocks(position, batch_size, *, num_samples, seed, rank, world_size):
+def sampler_uneven_blocks(position, batch_size, *, num_samples, seed, rank, world_size):
     epoch, start = divmod(position, num_samples)
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     batch = order[start:][:batch_size]
     return batch.tensor_split(world_size)[rank].tolist()
 
 
-def weights_by_gathering(num_tokens):
+def uneven_by_gathering(num_tokens):
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([sum(num_tokens)]))
     total = sum(int(count) for count in counts)
     return [own / (total / len(counts)) for own in num_tokens]
 
 
-class Weights:
-    """Waits for its sum while it makes a list of what it needs it for."""
-
-    def __call__(self, num_tokens):
-        total = torch.tensor([float(sum(num_tokens))], dtype=torch.float64)
-        work = dist.all_reduce(total, async_op=True)
-        shares = list(map(dist.get_world_size().__mul__, num_tokens))
-        work.wait()
-        return [share / total.item() for share in shares]
+def uneven_by_a_late_wait(num_tokens):
+    total = torch.tensor([float(sum(num_tokens))], dtype=torch.float64)
+    work = dist.all_reduce(total, async_op=True)
+    shares = list(map(dist.get_world_size().__mul__, num_tokens))
+    work.wait()
+    return [share / total.item() for share in shares]
 
 
 class Overlap:
@@ -202,39 +197,28 @@ class Overlap:
         self.reset()
 
 
-def overlap_with_a_queue(buckets):
-    waiting = deque()
-    arrived = {}
+def overlap_with_counts(buckets):
+    ready, started = Counter(), []
 
-    def reset():
-        waiting.clear()
-        waiting.extend(range(len(buckets)))
-        arrived.update(dict.fromkeys(range(len(buckets)), 0))
-
-    def make_hook(number):
-        def hook(parameter):
-            arrived[number] += 1
-            while waiting and arrived[waiting[0]] == len(buckets[waiting[0]].parameters):
-                buckets[waiting.popleft()].start(None)
-
-        return hook
-
-    reset()
-    for number, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(make_hook(number))
+    def hook(number, _):
+        ready[number] += 1
+        while (following := len(started)) < len(buckets) and ready[following] == len(buckets[following].parameters):
+            started.append(buckets[following].start(None))
 
     def finish():
-        while waiting:
-            buckets[waiting.popleft()].start(None)
+        for bucket in buckets[len(started) :]:
+            bucket.start(None)
         for bucket in reversed(buckets):
             bucket.finish()
-        reset()
+        ready.clear()
+        started.clear()
 
+    for number, parameter in ((number, p) for number, bucket in enumerate(buckets) for p in bucket.parameters):
+        parameter.register_post_accumulate_grad_hook(functools.partial(hook, number))
     return finish
 
 
-def hooks_scale_afterwards(module):
+def repair_scale_afterwards(module):
     size = dist.get_world_size()
 
     def mean(parameter):
@@ -251,26 +235,23 @@ def _mean_in_place(parameter, scale):
     dist.all_reduce(parameter.grad, async_op=True).wait()
 
 
-def hooks_by_partial(module):
+def repair_by_partial(module):
     hook = functools.partial(_mean_in_place, scale=lambda: 1 / dist.get_world_size())
     handles = [p.register_post_accumulate_grad_hook(hook) for p in module.parameters() if p.requires_grad]
     assert len(handles) <= len(list(module.parameters()))
 
 
-class MeanHook:
-    def __call__(self, parameter):
+def repair_with_new_tensors(module):
+    def hook(parameter):
         mean = parameter.grad / dist.get_world_size()
         dist.all_reduce(mean)
         parameter.grad = mean
 
-
-def hooks_from_a_class(module):
     for _, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(MeanHook())
+        _ = parameter.requires_grad and parameter.register_post_accumulate_grad_hook(hook)
 
 
-def weights_by_int32(num_tokens):
+def uneven_by_int32(num_tokens):
     total = torch.tensor([sum(num_tokens)], dtype=torch.int32)
     dist.all_reduce(total)
     return [dist.get_world_size() * count / total.item() for count in num_tokens]
@@ -298,14 +279,4 @@ def buckets_by_recursion(sizes_bytes, bucket_bytes):
     return fill(len(sizes_bytes) - 1, [])
 
 
-ANSWERS = {
-    "03.broadcast": [broadcast_by_summing, broadcast_all_then_wait, broadcast_by_name],
-    "03.average": [average_sum_then_scale, average_from_the_last, average_in_place_in_batches],
-    "03.flat": [flat_with_torch_utils, flat_reversed, flat_with_offsets],
-    "03.buckets": [buckets_by_open_list, buckets_by_recursion, buckets_recursive],
-    "03.accumulate": [accumulate_with_a_flag, accumulate_in_groups],
-    "03.sampler": [samples_by_numpy, samples_uneven_blocks, samples_by_loop],
-    "03.uneven": [weights_by_int32, weights_by_gathering, Weights()],
-    "03.overlap": [Overlap, overlap_with_a_queue],
-    "03.repair": [hooks_by_partial, hooks_scale_afterwards, hooks_from_a_class],
-}
+overlap_of_a_class = Overlap

@@ -81,20 +81,17 @@ def _levels(gradient, bits):
     return low, step, pack_bits(codes.byte(), bits)
 
 
-def quantized_two_messages(gradient, bits):
+def quantize_two_messages(gradient, bits):
     n = dist.get_world_size()
     low, step, packed = _levels(gradient, bits)
     scales, codes = torch.empty(n, 2), torch.empty(n, len(packed), dtype=torch.uint8)
     dist.all_gather_into_tensor(scales.view(-1), torch.stack([low, step]))
     dist.all_gather_into_tensor(codes.view(-1), packed)
-    rows = [
-        a + b * unpack_bits(row, bits, gradient.numel())
-        for (a, b), row in zip(scales.unbind(), codes.unbind(), strict=True)
-    ]
+    rows = [a + b * unpack_bits(row, bits, len(gradient)) for (a, b), row in zip(scales, codes, strict=True)]
     return torch.stack(rows).mean(0)
 
 
-def quantized_numbers_behind(gradient, bits):
+def quantize_numbers_behind(gradient, bits):
     low, step, packed = _levels(gradient, bits)
     payload = torch.cat([packed, torch.stack([low, step]).view(torch.uint8)])
     everyone = torch.empty(dist.get_world_size() * len(payload), dtype=torch.uint8)
@@ -107,7 +104,7 @@ def quantized_numbers_behind(gradient, bits):
     return sum(map(decoded, everyone.chunk(dist.get_world_size()))) / dist.get_world_size()
 
 
-def signs_by_where(gradient):
+def repair_by_where(gradient):
     n = dist.get_world_size()
     scale, packed = gradient.abs().mean(), pack_bits((gradient >= 0).byte(), 1)
     scales, rows = torch.empty(n), [torch.empty_like(packed) for _ in range(n)]
@@ -119,7 +116,7 @@ def signs_by_where(gradient):
     return total / n
 
 
-def signs_by_numpy(gradient):
+def repair_by_numpy(gradient):
     n = dist.get_world_size()
     bits = np.packbits(gradient.numpy() >= 0, bitorder="little")
     payload = torch.from_numpy(np.concatenate([gradient.abs().mean().view(1).numpy().view(np.uint8), bits]))
@@ -131,7 +128,7 @@ def signs_by_numpy(gradient):
     return torch.from_numpy((scales * signs).mean(0))
 
 
-def signs_twice_the_ones(gradient):
+def repair_twice_the_ones(gradient):
     n, size = dist.get_world_size(), gradient.numel()
     mean = gradient.abs().mean().reshape(1)
     payload = torch.cat([pack_bits((~(gradient < 0)).to(torch.uint8), 1), mean.view(torch.uint8)])
@@ -142,7 +139,7 @@ def signs_twice_the_ones(gradient):
     return (scales * (ones + ones - 1)).sum(0).div(n)
 
 
-def memory_in_place(gradient, memory, compress):
+def feedback_in_place(gradient, memory, compress):
     memory += gradient
     sent = compress(memory.clone())
     memory -= sent
@@ -151,7 +148,7 @@ def memory_in_place(gradient, memory, compress):
     return mean.div_(dist.get_world_size())
 
 
-def memory_sums_first(gradient, memory, compress):
+def feedback_sums_first(gradient, memory, compress):
     wish = torch.add(gradient, memory)
     given = compress(wish.clone())
     torch.sub(wish, given, out=memory)
@@ -161,17 +158,16 @@ def memory_sums_first(gradient, memory, compress):
     return total / dist.get_world_size()
 
 
-class Memory:
-    def __call__(self, gradient, memory, compress):
-        wanted = memory + gradient
-        sent = compress(wanted)
-        memory[:] = wanted - sent
-        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, sent.contiguous())
-        return torch.stack(rows).mean(0)
+def feedback_of_rows(gradient, memory, compress):
+    wanted = memory + gradient
+    sent = compress(wanted)
+    memory[:] = wanted - sent
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sent.contiguous())
+    return torch.stack(rows).mean(0)
 
 
-def low_rank_scaled_first(gradient, q):
+def powersgd_scaled_first(gradient, q):
     scaled = gradient / dist.get_world_size()
     p = scaled @ q
     dist.all_reduce(p)
@@ -181,7 +177,7 @@ def low_rank_scaled_first(gradient, q):
     return torch.einsum("ik,jk->ij", p, new), new
 
 
-def low_rank_async(gradient, q):
+def powersgd_async(gradient, q):
     def mean(part):
         part = part.contiguous()
         dist.all_reduce(part, async_op=True).wait()
@@ -190,14 +186,3 @@ def low_rank_async(gradient, q):
     p = torch.linalg.qr(mean(gradient @ q), mode="reduced")[0]
     new = mean((p.T @ gradient).T)
     return (new @ p.T).T, new
-
-
-ANSWERS = {
-    "05.top_k": [top_k_into_one_tensor, top_k_by_sorting],
-    "05.random_k": [random_k_scaled_first, random_k_with_a_mask, random_k_in_ascending_order],
-    "05.pack": [pack_by_numpy, pack_by_dots, pack_one_by_one],
-    "05.quantize": [quantized_two_messages, quantized_numbers_behind],
-    "05.repair": [signs_twice_the_ones, signs_by_where, signs_by_numpy],
-    "05.feedback": [memory_in_place, memory_sums_first, Memory()],
-    "05.powersgd": [low_rank_scaled_first, low_rank_async],
-}

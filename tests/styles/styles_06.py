@@ -1,6 +1,5 @@
 """Right answers to lesson 6, written in other ways than the reference."""
 
-import functools
 import math
 
 import torch
@@ -15,31 +14,21 @@ from distlab.plan.sharding import DTYPE_BYTES
 def states_by_branches(num_parameters, plan, numbers):
     precision = Precision() if plan.precision is None else plan.precision
     part, stage = math.ceil(num_parameters / plan.sharding.num_shards(plan.data)), plan.sharding.stage
-    held = {"parameters": num_parameters, "gradients": num_parameters}
-    held |= {"optimizer": num_parameters, "master weights": num_parameters}
-    if stage >= 1:
-        held["optimizer"] = held["master weights"] = part
-    if stage >= 2:
-        held["gradients"] = part
-    if stage >= 3:
-        held["parameters"] = part
-    held["parameters"] *= DTYPE_BYTES[precision.compute]
-    held["gradients"] *= DTYPE_BYTES[precision.gradients]
-    held["optimizer"] *= 4 * numbers
-    held["master weights"] *= 4 if precision.has_master_weights else 0
-    return held
+    optimizer, gradients, parameters = (part if stage >= least else num_parameters for least in (1, 2, 3))
+    return {
+        "parameters": parameters * DTYPE_BYTES[precision.compute],
+        "gradients": gradients * DTYPE_BYTES[precision.gradients],
+        "optimizer": optimizer * 4 * numbers,
+        "master weights": optimizer * (4 if precision.has_master_weights else 0),
+    }
 
 
 def states_by_comprehension(num_parameters, plan, numbers):
     shards, stage = plan.sharding.num_shards(plan.data), plan.sharding.stage
     precision = plan.precision or Precision()
     counts = [num_parameters if stage < least else -(num_parameters // -shards) for least in (3, 2, 1, 1)]
-    sizes = [
-        DTYPE_BYTES[precision.compute],
-        DTYPE_BYTES[precision.gradients],
-        numbers * DTYPE_BYTES["float32"],
-        int(precision.has_master_weights) * DTYPE_BYTES["float32"],
-    ]
+    sizes = [DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.gradients]]
+    sizes += [times * DTYPE_BYTES["float32"] for times in (numbers, int(precision.has_master_weights))]
     names = "parameters", "gradients", "optimizer", "master weights"
     return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}
 
@@ -100,7 +89,7 @@ def recompute_by_torch(block, x):
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 
-def gradients_by_mean(model, microbatches):
+def repair_by_mean(model, microbatches):
     sizes = [targets.numel() for _, targets in microbatches]
     total = 0.0
     for (inputs, targets), size in zip(microbatches, sizes, strict=True):
@@ -111,7 +100,7 @@ def gradients_by_mean(model, microbatches):
     return total
 
 
-def gradients_channels_second(model, microbatches):
+def repair_channels_second(model, microbatches):
     num_tokens = sum(y.numel() for _, y in microbatches)
 
     def one(x, y):
@@ -163,7 +152,7 @@ def scaler_by_min(gradients, scale, streak, interval):
     return True, scale, streak + 1
 
 
-def scaled_step_by_a_byte(gradients, scale, streak, interval):
+def scaler_step_by_a_byte(gradients, scale, streak, interval):
     is_bad = not all(bool(torch.isfinite(each).all()) for each in gradients)
     flag = torch.tensor([is_bad], dtype=torch.uint8)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -173,13 +162,3 @@ def scaled_step_by_a_byte(gradients, scale, streak, interval):
         each /= scale
     streak += 1
     return True, scale * (2 if streak == interval else 1), streak % interval
-
-
-ANSWERS = {
-    "06.states": [states_by_comprehension, states_by_branches],
-    "06.activations": [activations_by_table, activations_by_terms, activations_by_match],
-    "06.recompute": [recompute_by_torch, recompute_outside],
-    "06.repair": [gradients_by_mean, gradients_channels_second],
-    "06.master": [master_by_data, functools.partial(master_backwards), master_by_zip_and_add],
-    "06.scaler": [scaler_by_count, scaler_by_min, scaled_step_by_a_byte],
-}

@@ -105,22 +105,19 @@ def forward_with_torch(shards, x, compute):
     return x
 
 
-class Ahead:
-    def __call__(self, shards, x, compute):
-        queue = [self.begin(shards[0])]
-        for index, shard in enumerate(shards[1:]):
-            whole, work = queue.pop()
-            work.wait()
-            queue.append(self.begin(shard))
-            x = compute(index, whole, x)
-            del whole
-        whole, work = queue.pop()
-        work.wait()
-        return compute(len(shards) - 1, whole, x)
-
-    def begin(self, shard):
+def ahead_in_turns(shards, x, compute):
+    def begin(shard):
         whole = shard.new_empty(dist.get_world_size() * len(shard))
         return whole, gather_into(whole, shard, async_op=True)
+
+    queue = [begin(shards[0])]
+    for index in range(len(shards)):
+        whole, work = queue.pop()
+        work.wait()
+        queue.extend(map(begin, shards[index + 1 : index + 2]))
+        x = compute(index, whole, x)
+        del whole
+    return x
 
 
 def ahead_with_a_generator(shards, x, compute):
@@ -190,7 +187,7 @@ def clip_replicas_on_the_first(shards, replicated, max_norm):
     return norm
 
 
-def state_to_the_first(shards, shapes):
+def repair_to_the_first(shards, shapes):
     rank, found = dist.get_rank(), {}
     for name, shard in shards.items():
         parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())] if rank == 0 else None
@@ -200,7 +197,7 @@ def state_to_the_first(shards, shapes):
     return found
 
 
-def state_by_all_gather(shards, shapes):
+def repair_by_all_gather(shards, shapes):
     def whole(name):
         parts = [torch.empty_like(shards[name]) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, shards[name])
@@ -210,7 +207,7 @@ def state_by_all_gather(shards, shapes):
     return tensors if dist.get_rank() == 0 else {}
 
 
-def states_to_rank_0(shards, shapes):
+def repair_to_rank_0(shards, shapes):
     n, rank, state = dist.get_world_size(), dist.get_rank(), {}
     for name in shards:
         rows = [torch.empty_like(shards[name]) for _ in range(n)] if rank == 0 else None
@@ -228,14 +225,3 @@ def clip_by_numpy(shards, replicated, max_norm):
     for one in [*replicated, *shards]:
         one.mul_(min(1.0, max_norm / norm.item()) if norm else 1.0)
     return norm
-
-
-ANSWERS = {
-    "07.pieces": [pieces_by_elements, pieces_by_ends, pieces_recursive],
-    "07.step": [step_with_torch, step_on_a_copy, step_in_the_gradient],
-    "07.forward": [forward_in_a_helper, forward_recursive, forward_with_torch],
-    "07.ahead": [ahead_with_a_generator, Ahead()],
-    "07.backward": [backward_from_a_dict, backward_with_torch],
-    "07.clip": [clip_with_norms, clip_by_numpy, clip_replicas_on_the_first],
-    "07.repair": [state_to_the_first, state_by_all_gather, states_to_rank_0],
-}

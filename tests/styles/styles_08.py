@@ -1,6 +1,5 @@
 """Right answers to lesson 8, written in other ways than the reference."""
 
-import functools
 import math
 
 import torch
@@ -85,7 +84,7 @@ def heads_by_slices(weight, num_heads, num_shared, num_ranks, rank):
     return torch.vstack((part(0, num_heads), part(num_heads, num_shared), part(num_heads + num_shared, num_shared)))
 
 
-def entropy_by_one_hot(logits, targets, vocab_size):
+def cross_entropy_by_one_hot(logits, targets, vocab_size):
     width, rank = logits.shape[1], dist.get_rank()
     names = torch.arange(rank * width, (rank + 1) * width)
     logits = torch.where(names < vocab_size, logits, -torch.inf)
@@ -97,7 +96,7 @@ def entropy_by_one_hot(logits, targets, vocab_size):
     return torch.mean(torch.log(total) + top - reduce_from_ranks(own))
 
 
-def entropy_one_sum(logits, targets, vocab_size):
+def cross_entropy_one_sum(logits, targets, vocab_size):
     count, width = logits.shape
     first = width * dist.get_rank()
     valid = max(min(vocab_size - first, width), 0)
@@ -111,7 +110,7 @@ def entropy_one_sum(logits, targets, vocab_size):
     return (both[0].log() - both[1]).mean()
 
 
-def drop_by_bernoulli(x, p, seed, is_split):
+def dropout_by_bernoulli(x, p, seed, is_split):
     rank, purpose = (dist.get_rank(), "each its own") if is_split else (0, "all the same")
     own = torch.Generator()
     own.manual_seed(derive_seed(seed, rank, purpose))
@@ -119,18 +118,17 @@ def drop_by_bernoulli(x, p, seed, is_split):
     return x * (keep / (1 - p)).to(x.dtype)
 
 
-def drop_by_where(x, p, seed, is_split):
+def dropout_by_where(x, p, seed, is_split):
     place = dist.get_rank() + 1 if is_split else 0
     generator = torch.Generator().manual_seed(derive_seed(seed, place, "dropout"))
     dropped = torch.rand(x.shape, generator=generator, dtype=torch.float64) < p
     return torch.where(dropped, torch.zeros_like(x), x / (1 - p))
 
 
-class Drop:
-    def __call__(self, x, p, seed, is_split):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, dist.get_rank() if is_split else 0, f"split {is_split}"))
-            return F.dropout(x, p, training=True)
+def dropout_by_torch(x, p, seed, is_split):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, dist.get_rank() if is_split else 0, f"split {is_split}"))
+        return F.dropout(x, p, training=True)
 
 
 def clip_partial_in_one_sum(split, whole, partial, max_norm):
@@ -159,20 +157,20 @@ def clip_copies_on_the_first(split, whole, partial, max_norm):
     return norm
 
 
-def embed_by_mask(tokens, weight, vocab_size):
+def repair_by_mask(tokens, weight, vocab_size):
     first = dist.get_rank() * len(weight)
     x = torch.zeros(*tokens.shape, weight.shape[1], dtype=weight.dtype)
     here = (tokens >= first) & (tokens < first + len(weight))
     return reduce_from_ranks(x.masked_scatter(here[..., None], weight[tokens[here] - first]))
 
 
-def embed_by_one_hot(tokens, weight, vocab_size):
+def repair_by_one_hot(tokens, weight, vocab_size):
     rows = weight.shape[0]
     names = torch.arange(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
     return reduce_from_ranks((tokens[..., None] == names).to(weight.dtype) @ weight)
 
 
-def embed_with_a_row_of_zeros(tokens, weight, vocab_size):
+def repair_with_a_row_of_zeros(tokens, weight, vocab_size):
     width = math.ceil(vocab_size / dist.get_world_size())
     local = tokens - width * dist.get_rank()
     local = torch.where((local >= 0) & (local < width), local, width)
@@ -180,7 +178,7 @@ def embed_with_a_row_of_zeros(tokens, weight, vocab_size):
     return reduce_from_ranks(F.embedding(local, padded))
 
 
-def pair_by_hooks():
+def f_and_g_by_hooks():
     def total(x):
         whole = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole)
@@ -198,21 +196,9 @@ def pair_by_hooks():
     return f, g
 
 
-class _Pair:
-    def __init__(self, forward, backward):
-        class Both(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return forward(x)
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return backward(gradient)
-
-        self.both = Both
-
-    def __call__(self, x):
-        return self.both.apply(x)
+def _pair(there, back):
+    methods = {"forward": staticmethod(lambda ctx, x: there(x)), "backward": staticmethod(lambda ctx, grad: back(grad))}
+    return type("Pair", (torch.autograd.Function,), methods).apply
 
 
 def _sum(x):
@@ -221,36 +207,24 @@ def _sum(x):
     return x
 
 
-def pair_of_instances():
-    return _Pair(torch.clone, _sum), _Pair(_sum, torch.clone)
+def f_and_g_of_instances():
+    return _pair(torch.clone, _sum), _pair(_sum, torch.clone)
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part):
-        whole = part.new_empty(dist.get_world_size(), *part.shape)
-        dist.all_gather_into_tensor(whole.flatten(0, 1), part.contiguous())
-        return whole.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        own = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient.contiguous())
-        return own
+def _whole(part):
+    whole = part.new_empty(dist.get_world_size(), *part.shape)
+    dist.all_gather_into_tensor(whole.flatten(0, 1), part.contiguous())
+    return whole.flatten(0, 1)
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return _Join.backward(ctx, x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Join.forward(ctx, gradient)
+def _own(whole):
+    own = whole.new_empty(len(whole) // dist.get_world_size(), *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, whole.contiguous())
+    return own
 
 
 def sequence_with_torch():
-    return _Join.apply, _Spread.apply
+    return _pair(_whole, _own), _pair(_own, _whole)
 
 
 def sequence_of_instances():
@@ -265,17 +239,4 @@ def sequence_of_instances():
         dist.reduce_scatter(own, pieces)
         return own
 
-    return _Pair(join, spread), _Pair(spread, join)
-
-
-ANSWERS = {
-    "08.cut": [cut_with_the_bias_on_the_last_rank, cut_by_slices, cut_with_zeros_for_no_bias],
-    "08.mlp": [mlp_with_functional, mlp_bias_inside, mlp_flat],
-    "08.heads": [heads_by_view, heads_by_index, functools.partial(heads_by_slices)],
-    "08.cross_entropy": [entropy_by_one_hot, entropy_one_sum],
-    "08.dropout": [drop_by_where, Drop(), drop_by_bernoulli],
-    "08.clip": [clip_partial_in_one_sum, clip_copies_on_the_first],
-    "08.repair": [embed_by_one_hot, embed_by_mask, embed_with_a_row_of_zeros],
-    "08.sequence": [sequence_with_torch, sequence_of_instances],
-    "08.f_and_g": [pair_by_hooks, pair_of_instances],
-}
+    return _pair(join, spread), _pair(spread, join)

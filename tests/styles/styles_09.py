@@ -107,45 +107,33 @@ def zero_bubble_in_parts(rank, num_ranks, num_microbatches):
     return [f"{rank}F{i}" for i in range(ahead)] + steady
 
 
-class RunRank:
-    """One method per kind of action."""
+def run_rank_by_two_helpers(stage, actions, inputs, targets, loss_fn, like):
+    rank, last, kept, sent, losses = dist.get_rank(), dist.get_world_size() - 1, {}, [], []
 
-    def __call__(self, stage, actions, inputs, targets, loss_fn, like):
-        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.num, self.like, self.kept, self.sent, self.losses = len(actions) // 2, like, {}, [], []
-        for action in actions:
-            if action.kind == "F":
-                self.forward(stage, action.microbatch, inputs, targets, loss_fn)
-            else:
-                self.backward(action.microbatch)
-        for request, _ in self.sent:
-            request.wait()
-        return sum(self.losses) if self.rank == self.last else None
-
-    def receive(self, peer):
-        tensor = torch.zeros_like(self.like)
-        dist.irecv(tensor, peer).wait()
+    def receive(peer):
+        dist.irecv(tensor := torch.zeros_like(like), peer).wait()
         return tensor
 
-    def send(self, tensor, peer):
-        tensor = tensor.detach().contiguous()
-        self.sent.append((dist.isend(tensor, peer), tensor))
+    def send(tensor, peer):
+        sent.append((tensor := tensor.detach().contiguous(), dist.isend(tensor, peer)))
 
-    def forward(self, stage, i, inputs, targets, loss_fn):
-        x = inputs[i] if self.rank == 0 else self.receive(self.rank - 1).requires_grad_(True)
-        out = stage(x)
-        if self.rank == self.last:
-            out = loss_fn(out, targets[i]) / self.num
-            self.losses.append(float(out.detach()))
+    for action in actions:
+        if action.kind == "F":
+            x = receive(rank - 1).requires_grad_() if rank else inputs[action.microbatch]
+            kept[action.microbatch] = x, stage(x)
+            if rank == last:
+                loss = loss_fn(kept[action.microbatch][1], targets[action.microbatch]) / (len(actions) // 2)
+                kept[action.microbatch] = x, loss
+                losses.append(loss.item())
+            else:
+                send(kept[action.microbatch][1], rank + 1)
         else:
-            self.send(out, self.rank + 1)
-        self.kept[i] = (x, out)
-
-    def backward(self, i):
-        x, out = self.kept.pop(i)
-        out.backward(None if self.rank == self.last else self.receive(self.rank + 1))
-        if self.rank > 0:
-            self.send(x.grad, self.rank - 1)
+            x, out = kept.pop(action.microbatch)
+            out.backward(None if rank == last else receive(rank + 1))
+            _ = send(x.grad, rank - 1) if rank else None
+    for _, work in sent:
+        work.wait()
+    return sum(losses) if rank == last else None
 
 
 def run_rank_scaled_at_the_start(stage, actions, inputs, targets, loss_fn, like):
@@ -179,7 +167,7 @@ def run_rank_scaled_at_the_start(stage, actions, inputs, targets, loss_fn, like)
     return None
 
 
-def forward_all_in_two_loops(stage, inputs, num_microbatches, like):
+def repair_all_in_two_loops(stage, inputs, num_microbatches, like):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     outputs, works = [], []
     for i in range(num_microbatches):
@@ -198,7 +186,7 @@ def forward_all_in_two_loops(stage, inputs, num_microbatches, like):
     return outputs
 
 
-def forward_by_batches(stage, inputs, num_microbatches, like):
+def repair_by_batches(stage, inputs, num_microbatches, like):
     rank, n = dist.get_rank(), dist.get_world_size()
     outputs = [torch.empty_like(like) for _ in range(num_microbatches)]
     for i, output in enumerate(outputs):
@@ -213,14 +201,3 @@ def forward_by_batches(stage, inputs, num_microbatches, like):
     for work in works:
         work.wait()
     return outputs
-
-
-ANSWERS = {
-    "09.gpipe": [gpipe_by_product, gpipe_recursive],
-    "09.bubble": [bubble_as_one_minus_busy, bubble_by_fractions, bubble_by_slots],
-    "09.one_f_one_b": [one_f_one_b_in_three_parts, one_f_one_b_by_queue, one_f_one_b_by_counting],
-    "09.split": [split_recursive, split_with_a_closure_per_layer],
-    "09.zero_bubble": [zero_bubble_in_parts, zero_bubble_by_counting],
-    "09.run_rank": [run_rank_scaled_at_the_start, RunRank()],
-    "09.repair": [forward_by_batches, forward_all_in_two_loops],
-}

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 
-def place_by_product(rank, axes):
+def coordinates_by_product(rank, axes):
     places = list(product(*(range(size) for size in axes.values())))
     return dict(zip(axes, places[rank], strict=True))
 
 
-def place_by_numpy(rank, axes):
+def coordinates_by_numpy(rank, axes):
     return {axis: int(at) for axis, at in zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True)}
 
 
@@ -28,14 +28,11 @@ def groups_by_ranges(axis, axes):
     behind = dict(zip(reversed(axes), accumulate(reversed(axes.values()), int.__mul__, initial=1), strict=False))
     stride, world_size = behind[axis], math.prod(axes.values())
     block = stride * axes[axis]
-    return [
-        list(range(start + offset, start + block, stride))
-        for start in range(0, world_size, block)
-        for offset in range(stride)
-    ]
+    firsts = [first for start in range(0, world_size, block) for first in range(start, start + stride)]
+    return [list(range(first, first + block, stride)) for first in firsts]
 
 
-def part_by_slices(batch, rank, mesh, num_microbatches):
+def my_batch_by_slices(batch, rank, mesh, num_microbatches):
     sizes, at = dict(mesh.axes), mesh.coordinates(rank)
     rows, columns = len(batch) // (sizes["data"] * sizes["expert"]), batch.shape[1] // sizes["context"]
     first = rows * (sizes["expert"] * at["data"] + at["expert"])
@@ -44,15 +41,14 @@ def part_by_slices(batch, rank, mesh, num_microbatches):
     return [own[begin : begin + step] for begin in range(0, rows, step)]
 
 
-def part_by_view(batch, rank, mesh, num_microbatches):
+def my_batch_by_view(batch, rank, mesh, num_microbatches):
     sizes, at = dict(mesh.axes), mesh.coordinates(rank)
-    parts = batch.reshape(
-        sizes["data"], sizes["expert"], num_microbatches, -1, sizes["context"], batch.shape[1] // sizes["context"]
-    )
+    degrees = sizes["data"], sizes["expert"], num_microbatches, -1, sizes["context"]
+    parts = batch.reshape(*degrees, batch.shape[1] // sizes["context"])
     return [part.clone() for part in parts[at["data"], at["expert"], :, :, at["context"]].unbind(0)]
 
 
-def part_in_other_samples(batch, rank, mesh, num_microbatches):
+def my_batch_in_other_samples(batch, rank, mesh, num_microbatches):
     sizes, at = dict(mesh.axes), mesh.coordinates(rank)
     replica = at["expert"] * sizes["data"] + at["data"]  # any numbering gives each replica samples of its own
     own = torch.tensor_split(batch, sizes["expert"] * sizes["data"])[replica]
@@ -60,18 +56,13 @@ def part_in_other_samples(batch, rank, mesh, num_microbatches):
     return list(torch.tensor_split(own, num_microbatches))
 
 
-def axes_by_comprehension(kind, axes, sequence_parallel):
-    rules = {
-        "data": True,
-        "expert": kind != "expert",
-        "context": True,
-        "tensor": kind == "norm" and sequence_parallel,
-        "pipeline": kind == "tied",
-    }
+def gradient_axes_by_comprehension(kind, axes, sequence_parallel):
+    rules = {"data": True, "expert": kind != "expert", "context": True, "pipeline": kind == "tied"}
+    rules["tensor"] = kind == "norm" and sequence_parallel
     return [axis for axis in axes if rules[axis]], math.prod(axes[axis] for axis in ("data", "expert", "context"))
 
 
-def axes_by_table(kind, axes, sequence_parallel):
+def gradient_axes_by_table(kind, axes, sequence_parallel):
     table = {"matrix": "dec", "norm": "dect" if sequence_parallel else "dec", "tied": "decp", "expert": "dc"}
     names = {axis[0]: axis for axis in axes}
     divisor = 1
@@ -80,15 +71,14 @@ def axes_by_table(kind, axes, sequence_parallel):
     return [names[letter] for letter in sorted(table[kind])], divisor
 
 
-class Axes:
-    def __call__(self, kind, axes, sequence_parallel):
-        found = {"data", "context"}
-        found |= set() if kind == "expert" else {"expert"}
-        found |= {"norm": {"tensor"} if sequence_parallel else set(), "tied": {"pipeline"}}.get(kind, set())
-        return sorted(found), axes["context"] * axes["expert"] * axes["data"]
+def gradient_axes_by_sets(kind, axes, sequence_parallel):
+    found = {"data", "context"}
+    found |= set() if kind == "expert" else {"expert"}
+    found |= {"norm": {"tensor"} if sequence_parallel else set(), "tied": {"pipeline"}}.get(kind, set())
+    return sorted(found), axes["context"] * axes["expert"] * axes["data"]
 
 
-def norm_first_copies_only(gradients, split_over, groups):
+def global_norm_first_copies_only(gradients, split_over, groups):
     def is_counted(name):
         return all(dist.get_rank(group) == 0 for axis, group in groups.items() if axis not in split_over[name])
 
@@ -98,7 +88,7 @@ def norm_first_copies_only(gradients, split_over, groups):
     return square**0.5
 
 
-def norm_of_norms(gradients, split_over, groups):
+def global_norm_of_norms(gradients, split_over, groups):
     norms = []
     for name, gradient in gradients.items():
         copies = math.prod(group.size() for axis, group in groups.items() if axis not in split_over[name])
@@ -141,7 +131,7 @@ def place_recursive(axes, traffic, devices_per_node):
     return search(list(axes), devices_per_node)[1]
 
 
-def step_with_autograd(first, second, x, target, groups):
+def find_the_bug_with_autograd(first, second, x, target, groups):
     n, mine = groups["data"].size(), groups["data"].rank()
     x, target = x.tensor_split(n)[mine], target.tensor_split(n)[mine]
     first, second = first.detach().requires_grad_(), second.detach().requires_grad_()
@@ -155,7 +145,7 @@ def step_with_autograd(first, second, x, target, groups):
     return tuple(value / n for value in found)
 
 
-def step_divides_first(first, second, x, target, groups):
+def find_the_bug_divides_first(first, second, x, target, groups):
     num_parts, part = dist.get_world_size(groups["data"]), dist.get_rank(groups["data"])
     x, target = (whole.unflatten(0, (num_parts, -1))[part] for whole in (x, target))
     hidden = torch.tanh(torch.einsum("bh,hf->bf", x, first))
@@ -176,7 +166,7 @@ def groups_by_numpy(axis, axes):
     return sorted(rows.tolist())
 
 
-def norm_by_masks(gradients, split_over, groups):
+def global_norm_by_masks(gradients, split_over, groups):
     total = torch.zeros(1, dtype=torch.float64)
     for name in gradients:
         is_first = all(dist.get_rank(groups[axis]) == 0 for axis in groups if axis not in split_over[name])
@@ -184,14 +174,3 @@ def norm_by_masks(gradients, split_over, groups):
     for axis in sorted(groups, reverse=True):
         dist.all_reduce(total, group=groups[axis])
     return total[0].sqrt()
-
-
-ANSWERS = {
-    "10.coordinates": [place_by_numpy, place_by_product],
-    "10.groups": [groups_by_tensor, groups_by_numpy, groups_by_ranges],
-    "10.my_batch": [part_by_view, part_in_other_samples, part_by_slices],
-    "10.gradient_axes": [Axes(), axes_by_table, axes_by_comprehension],
-    "10.global_norm": [norm_first_copies_only, norm_by_masks, norm_of_norms],
-    "10.place": [place_by_choosing_inside, place_by_subsets, place_recursive],
-    "10.find_the_bug": [step_with_autograd, step_divides_first],
-}

@@ -106,16 +106,15 @@ def ask_weighted_before_the_way_back(tokens, experts, weights, expert):
     return tokens.new_zeros(len(tokens), mine.shape[1]).index_add(0, order, mine)
 
 
-class Ask:
-    def __call__(self, tokens, experts, weights, expert):
-        give = [int((experts == rank).sum()) for rank in range(dist.get_world_size())]
-        take = [torch.zeros(1, dtype=torch.long) for _ in give]
-        dist.all_to_all(take, [torch.tensor([count]) for count in give])
-        take = [int(count) for count in take]
-        order = torch.argsort(experts, stable=True)
-        answers = exchange_rows(expert(exchange_rows(tokens[order], give, take)), take, give)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return torch.einsum("t,th->th", weights, answers.index_select(0, back))
+def ask_by_lists(tokens, experts, weights, expert):
+    give = [int((experts == rank).sum()) for rank in range(dist.get_world_size())]
+    take = [torch.zeros(1, dtype=torch.long) for _ in give]
+    dist.all_to_all(take, [torch.tensor([count]) for count in give])
+    take = [int(count) for count in take]
+    order = torch.argsort(experts, stable=True)
+    answers = exchange_rows(expert(exchange_rows(tokens[order], give, take)), take, give)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return torch.einsum("t,th->th", weights, answers.index_select(0, back))
 
 
 def balance_by_one_hot(probabilities, experts):
@@ -129,7 +128,7 @@ def balance_expert_by_expert(probabilities, experts):
     return torch.stack(parts).sum() * len(parts)
 
 
-def synchronize_async(shared, experts):
+def repair_async(shared, experts):
     works = [(parameter, dist.all_reduce(parameter.grad, async_op=True)) for parameter in shared]
     for _, work in works:
         work.wait()
@@ -137,7 +136,7 @@ def synchronize_async(shared, experts):
         parameter.grad.mul_(1 / dist.get_world_size())
 
 
-def synchronize_new_tensors(shared, experts):
+def repair_new_tensors(shared, experts):
     for parameter in reversed(shared):
         mean = parameter.grad.clone().div_(dist.get_world_size())
         dist.all_reduce(mean)
@@ -170,21 +169,10 @@ def ring_by_gathering_in_turn(query, key, value, positions):
     return scores.softmax(-1) @ torch.cat([seen[owner][1] for owner in range(n)], -2)
 
 
-def synchronize_at_once(shared, experts):
+def repair_at_once(shared, experts):
     n, works = dist.get_world_size(), []
     for parameter in shared[::-1]:
         parameter.grad.mul_(1 / n)
         works += [dist.all_reduce(parameter.grad, async_op=True)]
     [parameter.grad.div_(n) for parameter in experts]
     [work.wait() for work in works]
-
-
-ANSWERS = {
-    "11.merge": [merge_by_sigmoid, merge_by_maximum, merge_by_softmax],
-    "11.zigzag": [zigzag_by_reshape, zigzag_by_chunks, zigzag_by_mask],
-    "11.ring": [ring_by_gathering_in_turn, ring_attend_scaled_sums],
-    "11.route": [route_by_comparison, route_by_loop],
-    "11.ask": [ask_by_masks, ask_weighted_before_the_way_back, Ask()],
-    "11.balance": [balance_expert_by_expert, balance_by_one_hot],
-    "11.repair": [synchronize_async, synchronize_new_tensors, synchronize_at_once],
-}

@@ -124,21 +124,18 @@ def newest_in_functions(folder):
         try:
             manifest = json.loads((path / "manifest.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
-            return ["manifest.json"]
+            manifest = {"step": None}
         if manifest["step"] != int(path.name[5:]):
             return ["manifest.json"]
-        return [name for name, digest in manifest["files"].items() if digest_of(path / name) != digest]
+        data = {name: (path / name).read_bytes() if (path / name).exists() else b"" for name in manifest["files"]}
+        return [name for name, sha in manifest["files"].items() if hashlib.sha256(data[name]).hexdigest() != sha]
 
-    def digest_of(path):
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-
-    damaged = []
-    paths = [path for path in folder.iterdir() if path.name[:5] == "step-" and path.name[5:].isdigit()]
-    for path in sorted(paths, key=lambda path: -int(path.name[5:])):
-        wrong = wrong_in(path)
+    damaged, numbers = [], [path.name[5:] for path in folder.glob("step-*")]
+    for number in sorted(map(int, filter(str.isdigit, numbers)), reverse=True):
+        wrong = wrong_in(path := folder / f"step-{number}")
         if not wrong:
             return path, damaged
-        damaged.extend(f"{path.name}/{name}" for name in wrong)
+        damaged += [f"{path.name}/{name}" for name in wrong]
     return None, damaged
 
 
@@ -226,14 +223,3 @@ def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):
 def share_by_divmod(uptimes_s, interval_s, save_s, restart_s):
     saved = [divmod(max(0.0, uptime - restart_s), interval_s + save_s)[0] for uptime in uptimes_s]
     return functools.reduce(operator.add, saved) * interval_s / math.fsum(uptimes_s)
-
-
-ANSWERS = {
-    "12.save": [save_under_a_name_of_its_own, save_with_descriptors, save_by_torch],
-    "12.shards": [shards_of_rank_0, shards_with_sums, shards_by_messages],
-    "12.resume": [resume_in_parts, resume_by_bytes],
-    "12.newest": [newest_recursively, newest_in_functions],
-    "12.load": [load_by_elements, load_joined, load_by_a_walk],
-    "12.samples": [samples_by_tensors, samples_by_counts, samples_in_a_list],
-    "12.share": [share_in_one_line, share_by_tensors, share_by_divmod],
-}

@@ -87,16 +87,10 @@ def dearest_by_numpy(sections):
 
 def dearest_by_changes(sections):
     usual = statistics.median_low(each["compute"] for each in sections)
-    changes = {
-        "network": {},
-        "uneven ranks": {"compute": lambda each: min(each["compute"], usual)},
-        "loader": {"data": lambda each: 0.0},
-    }
-    work = lambda each: each["data"] + each["compute"]  # noqa: E731
-    now, saved = max(map(work, sections)), {"network": min(each["sync"] for each in sections)}
-    for cause in ("uneven ranks", "loader"):
-        changed = [each | {name: new(each) for name, new in changes[cause].items()} for each in sections]
-        saved[cause] = now - max(map(work, changed))
+    longest = lambda changed: max(each["data"] + each["compute"] for each in changed)  # noqa: E731
+    even = [each | {"compute": min(each["compute"], usual)} for each in sections]
+    saved = {"network": min(each["sync"] for each in sections), "uneven ranks": longest(sections) - longest(even)}
+    saved["loader"] = longest(sections) - longest([each | {"data": 0.0} for each in sections])
     return max(saved.items(), key=lambda item: item[1])
 
 
@@ -177,25 +171,20 @@ def flip_by_into_tensor(sums):
     return steps[0], tensor, int(wrong[:, tensor].int().argmax())
 
 
-def sections_one_by_one(forward, backward, gradients, update, now):
+def repair_one_by_one(forward, backward, gradients, update, now):
     times = []
-
-    def timed(work):
+    for work in (forward, backward, None, update):
         start = now()
-        work()
-        times.append(now() - start)
-
-    def sync():
-        for gradient in gradients:
+        if work is not None:
+            work()
+        for gradient in gradients if work is None else ():
             dist.all_reduce(gradient)
             gradient.div_(dist.get_world_size())
-
-    for work in (forward, backward, sync, update):
-        timed(work)
+        times.append(now() - start)
     return times
 
 
-def sections_by_differences(forward, backward, gradients, update, now):
+def repair_by_differences(forward, backward, gradients, update, now):
     def sync():
         for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
             work.wait()
@@ -203,14 +192,3 @@ def sections_by_differences(forward, backward, gradients, update, now):
 
     reads = [now(), *((work(), now())[1] for work in (forward, backward, sync, update))]
     return (np.array(reads[1:]) - np.array(reads[:-1])).tolist()
-
-
-ANSWERS = {
-    "13.exposed": [exposed_by_pieces, exposed_by_unions],
-    "13.late": [late_by_beginnings, late_by_loops, late_by_numpy],
-    "13.clocks": [clocks_by_numpy, clocks_by_torch, clocks_by_sorting],
-    "13.dearest": [dearest_by_numpy, dearest_by_changes],
-    "13.divergence": [divergence_by_lists, divergence_by_counter],
-    "13.flip": [flip_by_into_tensor, flip_by_extremes],
-    "13.repair": [sections_by_differences, sections_one_by_one],
-}

@@ -32,32 +32,22 @@ def hosts_one_by_one(node_list):
     return own + (hosts_one_by_one(found[3]) if found[3] else [])
 
 
-def variables_by_expanding(slurm, hosts):
-    counts = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), slurm["SLURM_TASKS_PER_NODE"]).split(
-        ","
-    )
-    found = dict(
-        zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK"), ("PROCID", "LOCALID", "NTASKS", "NODEID"), strict=True)
-    )
+def slurm_by_expanding(slurm, hosts):
+    tasks = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), slurm["SLURM_TASKS_PER_NODE"])
+    found = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "NTASKS", "GROUP_RANK": "NODEID"}
     found = {name: slurm["SLURM_" + source] for name, source in found.items()}
-    port = 20000 + int(slurm["SLURM_JOB_ID"][-4:])
-    return {
-        **found,
-        "LOCAL_WORLD_SIZE": counts[int(found["GROUP_RANK"])],
-        "MASTER_ADDR": hosts[0],
-        "MASTER_PORT": f"{port}",
-    }
+    found["LOCAL_WORLD_SIZE"] = tasks.split(",")[int(found["GROUP_RANK"])]
+    return found | {"MASTER_ADDR": hosts[0], "MASTER_PORT": f"{20000 + int(slurm['SLURM_JOB_ID'][-4:])}"}
 
 
-class Variables:
-    def __call__(self, slurm, hosts):
-        pairs = [part.split("(x") for part in slurm["SLURM_TASKS_PER_NODE"].replace(")", "").split(",")]
-        sizes = list(itertools.chain.from_iterable([one[0]] * int((one + ["1"])[1]) for one in pairs))
-        found = {"MASTER_ADDR": hosts[0], "LOCAL_WORLD_SIZE": sizes[int(slurm["SLURM_NODEID"])]}
-        for name in ("RANK=PROCID", "LOCAL_RANK=LOCALID", "WORLD_SIZE=NTASKS", "GROUP_RANK=NODEID"):
-            mine, theirs = name.split("=")
-            found[mine] = slurm[f"SLURM_{theirs}"]
-        return found | {"MASTER_PORT": str(int(slurm["SLURM_JOB_ID"]) % 10000 + 20000)}
+def slurm_by_pairs(slurm, hosts):
+    pairs = [part.split("(x") for part in slurm["SLURM_TASKS_PER_NODE"].replace(")", "").split(",")]
+    sizes = list(itertools.chain.from_iterable([one[0]] * int((one + ["1"])[1]) for one in pairs))
+    found = {"MASTER_ADDR": hosts[0], "LOCAL_WORLD_SIZE": sizes[int(slurm["SLURM_NODEID"])]}
+    for name in ("RANK=PROCID", "LOCAL_RANK=LOCALID", "WORLD_SIZE=NTASKS", "GROUP_RANK=NODEID"):
+        mine, theirs = name.split("=")
+        found[mine] = slurm[f"SLURM_{theirs}"]
+    return found | {"MASTER_PORT": str(int(slurm["SLURM_JOB_ID"]) % 10000 + 20000)}
 
 
 def places_by_unique(hosts):
@@ -86,7 +76,7 @@ def places_by_sorting(hosts):
     return tuple(inside), tuple(between)
 
 
-def meet_by_struct(store, attempt, num_agents, local_ranks, address):
+def rendezvous_by_struct(store, attempt, num_agents, local_ranks, address):
     number = store.add(f"{attempt} count", 1) - 1
     if not number < num_agents:
         raise RuntimeError("the job is full")
@@ -97,7 +87,7 @@ def meet_by_struct(store, attempt, num_agents, local_ranks, address):
     return number, sum(sizes[:number]), sum(sizes), store.get(f"{attempt} master").decode()
 
 
-def meet_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
+def rendezvous_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
     number = store.add(f"{attempt}/came", 1) - 1
     if number >= num_agents:
         raise RuntimeError(f"{address}: {number} were here before")
@@ -132,26 +122,23 @@ def preflight_by_counting(facts):
     for one in everyone:
         for name in names:
             table[name][one.get(name, "missing")].add(one["host"])
-    return {
-        name: {value: sorted(hosts) for value, hosts in values.items()}
-        for name, values in table.items()
-        if len(values) > 1
-    }
+    unlike = {name: values for name, values in table.items() if len(values) > 1}
+    return {name: {value: sorted(hosts) for value, hosts in values.items()} for name, values in unlike.items()}
 
 
-def once_by_all_reduce(work, local_rank):
+def repair_by_all_reduce(work, local_rank):
     if not local_rank:
         work()
     dist.all_reduce(torch.ones(1))
 
 
-def once_by_async_barrier(work, local_rank):
+def repair_by_async_barrier(work, local_rank):
     for _ in range(local_rank == 0):
         work()
     dist.barrier(async_op=True).wait()
 
 
-def once_by_gathering(work, local_rank):
+def repair_by_gathering(work, local_rank):
     done = work() if local_rank == 0 else None
     dist.all_gather_object([None] * dist.get_world_size(), done)
 
@@ -172,7 +159,7 @@ def preflight_by_hashes(facts):
     return {name: {v: sorted(h) for v, h in each.items()} for name, each in hosts.items() if len(each) > 1}
 
 
-def meet_by_counting_down(store, attempt, num_agents, local_ranks, address):
+def rendezvous_by_counting_down(store, attempt, num_agents, local_ranks, address):
     number = int(store.add(f"{attempt}/agents", 1)) - 1
     if number not in range(num_agents):
         raise RuntimeError(f"attempt {attempt} is full: {num_agents} agents")
@@ -181,14 +168,3 @@ def meet_by_counting_down(store, attempt, num_agents, local_ranks, address):
     pairs = [re.split(" ", text.decode() if isinstance(text, bytes) else text, maxsplit=1) for text in texts]
     ranks = list(itertools.accumulate((int(size) for size, _ in pairs), initial=0))
     return number, ranks[number], ranks[-1], pairs[0][1]
-
-
-ANSWERS = {
-    "14.hosts": [hosts_split_outside_brackets, hosts_one_by_one],
-    "14.slurm": [Variables(), variables_by_expanding],
-    "14.places": [places_by_unique, places_by_counting, places_by_sorting],
-    "14.rendezvous": [meet_by_struct, meet_with_a_last_agent, meet_by_counting_down],
-    "14.clocks": [clocks_by_sorting, clocks_by_tensor, clocks_by_bounds],
-    "14.preflight": [preflight_by_counting, preflight_by_hashes],
-    "14.repair": [once_by_gathering, once_by_all_reduce, once_by_async_barrier],
-}

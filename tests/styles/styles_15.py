@@ -16,22 +16,13 @@ def fits_by_table(parameters, layers, hidden, sequence, plan):
     return math.fsum([states * parameters / (plan.pipeline * plan.tensor), kept * sequence * hidden * layer_share])
 
 
-def fits_by_match(parameters, layers, hidden, sequence, plan):
-    d = plan.data
-    states = {0: 18, 1: 6 + 12 / d, 2: 2 + 16 / d, 3: 18 / d}[plan.sharding.stage]
-    match (plan.recompute, plan.sequence_parallel):
-        case ("full", True):
-            units = 2 / plan.tensor
-        case ("full", False):
-            units = 2
-        case (_, True):
-            units = 34 / plan.tensor
-        case _:
-            units = 10 + 24 / plan.tensor
+def fits_by_lookup(parameters, layers, hidden, sequence, plan):
+    d, t = plan.data, plan.tensor
+    states = {0: 18, 1: 6 + 12 / d, 2: 2 + 16 / d, 3: 18 / d}[plan.sharding.stage] / (t * plan.pipeline)
+    outer = t if plan.sequence_parallel else 1
+    units = 2 / outer if plan.recompute == "full" else 10 / outer + 24 / t
     held = sorted((plan.pipeline, plan.num_microbatches))[0]
-    return (
-        parameters * states / (plan.tensor * plan.pipeline) + units * sequence * hidden * layers * held / plan.pipeline
-    )
+    return parameters * states + units * sequence * hidden * layers * held / plan.pipeline
 
 
 def _wire(cluster, reach):
@@ -50,28 +41,13 @@ def step_by_names(parameters, layers, hidden, sequence, plan, cluster):
     return {name: m * value for name, value in times.items()} | {"bubble": bubble, "data": max(ring - backward, 0.0)}
 
 
-class Steps:
-    def __call__(self, *sizes_and_plan):
-        *sizes, self.plan, self.cluster = sizes_and_plan
-        self.parameters, self.layers, self.hidden, self.sequence = sizes
-        self.full = self.plan.recompute == "full"
-        one, calls = self.compute(), self.calls()
-        m, p = self.plan.num_microbatches, self.plan.pipeline
-        return {"data": self.data(one), "bubble": (p - 1) * (one + calls), "compute": m * one, "tensor": m * calls}
-
-    def compute(self):
-        operations = (6 + 2 * self.full) * self.parameters * self.sequence
-        return operations / (self.plan.tensor * self.plan.pipeline * self.cluster.device.matmul_flops_per_s)
-
-    def calls(self):
-        t = self.plan.tensor
-        each = (8 + 4 * self.full) * (t - 1) * 2 * self.sequence * self.hidden / t
-        return each * (self.layers / self.plan.pipeline) / _wire(self.cluster, t)
-
-    def data(self, one):
-        t, d = self.plan.tensor, self.plan.data
-        own = 2 * self.parameters / (t * self.plan.pipeline)
-        return max(0.0, 2 * own * (d - 1) / d / _wire(self.cluster, t * d) - one + one / 3)
+def step_by_shares(parameters, layers, hidden, sequence, plan, cluster):
+    t, p, d, m, full = plan.tensor, plan.pipeline, plan.data, plan.num_microbatches, plan.recompute == "full"
+    one = (6 + 2 * full) * parameters * sequence / (t * p * cluster.device.matmul_flops_per_s)
+    calls = (8 + 4 * full) * (t - 1) * 2 * sequence * hidden / t * (layers / p) / _wire(cluster, t)
+    ring = 4 * parameters / (t * p) * (d - 1) / d / _wire(cluster, t * d)
+    late = max(0.0, ring - one + one / 3)
+    return {"data": late, "bubble": (p - 1) * (one + calls), "compute": m * one, "tensor": m * calls}
 
 
 def choose_by_product(num_gpus, per_node, layers, heads, batch, fits, seconds):
@@ -146,11 +122,11 @@ def _fsdp(num_gpus):
     return Plan(data=data, tensor=2, num_microbatches=256 // data, sequence_parallel=True, sharding=Sharding(3))
 
 
-def plan_by_deadline(dollars, days):
+def capstone_by_deadline(dollars, days):
     return _fsdp(next(count for count, took in ((64, 16.0), (128, 8.1), (256, 4.1), (512, 2.2)) if took <= days))
 
 
-def plan_by_the_advisor(dollars, days):
+def capstone_by_the_advisor(dollars, days):
     described, best = ModelDescription(model="llama-2-70b", attention="flash"), None
     for num_gpus in (512, 256, 128, 64):
         question = Question(described, cluster("dgx-h100", num_gpus), 256)
@@ -159,13 +135,3 @@ def plan_by_the_advisor(dollars, days):
         if paid.days <= days and (best is None or paid.dollars < best.dollars):
             best = paid
     return best.step.plan
-
-
-ANSWERS = {
-    "15.capstone": [plan_by_deadline, plan_by_the_advisor],
-    "15.fits": [fits_by_table, fits_by_match],
-    "15.step": [step_by_names, Steps()],
-    "15.choose": [choose_by_product, choose_by_divisors],
-    "15.bill": [bill_by_halves, bill_as_a_list, bill_in_hours],
-    "15.cheapest": [cheapest_by_sorting, cheapest_by_infinity],
-}

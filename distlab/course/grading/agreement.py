@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distlab.course.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
 from distlab.course.grading.diagnosis.traffic import calls, in_megabytes, most_sent, sent_bytes
@@ -40,7 +40,7 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     evidence = evidence._replace(results=compared_with_rank_0(evidence.results))
     begun = time.perf_counter()
     wanted = _driven(cases, reference, ranks)
-    known = _Known(exercise, reference, ranks, cases, wanted, took_s=time.perf_counter() - begun)
+    known = _Known(exercise, reference, ranks, cases, wanted, slower_s=SLOWER * (time.perf_counter() - begun))
     pair, takes = (evidence.results, wanted.results), cases.use or reference
     seen = difference(*pair, takes)
     if seen is not None and (wrong := known.by_values(evidence)) is not None:
@@ -87,22 +87,16 @@ def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ran
     return Evidence(ranks.world_size, results, ranks.records())
 
 
-class _Known:
+class _Known(NamedTuple):
     """The known wrong versions of an exercise, to be driven on the ranks that are there."""
 
-    def __init__(
-        self,
-        exercise: Exercise,
-        reference: Callable[..., Any],
-        ranks: Ranks,
-        cases: Cases | DrawnCalls,
-        wanted: Evidence,
-        scale: float = 0.0,
-        took_s: float = 0.0,
-    ) -> None:
-        self.exercise, self.reference, self.ranks = exercise, reference, ranks
-        self.cases, self.wanted, self.scale = cases, wanted, scale
-        self.slower_s = SLOWER * took_s
+    exercise: Exercise
+    reference: Callable[..., Any]
+    ranks: Ranks
+    cases: Cases | DrawnCalls
+    wanted: Evidence
+    scale: float = 0.0
+    slower_s: float = 0.0
 
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
@@ -117,7 +111,11 @@ class _Known:
         first, made = wrong_at[0], _operations(evidence)
         whole: list[Mutant] = []
         in_part: list[tuple[int, Mutant]] = []
-        for wrong, run in self._runs(lambda theirs: self._agrees(got, theirs, want, first), first[1]):
+
+        def is_wrong_alike(theirs: Mapping[Place, Any]) -> bool:
+            return alike(got, theirs, first, self.scale) and not alike(theirs, want, first, self.scale)
+
+        for wrong, run in self._runs(is_wrong_alike, first[1]):
             theirs = leaves(run.results)
             odd = self._differ(theirs, want)
             agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
@@ -141,13 +139,10 @@ class _Known:
         takes, first = cases.use or self.reference, next(iter(self.wanted.results[0]))
         want = {place: value for place, value in leaves(self.wanted.results).items() if place[1] == first}
         for wrong, run in self._runs(lambda theirs: not self._differ(theirs, want), first):
-            most = most_sent(run)
-            if most <= cases.most_bytes * most_sent(self.wanted):
+            most, judge = most_sent(run), self.exercise.judge or (lambda _: ())
+            is_right = difference(run.results, self.wanted.results, takes) is None and not [*judge(run)][:1]
+            if most <= cases.most_bytes * most_sent(self.wanted) or not is_right:
                 continue
-            if difference(run.results, self.wanted.results, takes) is not None:
-                continue
-            if self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None) is not None:
-                continue  # its calls are wrong, and the answer's are right
             if _sent(run) == _sent(evidence):
                 if _operations(run) == _operations(evidence):
                     return wrong
@@ -189,12 +184,6 @@ class _Known:
     def _differ(self, one: Mapping[Place, Any], other: Mapping[Place, Any]) -> list[Place]:
         """Return the places where two runs differ."""
         return [place for place in dict.fromkeys([*other, *one]) if not alike(one, other, place, self.scale)]
-
-    def _agrees(
-        self, got: Mapping[Place, Any], theirs: Mapping[Place, Any], want: Mapping[Place, Any], place: Place
-    ) -> bool:
-        """Whether a wrong version is wrong at a place, as the answer is."""
-        return alike(got, theirs, place, self.scale) and not alike(theirs, want, place, self.scale)
 
 
 def _operations(evidence: Evidence) -> set[str]:

@@ -154,19 +154,14 @@ def difference(
     """
     for part in (RESULT, AFTER):
         for case in want[0]:
-            for rank in sorted(
-                range(len(got)), key=lambda rank: _first_part(got[rank][case][part], want[rank][case][part])
-            ):
-                mine, right = got[rank], want[rank]
-                if near(mine[case][part], right[case][part]):
+            pairs = {rank: (got[rank][case][part], want[rank][case][part]) for rank in range(len(got))}
+            for rank, (mine, right) in sorted(pairs.items(), key=lambda pair: _first_part(*pair[1])):
+                if near(mine, right):
                     continue
                 where = ", ".join(filter(None, [f"rank {rank}" * (len(got) > 1), case]))
                 head = f"{where}: " if where else ""
-                if part == RESULT:
-                    fault = _in_result(mine[case][part], right[case][part], head, num_averaged)
-                else:
-                    fault = _in_arguments(mine[case][part], right[case][part], head, takes)
-                if fault is not None:
+                of_result = _in_result(mine, right, head, num_averaged) if part == RESULT else None
+                if fault := of_result if part == RESULT else _in_arguments(mine, right, head, takes):
                     return fault
     return None
 
@@ -185,14 +180,11 @@ def _in_result(got: Any, want: Any, head: str, n: int, name: str = "") -> Fault 
     """
     if isinstance(want, dict) and want and not isinstance(got, dict) and not name:
         first = next(iter(want))
-        return _in_result(got, want[first], head, n, ", ".join(filter(None, [name, str(first)])))
+        return _in_result(got, want[first], head, n, str(first))
     if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():
-        parts = (
-            _in_result(got[key], want[key], head, n, ", ".join(filter(None, [name, str(key)])))
-            for key in want
-            if not near(got[key], want[key])
-        )
-        return next((fault for fault in parts if fault is not None), None)
+        names = {key: ", ".join(filter(None, [name, str(key)])) for key in want if not near(got[key], want[key])}
+        parts = (_in_result(got[key], want[key], head, n, inner) for key, inner in names.items())
+        return next(filter(None, parts), None)
     return compare(got, want, f"{head}{name or 'the result'}", n)
 
 
@@ -200,9 +192,8 @@ def _in_arguments(got: dict[int, Any], want: dict[int, Any], head: str, takes: C
     names = [name for name in inspect.signature(takes).parameters if name != "fn"]
     for at, value in want.items():
         if not near(got.get(at), value):
-            fault = compare(
-                got.get(at), value, f"{head}{names[at] if at < len(names) else f'argument {at}'} afterwards"
-            )
+            name = names[at] if at < len(names) else f"argument {at}"
+            fault = compare(got.get(at), value, f"{head}{name} afterwards")
             if fault is not None:
                 return Fault("changed argument", f"{fault.message}: it belongs to the caller, so work on a copy")
     return None

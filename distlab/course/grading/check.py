@@ -10,15 +10,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distlab.course.grading.exercise import SEEN, Evidence, Exercise, Fault
+from distlab.course.grading.lesson import load_lesson, reference_of
+from distlab.course.grading.progress import keep
+from distlab.course.grading.report import Report
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
-    from distlab.course.grading.report import Report
 
-LONGER_S = 5.0  # for another number of ranks, once there is a fault to tell
+LONGER_S = 5.0  # for a further number of ranks, once there is a fault to tell
 _stand_ins: dict[str, Callable[..., Any]] = {}  # the reference that each exercise's last failed check handed out
 
 
@@ -29,58 +32,54 @@ def check(name: str, fn: Any, *, worlds: Sequence[int] | None = None, seed: int 
         name: the exercise, such as "03.flat".
         fn: the function that you wrote.
         worlds: numbers of ranks to run it on; by default those of the exercise.
-        seed: of the drawn arguments; by default another one each time. A failure says which it was.
+        seed: of the drawn arguments; by default a different one each time. A failure says which it was.
 
     Raises:
         ValueError: there is no such exercise, or a number of ranks is not a positive number.
     """
-    from distlab.course.grading.lesson import load_lesson
-    from distlab.course.grading.progress import keep
-
     exercise = load_lesson(name).exercise(name)
     stand_in = _stand_ins.get(exercise.name)
-    if stand_in is not None and fn is stand_in:
-        report = _stand_in_again(exercise, stand_in)
+    if stand_in is not None and fn is stand_in:  # no answer: nothing is run or kept
+        text = f"{exercise.name}: since the last check {fn.__name__} is the reference, so that the lesson goes on"
+        text = f"{text}. Run the cell with your function first, then the check again"
+        report = Report(exercise, "not attempted", "not attempted", text, (), (), 0.0, None, stand_in)
     else:
         report = examine(exercise, fn, worlds=worlds, seed=seed)
     if not report.passed:
         _stand_ins[exercise.name] = report.function
-    report = report.with_progress(keep(report))
+    report = replace(report, progress=keep(report))
     report.show()
     return report
 
 
-def _stand_in_again(exercise: Exercise, reference: Callable[..., Any]) -> Report:
-    """Report that the function is the reference that the last check gave, not an answer: nothing is run or kept."""
-    from distlab.course.grading.report import Report
-
-    message = f"{exercise.name}: since the last check {reference.__name__} is the reference, so that the lesson goes on"
-    message = f"{message}. Run the cell with your function first, then the check again"
-    return Report(exercise, "not attempted", "not attempted", message, (), (), 0.0, None, reference)
-
-
 def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None, seed: int | None = None) -> Report:
-    """Check fn without showing or keeping anything; a seed draws the same arguments again."""
+    """Check fn without showing or keeping anything; a seed draws the same arguments again.
+
+    Raises:
+        ValueError: there are no numbers of ranks, or one is not a positive number.
+    """
     from distlab.course.grading.answer.signature import first_fault
     from distlab.course.grading.diagnosis.blame import in_plain_names
-    from distlab.course.grading.lesson import reference_of
-    from distlab.course.grading.report import Report
     from distlab.course.grading.run import Unavailable
 
-    chosen = check_worlds(exercise.worlds if worlds is None else worlds)
+    chosen = tuple(exercise.worlds if worlds is None else worlds)
+    if not chosen or any(type(n) is not int or not 1 <= n <= 64 for n in chosen):
+        raise ValueError(f"worlds is {worlds!r}; pass numbers of ranks from 1 to 64, such as worlds=(1, 2)")
     reference, start = reference_of(exercise), time.perf_counter()
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     fault = first_fault(exercise, fn, reference)
     right: list[int] = []
     budget: tuple[str, ...] = ()
     blocked = ""
     if fault is None:
         try:
-            fault, right, budget = _run_worlds(exercise, fn, chosen, _another_seed() if seed is None else seed)
+            fault, right, budget = _run_worlds(exercise, fn, chosen, seed)
         except Unavailable as error:
             blocked = str(error)
+    ended = "passed" if fault is None else "not attempted" if fault.code == "not attempted" else "wrong"
     return Report(
         exercise=exercise,
-        verdict=_verdict(fault, blocked),
+        verdict="blocked" if blocked else ended,
         fault=None if fault is None else fault.code,
         message=blocked if fault is None else in_plain_names(fault.message, fn),
         budget=budget,
@@ -89,30 +88,6 @@ def examine(exercise: Exercise, fn: Any, *, worlds: Sequence[int] | None = None,
         answer=fn if callable(fn) else None,
         reference=reference,
     )
-
-
-def _another_seed() -> int:
-    return random.SystemRandom().randrange(10**6)
-
-
-def _verdict(fault: Fault | None, blocked: str) -> str:
-    if blocked:
-        return "blocked"
-    if fault is None:
-        return "passed"
-    return "not attempted" if fault.code == "not attempted" else "wrong"
-
-
-def check_worlds(worlds: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of ranks as a tuple.
-
-    Raises:
-        ValueError: there are none, or one is not a positive number.
-    """
-    chosen = tuple(worlds)
-    if not chosen or any(not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 64 for n in chosen):
-        raise ValueError(f"worlds is {worlds!r}; pass numbers of ranks from 1 to 64, such as worlds=(1, 2)")
-    return chosen
 
 
 def _run_worlds(
@@ -154,7 +129,6 @@ def _fault_on(
 
     After `earlier`, which drawn arguments have shown on fewer ranks, only what weighs as much is told.
     """
-    from distlab.course.grading.lesson import reference_of
     from distlab.course.grading.run import judge, run_world
     from distlab.course.grading.variation.verdict import drawn_fault
 

@@ -154,18 +154,12 @@ def limit_process(memory_limit_bytes: int) -> None:
 
 def limit_number_of_processes(more: int) -> None:
     """Let this process and those that it starts add at most so many to what this user runs now (root has no limit)."""
-    with contextlib.suppress(OSError, ValueError):
-        _lower(resource.RLIMIT_NPROC, _number_of_threads() + more)
-
-
-def _number_of_threads() -> int:
-    """Count the threads of all of this user's processes: to the system each is a process."""
-    own = os.getuid()
-    count = 0
+    num_threads = 0  # of all of this user's processes: to the system each is a process
     for tasks in Path("/proc").glob("[0-9]*/task"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            count += len(os.listdir(tasks)) if tasks.stat().st_uid == own else 0
-    return count
+            num_threads += len(os.listdir(tasks)) if tasks.stat().st_uid == os.getuid() else 0
+    with contextlib.suppress(OSError, ValueError):
+        _lower(resource.RLIMIT_NPROC, num_threads + more)
 
 
 def _lower(which: int, limit: int) -> None:
@@ -175,7 +169,7 @@ def _lower(which: int, limit: int) -> None:
 
 
 def forbid_processes() -> None:
-    """Refuse, from now on, to start a process or to signal another one."""
+    """Refuse, from now on, to start a process or to signal a different one."""
     own = os.getpid()
 
     def refuse(event: str, args: tuple[Any, ...]) -> None:

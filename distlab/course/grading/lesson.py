@@ -23,9 +23,7 @@ from distlab.course.grading.mutant import Mutant, build
 
 INSTALLED = "_course"  # in the installed package: the folder that has lessons/, as a checkout does
 _FOLDER = re.compile(r"(\d\d)_\w+")
-_loaded: dict[
-    str, tuple[Path, tuple[tuple[str, int], ...]]
-] = {}  # package name -> where it came from, and when written
+_loaded: dict[str, tuple[Path, tuple[tuple[str, int], ...]]] = {}  # by package: where it is from, and when written
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,10 @@ class Lesson:
         Raises:
             ValueError: the lesson has none of this name.
         """
-        for exercise in self.exercises:
-            if exercise.name == name:
-                return exercise
-        names = ", ".join(exercise.name for exercise in self.exercises)
-        raise ValueError(f"lesson {self.number} has no exercise {name!r}; it has {names}")
+        found = {exercise.name: exercise for exercise in self.exercises}
+        if name not in found:
+            raise ValueError(f"lesson {self.number} has no exercise {name!r}; it has {', '.join(found)}")
+        return found[name]
 
 
 def at_or_above(start: Path | None = None) -> tuple[Path, ...]:
@@ -156,9 +153,8 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
             exercises=tuple(_with_checks(exercise, checks) for exercise in exercises.EXERCISES),
         )
     except AttributeError as error:
-        raise ValueError(
-            f"{found / 'exercises.py'} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES: {error}"
-        ) from None
+        text = f"{found / 'exercises.py'} must define TITLE, MINUTES, NEEDS, AIMS and EXERCISES"
+        raise ValueError(f"{text}: {error}") from None
 
 
 def _with_checks(exercise: Exercise, checks: Sequence[types.ModuleType]) -> Exercise:
@@ -222,13 +218,15 @@ def _package(number: str, folder: Path) -> str:
     return name
 
 
-def resolve(exercise: Exercise, source: str) -> Callable[..., Any]:
-    """Return the function that "solutions:name" (of the lesson) or "distlab.module:name" names.
+def reference_of(exercise: Exercise) -> Callable[..., Any]:
+    """Return the exercise's reference: the function that a right answer behaves like.
+
+    Its source names it: "solutions:name" (of the lesson) or "distlab.module:name".
 
     Raises:
         ValueError: there is no such module or function.
     """
-    module_name, _, name = source.rpartition(":")
+    module_name, _, name = exercise.source.rpartition(":")
     if module_name == "solutions":
         package = f"distlab_lesson_{exercise.lesson}"
         if package not in sys.modules:
@@ -237,13 +235,8 @@ def resolve(exercise: Exercise, source: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"exercise {exercise.name}: {source!r} leads to no function: {error}") from error
+        raise ValueError(f"exercise {exercise.name}: {exercise.source!r} leads to no function: {error}") from error
     return found  # type: ignore[no-any-return]
-
-
-def reference_of(exercise: Exercise) -> Callable[..., Any]:
-    """Return the exercise's reference: the function that a right answer behaves like."""
-    return resolve(exercise, exercise.source)
 
 
 def mutant_named(exercise: Exercise, name: str) -> Mutant:

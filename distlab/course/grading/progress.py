@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +115,16 @@ def keep(report: Report, start: Path | None = None) -> str:
     if report.verdict not in ("passed", "wrong"):
         return OUTSIDE if work_folder(start) is None else ""
     name = report.exercise.name
-    told = change_entry(name, lambda entry: _updated(entry, report), start)
+    time = now()
+
+    def updated(entry: Entry) -> Entry:
+        entry = replace(entry, attempts=entry.attempts + 1)
+        if not report.passed:
+            return replace(entry, failed=entry.failed + 1)
+        entry = replace(entry, first_passed=entry.first_passed or time, last_passed=time)
+        return replace(entry, budget=report.budget, seconds=round(report.seconds, 3))
+
+    told = change_entry(name, updated, start)
     entry = entry_of(name, start)
     if report.passed or entry.failed != FAILED_CHECKS or entry.passed or entry.solution_seen:
         return told
@@ -172,37 +181,21 @@ def _load(folder: Path) -> Record:
 
 def _change(alter: Callable[[Record], None], start: Path | None) -> str:
     """Read the folder's record, alter it and write it, under the lock; return what must be told, in one line."""
+    import fcntl
+
     folder = work_folder(start)
     if folder is None:
         alter(_remembered)
         return OUTSIDE
     try:
-        with _locked(folder):
+        with open(folder / MARKER, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it when a process ends
             record, told = _read(folder)
             alter(record)
             _write(folder, record)
     except OSError as error:
         return f"Your progress is not kept: {folder / FILE} cannot be written ({error.strerror or error})."
     return told
-
-
-def _updated(entry: Entry, report: Report) -> Entry:
-    entry = replace(entry, attempts=entry.attempts + 1)
-    if not report.passed:
-        return replace(entry, failed=entry.failed + 1)
-    time = now()
-    first = entry.first_passed or time
-    return replace(entry, first_passed=first, last_passed=time, budget=report.budget, seconds=round(report.seconds, 3))
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system releases when a process ends."""
-    import fcntl
-
-    with open(folder / MARKER, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read(folder: Path) -> tuple[Record, str]:
@@ -232,14 +225,11 @@ def _parse(data: bytes) -> Record:
     if found.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {found.get('schema')!r}, not {SCHEMA}")
     predictions = found.get("predictions", {})
-    if not isinstance(predictions, dict) or not all(map(_is_finite, predictions.values())):
+    numbers: list[Any] = [*predictions.values()] if isinstance(predictions, dict) else [None]
+    if any(type(one) not in (int, float) or not abs(one) <= sys.float_info.max for one in numbers):
         raise ValueError("its predictions are damaged")
     exercises = {str(name): _entry(name, fields) for name, fields in found["exercises"].items()}
     return Record(exercises, {str(question): float(value) for question, value in predictions.items()})
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _entry(name: str, found: Any) -> Entry:

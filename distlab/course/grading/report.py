@@ -57,10 +57,6 @@ class Report:
         """The learner's function if it passed, else the reference, so that what follows works either way."""
         return self.answer if self.passed and self.answer is not None else self.reference
 
-    def with_progress(self, line: str) -> Report:
-        """Return the report with a line on where it was kept."""
-        return replace(self, progress=line)
-
     def __str__(self) -> str:
         head = _HEADS[self.verdict]
         if self.passed:
@@ -73,7 +69,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as data that JSON holds."""
-        torch = sys.modules.get("torch")
+        torch = getattr(sys.modules.get("torch"), "__version__", None)
         return {
             "schema": SCHEMA,
             "exercise": self.exercise.name,
@@ -83,19 +79,14 @@ class Report:
             "budget": list(self.budget),
             "worlds": list(self.worlds),
             "seconds": round(self.seconds, 3),
-            "versions": {
-                "distlab": version(),
-                "python": platform.python_version(),
-                "torch": getattr(torch, "__version__", None),
-            },
+            "versions": {"distlab": version(), "python": platform.python_version(), "torch": torch},
         }
 
     def show(self) -> None:
         """Display the report where a notebook is running; elsewhere do nothing."""
         shell = sys.modules.get("IPython")
-        if shell is None or shell.get_ipython() is None:
-            return
-        self._ipython_display_()
+        if shell is not None and shell.get_ipython() is not None:
+            self._ipython_display_()
 
     def _ipython_display_(self) -> None:
         """Display once, though a cell may both run the check and end with it."""
@@ -110,10 +101,8 @@ class Report:
         return {"text/plain": str(self), "text/html": self._html()}
 
     def _html(self) -> str:
-        head, *rest = str(self.with_progress("")).splitlines()
-        word, _, text = (
-            head.partition(" ") if self.verdict != "not attempted" else ("Not yet attempted.", "", self.message)
-        )
+        head, *rest = str(replace(self, progress="")).splitlines()
+        word, text = _HEADS[self.verdict], head.removeprefix(_HEADS[self.verdict]).strip()
         body = "".join(f"<div>{html.escape(line)}</div>" for line in rest)
         body = f'<div style="white-space:pre-wrap;font-family:monospace">{body}</div>' if body else ""
         foot = f'<div style="opacity:0.75">{html.escape(self.progress)}</div>' if self.progress else ""

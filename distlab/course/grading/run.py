@@ -37,10 +37,6 @@ class Unavailable(RuntimeError):
     """Ranks cannot be started on this machine, whatever the answer."""
 
 
-def _ready() -> None:
-    """Do nothing on a rank: it has joined its group when this returns."""
-
-
 def start_ranks(world_size: int, timeout_s: float) -> Ranks:
     """Start ranks and wait until all have joined their group; then their time limit is timeout_s.
 
@@ -52,13 +48,12 @@ def start_ranks(world_size: int, timeout_s: float) -> Ranks:
     # Over gloo a wrong answer leaves ranks waiting, as on GPUs: some faults show only there.
     ranks = Ranks(world_size, timeout_s=START_TIMEOUT_S, backend="gloo", record=True, echo=False, plain=True)
     try:
-        ranks.run(_ready)
-    except (RuntimeError, OSError, ValueError) as error:
+        ranks.run(bool)  # each has joined its group when this returns
+    except BaseException as error:
         ranks.close()
+        if not isinstance(error, RuntimeError | OSError | ValueError):
+            raise
         raise Unavailable(f"{world_size} rank{'s' * (world_size > 1)} cannot be started here: {error}") from error
-    except BaseException:
-        ranks.close()
-        raise
     ranks.timeout_s = timeout_s
     return ranks
 
@@ -110,6 +105,7 @@ def run_world(exercise: Exercise, drive: Callable[..., Any], fn: Callable[..., A
         Unavailable: the ranks went for a reason that is not the function's.
     """
     from distlab.comm import RankError
+    from distlab.comm.launch.messages import pack_call
     from distlab.course.grading.guard import drive_on_rank
 
     with _watch_output(ranks) as flooded:
@@ -124,8 +120,10 @@ def run_world(exercise: Exercise, drive: Callable[..., Any], fn: Callable[..., A
                 return Fault("output", f"{amount}: print less, and only from one rank{where}")
             return fault_of(error, exercise, fn, ranks.world_size)
         except ValueError as error:
-            if why := _why_not_sent(fn):
-                return Fault("not sent", why)
+            try:
+                pack_call(fn, ())
+            except ValueError as why:  # something of the learner's own function cannot be sent to the ranks
+                return Fault("not sent", str(why))
             return Fault("killed", f"what its ranks wrote cannot be read ({error}): {_NOT_YOURS}")
         except (RuntimeError, OSError) as error:
             raise Unavailable(str(error)) from error
@@ -133,17 +131,6 @@ def run_world(exercise: Exercise, drive: Callable[..., Any], fn: Callable[..., A
         return Evidence(ranks.world_size, results, ranks.records())
     except (RuntimeError, OSError, ValueError) as error:
         return Fault("killed", f"the record of what was sent is gone or damaged ({error}): leave its files alone")
-
-
-def _why_not_sent(fn: Callable[..., Any]) -> str:
-    """Return what of the learner's own function cannot be sent to the ranks, or "" where all of it can."""
-    from distlab.comm.launch.messages import pack_call
-
-    try:
-        pack_call(fn, ())
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def judge(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distlab.comm import Ranks
-from distlab.comm.launch import fork_client
 from distlab.course.grading import Exercise, Lesson, load_lesson
-
-FOLDER = Path(__file__).parent / "lessons"
 
 
 @pytest.fixture(scope="session")
 def lesson() -> Lesson:
-    return load_lesson("91", FOLDER)
+    return load_lesson("91", Path(__file__).parent / "lessons")
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +27,3 @@ def warm_ranks() -> None:
     """Load torch for ranks before anything is timed."""
     with Ranks(1, echo=False) as ranks:
         ranks.run(int)
-
-
-@pytest.fixture
-def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fork server for one test, which may kill it: the other tests' ranks stay with theirs."""
-    monkeypatch.setattr(fork_client._Current, "server", None)
-    yield
-    fork_client.shut_down()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from trial_answers import IMPORTS, written
 
 from distlab.course.grading import load_lesson
 from distlab.course.grading.answer.submission import isolated_submission
 from distlab.course.grading.check import examine
 from distlab.course.grading.diagnosis.values import near
 from distlab.course.grading.variation.calls import leaves, left_on, marks
+
+AVERAGE = load_lesson("03.average").exercise("03.average")
 
 
 def average(module):
@@ -32,142 +32,81 @@ def average(module):
             dist.all_reduce(parameter.grad)
 
 
-def hooks_on_parameters(module):
-    average(module)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: gradient * 2)
-
-
-def hook_after_accumulation(module):
-    average(module)
-    next(p for p in module.parameters() if p.requires_grad).register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-def hook_on_module(module):
-    average(module)
-    module.register_forward_hook(lambda *given: None)
-
-
-def anomaly_mode(module):
-    average(module)
-    torch.autograd.set_detect_anomaly(True)
-
-
-def default_device(module):
-    average(module)
-    torch.set_default_device("meta")
-
-
-def gives_gradients_to_none(module):
-    average(module)
-    torch.set_grad_enabled(False)
-
-
-def one_more_thread(module):
-    average(module)
-    torch.set_num_threads(torch.get_num_threads() + 1)
-
-
-def draws(module):
-    average(module)
-    torch.rand(1)
-
-
-def walks_away(module):
-    average(module)
-    os.chdir("/")
-
-
-AVERAGES = [
-    (hooks_on_parameters, r"it changed the number of hooks on module\.\S+ from 0 to 1; put back what you change"),
-    (hook_after_accumulation, r"it changed the number of hooks on module\.\S+ from 0 to 1; put back what you change"),
-    (hook_on_module, "it changed the number of hooks on module from 0 to 1; put back what you change"),
-    (default_device, "it changed torch's default device from cpu to meta"),
-    (gives_gradients_to_none, "it changed the grad mode from True to False"),
-    (one_more_thread, r"it changed the number of threads of torch from \d+ to \d+"),
-    (anomaly_mode, "it changed torch's anomaly mode from False to True"),
-    (draws, "torch's random state is not what it was before"),
-    (walks_away, r"it changed the working directory from \S+ to /"),
+HOOK = "next(p for p in module.parameters() if p.requires_grad).register_"
+BACK = "from 0 to 1; put back what you change"
+LEFT = [
+    (f"{HOOK}hook(lambda gradient: gradient * 2)", rf"it changed the number of hooks on module\.\S+ {BACK}"),
+    (f"{HOOK}post_accumulate_grad_hook(print)", rf"it changed the number of hooks on module\.\S+ {BACK}"),
+    ("module.register_forward_hook(lambda *given: None)", f"it changed the number of hooks on module {BACK}"),
+    ("torch.rand(1)", "torch's random state is not what it was before"),
+    ("torch.set_default_device('meta')", "it changed torch's default device from cpu to meta"),
+    ("torch.set_default_dtype(torch.float64)", "torch's default dtype from torch.float32 to torch.float64"),
+    ("torch.set_grad_enabled(False)", "it changed the grad mode from True to False"),
+    ("torch.set_num_threads(torch.get_num_threads() + 1)", r"changed the number of threads of torch from \d+ to \d+"),
+    ("os.chdir('/')", r"it changed the working directory from \S+ to /"),
 ]
 
 
-@pytest.mark.parametrize(("fn", "says"), AVERAGES, ids=[fn.__name__ for fn, _ in AVERAGES])
-def test_what_is_left_is_named(fn: Callable[..., Any], says: str) -> None:
-    report = examine(load_lesson("03.average").exercise("03.average"), fn, worlds=(1,), seed=0)
+@pytest.mark.parametrize(("body", "says"), LEFT, ids=[body for body, _ in LEFT])
+def test_what_is_left_is_named(tmp_path: Path, body: str, says: str) -> None:
+    fn = written(tmp_path, "average_gradients(module)", f"average(module)\n{body}", inspect.getsource(average))
+    world = 2 if "forward" in body else 1
+    report = examine(AVERAGE, fn, worlds=(world,), seed=0)
     assert report.fault == "state left behind", str(report)
-    assert re.search(says, report.message), report.message
+    assert re.search(says.replace("it changed", "on rank 0 it changed") if world > 1 else says, report.message), report
     assert re.search("call 1, average_gradients|for everything that comes after", report.message)
 
 
-def test_the_rank_is_named() -> None:
-    report = examine(load_lesson("03.average").exercise("03.average"), hook_on_module, worlds=(2,), seed=0)
-    assert "right result, but on rank 0 it changed the number of hooks on module" in report.message
-
-
-AT_LOADING = """import torch
-import torch.distributed as dist
-torch.manual_seed(7)
-torch.set_num_threads(torch.get_num_threads() + 1)
-"""
-
-
-@pytest.mark.parametrize("suffix", [".py", ".ipynb"])
-@pytest.mark.parametrize("how", ["loaded", "called"])
-def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path, suffix: str, how: str) -> None:
+@pytest.mark.parametrize("threads", ["", "    torch.set_num_threads(torch.get_num_threads() + 1)\n"])
+def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path, threads: str) -> None:
     """The rank that calls the function loads its file, whose folder it then imports from."""
-    body = inspect.getsource(average).replace("def average(", "def average_gradients(")
-    if how == "called":
-        body += "    torch.set_num_threads(torch.get_num_threads() + 1)\n"
-    path = tmp_path / f"answers{suffix}"
-    cell = {"cell_type": "code", "source": AT_LOADING + body, "outputs": [], "metadata": {}}
-    path.write_text(AT_LOADING + body if suffix == ".py" else json.dumps({"cells": [cell]}))
-    lesson = load_lesson("03.average")
-    report = examine(
-        lesson.exercise("03.average"), isolated_submission(str(path), lesson)[0]["03.average"], worlds=(1, 2), seed=0
-    )
-    if how == "loaded":
-        assert report.fault is None, str(report)
-    else:
-        assert report.fault == "state left behind"
-        assert "it changed the number of threads of torch from" in report.message
+    switches = "torch.manual_seed(7)\ntorch.set_num_threads(torch.get_num_threads() + 1)\n"
+    body = inspect.getsource(average).replace("def average(", "def average_gradients(") + threads
+    (tmp_path / "answers.py").write_text(IMPORTS + switches + body)
+    functions, _ = isolated_submission(str(tmp_path / "answers.py"), load_lesson("03"))
+    report = examine(AVERAGE, functions["03.average"], worlds=(1, 2), seed=0)
+    assert report.fault == ("state left behind" if threads else None), str(report)
+    assert ("it changed the number of threads of torch from" in report.message) == bool(threads)
 
 
-def halves_the_rate(model, optimizer, *, microbatches, num_accumulated, loss_fn):
-    for number, (inputs, targets) in enumerate(microbatches, start=1):
-        is_last = number % num_accumulated == 0
-        with nullcontext() if is_last else model.no_sync():
-            (loss_fn(model(inputs), targets) / num_accumulated).backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.5
+_flat: dict[object, torch.Tensor] = {}
 
 
-def test_options_of_an_optimizer_are_compared() -> None:
-    report = examine(load_lesson("03.accumulate").exercise("03.accumulate"), halves_the_rate, worlds=(1,), seed=0)
-    assert report.fault == "state left behind", str(report)
-    assert "it changed optimizer.param_groups[0]['lr'] from " in report.message
+def average_flat(module):
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    row = torch.cat([(torch.zeros_like(one) if one.grad is None else one.grad).flatten() for one in parameters])
+    row /= dist.get_world_size()
+    dist.all_reduce(row)
+    row = _flat.setdefault((row.numel(), row.dtype), row).copy_(row)
+    for parameter, piece in zip(parameters, row.split([one.numel() for one in parameters]), strict=True):
+        parameter.grad = piece.view_as(parameter)
 
 
-def test_hooks_in_lists_and_dicts_are_counted() -> None:
-    value = [{"b": torch.zeros(1, requires_grad=True)}]
+def test_gradients_that_share_a_kept_buffer_are_told() -> None:
+    report = examine(load_lesson("03").exercise("03.flat"), average_flat, worlds=(1,), seed=1)
+    assert report.fault == "kept", str(report)
+    assert "right at first, but a later call changed module." in report.message
+
+
+def test_hooks_in_lists_and_dicts_and_options_of_optimizers_are_compared() -> None:
+    value: list[Any] = [{"b": torch.zeros(1, requires_grad=True)}, torch.optim.SGD([torch.zeros(1)], lr=0.5)]
     before = dict(marks("given", value))
     assert left_on(before, dict(marks("given", value))) == {}
     value[0]["b"].register_hook(lambda gradient: gradient)
-    what = "the number of hooks on given[0]['b']"
-    assert left_on(before, dict(marks("given", value))) == {what: f"it changed {what} from 0 to 1"}
+    value[1].param_groups[0]["lr"] *= 0.5
+    what, option = "the number of hooks on given[0]['b']", "given[1].param_groups[0]['lr']"
+    told = {what: f"it changed {what} from 0 to 1", option: f"it changed {option} from 0.5 to 0.25"}
+    assert left_on(before, dict(marks("given", value))) == told
 
 
-@pytest.mark.parametrize(
-    ("value", "change"),
-    [
-        (torch.Generator(), lambda one: torch.rand(1, generator=one)),
-        (np.zeros(2), lambda one: one.__setitem__(0, 1.0)),
-        ({"a"}, lambda one: one.add("b")),
-    ],
-)
+CHANGES: list[tuple[Any, Callable[[Any], Any]]] = [
+    (torch.Generator(), lambda one: torch.rand(1, generator=one)),
+    (np.zeros(2), lambda one: one.__setitem__(0, 1.0)),
+    ({"a"}, lambda one: one.add("b")),
+]
+
+
+@pytest.mark.parametrize(("value", "change"), CHANGES)
 def test_values_in_other_arguments_are_compared(value: Any, change: Callable[[Any], Any]) -> None:
     ((name, before),) = list(leaves("given", value))
     change(value)

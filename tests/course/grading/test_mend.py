@@ -16,13 +16,10 @@ import torch
 
 from distlab.course.grading import load_lesson, reference_of
 from distlab.course.grading.answer.submission import isolated_submission
-from distlab.course.grading.causes import mend
-from distlab.course.grading.causes.mend import text_of_answer
+from distlab.course.grading.causes.mend import in_order, text_of_answer
 from distlab.course.grading.causes.places import Version, versions
 from distlab.course.grading.check import examine
-from distlab.course.grading.variation.calls import DrawnCalls
 
-ROOT = Path(__file__).resolve().parents[3]
 SUMS = """
 def means(rows, num_ranks: int, rank: int):
     total = 0
@@ -35,38 +32,28 @@ def means(rows, num_ranks: int, rank: int):
     kept.reverse()
     return total, kept
 """
+WORDS = {
+    "with `total += row[0]` in the place of `total = row[0]`": 6,
+    "with `row[-1]` in the place of `row[0]`": 6,
+    "with `row[rank]` in the place of `row[0]`": 6,
+    "with `kept.append(rank)` in the place of `kept.append(total)`": 7,
+    "with `total < rank` in the place of `total > rank`": 8,
+    "with `total > rank - 1` in the place of `total > rank`": 8,
+    "with `total /= num_ranks` after `dist.all_reduce(total)`": 9,
+    "with `if not total > rank:` in the place of `if total > rank:`": 8,
+    "with `return (total / num_ranks, kept)` in the place of `return (total, kept)`": 11,
+    "with `total = row[0]` before `for row in rows:`": 5,
+    "without `kept.reverse()`": 10,
+}
 
 
-def made(text: str = SUMS) -> dict[str, Version]:
-    function = ast.parse(textwrap.dedent(text)).body[0]
+def test_mends_have_words_and_lines_and_are_python_of_different_texts() -> None:
+    function = ast.parse(textwrap.dedent(SUMS)).body[0]
     assert isinstance(function, ast.FunctionDef)
-    return {version.words: version for version in versions(function)}
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("with `total += row[0]` in the place of `total = row[0]`", 6),
-        ("with `row[-1]` in the place of `row[0]`", 6),
-        ("with `row[rank]` in the place of `row[0]`", 6),
-        ("with `kept.append(rank)` in the place of `kept.append(total)`", 7),
-        ("with `total < rank` in the place of `total > rank`", 8),
-        ("with `total > rank - 1` in the place of `total > rank`", 8),
-        ("with `total /= num_ranks` after `dist.all_reduce(total)`", 9),
-        ("with `if not total > rank:` in the place of `if total > rank:`", 8),
-        ("with `return (total / num_ranks, kept)` in the place of `return (total, kept)`", 11),
-        ("with `total = row[0]` before `for row in rows:`", 5),
-        ("without `kept.reverse()`", 10),
-    ],
-)
-def test_a_mend_has_words_and_a_line(words: str, line: int) -> None:
-    assert made()[words].line == line
-
-
-def test_each_mend_is_python_of_another_text() -> None:
-    found = made()
-    assert len({version.body for version in found.values()}) > 100
-    for version in found.values():
+    made: dict[str, Version] = {version.words: version for version in versions(function)}
+    assert {words: made[words].line for words in WORDS} == WORDS
+    assert len({version.body for version in made.values()}) > 100
+    for version in made.values():
         ast.parse("def means():\n" + textwrap.indent(version.body, "    "))
 
 
@@ -87,31 +74,27 @@ def cost_of_lateness(arrivals):
     return costs
 
 
-def line_of(fn: Callable[..., Any], text: str) -> int:
-    lines, first = inspect.getsourcelines(fn)
-    return next(first + number for number, line in enumerate(lines) if text in line)
-
-
-def test_an_answer_of_another_form_is_told_its_line_and_what_would_make_it_right() -> None:
-    words, line = told("13.late", cost_of_lateness), line_of(cost_of_lateness, "ordered[0]")
-    assert f"test_mend.py, line {line}: with `times[rank] > ordered[-2]` in the place of" in words
-    assert "all results are right in 16 drawn calls. Seen: " in words
-
-
-def test_only_the_line_is_told_where_the_reference_is_sealed(monkeypatch) -> None:
-    monkeypatch.setattr(mend, "is_sealed", lambda fn: True)
-    words, line = told("13.late", cost_of_lateness), line_of(cost_of_lateness, "ordered[0]")
-    assert f"line {line}: with one change there, all results are right in 16 drawn calls." in words
-    assert "ordered[-2]" not in words
-
-
 def far_from_right(arrivals):
     spread = [max(own) - min(own) for own in arrivals]
     return [sum(spread) / 7.0 for _ in arrivals]
 
 
-def test_nothing_is_said_where_no_change_of_one_place_makes_it_right() -> None:
+def line_of(fn: Callable[..., Any], text: str) -> int:
+    lines, first = inspect.getsourcelines(fn)
+    return next(first + number for number, line in enumerate(lines) if text in line)
+
+
+def test_an_answer_of_a_different_form_is_told_its_line_and_what_would_make_it_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words, line = told("13.late", cost_of_lateness), line_of(cost_of_lateness, "ordered[0]")
+    assert f"test_mend.py, line {line}: with `times[rank] > ordered[-2]` in the place of" in words
+    assert "all results are right in 16 drawn calls. Seen: " in words
     assert "all results are right" not in told("13.late", far_from_right)
+    monkeypatch.setattr("distlab.course.grading.causes.mend.is_sealed", lambda fn: True)
+    words = told("13.late", cost_of_lateness)
+    assert f"line {line}: with one change there, all results are right in 16 drawn calls." in words
+    assert "ordered[-2]" not in words
 
 
 def rows_of_heads(weight, num_heads, num_shared, num_ranks, rank):
@@ -125,38 +108,21 @@ def rows_of_heads(weight, num_heads, num_shared, num_ranks, rank):
 
 
 def test_where_no_cause_is_found_the_smallest_drawn_call_is_told() -> None:
-    words = told("08.heads", rows_of_heads)
-    first, smallest, again = words.splitlines()
+    first, smallest, again = told("08.heads", rows_of_heads).splitlines()
     assert "rank 0 of 2: the result[" in first
     assert smallest.startswith("  the smallest drawn arguments for which it is wrong: call ")
     assert ": the result[" in smallest
     assert again.endswith("seed=3)")
 
 
-def test_what_holds_for_one_seed_alone_is_not_said(monkeypatch) -> None:
-    monkeypatch.setattr(mend._Search, "right", lambda self, calls: [{f"call {n + 1}": None for n in range(8)}])
-    assert "all results are right" not in told("13.late", cost_of_lateness)
-
-
-def test_results_without_digits_must_hold_for_many_seeds() -> None:
-    exercise = load_lesson("13.late").exercise("13.late")
-    text = text_of_answer(cost_of_lateness)
-    assert exercise.vary is not None
-    assert text is not None
-    calls = DrawnCalls(exercise.vary, 3, reference_of(exercise))
-    search = mend._Search(cost_of_lateness, exercise, calls, None, text)  # type: ignore[arg-type]
-    assert len(search.more_calls([{"call 1": [0.25]}])) == 1
-    assert len({one.seed for one in search.more_calls([{"call 1": [True, 1, "a"]}])} - {3}) == mend.MORE_SEEDS
-
-
 def test_a_mend_never_writes_down_the_number_of_ranks() -> None:
     function = ast.parse("def f(x, y):\n    return x * 1 + y\n").body[0]
     assert isinstance(function, ast.FunctionDef)
-    assert any("x * 2 + y" in version.body for version in mend._in_order(function, 1))
-    assert not any("x * 2 + y" in version.body for version in mend._in_order(function, 2))
+    assert any("x * 2 + y" in version.body for version in in_order(function, 1))
+    assert not any("x * 2 + y" in version.body for version in in_order(function, 2))
 
 
-def test_a_cell_of_a_notebook_is_named_with_its_own_line(tmp_path) -> None:
+def test_a_cell_of_a_notebook_is_named_with_its_own_line(tmp_path: Path) -> None:
     text = textwrap.dedent(inspect.getsource(cost_of_lateness))
     cells = [{"cell_type": "code", "source": one} for one in ("import torch\n", f"x = 1\n\n{text}")]
     notebook = tmp_path / "lesson.ipynb"
@@ -178,7 +144,7 @@ def test_what_has_no_text_of_its_own_is_left_alone() -> None:
 
     for fn in (closes_over, Answer(), functools.partial(cost_of_lateness), lambda arrivals: arrivals):
         assert text_of_answer(fn) is None
-    text = text_of_answer(reference_of(load_lesson("13.late").exercise("13.late")))
+    text = text_of_answer(reference_of(load_lesson("13").exercise("13.late")))
     assert text is not None
     assert "Return for each rank how many seconds" not in ast.unparse(text.function)
 
@@ -202,4 +168,4 @@ def group_order(axis, axes):
 def test_an_answer_that_does_not_come_to_the_end_of_its_drawn_calls_is_mended_too() -> None:
     words = told("10.groups", group_order)
     assert f"line {line_of(group_order, '[::-1]')}: " in words
-    assert "drawn calls. Seen: pipeline on pipeline" in words
+    assert "in 72 drawn calls. Seen: pipeline on pipeline" in words  # of nine seeds: whole numbers agree by chance

@@ -62,7 +62,7 @@ CHANGED: dict[str, tuple[tuple[str, ...], object]] = {
 }
 UNTOUCHED: dict[str, tuple[str, ...]] = {
     "a method that changes nothing": ("C = {'a': 1}", "print(C.get('a'), gone)", F.format("C['a']")),
-    "another name": ("C = {'a': 1}", "D = []\nD.append(gone)", F.format("C['a']")),
+    "a different name": ("C = {'a': 1}", "D = []\nD.append(gone)", F.format("C['a']")),
     "a module's function": ("import math", "math.pop(gone)", F.format("math.gcd(1)")),
     "it is given away": ("C = {'a': 1}", "gone(C)\nD = []\nD.append(gone(C))", F.format("C['a']")),
     "a function's own name": ("C = {'a': 1}", "def g():\n    C = []\n    C.append(1)\ngone(g())", F.format("C['a']")),
@@ -78,28 +78,20 @@ def source_of(path: Path, *cells: str) -> Any:
     return read_source(str(path))
 
 
-@pytest.mark.parametrize("what", NEEDED)
-def test_what_a_function_needs_is_executed(tmp_path: Path, what: str) -> None:
-    cells, expected = NEEDED[what]
+def test_what_a_function_needs_or_what_changes_that_is_executed(tmp_path: Path) -> None:
     course = ("lost = MACHINE.num_devices", "for A_STEP in gone():\n    print(A_STEP)", "def broken(:")
-    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *course, *cells, "f = check('91.f', f).function"), ["f"])
-    assert notes == ()
-    assert namespace["f"]() == expected
+    for what, (cells, expected) in (NEEDED | CHANGED).items():
+        path, last = tmp_path / "a.ipynb", "f = check('91.f', f).function"
+        namespace, notes = execute(source_of(path, *course, *cells, last), ["f"])
+        assert notes == (), what
+        assert namespace["f"]() == expected, what
 
 
-@pytest.mark.parametrize("what", CHANGED)
-def test_what_changes_a_needed_value_is_executed(tmp_path: Path, what: str) -> None:
-    cells, expected = CHANGED[what]
-    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *cells), ["f"])
-    assert notes == ()
-    assert namespace["f"]() == expected
-
-
-@pytest.mark.parametrize("what", UNTOUCHED)
-def test_what_leaves_a_needed_value_alone_is_not_executed(tmp_path: Path, what: str) -> None:
-    namespace, notes = execute(source_of(tmp_path / "a.ipynb", *UNTOUCHED[what]), ["f"])
-    assert notes == ()
-    assert namespace["f"]() == 1
+def test_what_leaves_a_needed_value_alone_is_not_executed(tmp_path: Path) -> None:
+    for what, cells in UNTOUCHED.items():
+        namespace, notes = execute(source_of(tmp_path / "a.ipynb", *cells), ["f"])
+        assert notes == (), what
+        assert namespace["f"]() == 1, what
 
 
 def test_an_error_in_what_is_needed_names_cell_and_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bytes, calls and steps are counted from what ranks really did."""
+"""Bytes, calls and peaks are counted from what ranks really did."""
 
 from __future__ import annotations
 
@@ -46,82 +46,53 @@ def whole_to_next() -> None:
         sending.wait()
 
 
-def evidence_of(ranks: Callable[[int], Ranks], fn: Callable[[], Any], n: int) -> Evidence:
-    pool = ranks(n)
-    return Evidence(n, pool.run(fn), pool.records())
+@pytest.mark.parametrize("n", [2, 3])
+def test_bytes_and_calls_are_those_that_ranks_made(ranks: Callable[[int], Ranks], n: int) -> None:
+    def seen(fn: Callable[[], Any]) -> Evidence:
+        return Evidence(n, ranks(n).run(fn), ranks(n).records())
 
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_ring_sends_what_a_ring_needs(ranks: Callable[[int], Ranks], n: int) -> None:
-    seen = evidence_of(ranks, ring, n)
-    wanted = 2 * (n - 1) / n * SIZE * 8
-    assert [sent_bytes(seen, rank) for rank in range(n)] == [wanted] * n
-    assert native_collectives(seen) == ()
-    assert over_budget(seen, wanted, "a ring") is None
-    assert (
-        sent_line(seen, wanted, "a ring") == f"sent {in_megabytes(wanted)} a rank (a ring needs {in_megabytes(wanted)})"
-    )
-
-
-def test_native_collectives_count_as_rings_and_are_named(ranks: Callable[[int], Ranks]) -> None:
-    seen = evidence_of(ranks, native, 3)
-    assert sent_bytes(seen, 1) == 2 * 2 / 3 * SIZE * 8
-    assert native_collectives(seen) == ("all_reduce",)
-    assert order(seen, 0) == ["all_reduce", "barrier"]
-    assert num_calls(seen) == 6
-    assert num_calls(seen, "all_reduce") == 3
-    assert num_calls(seen, "all_reduce", rank=2) == 1
-
-
-def test_whole_tensors_are_over_budget(ranks: Callable[[int], Ranks]) -> None:
-    seen = evidence_of(ranks, whole_to_next, 3)
-    fault = over_budget(seen, SIZE * 8, "one pass")
+    run, wanted = seen(ring), 2 * (n - 1) / n * SIZE * 8
+    assert [sent_bytes(run, rank) for rank in range(n)] == [wanted] * n
+    assert native_collectives(run) == ()
+    assert over_budget(run, wanted, "a ring") is None
+    assert sent_line(run, wanted, "a ring") == "sent {0} a rank (a ring needs {0})".format(in_megabytes(wanted))
+    run = seen(native)
+    assert sent_bytes(run, 1) == wanted
+    assert native_collectives(run) == ("all_reduce",)
+    assert order(run, 0) == ["all_reduce", "barrier"]
+    assert (num_calls(run), num_calls(run, "all_reduce"), num_calls(run, "all_reduce", rank=1)) == (2 * n, n, 1)
+    run = seen(whole_to_next)
+    fault = over_budget(run, SIZE * 8, "one pass")
     assert fault is not None
     assert fault.code == "too many bytes"
     assert fault.message == "right result, but 1.9 kB sent per rank where one pass needs 960 bytes"
-    assert over_budget(seen, 2 * SIZE * 8, "two passes") is None
-    assert len(calls(seen, 0, "send")) == 2
+    assert over_budget(run, 2 * SIZE * 8, "two passes") is None
+    assert len(calls(run, 0, "send")) == 2
+    run = seen(dist.get_rank)
+    assert order(run, 0) == []
+    assert over_budget(run, 0, "nothing") is None
 
 
-def test_no_calls_are_no_bytes(ranks: Callable[[int], Ranks]) -> None:
-    seen = evidence_of(ranks, dist.get_rank, 2)
-    assert order(seen, 0) == []
-    assert over_budget(seen, 0, "nothing") is None
+def test_bytes_in_words() -> None:
+    words = {0: "0 bytes", 999: "999 bytes", 1500: "1.5 kB", 3e6: "3.0 MB", 12.04e9: "12040.0 MB"}
+    assert {num_bytes: in_megabytes(num_bytes) for num_bytes in words} == words
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (3e6, "3.0 MB"), (12.04e9, "12040.0 MB")],
-)
-def test_bytes_in_words(num_bytes: float, text: str) -> None:
-    assert in_megabytes(num_bytes) == text
+def five_times(tensor: torch.Tensor) -> torch.Tensor:
+    for _ in range(5):
+        tensor = tensor + 1
+    return tensor
 
 
 def test_peak_counts_what_lives_at_once() -> None:
     x = torch.ones(1000)
-
-    def one_after_the_other(tensor: torch.Tensor) -> torch.Tensor:
-        for _ in range(5):
-            tensor = tensor + 1
-        return tensor
-
-    def all_at_once(tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor + i for i in range(5)]
-
-    result, peak = peak_bytes(one_after_the_other, x)
+    result, peak = peak_bytes(five_times, x)
     assert torch.equal(result, x + 5)
     assert peak == 2 * 4000
-    assert peak_bytes(all_at_once, x)[1] == 5 * 4000
-
-
-def test_views_and_arguments_cost_nothing() -> None:
-    x = torch.ones(1000)
+    assert peak_bytes(lambda tensor: [tensor + i for i in range(5)], x)[1] == 5 * 4000
     assert peak_bytes(lambda tensor: tensor.view(10, 100)[3].t(), x)[1] == 0
     assert peak_bytes(lambda tensor: tensor.mul_(2), x)[1] == 0
     assert peak_bytes(lambda: None)[1] == 0
-
-
-def test_backward_is_counted() -> None:
     x = torch.ones(1000, requires_grad=True)
     _, peak = peak_bytes(lambda tensor: tensor.exp().sum().backward(), x)
     assert x.grad is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from distlab.course.grading import load_lesson, reference_of
+from distlab.course.grading import Fault, load_lesson, reference_of
 from distlab.course.grading.check import examine
 from distlab.course.grading.diagnosis.provenance import explain_sum
 from distlab.course.grading.diagnosis.values import (
@@ -27,7 +27,7 @@ from distlab.course.grading.diagnosis.values import (
 from distlab.plan import split_evenly
 
 worlds = st.integers(2, 6)
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=20, deadline=None)
 
 
 def parts_of(n: int, size: int = 40, purpose: str = "") -> list[torch.Tensor]:
@@ -36,6 +36,17 @@ def parts_of(n: int, size: int = 40, purpose: str = "") -> list[torch.Tensor]:
 
 def weighted(parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     return sum((w * part for w, part in zip(weights, parts, strict=True)), torch.zeros_like(parts[0]))
+
+
+def told(got: Any, parts: list[torch.Tensor], unit: float = 1.0, **options: Any) -> Fault:
+    """Return what is said where a sum of the ranks' parts, each times a unit, was expected."""
+    fault = explain_sum(got, parts, expected=[unit] * len(parts), **options)
+    assert fault is not None
+    return fault
+
+
+def named_in(fault: Fault) -> set[int]:
+    return {rank for rank in range(9) if f"rank {rank}'s" in fault.message}
 
 
 def test_seeded_is_the_same_every_time_and_different_for_each_rank_and_purpose() -> None:
@@ -47,158 +58,110 @@ def test_seeded_is_the_same_every_time_and_different_for_each_rank_and_purpose()
 
 
 @few
-@given(worlds, st.booleans(), st.integers(0, 99))
-def test_right_sum_and_mean_are_right(n: int, mean: bool, number: int) -> None:
-    parts = parts_of(n, purpose=str(number))
-    expected = [1 / n if mean else 1.0] * n
-    assert explain_sum(weighted(parts, expected), parts, expected=expected) is None
-
-
-@few
 @given(st.data(), worlds, st.booleans())
-def test_missing_ranks_are_named_exactly(data: st.DataObject, n: int, mean: bool) -> None:
+def test_missing_and_doubled_ranks_are_named_exactly(data: st.DataObject, n: int, mean: bool) -> None:
+    parts, unit = parts_of(n), 1 / n if mean else 1.0
+    assert explain_sum(weighted(parts, [unit] * n), parts, expected=[unit] * n) is None
     missing = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
-    parts, unit = parts_of(n), 1 / n if mean else 1.0
-    got = weighted(parts, [0.0 if rank in missing else unit for rank in range(n)])
-    fault = explain_sum(got, parts, expected=[unit] * n)
-    assert fault is not None
+    fault = told(weighted(parts, [0.0 if rank in missing else unit for rank in range(n)]), parts, unit)
     if len(missing) == n - 1:
-        only = (set(range(n)) - missing).pop()
         assert fault.code == "one rank only"
-        assert f"is rank {only}'s tensor" in fault.message
+        assert f"is rank {(set(range(n)) - missing).pop()}'s tensor" in fault.message
     else:
-        assert fault.code == "missing rank"
-        named = {rank for rank in range(n) if f"rank {rank}'s" in fault.message}
-        assert named == missing
+        assert (fault.code, named_in(fault)) == ("missing rank", missing)
+    if n > 2:
+        doubled = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=(n - 1) // 2))
+        fault = told(weighted(parts, [2 * unit if rank in doubled else unit for rank in range(n)]), parts, unit)
+        assert (fault.code, named_in(fault)) == ("counted twice", doubled)
+        assert "twice" in fault.message
 
 
-@few
-@given(st.data(), st.integers(3, 6), st.booleans())
-def test_doubled_ranks_are_named_exactly(data: st.DataObject, n: int, mean: bool) -> None:
-    most = (n - 1) // 2
-    doubled = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=most))
-    parts, unit = parts_of(n), 1 / n if mean else 1.0
-    got = weighted(parts, [2 * unit if rank in doubled else unit for rank in range(n)])
-    fault = explain_sum(got, parts, expected=[unit] * n)
-    assert fault is not None
-    assert fault.code == "counted twice"
-    assert "twice" in fault.message
-    assert {rank for rank in range(n) if f"rank {rank}'s" in fault.message} == doubled
-
-
-@few
-@given(worlds, st.sampled_from([0.5, 3.0, 10.0, -1.0]))
-def test_factor_is_named(n: int, factor: float) -> None:
+@pytest.mark.parametrize("n", [2, 5])
+def test_factors_are_named(n: int) -> None:
     parts = parts_of(n)
-    fault = explain_sum(weighted(parts, [factor] * n), parts, expected=[1.0] * n)
-    assert fault is not None
-    if n > 1 and abs(factor * n - 1) < 1e-9:
-        assert fault.code == "mean not sum"
-    else:
+    for factor, words in ((3.0, "3x too large"), (10.0, "10x too large"), (-1.0, "the sign is wrong")):
+        fault = told(weighted(parts, [factor] * n), parts)
         assert fault.code == "scale"
-        words = {0.5: "2x too small", 3.0: "3x too large", 10.0: "10x too large", -1.0: "the sign is wrong"}
-        assert words[factor] in fault.message
-
-
-@few
-@given(worlds)
-def test_sum_where_mean_was_asked_and_the_other_way_round(n: int) -> None:
-    parts = parts_of(n)
-    fault = explain_sum(weighted(parts, [1.0] * n), parts, expected=[1 / n] * n)
-    assert fault is not None
+        assert words in fault.message
+    fault = told(weighted(parts, [1.0] * n), parts, 1 / n)
     assert fault.code == "sum not mean"
     assert f"{n}x too large" in fault.message
     assert f"divide by world_size ({n})" in fault.message
-    fault = explain_sum(weighted(parts, [1 / n] * n), parts, expected=[1.0] * n)
-    assert fault is not None
-    assert fault.code == "mean not sum"
-    fault = explain_sum(weighted(parts, [1 / n**2] * n), parts, expected=[1 / n] * n)
-    assert fault is not None
-    assert fault.code == "divided twice"
-
-
-@few
-@given(st.data(), worlds)
-def test_own_tensor_alone_was_not_communicated(data: st.DataObject, n: int) -> None:
-    rank = data.draw(st.integers(0, n - 1))
-    parts = parts_of(n)
-    fault = explain_sum(parts[rank].clone(), parts, expected=[1.0] * n, what="it", rank=rank)
-    assert fault is not None
+    assert told(weighted(parts, [1 / n] * n), parts).code == "mean not sum"
+    assert told(weighted(parts, [1 / n**2] * n), parts, 1 / n).code == "divided twice"
+    fault = told(parts[1].clone(), parts, what="it", rank=1)
     assert fault.code == "not communicated"
     assert fault.message == "it is this rank's own tensor: nothing of the others reached it"
-    other = (rank + 1) % n
-    fault = explain_sum(parts[rank].clone(), parts, expected=[1.0] * n, what="it", rank=other)
-    assert fault is not None
-    assert fault.code == "one rank only"
-
-
-def test_missing_rank_in_a_sum_that_was_not_divided_says_both() -> None:
-    parts = parts_of(4)
-    fault = explain_sum(weighted(parts, [1, 1, 0, 1]), parts, expected=[0.25] * 4)
-    assert fault is not None
-    assert fault.code == "missing rank"
-    assert "lacks rank 2's part" in fault.message
-    assert "divide by world_size (4)" in fault.message
+    assert told(parts[1].clone(), parts, rank=0).code == "one rank only"
+    fault = told(weighted(parts, [float(r + 1) for r in range(n)]), parts)
+    assert fault.code == "counted twice" if n == 2 else "wrong weights"
 
 
 @few
 @given(st.data(), st.integers(2, 4), st.integers(4, 40))
 def test_fault_in_one_chunk_is_found_there(data: st.DataObject, n: int, size: int) -> None:
     bounds = split_evenly(size, n)
-    filled = [index for index, (start, stop) in enumerate(bounds) if stop > start]
-    chunk = data.draw(st.sampled_from(filled))
-    rank = data.draw(st.integers(0, n - 1))
-    parts = parts_of(n, size)
-    got = weighted(parts, [1.0] * n)
-    start, stop = bounds[chunk]
+    chunk = data.draw(st.sampled_from([index for index, (start, stop) in enumerate(bounds) if stop > start]))
+    rank, parts = data.draw(st.integers(0, n - 1)), parts_of(n, size)
+    got, (start, stop) = weighted(parts, [1.0] * n), bounds[chunk]
     got[start:stop] -= parts[rank][start:stop]
-    fault = explain_sum(got, parts, expected=[1.0] * n, what="the sum")
-    assert fault is not None
+    fault = told(got, parts, what="the sum")
     assert f"chunk {chunk} of the sum (elements {start} to {stop - 1})" in fault.message
-    if n > 2:
-        assert fault.code == "missing rank"
-        assert f"lacks rank {rank}'s part" in fault.message
-    else:
-        assert fault.code == "one rank only"
+    assert fault.code == ("missing rank" if n > 2 else "one rank only")
+    assert n == 2 or f"lacks rank {rank}'s part" in fault.message
 
 
-def test_small_tensors_are_explained_too() -> None:
-    parts = parts_of(4, size=1)
-    fault = explain_sum(weighted(parts, [1, 1, 0, 1]), parts, expected=[1.0] * 4)
-    assert fault is not None
-    assert fault.message == "the result lacks rank 2's part"
-
-
-def test_constant_tensors_cannot_be_told_apart_and_nobody_is_blamed() -> None:
-    parts = [torch.ones(8, dtype=torch.float64) for _ in range(3)]
-    fault = explain_sum(2 * parts[0], parts, expected=[1.0] * 3)
-    assert fault is not None
-    assert "rank" not in fault.message
+def test_sums_of_which_least_squares_say_nothing() -> None:
+    parts = parts_of(4)
+    fault = told(weighted(parts, [1, 1, 0, 1]), parts, 0.25)  # a sum that lacks a rank and was not divided
+    assert fault.code == "missing rank"
+    assert "lacks rank 2's part" in fault.message
+    assert "divide by world_size (4)" in fault.message
+    one = parts_of(4, size=1)
+    assert told(weighted(one, [1, 1, 0, 1]), one).message == "the result lacks rank 2's part"
+    fault = told(2 * torch.ones(8), [torch.ones(8) for _ in range(3)])  # nobody can be told apart, nobody is blamed
     assert fault.code == "scale"
-
-
-def test_garbage_is_not_explained_away() -> None:
-    parts = parts_of(3)
-    fault = explain_sum(seeded(9, 40, purpose="garbage"), parts, expected=[1.0] * 3)
-    assert fault is not None
+    assert "rank" not in fault.message
+    fault = told(seeded(9, 40, purpose="garbage"), parts)
     assert fault.code == "values"
     assert "40 of 40 elements differ" in fault.message
+
+
+@pytest.mark.parametrize("op", ["MAX", "MIN", "PRODUCT", "median"])
+@pytest.mark.parametrize("divided", ["before", "after", "never"])
+def test_a_different_reduction_is_told(op: str, divided: str) -> None:
+    parts = parts_of(3, 20, "provenance")
+    stack = torch.stack(parts) / (3 if divided == "before" else 1)
+    reduced = {"MAX": stack.amax(0), "MIN": stack.amin(0), "PRODUCT": stack.prod(0), "median": stack.median(0).values}
+    fault = told(reduced[op] / (3 if divided == "after" else 1), parts, 1 / 3)
+    assert fault.code == "not a sum"
+    assert ("the median of the ranks' values" if op == "median" else f"(ReduceOp.{op})") in fault.message
+    assert ("divided by 3" in fault.message) == (divided != "never")
+
+
+@pytest.mark.parametrize("size", [20, 3])
+def test_a_part_of_zeros_hides_no_other_mistake(size: int) -> None:
+    parts = [torch.zeros(size, dtype=torch.float64), *parts_of(3, size, "provenance")[1:]]
+    assert told(parts[1] + parts[2], parts, 1 / 3).code == "sum not mean"
+    fault = told(parts[2] / 3, parts, 1 / 3)
+    assert fault.code == "missing rank"
+    assert "lacks rank 1's part" in fault.message
+    assert explain_sum((parts[1] + parts[2]) / 3, parts, expected=[1 / 3] * 3) is None
+    assert told(torch.ones(size, dtype=torch.float64), [parts[0]] * 3, 1 / 3).code == "values"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 def test_other_dtypes_have_their_own_tolerance(dtype: torch.dtype) -> None:
     parts = [(10 * seeded(rank, 50)).to(dtype) for rank in range(3)]
     assert explain_sum(parts[0] + parts[1] + parts[2], parts, expected=[1.0] * 3) is None
-    fault = explain_sum(parts[0] + parts[1], parts, expected=[1.0] * 3)
-    assert fault is not None
+    fault = told(parts[0] + parts[1], parts)
     if dtype in (torch.float32, torch.int64):
         assert fault.message == "the result lacks rank 2's part"
 
 
 WRONG: list[tuple[Any, Any, str, str]] = [
     (None, torch.ones(2), "returned", "expected a float32 tensor of shape [2], got None (is a return missing?)"),
-    ([1.0], torch.ones(1), "returned", "got [1.0]"),
-    (torch.ones(2, 1), torch.ones(2), "shape", "expected shape [2], got [2, 1]"),
+    (torch.ones(2, 1), torch.ones(2), "shape", "shape [2], got [2, 1]: these are the right values, in another shape"),
     (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype", "expected dtype float64, got float32"),
     (torch.ones(2, device="meta"), torch.ones(2), "device", "expected it on cpu, got it on meta"),
     (torch.ones(2).to_sparse(), torch.ones(2), "layout", "sparse"),
@@ -219,44 +182,37 @@ WRONG: list[tuple[Any, Any, str, str]] = [
     ([1, 4], [1, 2], "values", "the result[1]: expected 2, got 4"),
     ({"a": 1}, {"b": 1}, "returned", "expected the names ['b'], got the names ['a']"),
     ({"a": 1.5}, {"a": 1.0}, "values", "the result['a']: expected 1, got 1.5"),
+    (
+        {"p": [8.0]},
+        {"p": [8]},
+        "not a whole number",
+        "['p'][0]: expected the whole number 8, got the float 8.0; divide",
+    ),
     (True, 1, "values", "expected 1, got True"),
     ("x", "y", "values", "expected 'y', got 'x'"),
-    (None, 3, "values", "got None"),
     (torch.ones(3), 1.0, "returned", "expected a number"),
 ]
 
 
-@pytest.mark.parametrize(("got", "want", "code", "says"), WRONG)
-def test_difference_in_words(got: Any, want: Any, code: str, says: str) -> None:
-    fault = compare(got, want, world_size=4)
-    assert fault is not None
-    assert fault.code == code
-    assert says in fault.message
+def test_difference_in_words() -> None:
+    for got, want, code, says in WRONG:
+        fault = compare(got, want, world_size=4)
+        assert fault is not None
+        assert fault.code == code
+        assert says in fault.message
 
 
-RIGHT: list[Any] = [
-    torch.ones(3),
-    torch.tensor(2.0),
-    torch.empty(0),
-    torch.tensor([math.inf, -math.inf, math.nan]),
-    torch.tensor([True, False]),
-    [1, 2.5, torch.ones(2)],
-    {"a": (1, 2), "b": None},
-    "text",
-    None,
-    0.0,
+RIGHT: list[tuple[Any, Any]] = [
+    *((one, one) for one in (torch.ones(3), torch.tensor([math.inf, math.nan]), torch.empty(0), "text", None, 0.0)),
+    *((one, one) for one in (torch.tensor([True, False]), {"a": (1, 2), "b": None}, [1, 2.5, torch.ones(2)])),
+    ([1, 2], (1, 2)),
+    (2, 2.0),
+    (torch.tensor(2.0), 2.0),
 ]
 
 
-@pytest.mark.parametrize("value", RIGHT)
-def test_equal_values_are_equal(value: Any) -> None:
-    assert compare(value, value) is None
-
-
-def test_lists_and_tuples_and_whole_numbers_count_as_equal() -> None:
-    assert compare([1, 2], (1, 2)) is None
-    assert compare(2, 2.0) is None
-    assert compare(torch.tensor(2.0), 2.0) is None
+def test_equal_values_are_equal() -> None:
+    assert [pair for pair in RIGHT if compare(*pair) is not None] == []
 
 
 @few
@@ -287,42 +243,33 @@ def test_lost_precision_is_named(kind: torch.dtype, coarser: torch.dtype) -> Non
     inside = compare((want.to(coarser) * 3).to(kind) / 3, want)  # lost on the way, in a step before the last
     assert inside is not None
     assert "expected" in inside.message
-
-
-def test_another_difference_is_not_called_lost_precision() -> None:
-    want = seeded(0, 50)
-    for got in (want + 1e-3, want * torch.linspace(1, 1.1, 50), want + 1e-4 * seeded(1, 50)):
+    for got in (want + 1e-3, want * torch.linspace(1, 1.1, 50, dtype=kind)):
         fault = compare(got, want)
         assert fault is not None
-        assert "float32" not in fault.message.replace("float64", ""), fault.message
+        assert " somewhere in a " not in fault.message, fault.message
 
 
 @few
 @given(st.floats(-1e3, 1e3, allow_subnormal=False), st.floats(1e-12, 1.0))
 def test_two_numbers_that_differ_are_never_shown_as_equal(one: float, gap: float) -> None:
-    other = one + gap
-    if one != other:
-        first, second = apart(one, other)
+    if one != one + gap:
+        first, second = apart(one, one + gap)
         assert first != second
 
 
-@pytest.mark.parametrize("got", [5e-324, 1e-310, 1.7e308, math.inf, -math.inf, math.nan])
-def test_numbers_at_the_ends_of_their_range_are_compared(got: float) -> None:
-    fault = compare(torch.tensor([got], dtype=torch.float64), torch.tensor([1.5], dtype=torch.float64))
-    assert fault is not None
-    assert fault.code in ("values", "nan", "scale")
-    assert compare(got, 1.5) is not None
-
-
-def test_a_factor_near_one_is_not_shown_as_one() -> None:
-    assert times_of(1.00002) == "1.00002x too large"
-    assert times_of(0.25) == "4x too small"
+def test_numbers_at_the_ends_of_their_range_and_near_one() -> None:
+    for got in (5e-324, 1.7e308, math.inf, math.nan):
+        fault = compare(torch.tensor([got], dtype=torch.float64), torch.tensor([1.5], dtype=torch.float64))
+        assert fault is not None
+        assert fault.code in ("values", "nan", "scale")
+        assert compare(got, 1.5) is not None
+    assert (times_of(1.00002), times_of(0.25)) == ("1.00002x too large", "4x too small")
     fault = compare(1.0 + 1e-7, 1.0, "the mean")
     assert fault is not None
     assert "expected 1, got 1;" not in fault.message
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers():
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     kept = [1, (2, [3.0])]
     assert in_python_numbers(kept) is kept
     got = in_python_numbers({np.int64(1): (np.int32(2), [np.float32(0.5), np.bool_(True)])})
@@ -330,35 +277,20 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
     assert [type(each) for each in (*got, got[1][0], *got[1][1])] == [int, int, float, bool]
 
 
-@pytest.mark.parametrize("name", ["03.buckets", "15.choose"])
-def test_an_answer_in_numpys_numbers_is_right(name):
-    exercise = load_lesson(name).exercise(name)
+def test_an_answer_in_numpys_numbers_is_right() -> None:
+    exercise = load_lesson("03").exercise("03.buckets")
     reference = reference_of(exercise)
+    code = reference.__code__.replace(co_name="mine")  # not the reference's own
+    called = FunctionType(code, reference.__globals__, "mine", reference.__defaults__, reference.__closure__)
 
     def numpys(value):
         if isinstance(value, int):
             return np.int64(value)
         return type(value)(map(numpys, value)) if isinstance(value, list | tuple) else value
 
-    def answer(*arguments, **named):
-        return numpys(called(*arguments, **named))
+    def answer(*arguments):
+        return numpys(called(*arguments))
 
-    called = FunctionType(
-        reference.__code__.replace(co_name="mine"),  # not the reference's own code
-        reference.__globals__,
-        "mine",
-        reference.__defaults__,
-        reference.__closure__,
-    )
-    called.__kwdefaults__ = reference.__kwdefaults__
-    answer.__signature__ = inspect.signature(reference)
+    answer.__signature__ = inspect.signature(reference)  # type: ignore[attr-defined]
     report = examine(exercise, answer, worlds=exercise.worlds[:1], seed=0)
     assert report.passed, str(report)
-
-
-def test_a_float_where_a_whole_number_is_expected_is_named() -> None:
-    fault = compare({"parameters": [8.0]}, {"parameters": [8]})
-    assert fault is not None
-    assert fault.code == "not a whole number"
-    assert "['parameters'][0]: expected the whole number 8, got the float 8.0; divide with //" in fault.message
-    assert compare(8, 8.0) is None

@@ -1,4 +1,11 @@
-"""A file with right answers to the trial lesson in lessons/91_trial."""
+"""Right answers to the lesson in lessons/91_trial as a file, and answers that are written as lines of a body."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 GOOD = """
 import torch.distributed as dist
@@ -11,3 +18,14 @@ def mean(tensor):
 def double(values, *, times=2):
     return [times * value for value in values]
 """
+IMPORTS = "import contextlib, ctypes, os, signal, sys, threading, time, torch\nimport torch.distributed as dist\n"
+
+
+def written(folder: Path, signature: str, body: str, helpers: str = "") -> Callable[..., Any]:
+    """Return the function with this signature and body: it stands in a file, of which ranks can read the lines."""
+    path = folder / "answers.py"
+    text = f"{IMPORTS}\n{helpers}\ndef {signature}:\n{textwrap.indent(body, '    ')}\n"
+    path.write_text(text)
+    namespace: dict[str, Any] = {"__name__": "answers_of_a_test"}
+    exec(compile(text, str(path), "exec"), namespace)
+    return namespace[signature.partition("(")[0]]  # type: ignore[no-any-return]

@@ -20,6 +20,8 @@ _CHANGES = re.compile(
     "(add|append|clear|discard|extend|insert|move_to_end|pop|popitem|remove|reverse|rotate|setdefault|sort|subtract)"
     "|(append|extend|pop)left|(difference_|intersection_|symmetric_difference_)?update|__(set|del)(item|attr)__|.*[^_]_"
 )  # methods that change what they are called on, also where their result is used
+# It may put the reference in an answer's place, as `flat = check("03.flat", flat).function` does.
+_GOES_ON = re.compile(r"(?s).*\b(check|saved_answers)\('\d\d\.\w+'")
 
 
 def reason(error: BaseException) -> str:
@@ -48,7 +50,10 @@ def needed_statements(
     for name, text in pieces:
         try:
             compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # finds more than the parser alone
-            statements += [(name, each) for each in ast.parse(text, name).body if not _goes_on_with_reference(each)]
+            for one in ast.parse(text, name).body:
+                is_plain = isinstance(one, ast.Assign | ast.Expr)
+                if not (is_plain and _GOES_ON.match(ast.unparse(one))):
+                    statements.append((name, one))
         except UNREADABLE as error:
             line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             broken.append((text, f"{name} has a syntax error{line}: {reason(error)}"))
@@ -68,13 +73,6 @@ def needed_statements(
         if unbound & set(re.findall(r"\w+", text)) or needed & set(re.findall(r"\b(?:def|class) +(\w+)", text))
     ]
     return [statements[place] for place in sorted(chosen)], notes
-
-
-def _goes_on_with_reference(statement: ast.stmt) -> bool:
-    """Whether it may put the reference in an answer's place, as `flat = check("03.flat", flat).function` does."""
-    if not isinstance(statement, ast.Assign | ast.Expr):
-        return False
-    return re.match(r"(?s).*\b(check|saved_answers)\('\d\d\.\w+'", ast.unparse(statement)) is not None
 
 
 def _is_replaced(

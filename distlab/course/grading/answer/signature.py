@@ -41,74 +41,53 @@ def first_fault(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> F
     found = getattr(fn, "fault", None)  # a submission was looked at where it was loaded
     if isinstance(found, Fault):
         return found
-    return (
-        _not_a_function(exercise, fn, reference)
-        or _not_written(exercise, fn)
-        or _wrong_kind(fn)
-        or _misfit(fn, reference)
-        or _is_not_own(exercise, fn, reference)
-    )
+    if (text := _not_a_function(exercise, fn, reference)) is not None:
+        return Fault("not a function", text)
+    if _is_not_written(fn):
+        text = f"{exercise.name} is yours to write: fill in {exercise.function}, then run the check again"
+        return Fault("not attempted", text)
+    return _misfit(fn, reference) or _is_not_own(exercise, fn, reference)
 
 
-def _not_a_function(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> Fault | None:
+def _not_a_function(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> str | None:
+    """Say what it is instead; a class that takes what the reference takes may make something to call, as that does."""
     name = exercise.function
     call = f'check("{exercise.name}", {name})'
-    if inspect.isclass(fn) and not _makes_answers(fn, reference):
-        text = f"a check wants a function: write {call}; got the class {fn.__name__}"
-        instance = "" if not _has_call(fn) else f". An instance can be called: pass {fn.__name__}()"
-        return Fault("not a function", text + instance)
+    if inspect.isclass(fn):
+        has_call = any("__call__" in vars(base) for base in fn.__mro__)
+        if has_call and _misfit(fn, reference) is None:
+            return None
+        instance = f". An instance can be called: pass {fn.__name__}()" if has_call else ""
+        return f"a check wants a function: write {call}; got the class {fn.__name__}{instance}"
     if not callable(fn):
         got = "None" if fn is None else f"a {type(fn).__name__}"
-        return Fault(
-            "not a function", f"a check wants the function itself: write {call}, {name} without parentheses; got {got}"
-        )
+        return f"a check wants the function itself: write {call}, {name} without parentheses; got {got}"
+    name = getattr(fn, "__name__", "it")
+    if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        return f"{name} is an async function: calling it runs nothing; write def without async"
+    if inspect.isgeneratorfunction(fn):
+        return f"{name} has a yield, so calling it runs nothing: return the result instead"
     return None
 
 
-def _has_call(kind: type) -> bool:
-    return any("__call__" in vars(base) for base in kind.__mro__)
-
-
-def _makes_answers(kind: type, reference: Callable[..., Any]) -> bool:
-    """Whether a class takes what the reference takes, and makes something to call, as the reference does."""
-    return _has_call(kind) and _misfit(kind, reference) is None
-
-
-def is_not_written(fn: Callable[..., Any]) -> bool:
+def _is_not_written(fn: Callable[..., Any]) -> bool:
     """Whether a function's body is only `raise NotYet(...)`, `pass` or `...`, as far as its source tells."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
     except (OSError, TypeError, SyntaxError, ValueError):
         return False
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         return False
-    return all(_says_nothing(statement) for statement in tree.body[0].body)
-
-
-def _says_nothing(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Raise) and statement.exc is not None:
-        raised = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
-        return ast.unparse(raised).rpartition(".")[2] in ("NotYet", "NotImplementedError")
-    return isinstance(statement, ast.Pass) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    )
-
-
-def _not_written(exercise: Exercise, fn: Callable[..., Any]) -> Fault | None:
-    if not is_not_written(fn):
-        return None
-    return Fault(
-        "not attempted", f"{exercise.name} is yours to write: fill in {exercise.function}, then run the check again"
-    )
-
-
-def _wrong_kind(fn: Callable[..., Any]) -> Fault | None:
-    name = getattr(fn, "__name__", "it")
-    if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
-        return Fault("not a function", f"{name} is an async function: calling it runs nothing; write def without async")
-    if inspect.isgeneratorfunction(fn):
-        return Fault("not a function", f"{name} has a yield, so calling it runs nothing: return the result instead")
-    return None
+    for statement in tree.body[0].body:
+        match statement:
+            case ast.Pass() | ast.Expr(ast.Constant()):
+                pass
+            case ast.Raise(ast.Call(raised) | raised) if raised is not None:
+                if ast.unparse(raised).rpartition(".")[2] not in ("NotYet", "NotImplementedError"):
+                    return False
+            case _:
+                return False
+    return True
 
 
 def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
@@ -128,9 +107,8 @@ def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | No
             own.bind(*some, **names)
         except TypeError as error:
             name = reference.__name__
-            return Fault(
-                "signature", f"it must be callable as {name}{_plain(wanted)}, but it is {name}{_plain(own)}: {error}"
-            )
+            text = f"it must be callable as {name}{_plain(wanted)}, but it is {name}{_plain(own)}: {error}"
+            return Fault("signature", text)
     return None
 
 

@@ -12,6 +12,7 @@ import importlib
 import json
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from distlab.comm.command import runnable
 from distlab.course.grading.answer.needed import UNREADABLE, needed_statements, reason
 from distlab.course.grading.progress import copy_in
 
+_MAGIC = re.compile(r"^\s*[%!?]|\?\s*$|= [!%]")
 NAMESPACE = "distlab_submission"  # no module of this name exists, so functions made under it travel by value
 
 
@@ -59,9 +61,8 @@ def read_source(impl: str) -> Source:
     if not path.exists():
         raise ValueError(f"there is no file {impl}; pass the path of a .py file or a notebook, or a module's name")
     if path.is_dir():
-        raise ValueError(
-            f"{impl} is a folder; pass a .py file or a notebook in it, such as {copy_in(path.parent, path.name)}"
-        )
+        such = copy_in(path.parent, path.name)
+        raise ValueError(f"{impl} is a folder; pass a .py file or a notebook in it, such as {such}")
     if path.suffix not in (".py", ".ipynb"):
         raise ValueError(f"{impl} is neither a .py file nor a notebook (.ipynb)")
     try:
@@ -99,9 +100,8 @@ def _module(name: str) -> Source:
     for depth, part in enumerate(parts, start=1):
         spec = PathFinder.find_spec(".".join(parts[:depth]), where) if part.isidentifier() else None
         if spec is None:
-            raise ValueError(
-                f"there is no module {name}; pass one that Python finds, or the path of a .py file or a notebook"
-            )
+            text = "pass one that Python finds, or the path of a .py file or a notebook"
+            raise ValueError(f"there is no module {name}; {text}")
         where = list(spec.submodule_search_locations or ())
     return Source("module", name)
 
@@ -130,13 +130,8 @@ def _without_magics(cell: str) -> str:
         ast.parse(cell)
     except UNREADABLE:
         lines = [(line, len(line) - len(line.lstrip())) for line in cell.splitlines()]
-        return "\n".join(line[:indent] + "pass" if _is_magic(line) else line for line, indent in lines)
+        return "\n".join(line[:indent] + "pass" if _MAGIC.search(line) else line for line, indent in lines)
     return cell
-
-
-def _is_magic(line: str) -> bool:
-    bare = line.strip()
-    return bare.startswith(("%", "!", "?")) or bare.endswith("?") or "= !" in bare or "= %" in bare
 
 
 def execute(source: Source, wanted: Iterable[str]) -> tuple[dict[str, Any], tuple[str, ...]]:

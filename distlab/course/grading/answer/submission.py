@@ -39,15 +39,11 @@ def load_submission(impl: str, lesson: Lesson) -> dict[str, Callable[..., Any]]:
     try:
         namespace, _ = execute(source, {exercise.function for exercise in lesson.exercises})
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{impl} cannot be loaded: {_place(error)}{type(error).__name__}: {error}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
+        raise ValueError(f"{impl} cannot be loaded: {place}{type(error).__name__}: {error}") from error
     found = {exercise.name: namespace.get(exercise.function) for exercise in lesson.exercises}
     return {name: fn for name, fn in found.items() if callable(fn)}
-
-
-def _place(error: BaseException) -> str:
-    """Return where an error was raised, in the file that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
 
 
 @dataclass
@@ -134,10 +130,9 @@ def _look(source: Source, lesson: Lesson) -> tuple[Fault | dict[str, Fault | boo
             drive = functools.partial(drive_on_rank, is_looked_at=False)  # a file may switch what it likes when loaded
             return ranks.run(drive, operator.call, look, MEMORY_LIMIT_BYTES)[0]  # type: ignore[no-any-return]
         except RankTimeout:
-            text = (
-                f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s; a module only defines"
-            )
-            return Fault("not loaded", f"{text} functions, and runs nothing when it is imported"), ()
+            text = f"{source.name} cannot be loaded: it was still busy after {LOAD_TIMEOUT_S:g} s"
+            rule = "a module only defines functions, and runs nothing when it is imported"
+            return Fault("not loaded", f"{text}; {rule}"), ()
         except RankError as error:
             first = replace(lesson.exercises[0], on_failure=None)
             fault = fault_of(error, first, Submitted(source, "load"), 1)

@@ -1,15 +1,14 @@
-"""Find where an answer is wrong: the one place of its own text with which another there makes all results right.
+"""Find where an answer is wrong: the one place of its own text where a change makes all results right.
 
-An answer may be another algorithm than the reference, so that no known wrong version has its results. Its own text is
-tried with one place changed (`places.versions`), on the drawn calls and then on those of another seed. What is
-said is what was tried: with this in the place of that, all results were right.
+An answer may be a different algorithm than the reference, so that no known wrong version has its results. Its own text
+is tried with one place changed (`places.versions`), on the drawn calls and then on those of a second seed. What is said
+is what was tried: with this in the place of that, all results were right.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import functools
 import inspect
 import re
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer: a busy machine changes no verdict
 BATCH_S = 0.2  # of that, for the mends that are tried together
-ONE_S = 0.3  # of that, for one of them: another condition may make a loop without end
+ONE_S = 0.3  # of that, for one of them: a changed condition may make a loop without end
 MOST = 64  # mends of a batch
 LIMIT_S = 10.0  # of a batch, in all
 OTHER_SEED = 1_000_003  # is added to the seed: a mend must hold for other arguments too
@@ -59,13 +58,12 @@ class Text(NamedTuple):
     @property
     def head(self) -> str:
         """The lines before the body: decorators, and what follows "def"."""
-        empty = copy.copy(self.function)
-        empty.body = [ast.Pass()]
-        return ast.unparse(empty).rpartition("\n")[0]
+        fields = dict(ast.iter_fields(self.function)) | {"body": [ast.Pass()]}
+        return ast.unparse(ast.fix_missing_locations(ast.FunctionDef(**fields))).rpartition("\n")[0]
 
 
 def text_of_answer(fn: Callable[..., Any]) -> Text | None:
-    """Return the text of a function that stands by itself, or None: of a class, or in another function."""
+    """Return the text of a function that stands by itself, or None: of a class, or in a function."""
     pieces = getattr(getattr(fn, "source", None), "pieces", None)
     try:
         if pieces is not None:
@@ -113,14 +111,16 @@ class Versions:
         return self._now(*arguments, **keywords)
 
 
-def mend_of(fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wanted: Results, ranks: Ranks) -> str:
+def mend_of(
+    fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wanted: Sequence[dict[str, Any]], ranks: Ranks
+) -> str:
     """Return in words where an answer is wrong, by a change that makes all results right; "" where none does.
 
     Args:
         fn: the answer.
         exercise: what it answers.
         calls: that were drawn.
-        wanted: what the reference gave in them, on each rank.
+        wanted: what came of them with the reference, on each rank.
         ranks: that make them.
     """
     from distlab.comm import RankError
@@ -130,7 +130,7 @@ def mend_of(fn: Callable[..., Any], exercise: Exercise, calls: DrawnCalls, wante
         return ""
     ranks.timeout_s = min(limit_s, LIMIT_S)
     try:
-        return _Search(fn, exercise, calls.bare(), ranks, text).run(wanted)
+        return _Search(fn, exercise, calls.bare(), ranks, text).run(results_of(wanted))
     except (RankError, RuntimeError, OSError):
         return ""
     finally:
@@ -145,12 +145,14 @@ class _Search(NamedTuple):
     text: Text
 
     def run(self, wanted: Results) -> str:
-        """Try one batch of mends after another, and each that is right on the draws of other seeds."""
+        """Try one batch of mends after the other, and each that is right on the draws of other seeds."""
         from distlab.comm import RankError, RankTimeout
 
-        changes: Iterator[Version] = iter(_in_order(self.text.function, len(wanted)))
+        changes: Iterator[Version] = iter(in_order(self.text.function, len(wanted)))
         spent_s, size, lost = 0.0, 1, 0
         others: list[tuple[DrawnCalls, Results]] = []
+        more = 1 if is_telling(wanted) else MORE_SEEDS
+        more_calls = [self.calls.bare(self.calls.seed + OTHER_SEED + number) for number in range(more)]
         while spent_s < BUDGET_S and (batch := list(islice(changes, size))):
             try:
                 are_right, took_s = self.tried(batch, self.calls, wanted)
@@ -162,9 +164,12 @@ class _Search(NamedTuple):
                 continue
             spent_s += took_s
             for version in (version for version, is_right in zip(batch, are_right, strict=True) if is_right):
-                others = others or [(calls, self.right(calls)) for calls in self.more_calls(wanted)]
+                others = others or [(calls, self.right(calls)) for calls in more_calls]
                 if all(self.tried([version], *more)[0][0] for more in others) and self.holds_on_more(version):
-                    return self.words(version, (1 + len(others)) * len(wanted[0]))
+                    change = "with one change there" if is_sealed(self.calls.reference) else version.words
+                    num_calls, n = (1 + len(others)) * len(wanted[0]), self.ranks.world_size
+                    told = f"all results are right in {num_calls} drawn calls" + f" on {n} ranks" * (n > 1)
+                    return f"{self.text.file}, line {version.line}: {change}, {told}."
             size = max(1, min(MOST, 4 * size, int(BATCH_S * size / max(took_s, 1e-3))))
         return ""
 
@@ -182,11 +187,6 @@ class _Search(NamedTuple):
         """Return what the reference gives in these calls."""
         return results_of(self.ranks.run(calls, calls.reference))
 
-    def more_calls(self, wanted: Results) -> list[DrawnCalls]:
-        """Return those of more seeds: of many where no drawn digit is in the results."""
-        more = 1 if is_telling(wanted) else MORE_SEEDS
-        return [self.calls.bare(self.calls.seed + OTHER_SEED + number) for number in range(more)]
-
     def holds_on_more(self, version: Version) -> bool:
         """Whether a mend that was found on one rank is right on more, where the exercise runs on more."""
         from distlab.comm import RankError
@@ -202,19 +202,13 @@ class _Search(NamedTuple):
             except RankError:
                 return False
 
-    def words(self, version: Version, num_calls: int) -> str:
-        """Say which line it is, what was tried there, and what came of it."""
-        change = "with one change there" if is_sealed(self.calls.reference) else version.words
-        on = f" on {self.ranks.world_size} ranks" if self.ranks.world_size > 1 else ""
-        return f"{self.text.file}, line {version.line}: {change}, all results are right in {num_calls} drawn calls{on}."
-
 
 def results_of(run: Sequence[dict[str, dict[str, Any]]]) -> Results:
     """Return what comes of each call on each rank."""
     return [{name: outcome(call) for name, call in made.items()} for made in run]
 
 
-def _in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
+def in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
     """Return the mends, those last that call a collective.
 
     Left out are those that may keep ranks from meeting, and those that write down the number of ranks.
@@ -250,7 +244,7 @@ def _drive(count: int, calls: DrawnCalls, wanted: Results, fn: Callable[..., Any
         try:
             with _limited():
                 each = calls.each(fn)
-                return all(all_agree(near(outcome(call), mine[name], calls.vary.scale)) for name, call, _ in each)
+                return all(all_agree(near(outcome(call), mine[name], calls.vary.scale)) for name, call, *_ in each)
         except (Exception, Refused):  # the other ranks may wait for this one's vote
             return all_agree(False)
         finally:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-FEW = 8  # names that are tried in another's place
+FEW = 8  # names that are tried in a name's place
 SHORT = 60  # characters of a piece of text that is shown
 New = ast.AST | list[ast.stmt]  # what stands in a node's place: of a statement also several, or none
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -24,7 +24,7 @@ _OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Mod: (ast.FloorDiv,),
     ast.Pow: (ast.Mult,),
 }
-_ALIKE = (  # names that are mistaken for one another
+_ALIKE = (  # names that are mistaken for each other
     *("min max mean sum amax amin median", "any all", "isend irecv", "ceil floor round int", "copy_ add_ sub_"),
     *("div_ mul_", "SUM MAX MIN", "argmin argmax", "append extend", "median_low median_high median fmean"),
     *("logaddexp maximum minimum", "index_add_ index_copy_", "abs square", "exp exp2", "log log2"),

@@ -18,8 +18,8 @@ from distlab.course.grading.exercise import Exercise, Fault
 from distlab.course.grading.variation.draw import IN_CALL
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
-_PACKAGE = os.path.dirname(os.path.abspath(distlab.__file__)) + os.sep
-_LESSONS = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "lessons") + os.sep
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(distlab.__file__)))
+_CHECKS = re.compile(re.escape(os.path.join(_ROOT, "lessons")) + ".*/checks/[^/]+$")
 _CELL_FILE = re.compile(
     r"([^\s\"()]*(?:ipykernel|xpython)_\d+[/\\]\d+\.py|[^\s\"()]*ipython-input-[\w-]+\.py|<ipython-input-[^>]*>)(?::(\d+))?"
 )
@@ -27,6 +27,7 @@ _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
 _NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
 _PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)
+_MISFIT = "a send and the receive that takes it do not fit"
 _NOT_YOURS = "signal no process, and end none, that you did not start"
 MAX_LINE = 300
 CELL = "your cell"
@@ -47,32 +48,18 @@ class CodePlace(NamedTuple):
 
 def label(file: str) -> str:
     """Return a file's name as a learner knows it: "your cell" for what a notebook's kernel wrote down."""
-    if _CELL_FILE.fullmatch(file):
-        return CELL
-    return short(file)
+    return CELL if _CELL_FILE.fullmatch(file) else short(file)
 
 
 def place_in(traceback: str, fn: Callable[..., Any]) -> CodePlace | None:
     """Return the innermost line of the learner's in a traceback or a stack, or None where there is none."""
     frames = [CodePlace(file, int(line), name, text or "") for file, line, name, text in _FRAME.findall(traceback)]
     entered = max((i for i, frame in enumerate(frames) if frame.file.endswith(_GUARD)), default=-1)
-    below = [frame for frame in frames[entered + 1 :] if not _is_library(frame.file)]
-    below = [
-        frame for frame in below if not _is_check(frame.file)
-    ] or below  # a model of the check may call, or be called
-    own = [frame for frame in frames if frame.file == file_of(fn)]
-    in_call = entered >= 0 and frames[entered].function == "call"
-    if in_call and below:
+    below = [frame for frame in frames[entered + 1 :] if owner_of(frame.file) == "user"]
+    below = [one for one in below if not _CHECKS.match(one.file)] or below  # a check's model may call, or be called
+    if entered >= 0 and frames[entered].function == "call" and below:
         return below[-1]
-    return own[-1] if own else None
-
-
-def _is_library(file: str) -> bool:
-    return owner_of(file) != "user"
-
-
-def _is_check(file: str) -> bool:
-    return os.path.basename(os.path.dirname(file)) == "checks" and file.startswith(_LESSONS)
+    return next((frame for frame in reversed(frames) if frame.file == file_of(fn)), None)
 
 
 def file_of(fn: Callable[..., Any]) -> str:
@@ -82,9 +69,6 @@ def file_of(fn: Callable[..., Any]) -> str:
     codes = (getattr(one, "__code__", None) for one in (inner, *vars(kind).values()))
     code = next((code for code in codes if code is not None), None)
     return str(getattr(fn, "file", None) or getattr(code, "co_filename", ""))
-
-
-_MISFIT = "a send and the receive that takes it do not fit"
 
 
 def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world_size: int) -> Fault:
@@ -97,7 +81,9 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
         return _hang(error, fn)
     misfit = messages_that_do_not_fit(str(error))
     if not error.failures:
-        return _stuck(error) if misfit is None else Fault("mismatch", misfit)
+        text = str(error).split("\n--- rank")[0].rstrip()  # calls that can never end, or that do not fit each other
+        is_deadlock = misfit is None and text.startswith("deadlock")
+        return Fault("deadlock" if is_deadlock else "mismatch", misfit or text)
     root = error.failures[0]
     by_itself = root.summary.startswith(("raised Refused", "raised NotYet", "exited", "closed", "returned"))
     if misfit is not None and not by_itself:  # the cause, whether a rank has come to an error of its own or not yet
@@ -107,8 +93,9 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
     where = f"\n  at {place}" if place else ""
     if (note := _NOTE.search(root.traceback)) is not None:
         where += f"\n  in call {note[1]}"
-    also = _explanation(str(error))
-    return _of_failure(root, place, who, where + (f"\n{also}" if also else ""))
+    for also in str(error).split("\n\n")[1:2]:  # what the recorded calls add, if anything
+        where += "" if also.startswith("---") else f"\n{also}"
+    return _of_failure(root, place, who, where)
 
 
 def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) -> Fault:
@@ -120,10 +107,9 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) ->
         return Fault(code, f"{who}{text}{where}")
     if _MEMORY.search(root.summary) or (summary.startswith("was killed") and _MEMORY.search(root.traceback)):
         return Fault("memory", f"{who}it asks for more memory than a check gives ({summary}){where}")
-    if summary.startswith("closed"):
-        return Fault("exited", f"{who}it {summary}{where}")
-    if summary.startswith("exited"):
-        advice = "" if place is not None and place.function == "<module>" else "; return from the function instead"
+    if summary.startswith(("closed", "exited")):
+        in_function = summary.startswith("exited") and (place is None or place.function != "<module>")
+        advice = "; return from the function instead" if in_function else ""
         return Fault("exited", f"{who}it {summary}{advice}{where}")
     if summary.startswith("ended with its fork server"):
         return Fault("killed", f"{who}the process that starts the ranks was killed while it ran; {_NOT_YOURS}{where}")
@@ -137,9 +123,8 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) ->
     words = f"\n  {meaning}" if meaning else ""
     if place is None and not root.is_noise:
         after = words or f"\n{_tail(root.traceback)}"
-        return Fault(
-            "returned", f"{who}what it returned, or left behind, could not be used: the check {summary}{after}"
-        )
+        text = f"{who}what it returned, or left behind, could not be used: the check {summary}{after}"
+        return Fault("returned", text)
     if root.is_noise:
         return Fault("raised", f"{who}it {summary} (another rank had gone){where}")
     return Fault("raised", f"{who}it {summary}{words}{where}")
@@ -147,10 +132,8 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) ->
 
 def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
     """Describe ranks that did not finish in time: who waits for whom, and each one's own line."""
-    text = str(error)
-    first, *rest = text.split("\n\n")
-    words = [part for part in rest if not part.startswith("---")][:1]
-    lines = [first, *words]
+    first, *rest = str(error).split("\n\n")
+    lines = [first, *[part for part in rest if not part.startswith("---")][:1]]
     for failure in error.failures:
         place = place_in(failure.traceback, fn)
         if place is not None:
@@ -158,12 +141,6 @@ def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
         elif failure.traceback.startswith("it "):
             lines.append(f"rank {failure.rank}: {failure.traceback}")
     return Fault("hang", "\n".join(lines))
-
-
-def _stuck(error: RankError) -> Fault:
-    """Describe calls that can never end, or that do not fit each other."""
-    text = str(error).split("\n--- rank")[0].rstrip()
-    return Fault("deadlock" if text.startswith("deadlock") else "mismatch", text)
 
 
 def messages_that_do_not_fit(text: str) -> str | None:
@@ -181,20 +158,10 @@ def messages_that_do_not_fit(text: str) -> str | None:
     return "\n".join([f"{_MISFIT}: {what}: {rule}", *lines])
 
 
-def _explanation(text: str) -> str:
-    """Return what the recorded calls add to a failure's text, if anything."""
-    parts = text.split("\n\n")
-    return parts[1] if len(parts) > 1 and not parts[1].startswith("---") else ""
-
-
 def in_plain_names(text: str, fn: Callable[..., Any]) -> str:
     """Name files in a message as the learner knows them: "your cell, line 8" for a file that the kernel made."""
-
-    def cell(found: re.Match[str]) -> str:
-        return f"{CELL}, line {found[2]}" if found[2] else CELL
-
     file = file_of(fn)
-    text = _CELL_FILE.sub(cell, well_formed(text))
+    text = _CELL_FILE.sub(lambda found: f"{CELL}, line {found[2]}" if found[2] else CELL, well_formed(text))
     return text.replace(f"{file}:", f"{label(file)}:") if file else text
 
 

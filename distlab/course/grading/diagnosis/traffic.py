@@ -53,18 +53,15 @@ def native_collectives(evidence: Evidence) -> tuple[str, ...]:
 
 def never_waited(evidence: Evidence, file: str) -> Call | None:
     """Return a call of the learner's file that its rank never waited for, a receive before others; or None."""
+
+    def is_made_there(call: Call) -> bool:  # what backward() calls by itself, as DDP does, C++ waits for
+        of_call, _, line = call.site.rpartition(":")
+        text = linecache.getline(file, int(line)) if line.isdecimal() else ""
+        return of_call == file and (".backward(" not in text or call.op in text)
+
     made = (call for rank in evidence.records.ranks for call in calls(evidence, rank))
-    unwaited = [call for call in made if not call.wait_ns and _is_made_in(file, call)]
+    unwaited = [call for call in made if not call.wait_ns and is_made_there(call)]
     return min(unwaited, key=lambda call: call.op != "recv", default=None)
-
-
-def _is_made_in(file: str, call: Call) -> bool:
-    """Whether a line of this file makes the call; what backward() calls by itself, as DDP does, C++ waits for."""
-    of_call, _, line = call.site.rpartition(":")
-    if of_call != file:
-        return False
-    text = linecache.getline(file, int(line)) if line.isdecimal() else ""
-    return ".backward(" not in text or call.op in text
 
 
 def in_megabytes(num_bytes: float) -> str:
@@ -95,5 +92,4 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
 
 def sent_line(evidence: Evidence, wanted_bytes: float, what: str) -> str:
     """Return a budget's line, such as "sent 3.0 MB a rank (a ring needs 3.0 MB)"."""
-    sent = most_sent(evidence)
-    return f"sent {in_megabytes(sent)} a rank ({what} needs {in_megabytes(wanted_bytes)})"
+    return f"sent {in_megabytes(most_sent(evidence))} a rank ({what} needs {in_megabytes(wanted_bytes)})"

@@ -114,10 +114,8 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
     if got.layout != want.layout:
         return Fault("layout", f"{what}: expected a {want.layout} tensor, got a {got.layout} one")
     if bool(got.isnan().any()) and not bool(want.isnan().any()):
-        count = int(got.isnan().sum())
-        return Fault(
-            "nan", f"{what} has {count} NaN of {got.numel()}: was it read before it was filled, or 0 divided by 0?"
-        )
+        text = f"{what} has {int(got.isnan().sum())} NaN of {got.numel()}"
+        return Fault("nan", f"{text}: was it read before it was filled, or 0 divided by 0?")
     return None
 
 
@@ -143,10 +141,8 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
 
 def equal(got: Tensor, want: Tensor) -> bool:
     """Whether two tensors of one shape are equal up to the tolerance of their dtype, relative to the largest value."""
-    if not got.is_floating_point():
+    if torch.equal(got, want) or not got.is_floating_point():
         return torch.equal(got, want)
-    if torch.equal(got, want):
-        return True
     finite = want[want.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(got, want, rtol=0.0, atol=tolerance_of(want.dtype) * max(scale, 1e-300), equal_nan=True)
@@ -215,7 +211,9 @@ def constant_ratio(got: Tensor, want: Tensor) -> float | None:
         return None
     tolerance = max(tolerance_of(got.dtype), 1e-9)
     fits = float((one - ratio * other).abs().max()) <= 10 * tolerance * float(one.abs().max())
-    return ratio if fits and (got.numel() > 1 or _is_simple(ratio)) else None
+    # One number's ratio tells something where it is a small whole number or its inverse.
+    is_simple = any(1.5 < abs(x) < 64.5 and abs(x - round(x)) < 1e-9 for x in (ratio, 1 / ratio))
+    return ratio if fits and (got.numel() > 1 or is_simple) else None
 
 
 def times_of(ratio: float) -> str:
@@ -224,11 +222,6 @@ def times_of(ratio: float) -> str:
         return f"{ratio:.4g} times what it should be (the sign is wrong)"
     factor, _ = apart(max(ratio, 1 / ratio), 1.0, digits=4)
     return f"{factor}x too {'large' if ratio > 1 else 'small'}"
-
-
-def _is_simple(ratio: float) -> bool:
-    """Whether one number's ratio tells anything: a small whole number or its inverse."""
-    return any(1.5 < abs(x) < 64.5 and abs(x - round(x)) < 1e-9 for x in (ratio, 1 / ratio))
 
 
 def _order(got: Tensor, want: Tensor) -> str | None:

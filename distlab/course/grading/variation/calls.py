@@ -11,7 +11,7 @@ import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,6 @@ from distlab.comm.launch.worker import environment
 from distlab.course.grading.cases import AFTER, RESULT, plain
 from distlab.course.grading.diagnosis.values import in_python_numbers, near
 from distlab.course.grading.variation.draw import IN_CALL, Keywords, Vary
-
-FIRST = "call 1"
-
-
-class _Held(NamedTuple):
-    """What a call was given and gave back, as it is in memory."""
-
-    result: Any
-    owned: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +57,14 @@ class DrawnCalls:
         After the last call, "later" says what each result is by then, and "moved" which arguments have changed since.
         """
         made: dict[str, dict[str, Any]] = {}
-        held: list[_Held] = []
-        for name, call, own in self.each(fn):
-            made[name] = call
-            held.append(own)
-        for call, own in zip(made.values(), held, strict=True):
-            now = _leaves(own.owned)
-            call["later"] = copied(own.result)
+        for name, call, result, owned in list(self.each(fn)):
+            now, made[name] = _leaves(owned), call
+            call["later"] = copied(result)
             call["moved"] = [name for name, old in call[AFTER].items() if name in now and not near(now[name], old)]
         return made
 
-    def each(self, fn: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any], _Held]]:
-        """Make one call after the other; yield its name, what came of it, and what is held in memory."""
+    def each(self, fn: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any], Any, dict[str, Any]]]:
+        """Make one call after the other; yield its name, what came of it, and its result and arguments in memory."""
         vary, groups, first = self.vary, dict[str, Any](), list[Any]()
         left: dict[str, str] = {}
         takes = self.reference if vary.use is None else functools.partial(vary.use, fn)
@@ -85,16 +72,12 @@ class DrawnCalls:
             fn = _watched(fn, self.reference, vary.scratch, left)
         numbers = range(vary.num_calls) if self.numbers is None else self.numbers
         for number in numbers:
-            draw = vary.draw(
-                self.seed, number, dist.get_rank(), dist.get_world_size(), functools.partial(_group_of, groups)
-            )
+            group_of = functools.partial(_group_of, groups)
+            draw = vary.draw(self.seed, number, dist.get_rank(), dist.get_world_size(), group_of)
             name, drawn = f"call {number + 1}", vary.arguments(draw)
             if drawn is None:
-                yield (
-                    name,
-                    {"words": "", RESULT: None, "before": {}, AFTER: {}, "state": [], "left": {}},
-                    _Held(None, {}),
-                )
+                nothing: dict[str, Any] = {"words": "", RESULT: None, "before": {}, AFTER: {}, "state": [], "left": {}}
+                yield name, nothing, None, {}
                 continue
             is_repeated = bool(first) and number == vary.num_calls - 1 and not left
             drawn, again = _as_before(first, drawn) if is_repeated else (drawn, "")
@@ -116,7 +99,7 @@ class DrawnCalls:
             changed = [name for name in old if old[name] != new.get(name) and name not in vary.any_state]
             call = {"words": words, RESULT: copied(result), "before": before, AFTER: _leaves(owned)}
             torch.set_grad_enabled(True)
-            yield name, {**call, "state": changed, "left": dict(left)}, _Held(result, owned)
+            yield name, {**call, "state": changed, "left": dict(left)}, result, owned
 
 
 def outcome(call: dict[str, Any]) -> Any:
@@ -175,7 +158,7 @@ def _as_before(first: Sequence[Any], drawn: Sequence[Any]) -> tuple[list[Any], s
         else:
             taken.append(new)
     is_again = any(one is not other for one, other in zip(taken, drawn, strict=True))
-    return taken, f" of {FIRST} with other tensors" if is_again else ""
+    return taken, " of call 1 with other tensors" if is_again else ""
 
 
 def _seed_all(seed: int) -> None:
@@ -241,10 +224,9 @@ def marks(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"the number of hooks on {name}", sum(map(len, hooks))
     elif isinstance(value, nn.Module):
         for path, module in value.named_modules():
-            of_module = [
-                each for key, each in vars(module).items() if key.endswith("_hooks") and isinstance(each, dict)
-            ]
-            yield f"the number of hooks on {name}{'.' * bool(path)}{path}", sum(map(len, of_module))
+            kept = {key: each for key, each in vars(module).items() if key.endswith("_hooks")}
+            count = sum(len(each) for each in kept.values() if isinstance(each, dict))
+            yield f"the number of hooks on {name}{'.' * bool(path)}{path}", count
         for path, tensor in value.named_parameters():
             yield from marks(f"{name}.{path}", tensor)
     elif isinstance(value, torch.optim.Optimizer):

@@ -65,7 +65,7 @@ class Vary:
     def draw(self, seed: int, call: int, rank: int, world_size: int, group_of: GroupOf | None = None) -> Draw:
         """Return the draw of one call."""
         like = 0 if call == self.num_calls - 1 else None
-        return Draw(seed, call, rank, world_size, like=like, group_of=group_of)
+        return Draw(seed, call, rank, world_size, like, group_of)
 
 
 class Draw:
@@ -82,14 +82,7 @@ class Draw:
     """
 
     def __init__(
-        self,
-        seed: int,
-        call: int,
-        rank: int,
-        world_size: int,
-        *,
-        like: int | None = None,
-        group_of: GroupOf | None = None,
+        self, seed: int, call: int, rank: int, world_size: int, like: int | None, group_of: GroupOf | None
     ) -> None:
         self.seed, self.call, self.rank, self.world_size = seed, call, rank, world_size
         self._form = call if like is None else like
@@ -99,7 +92,7 @@ class Draw:
         self._group_of = group_of
 
     def one_of(self, *options: T) -> T:
-        """Return one of the options: another one in each call, until all have been taken."""
+        """Return one of the options: a different one in each call, until all have been taken."""
         return self._in_turn(list(options), ())
 
     def _in_turn(self, options: list[T], not_first: Sequence[T]) -> T:
@@ -121,7 +114,7 @@ class Draw:
         return self._common.uniform(low, high)
 
     def own(self, low: int, high: int) -> int:
-        """Return a whole number from low to high, another one on each rank."""
+        """Return a whole number from low to high, a different one on each rank."""
         return self._own.randint(low, high)
 
     def dtype(self, *names: str) -> Any:
@@ -139,7 +132,7 @@ class Draw:
         return tuple(self.integer(1, 5) for _ in range(dims))
 
     def tensor(self, *shape: int, dtype: Any = None, strided: bool = False, same: bool = False) -> Any:
-        """Return a tensor of drawn numbers, another one on each rank and in each call.
+        """Return a tensor of drawn numbers, a different one on each rank and in each call.
 
         Args:
             shape: its sizes.
@@ -168,7 +161,7 @@ class Draw:
         return values
 
     def group(self) -> Any:
-        """Return None, or a group of some of the ranks; every rank is in one, and its rank there may be another."""
+        """Return None, or a group of some of the ranks; every rank is in one, and its rank there may differ."""
         kind = self.one_of("all", "some")
         if kind == "all" or self.world_size == 1:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from distlab.course.grading.agreement import cause_in
 from distlab.course.grading.cases import AFTER, RESULT
-from distlab.course.grading.causes.mend import mend_of, results_of
+from distlab.course.grading.causes.mend import mend_of
 from distlab.course.grading.diagnosis.traffic import calls as calls_of, in_megabytes, sent_bytes
 from distlab.course.grading.diagnosis.values import compare, is_telling, near
 from distlab.course.grading.exercise import SEEN, Evidence, Exercise, Fault
@@ -75,8 +76,10 @@ class _Drawn(NamedTuple):
         if isinstance(answered, Fault):
             if earlier := self._before(answered):
                 return earlier
-            is_nameless = is_wrong or answered.code in SEEN
-            return answered._replace(cause=self._mended(wanted)) if is_nameless else answered
+            if is_wrong or answered.code in SEEN:
+                cause = mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
+                return answered._replace(cause=cause)
+            return answered
         differences = _Differences(self.exercise, answered.results, wanted.results)
         fault = next(differences.found(), None)
         if fault is None:
@@ -84,7 +87,8 @@ class _Drawn(NamedTuple):
         in_place = all(call[RESULT] is None for made in wanted.results for call in made.values())
         if fault.code not in SEEN and not (in_place and fault.code == "argument changed"):
             return fault
-        cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks) or self._mended(wanted)
+        cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks)
+        cause = cause or mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
         if is_wrong and not cause:
             fault = next(differences.found(is_smallest_first=True))
         return fault._replace(cause=cause)
@@ -96,9 +100,6 @@ class _Drawn(NamedTuple):
         except (RuntimeError, OSError) as error:
             raise Unavailable(f"the reference itself failed with seed {calls.seed}: {error}") from error
         return Evidence(self.ranks.world_size, results, self.ranks.records())
-
-    def _mended(self, wanted: Evidence) -> str:
-        return mend_of(self.fn, self.exercise, self.calls, results_of(wanted.results), self.ranks)
 
     def _before(self, ended: Fault) -> Fault | None:
         """Return what is wrong in the calls before the one that ended the run, where its number is told."""
@@ -132,7 +133,10 @@ class _Differences:
 
     def in_results(self, *, is_smallest_first: bool = False) -> Iterator[Fault]:
         """Yield each call's first wrong result, with the call's arguments, and those of a call that is right."""
-        wrong = {call: found for call in self.wanted[0] if (found := self._first_wrong(call)) is not None}
+        wrong: dict[str, tuple[int, Fault]] = {}
+        for call, rank in itertools.product(self.wanted[0], range(self.n)):
+            if call not in wrong and (fault := self._in_result(call, rank)) is not None:
+                wrong[call] = rank, fault
         right = [call for call in self.wanted[0] if call not in wrong]
         order = sorted(wrong, key=lambda call: _size(self.wanted[0][call])) if is_smallest_first else [*wrong]
         for call in order:
@@ -141,20 +145,12 @@ class _Differences:
             also = f"; right for {self.name}({of_rank[right[0]]['words']})" if right and fault.code != "kept" else ""
             yield Fault(fault.code, f"{call}, {self.name}({of_rank[call]['words']}): {fault.message}{also}")
 
-    def _first_wrong(self, call: str) -> tuple[int, Fault] | None:
-        found = ((rank, self._in_result(call, rank)) for rank in range(self.n))
-        return next(((rank, fault) for rank, fault in found if fault is not None), None)
-
     def _in_result(self, call: str, rank: int) -> Fault | None:
         """Compare one call's result with the reference's, and say where else it comes from."""
         what = f"rank {rank}'s result" if self.n > 1 else "the result"
         mine, right = self.got[rank][call], self.wanted[rank][call]
-        fault = (
-            None
-            if near(mine[RESULT], right[RESULT], self.scale)
-            else compare(mine[RESULT], right[RESULT], what, self.n)
-        )
-        if fault is None:
+        is_right = near(mine[RESULT], right[RESULT], self.scale)
+        if is_right or (fault := compare(mine[RESULT], right[RESULT], what, self.n)) is None:
             if near(mine["later"], right["later"], self.scale):
                 return None
             text = f"{what} was right at first, but a later call changed it: both calls return the same memory"
@@ -181,10 +177,8 @@ class _Differences:
                     text = f"{text}; leave that as it is, or work on {owner}.detach()"
                 yield Fault("argument changed", text)
                 return
-            if near(got[name], want[name], self.scale):
-                continue
-            fault = compare(got[name], want[name], f"{whose}{name} afterwards")
-            if fault is None:
+            is_right = near(got[name], want[name], self.scale)
+            if is_right or (fault := compare(got[name], want[name], f"{whose}{name} afterwards")) is None:
                 continue
             message = fault.message.replace(" (is a return missing?)", "")
             if name in before and near(want[name], before[name]):

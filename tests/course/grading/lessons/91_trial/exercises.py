@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from distlab_lesson_91 import solutions
 
 from distlab.course.grading import Evidence, Exercise, Fault, Mutant
 from distlab.course.grading.diagnosis.faults import each_rank, found
@@ -56,43 +56,22 @@ def judge_double(evidence: Evidence) -> Iterator[Fault]:
 
 HINTS = ("Which operation adds?", "Divide by what?", "Clone, all_reduce, divide by world_size.")
 SUM = Mutant("sum", "sum not mean", "divide by world_size", 3, 9).edit("total / dist.get_world_size()", "total")
-EXERCISES = (
-    Exercise(
-        name="91.mean",
-        title="the mean of all ranks' tensors",
-        minutes=5,
-        difficulty=1,
-        source="solutions:mean",
-        drive=drive_mean,
-        judge=judge_mean,
-        imports=("import torch", "import torch.distributed as dist"),
-        hints=HINTS,
-        timeout_s=20.0,
-        budget=budget_mean,
-        mutants=(SUM,),
-    ),
-    Exercise(
-        name="91.double",
-        title="every value times two",
-        minutes=2,
-        difficulty=1,
-        source="solutions:double",
-        drive=drive_double,
-        judge=judge_double,
-        hints=HINTS,
-        worlds=(1,),
-    ),
-    Exercise(
-        name="91.repair",
-        title="repair the mean",
-        minutes=4,
-        difficulty=2,
-        source="solutions:mean",
-        drive=drive_mean,
-        judge=judge_mean,
-        hints=HINTS,
-        broken="sum",
-        mutants=(SUM,),
-    ),
+MEAN = Exercise(
+    name="91.mean",
+    title="the mean of all ranks' tensors",
+    minutes=5,
+    difficulty=1,
+    source="solutions:mean",
+    drive=drive_mean,
+    judge=judge_mean,
+    imports=("import torch", "import torch.distributed as dist"),
+    hints=HINTS,
+    budget=budget_mean,
+    mutants=(SUM,),
 )
-assert solutions.mean is not None
+DOUBLE = Exercise("91.double", "every value times two", 2, 1, "solutions:double", drive_double, judge_double)
+EXERCISES = (
+    MEAN,
+    replace(DOUBLE, hints=HINTS, worlds=(1,)),
+    replace(MEAN, name="91.repair", title="repair the mean", minutes=4, difficulty=2, budget=None, broken="sum"),
+)
