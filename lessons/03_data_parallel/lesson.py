@@ -1140,9 +1140,9 @@ for weights_of in (mean_of_means, token_weights):
 
 # %% [markdown]
 # Part of the first error is rank 2: it had no gradient, and was counted as zero. In the second run rank 2 took part as
-# well: it all-reduced its 0, and `average_gradients` counted its missing gradients as zeros. DDP needs more help: a rank
-# that runs no backward starts no bucket, and the others wait forever. Let it run any micro-batch with weight 0, or use
-# `torch.distributed.algorithms.Join`, which answers in its place.
+# well: it all-reduced its 0, and `average_gradients` counted its missing gradients as zeros. DDP needs more help: a
+# rank that runs no backward starts no bucket, and the others wait forever. Let it run any micro-batch with weight 0, or
+# use `torch.distributed.algorithms.Join`, which answers in its place.
 
 # %% [markdown]
 # ## Popular claims, tested

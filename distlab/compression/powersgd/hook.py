@@ -152,7 +152,7 @@ class PowerSGD:
             if size is not None and size != room:
                 raise ValueError(
                     f"rank {dist.get_rank(group)}: the state that was loaded holds {size} numbers where bucket "
-                    f"{bucket.index} needs {room}; it was saved from a different model or other bucket sizes: use the same"
+                    f"{bucket.index} needs {room}; build the model and the buckets that were saved"
                 )
         self._loaded.pop(bucket.index, None)
         memory = ErrorMemory(layout, bucket.buffer, self.error_feedback)
