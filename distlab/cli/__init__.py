@@ -2,7 +2,7 @@
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
 Rooms: `measure` (this machine and what runs on it), `predict` (no rank is started), `course` (lessons, labs, grades).
-All use `arguments` (numbers, paths, scripts); some show `progress`.
+All use `arguments` (numbers, paths, scripts).
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -54,14 +53,16 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\n{exercise.name}  {'Wrong, as above.' if again else report}", flush=True)
     passed = sum(report.passed for report in reports)
     if arguments.json:
-        print(json.dumps(_as_dict(lesson, impl, notes, reports), indent=2))
+        said = {"schema": SCHEMA, "lesson": lesson.number, "title": lesson.title, "impl": impl, "notes": [*notes]}
+        said |= {"passed": passed, "total": len(reports), "reports": [report.as_dict() for report in reports]}
+        print(json.dumps(said, indent=2))
     else:
         print("\n".join([f"\n{passed} of {len(reports)} exercises right.", *filter(None, dict.fromkeys(told))]))
     return 0 if passed == len(reports) else 1
 
 
 def _saved(path: Path) -> str:
-    """Say when a notebook was saved: what stands in the browser since then is not checked."""
+    """Say when a notebook was last saved. Later changes in the browser are not checked."""
     if path.suffix != ".ipynb" or not path.is_file():
         return ""
     return f", saved at {datetime.fromtimestamp(path.stat().st_mtime):%H:%M:%S} (save again to check what you see now)"
@@ -80,16 +81,3 @@ def _chosen(lesson: Lesson, name: str, exercise: str | None) -> tuple[Exercise, 
     if number and number.zfill(2) != lesson.number:
         raise ValueError(f"exercise {asked} is not of lesson {lesson.number}")
     return (lesson.exercise(f"{lesson.number}.{topic}"),)
-
-
-def _as_dict(lesson: Lesson, impl: str, notes: Sequence[str], reports: Sequence[Report]) -> dict[str, object]:
-    return {
-        "schema": SCHEMA,
-        "lesson": lesson.number,
-        "title": lesson.title,
-        "impl": impl,
-        "notes": list(notes),
-        "passed": sum(report.passed for report in reports),
-        "total": len(reports),
-        "reports": [report.as_dict() for report in reports],
-    }
