@@ -38,16 +38,6 @@ OWN_PAPER = f"""(image) => {{ {COLOURS}
 }}"""
 
 
-@pytest.fixture(scope="module")
-def notebook(open_cells):
-    with open_cells("panels", [*speed.CELLS[:3], *speed.DEGREES]) as opened:
-        opened.run_all()
-        opened.page.locator(".distlab-picture img").nth(1).wait_for()
-        yield opened
-        assert opened.trouble() == []
-        assert opened.console == []
-
-
 @pytest.fixture
 def low(notebook):
     """The page in a low window."""
@@ -103,9 +93,7 @@ def test_words_of_panels_and_timelines_have_contrast(page):
 
 
 def test_row_names_on_canvases_have_contrast(page, notebook, shots):
-    canvases = page.locator(".distlab-timeline canvas")
-    assert canvases.count() == 1
-    for place, canvas in enumerate(canvases.all()):
+    for place, canvas in enumerate(page.locator(".distlab-timeline canvas").all()[:1]):
         canvas.scroll_into_view_if_needed()
         sharp = "(canvas) => canvas.dataset.sharp === 'true'"
         page.wait_for_function(sharp, arg=canvas.element_handle(), timeout=60_000)
@@ -130,3 +118,27 @@ def test_the_measure_finds_faint_words(notebook):
         assert notebook.page.evaluate(FAINT_WORDS, [".distlab-picture", LEAST_CONTRAST])[1]
     finally:
         late.evaluate("(style) => style.remove()")
+
+
+SEEN = """(image) => [image.alt, image.complete && image.naturalWidth > 0, image.getBoundingClientRect().width]"""
+
+
+def test_a_shown_picture_is_seen_on_a_dark_page_and_a_narrow_one_scrolls_it(notebook, shots):
+    page, images = notebook.page, notebook.page.locator(".distlab-scrolls > img")
+    for place, alt in ((0, "4 ranks = data (4)"), (1, "4 ranks = data (2) x tensor (2)")):
+        images.nth(place).scroll_into_view_if_needed()
+        page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+        try:
+            assert images.nth(place).evaluate(SEEN)[:2] == [alt, True]
+            notebook.shoot(shots / f"dark_{place}.png")
+        finally:
+            page.evaluate("document.body.dataset.jpThemeLight = 'true'")
+    usual, image = page.viewport_size, images.first
+    page.set_viewport_size({"width": 700, "height": 900})
+    image.scroll_into_view_if_needed()
+    notebook.shoot(shots / "narrow.png")
+    assert image.evaluate(SEEN)[2] == pytest.approx(796, abs=2)
+    room = image.evaluate("(image) => image.parentElement.clientWidth")
+    assert room < 700
+    assert image.evaluate("(image) => image.parentElement.scrollWidth") > room
+    page.set_viewport_size(usual)

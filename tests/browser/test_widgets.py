@@ -3,36 +3,6 @@
 import pytest
 import speed
 
-SLOW = """
-import time
-drawn = []
-def slow(size):
-    time.sleep(0.25)
-    drawn.append(size)
-    figure, text = draw(2, 3)
-    return figure, f"size {size}"
-busy = Panel(slow, size=ipywidgets.IntSlider(0, min=0, max=40)); busy
-"""
-FAILING = """
-def sometimes(ranks):
-    if ranks == 3:
-        raise ValueError("12 layers cannot fill 3 stages")
-    return draw(ranks, 3)
-failing = Panel(sometimes, ranks=ipywidgets.IntSlider(2, min=1, max=4)); failing
-"""
-EDITOR = "from simulator.viz import schedule_editor\neditor = schedule_editor(); editor"
-
-
-@pytest.fixture(scope="module")
-def notebook(open_cells):
-    with open_cells("widgets", [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *speed.DEGREES]) as opened:
-        opened.run_all()
-        opened.page.locator(".distlab-picture img").nth(2).wait_for()
-        yield opened
-        assert opened.trouble() == []
-        assert opened.console == []
-        assert opened.offsite == []
-
 
 def picture(page, place):
     return page.locator(".distlab-picture").nth(place)
@@ -208,21 +178,6 @@ def test_columns_say_their_share_and_a_narrow_view_has_boxes(notebook):
     assert found.evaluate("(canvas) => canvas.dataset.form") == "boxes"
     assert 1000 < int(found.evaluate("(canvas) => canvas.dataset.count")) < 4000
     after(page, found, lambda: notebook.execute("many.view = (0, many.limit_s)"))
-
-
-def test_both_themes_are_readable(notebook, shots):
-    page = notebook.page
-    change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
-    inks = []
-    for theme in ("JupyterLab Dark", "JupyterLab Light"):
-        page.evaluate(change, theme)
-        page.wait_for_function(f"() => document.body.dataset.jpThemeName === {theme!r}")
-        page.wait_for_timeout(500)
-        for place in (0, 1):
-            canvas(page, place)
-            notebook.shoot(shots / f"{theme.split()[1].lower()}-{place}.png")
-        inks.append(page.locator(".distlab-timeline").first.evaluate("(figure) => getComputedStyle(figure).color"))
-    assert inks[0] != inks[1]
 
 
 def test_colours_that_arrive_after_the_name_of_their_theme_are_drawn(notebook):

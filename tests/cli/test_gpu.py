@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,42 +124,6 @@ def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path
     (tmp_path / "gpu.json").write_text("[1, 2]")
     assert gpu(tmp_path) == 2
     assert "is not what this command writes; pass a different folder" in capsys.readouterr().err
-
-
-def test_the_running_part_ends_with_the_command(tmp_path):
-    token = f"DISTLAB_TEST={uuid.uuid4().hex}"
-    environment = (
-        os.environ
-        | dict([token.split("=")])
-        | {"PYTHONPATH": f"{Path(__file__).parent}:{run.ROOT}/benchmarks:{run.ROOT}"}
-    )
-    code = (
-        "from pathlib import Path; from gpu import command, run; from gpu.job import Job, Part\n"
-        "with command._ended_by_signals():\n"
-        "    run.run_part(Part('hang', 99, 'fake_part', 'hang'), Job('cpu', 0, 99.0, Path('.')))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
-    found = tmp_path / "parts" / "hang.jsonl"
-    deadline = time.monotonic() + 60
-    while not (found.exists() and found.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    marks = [
-        dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry).get(run.MARK.encode())
-        for path in Path("/proc").glob("[0-9]*/environ")
-        if token.encode() in (block := _bytes(path))
-    ]
-    marks = {mark.decode() for mark in marks if mark}
-    assert len(marks) == 1
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) != 0
-    assert not run.marked(marks.pop())
-
-
-def _bytes(path):
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def test_without_a_gpu_it_says_what_it_would_run_and_loads_every_part(monkeypatch, capsys, tmp_path):

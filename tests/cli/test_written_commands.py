@@ -76,17 +76,14 @@ def test_the_texts_have_commands_of_each_kind():
     assert {command.split()[1] for command in examples() if command.startswith("distlab")} >= {"lab", "lesson", "check"}
     assert len([command for command in examples() if "--impl mine" in command]) >= 11
     assert any(command.startswith("torchrun") for command in examples())
+    usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", ["distlab labs 03", "distlab lab 03 --rank 4", "distlab lesson begin"])
 def test_a_wrong_command_is_refused(command):
     with pytest.raises(SystemExit):
         take(command)
-
-
-def test_every_usage_in_the_readme_names_a_command():
-    usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
 
 
 def test_the_readme_says_how_to_reach_the_commands():

@@ -95,21 +95,19 @@ def processes_of_grading() -> list[str]:
 
 
 def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
-    """One class: a wrong answer, two that attack their check, none, two files, and what cannot be read."""
+    """One class: a wrong answer, two that attack their check, none, and two files."""
     wrong = GOOD.replace("total / dist.get_world_size()", "total")
     folder = hand_in(here / "class", bob=wrong, mallory=WRITES, zoe=KILLS + RIGHT)
     hand_in(folder / "two", one=GOOD, other=GOOD)
-    (folder / "nb.ipynb").write_text('{"cells": [')
     (folder / "gone.py").symlink_to("nowhere.py")
     os.mkfifo(folder / "pipe.py")
     assert main(["grade", "91", str(folder), "--jobs", "2"]) == 1
     said = capsys.readouterr().out
     out = here / "grades" / "91_trial"
     rows = {row["student"]: row for row in csv.DictReader((out / "grades.csv").open())}
-    assert list(rows) == ["bob", "gone", "mallory", "nb", "pipe", "two", "zoe"]
+    assert list(rows) == ["bob", "gone", "mallory", "pipe", "two", "zoe"]
     assert {rows[name]["91.mean"] for name in ("gone", "pipe")} == {"not attempted"}
-    assert {rows[name]["91.double"] for name in ("nb", "two")} == {"stopped"}
-    assert rows["nb"]["stopped"].startswith("nb.ipynb is not a notebook, or it is damaged")
+    assert rows["two"]["91.double"] == "stopped"
     assert rows["two"]["stopped"].startswith("several files to grade (one.py, other.py); name the right one 91_trial")
     assert (rows["bob"]["91.mean"], rows["bob"]["91.mean fault"]) == ("wrong", "sum not mean")
     assert (rows["bob"]["91.double"], rows["zoe"]["91.double"]) == ("passed", "passed")
@@ -124,14 +122,14 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert "(kept)" not in said
 
     before = {grade["student"]: grade for grade in json.loads((out / "grades.json").read_text())}
-    hand_in(folder, bob=GOOD)
+    hand_in(folder, bob="")
     (out / "results" / "gone.json").write_text("[")  # damaged: graded anew
     assert main(["grade", "91", str(folder)]) == 1
     after = {grade["student"]: grade for grade in json.loads((out / "grades.json").read_text())}
-    assert after.pop("bob")["points"] == 4
+    assert after.pop("bob")["stopped"] == "bob.py is empty"
     assert after == {name: grade for name, grade in before.items() if name != "bob"}
     kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "(kept)" in line]
-    assert sorted(kept) == ["mallory", "nb", "pipe", "zoe"]
+    assert sorted(kept) == ["mallory", "pipe", "zoe"]
 
 
 def test_a_user_starts_no_more_processes_than_allowed():

