@@ -32,6 +32,7 @@ class Settings(GPTSettings):
     Attributes:
         updates: of each way.
         samples: in a batch; every rank has the same ones.
+        hidden: hidden size of the model.
         heads: attention heads; must divide the hidden size, and the number of ranks must divide them.
         layers: blocks of the model; at least as many as there are ranks.
         context: tokens in a sample; the number of ranks must divide them.

@@ -167,12 +167,9 @@ def test_every_part_runs_small_with_nothing_but_torch_numpy_cloudpickle_and_matp
     assert not [row["claim"] for row in rows if row["holds"] is False]
 
 
-def test_an_installed_package_says_that_it_needs_its_checkout(monkeypatch, capsys, tmp_path):
+def test_an_installed_package_says_that_it_needs_its_checkout(monkeypatch, refused, tmp_path):
     monkeypatch.setattr("distlab.cli.measure.gpu.NEEDED", (tmp_path / "benchmarks" / "gpu",))
-    assert main(["gpu"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "clone the repository and run `python -m distlab gpu` in it" in said
+    assert "clone the repository and run `python -m distlab gpu` in it" in refused("gpu")
 
 
 def test_the_list_has_every_part_in_the_order_of_worth(capsys):
@@ -188,20 +185,13 @@ DEAD = replace(GOOD, usable=0)
 
 REFUSED = [
     (NO_GPU, "no driver of NVIDIA is loaded"),
-    (replace(NO_GPU, driver="580.1"), "it knows no GPU"),
     (replace(GOOD, torch="2.9.1"), "distlab needs 2.11 or newer"),
     (replace(DEAD, visible=""), "CUDA_VISIBLE_DEVICES is '', which hides every GPU; unset it"),
-    (replace(DEAD, visible="7"), "CUDA_VISIBLE_DEVICES is '7', and torch finds none of these"),
     (replace(DEAD, torch="2.13.0+cpu", torch_cuda=None), "is built without CUDA; install a build"),
     (replace(DEAD, driver="470.5", driver_cuda="11.4"), "supports CUDA 11.4, and torch 2.13.0 is built"),
     (replace(DEAD, error="The NVIDIA driver on your system is too old"), "install a newer driver"),
     (replace(GOOD, gpus=(replace(H100, mode="Prohibited"),)), "in compute mode Prohibited"),
-    (
-        replace(DEAD, gpus=(replace(H100, mode="Exclusive_Process"),), error="all CUDA-capable devices are busy"),
-        "in compute mode Exclusive_Process, and no process of ours may use it",
-    ),
     (replace(GOOD, gpus=(replace(H100, free_bytes=GIB),)), "has 1.0 GiB of 80.0 GiB free"),
-    (replace(DEAD, gpus=(replace(H100, free_bytes=0),)), "0.0 GiB of 80.0 GiB free"),
     (replace(GOOD, gpus=(replace(H100, free_bytes=GIB), H100), usable=2), "or set CUDA_VISIBLE_DEVICES=1"),
     (replace(DEAD, error="CUDA error:\n unknown"), "torch sees no GPU: CUDA error: unknown"),
 ]
@@ -238,8 +228,6 @@ def test_what_disturbs_a_run_is_said_once_and_told_to_the_parts(card, words, tmp
 MISTAKES = {
     "an unknown part": (["--only", "perpetual_motion"], f"choose from machine, plans, {PARTS[2].name}"),
     "no minutes": (["--minutes", "0"], "is not a positive number"),
-    "negative minutes": (["--minutes", "-3"], "is not a positive number"),
-    "minutes in words": (["--minutes", "ten"], "is not a positive number"),
     "a file as folder": (["--out", __file__], "expected the path of a folder"),
     "a folder in a file": (["--out", f"{__file__}/a"], "cannot be written"),
 }
