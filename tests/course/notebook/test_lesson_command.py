@@ -144,6 +144,7 @@ def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
         assert lab.gone_after(signal.SIGINT) < 5
 
 
+@pytest.mark.timeout(300)  # a server, a terminal and a kernel begin: a busy machine takes minutes
 def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
     """It begins with a damaged copy and a port that is taken, and ends with a kernel that is stopped."""
     work = tmp_path / "work"

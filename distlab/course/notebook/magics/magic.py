@@ -217,7 +217,7 @@ def last_records() -> Records:
     """
     from IPython import get_ipython
 
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     magics = None if shell is None else shell.magics_manager.registry.get("RanksMagics")
     if magics is None or magics.records is None:
         raise RuntimeError("no records: run a %%ranks cell first")
