@@ -46,7 +46,7 @@ SHOWN = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     """One notebook with panels, timelines and pictures, for all tests; each leaves it as it was."""
     home = tmp_path_factory.mktemp("lab")

@@ -73,12 +73,15 @@ def is_alive(pid):
     return True
 
 
-def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
+def test_the_names_of_lessons_are_there_and_your_own_are_kept(notebook):
     names = "torch dist run Ranks recorded check NotYet show predict hint solution last_records"
     assert notebook.lines(f"print([name for name in {names.split()} if name not in globals()])") == ["[]"]
     notebook.cell("run = 'mine'\n%reload_ext distlab.course.notebook")
     assert notebook.lines("print(run)") == ["mine"]
     notebook.cell("from distlab.comm import run")
+
+
+def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
     ranks = "[rank 0] rank 0", "[rank 1] rank 1", "[rank 2] rank 2"
     assert notebook.lines("%%ranks 3\nx, y = torch.tensor([rank]), 0\nprint('rank', rank)") == [*ranks]
     before = pids(notebook)
