@@ -75,7 +75,7 @@ def grade_all(
         data = one.path.read_bytes() if one.path else b""
         key = "/".join((version(), code.hexdigest()[:16], hashlib.sha256(data).hexdigest(), str(seed)))
         kept = results / f"{one.student}.json"
-        with contextlib.suppress(OSError, ValueError):  # none is there, or it is damaged
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none is there, or it is damaged
             if (found := json.loads(kept.read_text(encoding="utf-8")))["key"] == key and not one.problem:
                 return grade_of(one, lesson, found["lines"], ""), False
         lines, stopped = list[dict[str, Any]](), one.problem

@@ -138,11 +138,3 @@ def test_a_trace_leaves_files_of_every_rank_and_a_picture(lab, tmp_path):
     assert len(both["predicted"])
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "times are longer than without --trace" in done.stdout
-
-
-def test_a_lab_runs_where_pictures_and_notebooks_are_missing(lab, tmp_path):
-    hidden = ("matplotlib", "IPython", "ipywidgets", "anywidget", "jupyterlab")
-    done = lab("02", 2, "--trace", str(tmp_path / "t"), hidden=hidden)
-    assert done.status == 0, done.stdout
-    assert "There is no timeline.png: matplotlib is not installed" in done.stdout
-    assert load_folder(tmp_path / "t").ranks == (0, 1)
