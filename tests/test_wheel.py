@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import setuptools.build_meta as backend, sys; backend.build_wheel(sys.argv[1])"
-NOT_NEEDED = ("tests/", "benchmarks/", "assets/", "tools/")
+NOT_NEEDED = ("tests/", "benchmarks/", "assets/", "tools/", "docs/")
 
 
 @pytest.fixture(scope="module")

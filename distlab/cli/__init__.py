@@ -2,7 +2,7 @@
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
 Rooms: `measure` (this machine and what runs on it), `predict` (no rank is started), `course` (lessons, labs, grades).
-All use `arguments` (numbers, paths, scripts); some show `progress`.
+All use `arguments` (numbers, paths, scripts).
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = COMMANDS[arguments.command].main(arguments)
         return status
     except (ValueError, OSError) as error:
-        print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+        said = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.strerror:
+            said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"{prog}: {said}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("distlab", "simulator"):
@@ -82,9 +85,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split())

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,51 +17,35 @@ from torch.nn.utils import parameters_to_vector
 
 from distlab.collectives import RingAllReduce
 from distlab.comm import Records
-from distlab.course.lab import CommonSettings, Lab, flag, main
-from distlab.data import ByteCorpus, python_documentation, read_text
+from distlab.course.lab import GPTSettings, Lab, flag, main
+from distlab.data import ByteCorpus
 from distlab.data_parallel import DataParallel
 from distlab.data_parallel.steps import FlatBucket, in_buckets, trainable
 from distlab.measure import Round, fit_cluster, measure_round, median_round, workload_from_module
-from distlab.models import GPT, GPTConfig
+from distlab.models import GPT
 from distlab.plan import Plan, Workload
 from simulator import Step, simulate
 
 UPDATES, TOLERANCE = 10, 1e-5  # fp32, SGD with momentum
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
-CONTEXT = 64  # bytes in a sample
 Batch = tuple[Tensor, Tensor]
 Synchronize = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
-class Settings(CommonSettings):
+class Settings(GPTSettings):
     """Train a small GPT: gradients averaged one by one, flat, in buckets, during backward, and by two libraries.
 
     Attributes:
         steps: timed steps of each way; all take turns, and the median counts.
-        samples: samples in a rank's batch.
-        hidden: hidden size of the model, a multiple of 4.
-        layers: blocks of the model.
         bucket_bytes: capacity of a gradient bucket.
         all_reduce: how DataParallel averages a bucket: torch's all_reduce, or the library's own ring.
-        data: a text file to train on instead of Python's documentation.
     """
 
     steps: int = flag(12, least=1)
-    samples: int = flag(4, least=1)
     hidden: int = flag(128, least=4)
-    layers: int = flag(4, least=1)
     bucket_bytes: int = flag(250_000, least=1, size=True)
     all_reduce: Literal["native", "ring"] = "native"
-    data: Path | None = None
-
-    def __post_init__(self) -> None:
-        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
-
-    @property
-    def model(self) -> GPTConfig:
-        """Sizes of the GPT."""
-        return GPTConfig(context=CONTEXT, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
 
 
 @dataclass
@@ -120,8 +103,7 @@ class Trainer:
 
 def run(lab: Lab[Settings]) -> None:
     """Train in one process, then with every rung; then time those that are right."""
-    data = lab.settings.data
-    corpus = ByteCorpus(python_documentation() if data is None else read_text(data, CONTEXT), CONTEXT)
+    corpus = lab.settings.corpus()
     wanted = train_alone(lab, corpus)
     broadcast = lab.function("03.broadcast")
     right = [trainer for rung in ladder(lab) if (trainer := train(lab, corpus, rung, broadcast, wanted)) is not None]
@@ -268,7 +250,7 @@ def report_times(lab: Lab[Settings], alone: Trainer, right: list[Trainer], measu
         for rung in (trainer.rung for trainer in right if trainer.rung.name == "overlap"):
             lab.mark_step(*rung.window_ns)
         return
-    tokens = torch.zeros(settings.samples, CONTEXT, dtype=torch.int64, device=lab.member.device)
+    tokens = torch.zeros(settings.samples, settings.model.context, dtype=torch.int64, device=lab.member.device)
     model, samples = alone.model, settings.samples
     workload = workload_from_module(
         model, lambda: GPT.loss(model(tokens), tokens), optimizer=alone.optimizer, samples=samples, name="small GPT"

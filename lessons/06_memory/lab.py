@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.course.lab import CommonSettings, Lab, flag, main
-from distlab.data import ByteCorpus, python_documentation, read_text
+from distlab.course.lab import GPTSettings, Lab, flag, main
+from distlab.data import ByteCorpus
 from distlab.measure import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Precision
@@ -25,36 +24,31 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Settings(CommonSettings):
+class Settings(GPTSettings):
     """Train a small GPT in several ways, each from the same start: memory at the peak, loss and time.
 
     Attributes:
         updates: of each way.
         samples: samples in a rank's batch, a multiple of parts.
         parts: micro-batches that a batch is cut into where it is accumulated.
-        hidden: hidden size of the model, a multiple of 4.
-        layers: blocks of the model.
         context: bytes in a sample.
-        data: a text file to train on instead of Python's documentation.
     """
 
     updates: int = flag(20, least=5)
     samples: int = flag(16, least=2)
     parts: int = flag(4, least=1)
     hidden: int = flag(128, least=4)
-    layers: int = flag(4, least=1)
     context: int = flag(64, least=1)
-    data: Path | None = None
 
     def __post_init__(self) -> None:
-        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
+        super().__post_init__()
         if self.samples % self.parts:
             raise ValueError(f"{self.samples} samples in {self.parts} parts; pass a number of parts that divides them")
 
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
-        return GPTConfig(context=self.context, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
+        return replace(super().model, context=self.context)
 
 
 class Recomputed(nn.Module):
@@ -92,8 +86,7 @@ class Way:
 def run(lab: Lab[Settings]) -> None:
     """Train in every way; report the peak, what must hold between them, and the time of an update."""
     settings = lab.settings
-    text = python_documentation() if settings.data is None else read_text(settings.data, settings.context)
-    corpus = ByteCorpus(text, settings.context)
+    corpus = settings.corpus()
     _report_counts(lab)
     peaks: dict[str, dict[str, int]] = {}
     losses: dict[str, list[float]] = {}

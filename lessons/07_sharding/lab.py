@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.blocks.clip import clip_gradients_
-from distlab.course.lab import CommonSettings, Lab, flag, main
-from distlab.data import ByteCorpus, python_documentation, read_text
+from distlab.course.lab import GPTSettings, Lab, flag, main
+from distlab.data import ByteCorpus
 from distlab.data_parallel import DataParallel
 from distlab.models import GPT, GPTConfig
 from distlab.sharding import FullyShard, ShardedOptimizer, scatter_sum
@@ -24,34 +23,24 @@ Update = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Settings(CommonSettings):
+class Settings(GPTSettings):
     """Train a small GPT with ZeRO-1, 2, 3 and your own functions; then run your units forward and backward.
 
     Attributes:
         updates: of each way.
-        samples: samples in a rank's batch.
-        hidden: hidden size of the model, a multiple of 4.
         layers: blocks of the model, each a unit.
         width: a unit of the second part has width x width parameters.
         units: units of the second part.
-        data: a text file to train on instead of Python's documentation.
     """
 
     updates: int = flag(10, least=3)
-    samples: int = flag(4, least=1)
-    hidden: int = flag(64, least=4)
-    layers: int = flag(4, least=1)
     width: int = flag(240, least=12)
     units: int = flag(6, least=2)
-    data: Path | None = None
-
-    def __post_init__(self) -> None:
-        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
 
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
-        return GPTConfig(context=32, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
+        return replace(super().model, context=32)
 
 
 @dataclass
@@ -72,8 +61,7 @@ class Way:
 def run(lab: Lab[Settings]) -> None:
     """Train with every way, then run units with the learner's functions."""
     settings = lab.settings
-    text = python_documentation() if settings.data is None else read_text(settings.data, settings.model.context)
-    corpus = ByteCorpus(text, settings.model.context)
+    corpus = settings.corpus()
     wanted: list[float] = []
     for way in ways(lab):
         losses = train(lab, corpus, way)

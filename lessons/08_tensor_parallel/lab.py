@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -13,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.course.lab import CommonSettings, Lab, flag, main
-from distlab.data import ByteCorpus, python_documentation, read_text
+from distlab.course.lab import GPTSettings, Lab, flag, main
 from distlab.grading import load_lesson
 from distlab.measure import TrainingRun, time_training, windows_of
 from distlab.models import GPT, GPTConfig
@@ -28,7 +26,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 
 @dataclass(frozen=True)
-class Settings(CommonSettings):
+class Settings(GPTSettings):
     """Train a small GPT cut over ranks in several ways, with the library's layers and with your own functions.
 
     Attributes:
@@ -38,19 +36,13 @@ class Settings(CommonSettings):
         heads: attention heads; must divide the hidden size, and the number of ranks must divide them.
         layers: blocks of the model; at least as many as there are ranks.
         context: tokens in a sample; the number of ranks must divide them.
-        data: a text file to train on instead of Python's documentation.
     """
 
     updates: int = flag(6, least=3)
-    samples: int = flag(4, least=1)
     hidden: int = flag(96, least=4)
     heads: int = flag(24, least=1)
     layers: int = flag(8, least=1)
     context: int = flag(48, least=4)
-    data: Path | None = None
-
-    def __post_init__(self) -> None:
-        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse what cannot be cut into so many parts."""
@@ -88,8 +80,7 @@ class Way(NamedTuple):
 def run(lab: Lab[Settings]) -> None:
     """Train in every way; then time windows of steps between calibrations."""
     settings = lab.settings
-    text = python_documentation() if settings.data is None else read_text(settings.data, settings.context)
-    corpus = ByteCorpus(text, settings.context)
+    corpus = settings.corpus()
     batches = [corpus.batch(number, settings.samples) for number in range(settings.updates)]
     device = lab.member.device
     pairs = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.course.lab import CommonSettings, Lab, flag, main
-from distlab.data import ByteCorpus, python_documentation, read_text
+from distlab.course.lab import GPTSettings, Lab, flag, main
 from distlab.measure import TrainingRun, measure_messages, time_training, windows_of
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
@@ -38,7 +37,7 @@ ALL = ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "interleaved_zer
 
 
 @dataclass(frozen=True)
-class Settings(CommonSettings):
+class Settings(GPTSettings):
     """Train a small GPT as a pipeline by every schedule, or by one, or by your own order of actions.
 
     Attributes:
@@ -46,21 +45,17 @@ class Settings(CommonSettings):
         updates: of each schedule.
         microbatches: in an update; a file's order has its own number.
         samples: in a micro-batch.
-        hidden: hidden size of the model, a multiple of 4.
         layers: blocks of the model; at least as many as there are stages.
-        data: a text file to train on instead of Python's documentation.
     """
 
     schedule: str = "all"
     updates: int = flag(5, least=3)
     microbatches: int = flag(8, least=1)
     samples: int = flag(2, least=1)
-    hidden: int = flag(64, least=4)
     layers: int = flag(8, least=1)
-    data: Path | None = None
 
     def __post_init__(self) -> None:
-        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
+        super().__post_init__()
         if self.schedule in ("all", *RUNNABLE):
             return
         if not Path(self.schedule).is_file():
@@ -87,8 +82,7 @@ class Settings(CommonSettings):
     @property
     def model(self) -> GPTConfig:
         """Sizes of the GPT."""
-        sizes = {"num_layers": self.layers, "num_heads": 4, "hidden_size": self.hidden}
-        return GPTConfig(context=32, tied=False, **sizes)
+        return replace(super().model, context=32, tied=False)
 
     @property
     def order(self) -> Schedule:
@@ -118,8 +112,7 @@ class Batches:
 
     def __init__(self, lab: Lab[Settings]) -> None:
         settings = lab.settings
-        text = python_documentation() if settings.data is None else read_text(settings.data, settings.model.context)
-        corpus = ByteCorpus(text, settings.model.context)
+        corpus = settings.corpus()
         self.device = lab.member.device
         self.config = settings.model
         size = settings.microbatches * settings.samples

@@ -1,14 +1,14 @@
 """What the browser tests share: the harness on the path, and one line that says what is missing."""
 
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from browser_lab import missing, on_screen, serve, write_notebook  # noqa: E402
+import speed  # noqa: E402
+from browser_lab import missing, open_lab, write_notebook  # noqa: E402
 
 SHOTS = Path(__file__).resolve().parents[2] / "work" / "browser"
 
@@ -20,21 +20,48 @@ def shots():
     return SHOTS
 
 
-@pytest.fixture(scope="session")
-def open_cells(tmp_path_factory):
-    """Make `with open_cells(name, cells) as notebook` show a notebook; all of them are on one server."""
+SLOW = """
+import time
+drawn = []
+def slow(size):
+    time.sleep(0.25)
+    drawn.append(size)
+    figure, text = draw(2, 3)
+    return figure, f"size {size}"
+busy = Panel(slow, size=ipywidgets.IntSlider(0, min=0, max=40)); busy
+"""
+FAILING = """
+def sometimes(ranks):
+    if ranks == 3:
+        raise ValueError("12 layers cannot fill 3 stages")
+    return draw(ranks, 3)
+failing = Panel(sometimes, ranks=ipywidgets.IntSlider(2, min=1, max=4)); failing
+"""
+EDITOR = "from simulator.viz import schedule_editor\neditor = schedule_editor(); editor"
+SHOWN = [
+    "%load_ext distlab.course.notebook",
+    "from simulator.viz import draw_mesh\nfrom distlab.plan import Mesh",
+    "show(draw_mesh(Mesh([('data', 4)])), 'four')",
+    "Mesh([('data', 2), ('tensor', 2)])",
+]
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    """One notebook with panels, timelines and pictures, for all tests; each leaves it as it was."""
     home = tmp_path_factory.mktemp("lab")
     root = home / "root"
     root.mkdir()
-    with serve(root, home) as (base, token):
-
-        @contextmanager
-        def opened(name, cells):
-            write_notebook(root / f"{name}.ipynb", cells)
-            with on_screen(base, token, f"{name}.ipynb", home) as notebook:
-                yield notebook
-
+    cells = [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *SHOWN, *speed.DEGREES]
+    write_notebook(root / "widgets.ipynb", cells)
+    with open_lab(root, "widgets.ipynb", home) as opened:
+        opened.run_all()
+        opened.page.locator(".distlab-picture img").nth(2).wait_for()
+        opened.page.locator(".distlab-scrolls > img").nth(1).wait_for()
         yield opened
+        assert opened.trouble() == []
+        assert opened.console == []
+        assert opened.offsite == []
 
 
 def pytest_collection_modifyitems(items):

@@ -134,8 +134,20 @@ def test_a_picture_moves_by_keyboard_and_by_mouse(open_page, shots):
     page.screenshot(path=str(shots / "site_play.png"))
 
 
-def test_a_timeline_moves_by_keyboard_and_by_mouse(open_page, shots):
+def test_a_lesson_has_landmarks_names_and_a_timeline_that_moves(open_page, shots):
     page = open_page(LESSON)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('href')") == "#furo-main-content"
+    for role in ("main", "navigation"):
+        assert page.get_by_role(role).count() >= 1, role
+    nameless = """() => [...document.querySelectorAll("main :is(input, select, button, canvas, a[href])")]
+        .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim() || one.title))
+        .map((one) => one.outerHTML.slice(0, 120))"""
+    assert page.evaluate(nameless) == []
+    assert page.get_by_text("open it on your machine: make lessons, then lesson 09").count() == 1
+    page.get_by_role("textbox", name="Search").first.focus()
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
     box = page.locator('.distlab-player[data-widget="09_pipeline.both"][data-ready]')
     canvas = box.locator("canvas")
     canvas.scroll_into_view_if_needed()
@@ -157,8 +169,7 @@ def test_a_timeline_moves_by_keyboard_and_by_mouse(open_page, shots):
     page.screenshot(path=str(shots / "site_timeline.png"))
 
 
-@pytest.mark.parametrize("name", [FRONT, LESSON, PACKAGE])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("name", "dark"), [(FRONT, True), (LESSON, False), (PACKAGE, True)])
 def test_pages_are_light_and_dark_and_fit_a_phone(open_page, shots, name, dark):
     page = open_page(name, dark=dark)
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -168,25 +179,6 @@ def test_pages_are_light_and_dark_and_fit_a_phone(open_page, shots, name, dark):
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.screenshot(path=str(shots / f"site_{Path(name).stem}_{'dark' if dark else 'light'}_400.png"))
-
-
-def test_landmarks_names_and_the_skip_link(open_page):
-    page = open_page(LESSON)
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.getAttribute('href')") == "#furo-main-content"
-    for role in ("main", "navigation"):
-        assert page.get_by_role(role).count() >= 1, role
-    nameless = """() => [...document.querySelectorAll("main :is(input, select, button, canvas, a[href])")]
-        .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim() || one.title))
-        .map((one) => one.outerHTML.slice(0, 120))"""
-    assert page.evaluate(nameless) == []
-
-
-def test_a_lesson_says_how_to_run_it_and_the_search_box_shows_that_it_has_the_focus(open_page):
-    page = open_page(LESSON)
-    assert page.get_by_text("open it on your machine: make lessons, then lesson 09").count() == 1
-    page.get_by_role("textbox", name="Search").first.focus()
-    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 def test_search_finds_a_word_without_a_server(open_page):

@@ -42,8 +42,12 @@ def said(capsys, *flags):
     return found
 
 
+def facts(capsys, *flags):
+    return json.loads(said(capsys, *flags, "--json"))
+
+
 def test_the_run_its_goodput_and_its_curve(capsys, path):
-    found = json.loads(said(capsys, path, "--json"))
+    found = facts(capsys, path)
     failures = found["failures"]
     assert found["devices"] == 4
     assert found["dollars"] == pytest.approx(found["days"] * 24 * 4 * 2.0)
@@ -60,67 +64,53 @@ def test_the_run_its_goodput_and_its_curve(capsys, path):
     days = [row["days"] for row in found["curve"]]
     assert days[found["shortest"]] == min(days)
     assert found["curve"][found["cheapest"]]["dollars"] == min(row["dollars"] for row in found["curve"])
+    same, other = (facts(capsys, path, "--seed", seed) for seed in (0, 2))
+    assert same == found
+    assert other["failures"]["drawn_days"] != drawn
+    assert other["days"] == found["days"]
+    assert main(["simulate", str(path), "--json"]) == 0, "a run in the file is no hindrance"
+    assert json.loads(capsys.readouterr().out)["fits"]
 
 
-def test_the_same_in_words(capsys, path):
-    text = said(capsys, path, "--gpus", "2,4,6")
+def test_the_same_in_words_and_in_pictures(capsys, path, tmp_path):
+    pictures = tmp_path / "curve.png", tmp_path / "good.png"
+    text = said(capsys, path, "--gpus", "2,4,6", "--curve", pictures[0], "--goodput", pictures[1])
     for words in ("goodput", "one in 10.4 days", "best interval", "young", "monte carlo", "in 8 of 10", "<- shortest"):
         assert words in text, words
     assert "6 devices  left out: 3 replicas do not divide the batch of 16 micro-batches" in text
-
-
-def test_seeds_draw_other_failures_and_repeat(capsys, path):
-    one, same, other = (json.loads(said(capsys, path, "--json", "--seed", seed)) for seed in (1, 1, 2))
-    assert one == same
-    assert one["failures"]["drawn_days"] != other["failures"]["drawn_days"]
-    assert one["days"] == other["days"]
+    assert [picture.read_bytes()[:4] for picture in pictures] == [b"\x89PNG"] * 2
 
 
 def test_flags_say_what_the_file_does_not(capsys, tmp_path):
     bare = tmp_path / "bare.toml"
     bare.write_text(TEXT)
-    found = json.loads(said(capsys, bare, "--tokens", "1e9", "--json"))
+    tokens = (bare, "--tokens", "1e9")
+    found = facts(capsys, *tokens)
     assert (found["dollars"], found["failures"], found["goodput"]) == (None, None, 1.0)
-    found = json.loads(said(capsys, bare, "--tokens", "1e9", "--price", "3", "--failures", "llama-3", "--json"))
+    found = facts(capsys, *tokens, "--price", "3", "--failures", "llama-3")
     assert found["price"] == 3.0
     assert "2407.21783" in found["failures"]["source"]
-    found = json.loads(said(capsys, bare, "--tokens", "1e9", "--failures", "none", "--json"))
-    assert found["failures"]["mtbf_s"] is None
-    assert "no failures" in said(capsys, bare, "--tokens", "1e9", "--failures", "none")
+    assert facts(capsys, *tokens, "--failures", "none")["failures"]["mtbf_s"] is None
+    assert "no failures" in said(capsys, *tokens, "--failures", "none")
 
 
-def test_pictures_are_saved(capsys, path, tmp_path):
-    curve, good = tmp_path / "curve.png", tmp_path / "good.png"
-    said(capsys, path, "--curve", curve, "--goodput", good)
-    for picture in (curve, good):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_in_the_file_is_no_hindrance_to_simulate(capsys, path):
-    assert main(["simulate", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"]
-
-
+TOKENS = ["--tokens", "1e9"]
 MISTAKES = [
-    ((TEXT, []), "has no [run] with num_tokens"),
-    ((TEXT, ["--tokens", "1e9", "--failures", "weekly"]), "one of llama-3"),
-    ((TEXT, ["--tokens", "1e9", "--failures", "-1"]), "rate is -1.0"),
-    ((TEXT, ["--tokens", "1e9", "--failures", "1e9"]), "does not get on"),
-    ((TEXT + "[run]\ntokens = 1e9\n", []), "did you mean 'num_tokens'?"),
-    ((TEXT + '[run]\nnum_tokens = "many"\n', []), "write a finite number"),
-    ((TEXT + "[run]\nprice = 2.0\n", []), "[run] lacks num_tokens"),
-    ((TEXT + "[run]\nnum_tokens = 1e9\nfailures = { restart = 5 }\n", []), "units are in names: write restart_s"),
-    ((TEXT + "[run]\nnum_tokens = 1e9\nfailures = { restart_s = -5 }\n", []), "restart_s is -5"),
-    ((TEXT + RUN.replace("2.0", "-2.0"), []), "the price is -2.0"),
-    ((TEXT + RUN, ["--curve", "curve.txt"]), "expected a picture"),
-    ((TEXT, ["--tokens", "1e9", "--goodput", "good.png"]), "the run has none"),
-    ((TEXT.replace("hidden_size = 512", "hidden_size = 40960"), ["--tokens", "1e9"]), "does not fit"),
+    (TEXT, [], "has no [run] with num_tokens"),
+    (TEXT, [*TOKENS, "--failures", "weekly"], "one of llama-3"),
+    (TEXT, [*TOKENS, "--failures", "-1"], "rate is -1.0"),
+    (TEXT, [*TOKENS, "--failures", "1e9"], "does not get on"),
+    (TEXT, [*TOKENS, "--goodput", "good.png"], "the run has none"),
+    (TEXT + "[run]\ntokens = 1e9\n", [], "did you mean 'num_tokens'?"),
+    (TEXT + "[run]\nprice = 2.0\n", [], "[run] lacks num_tokens"),
+    (TEXT + RUN.replace("2.0", "-2.0"), [], "the price is -2.0"),
+    (TEXT + RUN, ["--curve", "curve.txt"], "expected a picture"),
+    (TEXT.replace("hidden_size = 512", "hidden_size = 40960"), TOKENS, "does not fit"),
 ]
 
 
-@pytest.mark.parametrize(("made", "words"), MISTAKES)
-def test_a_mistake_is_one_line_and_exit_2(refused, tmp_path, monkeypatch, made, words):
+@pytest.mark.parametrize(("text", "flags", "words"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_2(refused, tmp_path, monkeypatch, text, flags, words):
     monkeypatch.chdir(tmp_path)
-    text, flags = made
     (tmp_path / "plan.toml").write_text(text)
     assert words in refused("cost", "plan.toml", *flags)

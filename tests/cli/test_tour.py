@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from distlab.cli import main, tour
-from distlab.cli.measure.findings import Findings
 from distlab.comm.command import runnable
-from distlab.measure import Window, judge, this_machine
+from distlab.measure import Window, judge
 from distlab.trace import read_chrome
 
 
@@ -55,46 +54,25 @@ def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
         assert {"F", "B", "optimizer", "all_reduce"} <= kinds
 
 
-@pytest.mark.timeout(120)
-def test_tour_prints_a_table(short, tmp_path, capsys):
-    assert main(["tour", "--ranks", "1", "--output", str(tmp_path)]) == 0
-    table = capsys.readouterr().out
-    for words in (
-        "weights equal?",
-        "yes",
-        "bytes sent",
-        "median step, as drawn",
-        "error of the prediction",
-        "timeline.png",
-    ):
-        assert words in table
+JUDGED = judge([Window(0.1, 0.11, 0.11, 0.11)] * 10, bar=0.15)
+SAID = {"ranks": 2, "device": "cpu", "parameters": 1, "updates": 1, "max_difference": 0.0, "equal": True}
+SAID |= {"losses_one_process": [1.0], "losses": [1.0], "sent_bytes": 1, "predicted_bytes": 1, "exposed_s": 0.0}
+SAID |= {"measured_step_s": 0.1, "predicted_step_s": 0.1, "step": {"holds": True}, "verdict": str(JUDGED)}
+
+
+def test_the_table_says_what_was_found():
+    lines = tour.text(SAID).splitlines()
+    for words in ("weights equal?", "median step, as drawn", "error of the prediction"):
+        assert [line for line in lines if line.startswith(words)], words
+    assert lines[-1].endswith(": holds")
+    for sent, words in ((3, "3 (2 more: a flag that tells of faults, and padding)"), (1, "1")):
+        (row,) = [row for row in tour.text(SAID | {"sent_bytes": sent}).splitlines() if row.startswith("bytes sent")]
+        assert row.endswith(f" 1  {words}")
 
 
 def test_a_tour_that_is_not_judged_says_what_it_saw_and_a_command_that_runs_here(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")  # as in a shell that has not activated .venv
-    few, enough = ([Window(0.1, 0.11, 0.11, 0.11)] * count for count in (9, 10))
-    said, judged = (_findings(judge(windows, bar=0.15)).table().splitlines() for windows in (few, enough))
-    assert "of 9 windows (some steps between two calibrations) 9 were calm, and 10 are needed. Over all 9" in said[-2]
-    assert said[-1] == f"Try again: {runnable('distlab tour --ranks 2 --device cpu')}"
-    assert judged[-1].endswith(": holds")
-
-
-@pytest.mark.parametrize(("sent", "words"), [(3, "3 (2 more: a flag that tells of faults, and padding)"), (1, "1")])
-def test_bytes_beyond_the_predicted_ones_are_explained(sent, words):
-    found = replace(_findings(judge([Window(0.1, 0.11, 0.11, 0.11)], bar=0.15)), sent_bytes=sent)
-    (row,) = [row for row in found.table().splitlines() if row.startswith("bytes sent")]
-    assert row.endswith(f" 1  {words}")
-
-
-def _findings(step):
-    counts = {"ranks": 2, "device": "cpu", "parameters": 1, "updates": 1}
-    equal = {"max_difference": 0.0, "equal": True, "losses_one_process": [1.0], "losses": [1.0]}
-    sent = {
-        "sent_bytes": 1,
-        "predicted_bytes": 1,
-        "measured_step_s": 0.1,
-        "predicted_step_s": 0.1,
-        "exposed_s": 0.0,
-        "machine": this_machine(),
-    }
-    return Findings(**counts, **equal, **sent, step=step)
+    few = judge([Window(0.1, 0.11, 0.11, 0.11)] * 9, bar=0.15)
+    lines = tour.text(SAID | {"step": {"holds": few.holds}, "verdict": str(few)}).splitlines()
+    assert "of 9 windows (some steps between two calibrations) 9 were calm, and 10 are needed. Over all 9" in lines[-2]
+    assert lines[-1] == f"Try again: {runnable('distlab tour --ranks 2 --device cpu')}"

@@ -56,37 +56,34 @@ def take(command: str) -> None:
     lab.parse_args(flags)
 
 
-@pytest.mark.parametrize("command", examples())
-def test_a_written_command_is_taken(command):
-    take(command)
+def test_every_written_command_is_taken():
+    for command in examples():
+        take(command)
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_that_a_command_reads_is_there(path):
+def test_a_file_that_a_command_reads_is_there():
     """It is in the repository, or a line before has made it: `... > my_order.txt`, `--new plan.toml`."""
-    made: set[str] = set()
-    for line in re.sub(r"^# ?", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).splitlines():
-        made |= set(re.findall(r"(?:> |--new )(\S+\.\w+)", line))
-        if line.startswith("distlab ") and not USAGE.search(line):
-            files = [word for word in shlex.split(line, comments=True) if word.endswith((".txt", ".toml"))]
-            assert not [name for name in files if name not in made and not (ROOT / name).is_file()], line
+    for path in TEXTS:
+        made: set[str] = set()
+        for line in re.sub(r"^# ?", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE).splitlines():
+            made |= set(re.findall(r"(?:> |--new )(\S+\.\w+)", line))
+            if line.startswith("distlab ") and not USAGE.search(line):
+                files = [word for word in shlex.split(line, comments=True) if word.endswith((".txt", ".toml"))]
+                assert not [name for name in files if name not in made and not (ROOT / name).is_file()], (path, line)
 
 
 def test_the_texts_have_commands_of_each_kind():
     assert {command.split()[1] for command in examples() if command.startswith("distlab")} >= {"lab", "lesson", "check"}
     assert len([command for command in examples() if "--impl mine" in command]) >= 11
     assert any(command.startswith("torchrun") for command in examples())
+    usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", ["distlab labs 03", "distlab lab 03 --rank 4", "distlab lesson begin"])
 def test_a_wrong_command_is_refused(command):
     with pytest.raises(SystemExit):
         take(command)
-
-
-def test_every_usage_in_the_readme_names_a_command():
-    usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
 
 
 def test_the_readme_says_how_to_reach_the_commands():

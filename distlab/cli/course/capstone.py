@@ -8,6 +8,7 @@ between them; a rank is killed on the way. Exits with status 0 when all bars are
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 from pathlib import Path
 
@@ -35,7 +36,6 @@ def main(arguments: argparse.Namespace) -> int:
         ValueError: the file is not a plan for this task, or flags do not go together.
     """
     from distlab.course.capstone import FIRST_PLAN, add_row, attempt, read_board, read_entry, table
-    from distlab.course.capstone.judge import as_json
 
     if arguments.new is not None:
         with arguments.new.open("x", encoding="utf-8") as file:
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{entry.text}\nTraining 24 updates on two nodes of four ranks, through a kill (--seed {seed}) ...")
     verdict = attempt(entry, seed)
     if arguments.json:
-        print(as_json(verdict))
+        print(json.dumps(verdict._asdict() | {"kept": verdict.is_kept}))
     else:
         for line, is_kept in verdict.lines():
             print(f"{'kept  ' if is_kept else 'MISSED'} {line}")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distlab.course.grading import Exercise, Lesson, Report, load_lesson
+from distlab.course.grading import Report, load_lesson
 from distlab.course.grading.answer.submission import isolated_submission
 from distlab.course.grading.check import examine
 from distlab.course.grading.progress import MINE, keep, working_copy
@@ -32,7 +31,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Check, print one report per exercise, and return 0 when all are right, else 1."""
     lesson = load_lesson(arguments.lesson)
-    exercises = _chosen(lesson, arguments.lesson, arguments.exercise)
+    exercises, asked = lesson.exercises, arguments.exercise or ("." in arguments.lesson and arguments.lesson)
+    if asked:
+        number, _, topic = asked.rpartition(".")
+        if number and number.zfill(2) != lesson.number:
+            raise ValueError(f"exercise {asked} is not of lesson {lesson.number}")
+        exercises = (lesson.exercise(f"{lesson.number}.{topic}"),)
     if arguments.list:
         print("\n".join(f"{exercise.name}  {exercise.title} ({exercise.effort})" for exercise in exercises))
         return 0
@@ -40,7 +44,11 @@ def main(arguments: argparse.Namespace) -> int:
     functions, notes = isolated_submission(impl, lesson)
     path = Path(impl).expanduser()
     if not arguments.json:
-        whose = f"Lesson {lesson.number}, {lesson.title}: answers of {impl}{_saved(path)}"
+        saved = ""
+        if path.suffix == ".ipynb" and path.is_file():  # later changes in the browser are not checked
+            at = datetime.fromtimestamp(path.stat().st_mtime)
+            saved = f", saved at {at:%H:%M:%S} (save again to check what you see now)"
+        whose = f"Lesson {lesson.number}, {lesson.title}: answers of {impl}{saved}"
         print("\n".join([whose, *notes]), flush=True)
     start = path.resolve().parent if path.is_file() else Path.cwd()  # its folder keeps the progress
     reports: list[Report] = []
@@ -54,42 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\n{exercise.name}  {'Wrong, as above.' if again else report}", flush=True)
     passed = sum(report.passed for report in reports)
     if arguments.json:
-        print(json.dumps(_as_dict(lesson, impl, notes, reports), indent=2))
+        said = {"schema": SCHEMA, "lesson": lesson.number, "title": lesson.title, "impl": impl, "notes": [*notes]}
+        said |= {"passed": passed, "total": len(reports), "reports": [report.as_dict() for report in reports]}
+        print(json.dumps(said, indent=2))
     else:
         print("\n".join([f"\n{passed} of {len(reports)} exercises right.", *filter(None, dict.fromkeys(told))]))
     return 0 if passed == len(reports) else 1
-
-
-def _saved(path: Path) -> str:
-    """Say when a notebook was saved: what stands in the browser since then is not checked."""
-    if path.suffix != ".ipynb" or not path.is_file():
-        return ""
-    return f", saved at {datetime.fromtimestamp(path.stat().st_mtime):%H:%M:%S} (save again to check what you see now)"
-
-
-def _chosen(lesson: Lesson, name: str, exercise: str | None) -> tuple[Exercise, ...]:
-    """Return the exercises to check.
-
-    Raises:
-        ValueError: the lesson has none of this name.
-    """
-    asked = exercise or (name if "." in name else None)
-    if asked is None:
-        return lesson.exercises
-    number, _, topic = asked.rpartition(".")
-    if number and number.zfill(2) != lesson.number:
-        raise ValueError(f"exercise {asked} is not of lesson {lesson.number}")
-    return (lesson.exercise(f"{lesson.number}.{topic}"),)
-
-
-def _as_dict(lesson: Lesson, impl: str, notes: Sequence[str], reports: Sequence[Report]) -> dict[str, object]:
-    return {
-        "schema": SCHEMA,
-        "lesson": lesson.number,
-        "title": lesson.title,
-        "impl": impl,
-        "notes": list(notes),
-        "passed": sum(report.passed for report in reports),
-        "total": len(reports),
-        "reports": [report.as_dict() for report in reports],
-    }

@@ -9,16 +9,12 @@ with status 0 when every submission was graded, 1 when one was stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import whole_number
-
-if TYPE_CHECKING:
-    from distlab.course.classroom import Grade
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -39,54 +35,45 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: there is nothing to grade, a limit is not a time, or no container can be made.
     """
-    from distlab.course.classroom import Limits, find_submissions, grade_all
-    from distlab.course.classroom.contained import refuse_unless_it_runs
-    from distlab.course.classroom.grades import write_tables
+    from distlab.course.classroom import find_submissions, grade_all, refuse_unless_contained, write_tables
     from distlab.course.grading import load_lesson
 
     if not 0 < arguments.minutes < 24 * 60:
         raise ValueError(f"--minutes is {arguments.minutes:g}; pass minutes above 0, at most a day")
     if arguments.contained:
-        refuse_unless_it_runs()
+        refuse_unless_contained()
     lesson = load_lesson(arguments.lesson)
     submissions = find_submissions(arguments.submissions, lesson.folder.name)
     out = arguments.out / lesson.folder.name
     out.mkdir(parents=True, exist_ok=True)
     seed = _seed(out / "seed", arguments.seed)
-
-    def tell(grade: Grade, is_new: bool) -> None:
-        if not arguments.json:
-            words = f"; stopped: {grade.stopped}" if grade.stopped else ""
-            again = "" if is_new else " (kept)"
-            print(f"{grade.student:24} {grade.points:3} of {grade.possible}{again}{words}", flush=True)
-
-    limits = Limits(arguments.minutes, arguments.contained)
+    how = {"jobs": arguments.jobs, "minutes": arguments.minutes, "is_contained": arguments.contained}
+    grades = []
     try:
-        grades = grade_all(
-            submissions, lesson, out / "results", seed=seed, jobs=arguments.jobs, limits=limits, tell=tell
-        )
+        for grade, is_new in grade_all(submissions, lesson, out / "results", seed=seed, **how):
+            grades.append(grade)
+            if not arguments.json:
+                words = ("" if is_new else " (kept)") + (f"; stopped: {grade.stopped}" if grade.stopped else "")
+                print(f"{grade.student:24} {grade.points:3} of {grade.possible}{words}", flush=True)
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130
+    grades.sort()
     write_tables(out, f"Lesson {lesson.number}, {lesson.title}", grades)
     if arguments.json:
-        told = {"lesson": lesson.number, "seed": seed, "grades": [asdict(each) for each in grades]}
+        told = {"lesson": lesson.number, "seed": seed, "grades": [grade.as_dict() for grade in grades]}
         print(json.dumps(told, indent=2))
     else:
-        print(
-            f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; in students/ a page for each and "
-            "Gradescope's results.json"
-        )
+        pages = "in students/ a page for each and Gradescope's results.json"
+        print(f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; {pages}")
     return 1 if any(grade.stopped for grade in grades) else 0
 
 
 def _seed(kept: Path, asked: int | None) -> int:
     """Return the seed of the class: the one asked for, or the one of the last run, or a new one; keep it."""
-    seed = asked
-    if seed is None:
-        try:
+    if asked is None:
+        with contextlib.suppress(OSError, ValueError):
             return int(kept.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            seed = random.SystemRandom().randrange(10**6)
+    seed = random.SystemRandom().randrange(10**6) if asked is None else asked
     kept.write_text(f"{seed}\n", encoding="utf-8")
     return seed

@@ -46,23 +46,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class _Echo:
-    """Prints lines of ranks. Rank 0 tells the lab's story: its lines carry no rank, except those of a traceback."""
+    """Prints lines of ranks. Rank 0 tells the lab's story: its lines carry no rank."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self._in_traceback = False
 
     def __call__(self, rank: int, line: str) -> None:
-        begins = line.startswith("Traceback (most recent call last)")
-        named = rank != 0 or begins or self._in_traceback
-        if rank == 0:  # a traceback ends with a line such as "ValueError: ..." that is not indented
-            self._in_traceback = begins or (self._in_traceback and line.startswith(" "))
-        if not self.as_json:
-            print(f"[rank {rank}] {line}" if named else line, flush=True)
-        elif rank == 0 and line.startswith('{"schema"'):
-            print(line, flush=True)
-        else:
-            print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+        is_result = rank == 0 and (not self.as_json or line.startswith('{"schema"'))
+        told = line if is_result else f"[rank {rank}] {line}"
+        print(told, file=sys.stderr if self.as_json and not is_result else sys.stdout, flush=True)
 
 
 def find_lab(name: str) -> tuple[str, Path]:
@@ -80,25 +72,19 @@ def find_lab(name: str) -> tuple[str, Path]:
     return number, labs[number]
 
 
-def default_num_ranks() -> int:
-    """Return one rank per GPU; on a machine without GPUs two ranks per core, four at most."""
-    from distlab.comm import device
-    from distlab.measure import num_cores
-
-    return device.num_gpus() or min(4, 2 * num_cores())
-
-
 def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
     """Read --ranks and the lab's own flags; a mistake is one line and exit status 2."""
+    from distlab.comm import device
     from distlab.course.grading.progress import MINE, working_copy
     from distlab.course.lab.settings import parser_of
+    from distlab.measure import num_cores
 
     kind = load_settings(number, script)
     parser = parser_of(kind, f"distlab lab {number}")
     ranks = whole_number(most=MAX_RANKS)
     parser.add_argument("--ranks", type=ranks, metavar="N", help="processes to start (default: one per GPU, else 4)")
     values = vars(parser.parse_args(flags))
-    num_ranks = values.pop("ranks") or default_num_ranks()
+    num_ranks = values.pop("ranks") or device.num_gpus() or min(4, 2 * num_cores())
     try:
         if values["impl"] == MINE:
             copy = working_copy(script.parent.name)
@@ -118,11 +104,8 @@ def _tell_unpassed(number: str, folder: Path) -> None:
     from distlab.course.grading import load_lesson
     from distlab.course.grading.progress import load_progress
 
-    progress = load_progress(folder)
-    unpassed = [
-        one.name for one in load_lesson(number).exercises if not (one.name in progress and progress[one.name].passed)
-    ]
-    if unpassed:
+    passed = {name for name, entry in load_progress(folder).items() if entry.passed}
+    if unpassed := [one.name for one in load_lesson(number).exercises if one.name not in passed]:
         text = f"not passed yet: {', '.join(unpassed)}. What the lab says with your version of these may be wrong"
         print(f"{text}: {runnable(f'distlab check {number}')} says what is wrong", file=sys.stderr, flush=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     for place, name in enumerate(chosen, 1):
         print(f"[{place}/{len(chosen)}] {name} ...", file=sys.stderr, flush=True)
         results[name] = []
-        for row in load_rows(name, quick=arguments.quick):
+        for row in load(name).rows(quick=arguments.quick):
             results[name].append(row.as_dict())
             if not arguments.json:
                 print(row, flush=True)
@@ -76,11 +75,6 @@ def load(name: str) -> Any:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
     return load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")
-
-
-def load_rows(name: str, *, quick: bool = False) -> Iterator[Any]:
-    """Yield a benchmark's rows (`Row` of benchmarks/_rows.py) as they are measured."""
-    yield from load(name).rows(quick=quick)
 
 
 def saved(path: Path) -> dict[str, object]:

@@ -6,13 +6,12 @@ The result is a cluster for the simulator. It is kept in a file, and `distlab si
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distlab.cli.arguments import MAX_RANKS, check_output, whole_number
-from distlab.cli.progress import progress_file, report
 
 if TYPE_CHECKING:
     from distlab.measure import Calibration
@@ -42,14 +41,8 @@ def main(arguments: argparse.Namespace) -> int:
     device_of(arguments.device, 0)
     path = arguments.output or DEFAULT_PATH
     check_output("--output", path)
-    with progress_file(SECONDS, "calibrating") as file:
-        result = calibrate(
-            arguments.ranks,
-            device=arguments.device,
-            nodes=nodes,
-            seconds=SECONDS,
-            progress=functools.partial(report, file),
-        )
+    print(f"calibrating, about {SECONDS + 3} s ...", file=sys.stderr, flush=True)
+    result = calibrate(arguments.ranks, device=arguments.device, nodes=nodes, seconds=SECONDS)
     result.save(path)
     print(json.dumps(result.as_dict(), indent=2) if arguments.json else f"{table(result)}\nKept in {path}.")
     return 0

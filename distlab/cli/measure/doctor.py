@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from distlab.measure import gpu_names, memory_bytes, num_cores, this_machine, version_of
 
 MIN_TORCH = (2, 11)
+NOTEBOOK = ("jupyterlab", "ipywidgets", "anywidget")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -61,8 +62,7 @@ def all_checks() -> Iterator[Check]:
     without = "use WSL2: ranks need POSIX processes and signals"
     yield Check("system", system in ("Linux", "Darwin"), f"{system} {platform.machine()}", without, needed=True)
     yield Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer", needed=True)
-    gib = f"{memory_bytes() / 2**30:.0f} GiB"
-    yield Check("machine", True, f"{num_cores()} cores, {gib} of memory")
+    yield Check("machine", True, f"{num_cores()} cores, {memory_bytes() / 2**30:.0f} GiB of memory")
     yield _package("numpy", "pip install numpy", needed=True)
     yield from _torch()
     yield _package("cloudpickle", "ranks cannot start; pip install 'distlab[labs]'", needed=True)
@@ -70,7 +70,7 @@ def all_checks() -> Iterator[Check]:
     gpus = ", ".join(gpu_names())
     yield Check("gpus", bool(gpus), gpus or "none", "all labs run on the CPU; nccl needs one GPU a rank")
     yield _loopback()
-    for name in ("jupyterlab", "ipywidgets", "anywidget"):
+    for name in NOTEBOOK:
         yield _package(name, "no lessons in the notebook; pip install 'distlab[notebooks]'")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     yield Check("browser", browser is not None, browser or "no Chromium", "browser tests are skipped")
@@ -81,12 +81,11 @@ def what_works(checks: list[Check]) -> dict[str, bool]:
     """Conclude from the findings what a learner can do here."""
     ok = {check.name: check.ok for check in checks}
     ranks, gpus = ok.get("two ranks", False), len(gpu_names())
-    notebook = all(ok.get(name, False) for name in ("jupyterlab", "ipywidgets", "anywidget"))
     return {
         "simulate, on any laptop": ok.get("numpy", False),
         "ranks on the CPU (distlab tour)": ranks,
         "the tour's picture": ranks and ok.get("matplotlib", False),
-        "notebooks with widgets": notebook,
+        "notebooks with widgets": all(ok.get(name, False) for name in NOTEBOOK),
         "tests in a real browser": ok.get("browser", False) and version_of("playwright") is not None,
         "one rank on a GPU with nccl": ok.get("nccl", False) and gpus >= 1,
         "several ranks that share a GPU, with gloo": ranks and gpus >= 1,
@@ -123,15 +122,13 @@ def _torch() -> Iterator[Check]:
 
 def _loopback() -> Check:
     try:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            server.listen(1)
+        with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), timeout=2):
-                return Check("loopback", True, f"a port opens on 127.0.0.1 (tried {port})", needed=True)
+            socket.create_connection(("127.0.0.1", port), timeout=2).close()
     except OSError as error:
         without = "allow processes to talk on 127.0.0.1 (a firewall or a sandbox forbids it)"
         return Check("loopback", False, str(error), without, needed=True)
+    return Check("loopback", True, f"a port opens on 127.0.0.1 (tried {port})", needed=True)
 
 
 def _two_ranks() -> Check:
@@ -141,13 +138,13 @@ def _two_ranks() -> Check:
 
     start = time.monotonic()
     try:
-        found = run(_sum_of_ranks, 2, timeout_s=60.0, backend="cpu")
+        (total, backend), _ = run(_sum_of_ranks, 2, timeout_s=60.0, backend="cpu")
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         return Check("two ranks", False, reason, "two processes must exchange a number", needed=True)
-    way = {"shared": "in shared memory", "gloo": "over gloo's sockets"}[found[0][1]]
+    way = {"shared": "in shared memory", "gloo": "over gloo's sockets"}[backend]
     took = f"two processes summed their ranks {way} in {time.monotonic() - start:.1f} s, start included"
-    return Check("two ranks", [total for total, _ in found] == [1, 1], took, "the sum was wrong", needed=True)
+    return Check("two ranks", total == 1, took, "the sum was wrong", needed=True)
 
 
 def _sum_of_ranks() -> tuple[int, str]:

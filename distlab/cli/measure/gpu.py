@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import sys
 from functools import partial
 from pathlib import Path
 
-from distlab.cli.arguments import check_output
+from distlab.cli.arguments import check_output, positive_number
 from distlab.cli.measure.bench import FOLDER
 
 NEEDED = (FOLDER / "gpu", FOLDER.parent / "tests")
@@ -22,7 +21,7 @@ NEEDED = (FOLDER / "gpu", FOLDER.parent / "tests")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the flags of `distlab gpu`."""
-    command.add_argument("--minutes", type=_minutes, default=10.0, metavar="N", help="time for all (default 10)")
+    command.add_argument("--minutes", type=positive_number, default=10.0, metavar="N", help="time for all (default 10)")
     command.add_argument("--only", action="append", metavar="PART", help="run this part alone; may be repeated")
     command.add_argument(
         "--out", type=Path, default=Path("gpu_report"), metavar="DIR", help="folder of the report (default gpu_report)"
@@ -64,13 +63,3 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         if is_new and not any(arguments.out.iterdir()):
             arguments.out.rmdir()  # nothing was run
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} minutes cannot be used; pass a number above 0")
-    return value

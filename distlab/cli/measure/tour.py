@@ -8,26 +8,26 @@ and after each, and the simulator predicts the step from the calibration.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distlab.cli.arguments import MAX_RANKS, check_output, whole_number
-from distlab.cli.progress import progress_file, report
+from distlab.comm.command import runnable
 
 if TYPE_CHECKING:
-    from distlab.cli.measure.findings import Findings
     from distlab.comm import Records
-    from distlab.measure import RankReport, TrainingRun
+    from distlab.measure import RankReport, RunResult, TrainingRun
     from simulator.viz import Overlay
 
 SAMPLES_PER_RANK = 4
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 1_000_000, 250_000
 NUM_UPDATES = 10  # after which the ranks' weights are compared with one process
+TOLERANCE = 1e-5  # of weights in fp32, by SGD with momentum
+STEP_BAR = 0.15
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -40,38 +40,25 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What a rank runs; rank 0 reports how far it is."""
-
-    training: TrainingRun
-    data: bytes
-    progress: Path
-
-    def __call__(self) -> RankReport:
-        import torch.distributed as dist
-
-        from distlab.measure import time_training
-
-        path = self.progress if dist.get_rank() == 0 else None
-        return time_training(self.training, self.data, functools.partial(report, path))
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Run the tour; exit 0 when the ranks equal one process, else 1."""
     start = time.monotonic()
     training, data = prepare(arguments)
     check_output("--output", arguments.output, folder=True)
-    findings, overlay = run_tour(arguments.ranks, training, data, echo=not arguments.json)
-    say("3 of 3: draw the picture")
-    files = write_files(arguments.output, findings, overlay)
+    from distlab.measure import RunResult, overlay_of_run
+
+    one_process, reports, records = run_training(arguments.ranks, training, data, echo=not arguments.json)
+    result = RunResult(training, reports)
+    overlay = overlay_of_run(result)
+    said = facts(result, one_process, records, overlay)
+    _say("3 of 3: draw the picture")
+    files = [str(file) for file in _write(arguments.output, said, overlay)]
+    seconds = time.monotonic() - start
     if arguments.json:
-        facts = findings.as_dict() | {"files": [str(file) for file in files], "seconds": time.monotonic() - start}
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(said | {"files": files, "seconds": seconds}, indent=2))
     else:
-        print(findings.table())
-        print(f"\nSaved {' and '.join(map(str, files))} in {time.monotonic() - start:.0f} s.")
-    return 0 if findings.equal else 1
+        print(f"{text(said)}\n\nSaved {' and '.join(files)} in {seconds:.0f} s.")
+    return 0 if said["equal"] else 1
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
@@ -93,20 +80,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
     return TrainingRun(model, plan, batch_size, num_updates=NUM_UPDATES, device=arguments.device), data
 
 
-def say(part: str) -> None:
+def _say(part: str) -> None:
     """Say on standard error which part begins; a tour takes a minute or more."""
     print(part, file=sys.stderr, flush=True)
-
-
-def run_tour(num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool) -> tuple[Findings, Overlay]:
-    """Run one process, then the ranks; return what was found, and the timed steps over their prediction."""
-    from distlab.cli.measure.findings import compare_runs
-    from distlab.measure import RunResult, overlay_of_run
-
-    one_process, reports, records = run_training(num_ranks, training, data, echo=echo)
-    result = RunResult(training, reports)
-    overlay = overlay_of_run(result)
-    return compare_runs(result, one_process, records, overlay.middle_s), overlay
 
 
 def run_training(
@@ -116,30 +92,81 @@ def run_training(
     from dataclasses import replace
 
     from distlab.comm import Ranks, run
+    from distlab.measure import time_training
 
     backend = "cpu" if training.device == "cpu" else None
     alone = replace(training, plan=replace(training.plan, data=1), num_windows=0)
-    say(f"1 of 3: load torch, and train {training.num_updates} updates in one process")
-    with progress_file(training.num_updates, "one process") as path:
-        one_process = run(_Job(alone, data, path), 1, timeout_s=600.0, backend=backend, echo=echo)[0]
-    say(
+    _say(f"1 of 3: load torch, and train {training.num_updates} updates in one process")
+    one_process = run(time_training, 1, args=(alone, data), timeout_s=600.0, backend=backend, echo=echo)[0]
+    _say(
         f"2 of 3: train the same updates on {num_ranks} ranks, then measure this machine and time steps in turn "
         f"(about {training.budget_s:.0f} s)"
     )
-    with (
-        Ranks(num_ranks, timeout_s=600.0, backend=backend, echo=echo) as ranks,
-        progress_file(training.num_updates + training.num_windows, f"{num_ranks} ranks") as path,
-    ):
-        reports = ranks.run(_Job(training, data, path))
+    with Ranks(num_ranks, timeout_s=600.0, backend=backend, echo=echo) as ranks:
+        reports = ranks.run(time_training, training, data)
         return one_process, reports, ranks.records()
 
 
-def write_files(folder: Path, findings: Findings, overlay: Overlay) -> list[Path]:
+def facts(result: RunResult, one_process: RankReport, records: Records, overlay: Overlay) -> dict[str, Any]:
+    """Compare the ranks with one process, and the step of median length with its prediction, as JSON-ready values.
+
+    `sent_bytes` is what rank 0 sent in a step, each collective counted as the ring that its library runs. `equal` asks
+    that no weight differs by more than 1e-5 from one process's, and that all ranks agree bit for bit.
+    """
+    from distlab.comm.record.operations import ring_bytes
+    from distlab.measure import this_machine
+
+    reports, first = result.reports, result.reports[0]
+    gap = max(float((weight - one_process.weights[name]).abs().max()) for name, weight in first.weights.items())
+    agree = all(
+        bool((report.weights[name] == weight).all()) for report in reports for name, weight in first.weights.items()
+    )
+    start_ns, end_ns = first.step_ns[0]
+    calls = [call for call in records.calls(0) if start_ns <= call.start_ns <= end_ns]
+    verdict = result.verdict(bar=STEP_BAR)
+    said = {"ranks": len(reports), "device": result.run.device, "parameters": first.counted.num_parameters}
+    said |= {"updates": result.run.num_updates, "max_difference": gap, "equal": gap <= TOLERANCE and agree}
+    said |= {"losses_one_process": one_process.losses, "losses": first.losses}
+    said["sent_bytes"] = round(sum(ring_bytes(call.op, call.num_bytes, len(call.group)) for call in calls))
+    said["predicted_bytes"] = round(result.predicted.sent_bytes_per_rank[0])
+    said |= {"step": asdict(verdict), "verdict": str(verdict)}
+    said |= dict(zip(("measured_step_s", "predicted_step_s"), overlay.middle_s, strict=True))
+    return said | {"exposed_s": result.predicted.exposed_communication_s, "machine": this_machine().as_dict()}
+
+
+def text(said: dict[str, Any]) -> str:
+    """Lay the findings out for a terminal."""
+    measured_s, predicted_s, last = said["measured_step_s"], said["predicted_step_s"], said["updates"] - 1
+    alone, losses, sent, ranks = said["losses_one_process"], said["losses"], said["sent_bytes"], said["ranks"]
+    more = sent - said["predicted_bytes"]  # the last bucket's flag, rounded up to 64 bytes per rank
+    why = f" ({more:,} more: a flag that tells of faults, and padding)" if more > 0 else ""
+    rows = [
+        ("", "one process", f"{ranks} ranks"),
+        ("loss at the start", f"{alone[0]:.4f}", f"{losses[0]:.4f}"),
+        (f"loss at update {said['updates']}", f"{alone[last]:.4f}", f"{losses[last]:.4f}"),
+        ("loss at the end", "-", f"{losses[-1]:.4f}"),
+        ("weights equal?", "", f"{'yes' if said['equal'] else 'NO'} (largest difference {said['max_difference']:.1e})"),
+        ("", "", ""),
+        ("", "predicted", "measured"),
+        ("bytes sent, rank, step", f"{said['predicted_bytes']:,}", f"{sent:,}{why}"),
+        ("median step, as drawn", f"{predicted_s * 1e3:.1f} ms", f"{measured_s * 1e3:.1f} ms"),
+        ("exposed communication", f"{said['exposed_s'] * 1e3:.1f} ms", "see the picture"),
+        ("error of the prediction", "", f"{predicted_s / measured_s - 1:+.1%}"),
+    ]
+    lines = [f"{name:<23}  {one:>11}  {other}".rstrip() for name, one, other in rows]
+    again = runnable(f"distlab tour --ranks {ranks} --device {said['device']}")
+    retry = [f"Try again: {again}"] if said["step"]["holds"] is None else []
+    return "\n".join([*lines, "", f"{said['parameters']:,} parameters on {said['device']}; {said['verdict']}", *retry])
+
+
+def _write(folder: Path, said: dict[str, Any], overlay: Overlay) -> list[Path]:
     """Save the step of median length over its prediction as a picture, and for Chrome or Perfetto."""
     from distlab.trace import write_chrome
     from simulator.viz import draw_timeline
 
     picture, chrome = folder / "timeline.png", folder / "timeline.json"
-    draw_timeline(overlay, title=findings.headline()).figure.savefig(picture, dpi=150)
+    outcome = "compute what one process computes" if said["equal"] else "DIFFER from one process"
+    title = f"{said['ranks']} ranks {outcome}; the median step, measured over predicted"
+    draw_timeline(overlay, title=title).figure.savefig(picture, dpi=150)
     write_chrome(chrome, measured=overlay.measured, predicted=overlay.predicted.from_zero())
     return [picture, chrome]

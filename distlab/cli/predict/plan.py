@@ -132,14 +132,12 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
 
 def _tell(name: str) -> Callable[[int, int, float], None] | None:
     """Return what shows the search's progress, where standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return None
 
     def show(left: int, simulated: int, best_s: float) -> None:
         text = f"{name}: {simulated} steps simulated, {left} plans left, best {best_s:.4g} s"
         print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
 
-    return show
+    return show if sys.stderr.isatty() else None
 
 
 def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:

@@ -111,14 +111,9 @@ def facts(step: Step) -> dict[str, object]:
     `duration_s` is one step alone, from its first start to its last end; `steady_s` each of many steps in a row. All
     rates are over `duration_s`. All ranks at one place in the pipeline send the same.
     """
-    return {
-        "duration_s": step.duration_s,
-        "steady_s": step.steady_s,
-        "samples_per_s": step.samples_per_s,
-        "bubble_fraction": step.bubble_fraction,
-        "mfu": step.mfu,
+    names = ("duration_s", "steady_s", "samples_per_s", "bubble_fraction", "mfu", "exposed_communication_s")
+    return {name: getattr(step, name) for name in names} | {
         "utilization_of_achieved_rate": step.utilization,
-        "exposed_communication_s": step.exposed_communication_s,
         "exposed_s_by_axis": dict(step.exposed_by_axis),
         "sent_bytes_by_axis": dict(step.sent_bytes_by_axis),
         "sent_bytes_by_pipeline_rank": list(step.sent_bytes_by_pipeline_rank),
@@ -132,17 +127,15 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     from simulator.units import format_bytes
 
     device, why = cluster.device, ""
-    if not memory.fits(device):
-        try:
-            check_fit(workload, plan, device, flat_buffers=cluster.software.flat_buffers, memory=memory)
-        except DoesNotFitError as error:
-            why = error.args[0]
-            if error.change is None:
-                why = str(error)
-            else:
-                flags = changed_flags(plan, error.change.plan)  # a micro-batch that is cut makes more of fewer samples
-                flags += [f"--microbatch {workload.samples // error.change.split}"] if error.change.split > 1 else []
-                why += f"; add {' '.join(flags)}, and it needs {format_bytes(error.change.max_bytes)}"
+    try:
+        check_fit(workload, plan, device, flat_buffers=cluster.software.flat_buffers, memory=memory)
+    except DoesNotFitError as error:
+        why = str(error)
+        if error.change is not None:
+            flags = changed_flags(plan, error.change.plan)  # a micro-batch that is cut makes more of fewer samples
+            flags += [f"--microbatch {workload.samples // error.change.split}"] if error.change.split > 1 else []
+            needs = format_bytes(error.change.max_bytes)
+            why = f"{error.args[0]}; add {' '.join(flags)}, and it needs {needs}"
     kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
     return {
         "max_memory_bytes": memory.max_bytes,

@@ -33,16 +33,8 @@ def add_row(path: Path, name: str, verdict: CapstoneVerdict) -> None:
         OSError: the file cannot be written.
     """
     safe = f"'{name}" if name[:1] in ("=", "+", "-", "@") else name  # no formula in a spreadsheet
-    row = BoardRow(
-        " ".join(safe.split()),
-        date.today().isoformat(),
-        verdict.is_kept,
-        round(verdict.time, 3),
-        verdict.sent_bytes,
-        verdict.repeated,
-        verdict.seed,
-        verdict.plan,
-    )
+    own = (verdict.is_kept, round(verdict.time, 3), verdict.sent_bytes, verdict.repeated, verdict.seed, verdict.plan)
+    row = BoardRow(" ".join(safe.split()), date.today().isoformat(), *own)
     head = () if path.exists() and path.stat().st_size else (BoardRow._fields,)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows((*head, row))

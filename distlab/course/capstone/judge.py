@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import warnings
@@ -115,8 +114,3 @@ def _run(entry: BoardEntry, folder: Path, updates: int, faults: Sequence[Fault] 
             train, NUM_RANKS, args=(entry, folder, updates, faults), max_restarts=len(faults), nodes=NODES
         )
     return read_log(folder), sent
-
-
-def as_json(verdict: CapstoneVerdict) -> str:
-    """Return the verdict as one line of JSON."""
-    return json.dumps(verdict._asdict() | {"kept": verdict.is_kept})

@@ -12,7 +12,6 @@ What a student gets of a lesson:
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str 
         the copied lessons' folders.
 
     Raises:
-        ValueError: `out` holds something already or lies inside the lessons, or there is no such lesson.
+        ValueError: `out` holds something already or there is no such lesson.
         OSError: it cannot be written.
     """
     have = lessons(folder)
@@ -66,17 +65,13 @@ def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str 
         raise ValueError(f"there is no lesson {', '.join(unknown)}; lessons are {', '.join(have)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} holds something already; pass a new folder for the student copy")
-    if folder.resolve() in out.resolve().parents:
-        raise ValueError(f"{out} is inside the lessons themselves; pass a folder of its own")
     copies = [out / "lessons" / path.name for path in sorted(folder.iterdir()) if path.name[:2] in chosen]
     for copy in copies:
         _copy_lesson(folder / copy.name, copy)
-    for name in SHARED:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / "lessons" / name)
-    first = copies[0].name
-    words = {"title": title, "folder": out.name, "first": first[:2], "lesson": first}
-    (out / "README.md").write_text(README.format(**words), encoding="utf-8")
+    for path in filter(Path.is_file, (folder / name for name in SHARED)):
+        shutil.copyfile(path, out / "lessons" / path.name)
+    words = README.format(title=title, folder=out.name, first=copies[0].name[:2], lesson=copies[0].name)
+    (out / "README.md").write_text(words, encoding="utf-8")
     return copies
 
 
@@ -87,6 +82,6 @@ def _copy_lesson(source: Path, copy: Path) -> None:
             shutil.copyfile(path, copy / path.name)
     for path in [*source.glob("solutions.py"), *sorted(source.glob("checks/*.py"))]:
         kind = "solutions" if path.parent == source else "checks"
-        is_hidden = kind == "checks" and re.fullmatch(r"varied(_\w+)?", path.stem)
+        is_hidden = kind == "checks" and path.stem.startswith("varied")
         text = HIDDEN if is_hidden else seal(path.read_text(encoding="utf-8"), f"{kind} of lesson {source.name[:2]}")
         (copy / path.relative_to(source)).write_text(text, encoding="utf-8")

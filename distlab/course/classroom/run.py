@@ -1,10 +1,12 @@
 """Check many submissions side by side, each in a process group of its own with limits on time, files and output.
 
 What a submission does stays with it. It is copied into a temporary folder, which is also its home. Its code runs in
-ranks, under the limits of `distlab.course.grading.guard`. Results come through a pipe that no rank has, and are written
-by this process. When it ends, or a limit ends it, all its processes are killed and its folder goes. It still runs as
-your
-user: submissions that you would not run yourself are for `contained`.
+ranks, under the limits of `distlab.course.grading.guard`. Results come through a pipe that no rank has. When it ends,
+or a limit ends it, all its processes are killed and its folder goes. It still runs as your user.
+
+In a container of bubblewrap (`bwrap`) it sees Python, torch, this library and the lessons, all read-only, and one
+folder to write in: no other submission, no grades, no keys in a home folder, no network. It can read the lesson's
+references: checks need them.
 """
 
 from __future__ import annotations
@@ -14,39 +16,29 @@ import hashlib
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from distlab.course.classroom.contained import in_container
-from distlab.course.classroom.grades import Grade, Mark, keep_grade, kept_grade
+from distlab.course.classroom.grades import Grade, Mark
 from distlab.course.classroom.submissions import Submission
-from distlab.course.grading import Lesson
+from distlab.course.grading import Lesson, load_lesson
 from distlab.faces import version
 
 LOOK_S = 0.2
-END_S = 60.0  # for a pipe to close whose processes were killed
-LAST_WORDS = 400
 FOLDER_BYTES = 1 << 30  # that one submission may write
-
-
-class Limits(NamedTuple):
-    """How one submission is checked.
-
-    Attributes:
-        minutes: for all of its exercises.
-        is_contained: whether it runs in a container, which keeps it from other files and the network.
-    """
-
-    minutes: float = 10.0
-    is_contained: bool = False
+MAX_MORE_PROCESSES = 1024  # threads count too: eight ranks have some hundred, and other submissions run beside this one
+CHECK_ONE = "from distlab.course.classroom.run import check_one; check_one()"
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+_BWRAP = "--unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev --size 1073741824 --tmpfs /dev/shm"
 
 
 def grade_all(
@@ -56,10 +48,10 @@ def grade_all(
     *,
     seed: int,
     jobs: int = 1,
-    limits: Limits | None = None,
-    tell: Callable[[Grade, bool], None] = lambda grade, is_new: None,
-) -> list[Grade]:
-    """Grade every submission that has no result yet; return all grades in the order of submissions.
+    minutes: float = 10.0,
+    is_contained: bool = False,
+) -> Iterator[tuple[Grade, bool]]:
+    """Grade every submission that has no result yet; yield each grade once it is there, and whether it is new.
 
     Args:
         submissions: see `find_submissions`.
@@ -68,95 +60,72 @@ def grade_all(
             the seed and distlab are the same.
         seed: of the drawn arguments: the same for the whole class.
         jobs: how many submissions run at a time; each has up to four ranks.
-        limits: of each submission; by default those of `Limits`.
-        tell: called with each grade, and whether it is new.
+        minutes: limit of one submission, for all of its exercises.
+        is_contained: whether each runs in a container.
 
     Raises:
         KeyboardInterrupt: after the running submissions were ended; results so far are kept.
     """
     results.mkdir(parents=True, exist_ok=True)
-    ending, turn, code = threading.Event(), threading.Lock(), lesson_digest(lesson)
-    check = partial(_check, limits=limits or Limits(), ending=ending)
+    ending, code = threading.Event(), hashlib.sha256()
+    for path in sorted([*lesson.folder.glob("*.py"), *lesson.folder.glob("checks/*.py")]):
+        code.update(path.name.encode() + b"\0" + path.read_bytes())
 
-    def grade(submission: Submission) -> Grade:
-        key = "/".join((version(), code, hashlib.sha256(submission.data).hexdigest(), str(seed)))
-        kept = None if submission.problem else kept_grade(results, submission.student, key)
-        found = kept or _grade(submission, lesson, seed, key, check)
-        with turn:
-            if not ending.is_set():
-                keep_grade(results, found)
-                tell(found, kept is None)
-        return found
+    def grade(one: Submission) -> tuple[Grade, bool]:
+        data = one.path.read_bytes() if one.path else b""
+        key = "/".join((version(), code.hexdigest()[:16], hashlib.sha256(data).hexdigest(), str(seed)))
+        kept = results / f"{one.student}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none is there, or it is damaged
+            if (found := json.loads(kept.read_text(encoding="utf-8")))["key"] == key and not one.problem:
+                return grade_of(one, lesson, found["lines"], ""), False
+        lines, stopped = list[dict[str, Any]](), one.problem
+        if one.path is not None:
+            with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
+                (copy := Path(home, one.path.name)).write_bytes(data)
+                task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
+                before = in_container(Path(home), [lesson.folder.parent]) if is_contained else []
+                command = [*before, "env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-c", CHECK_ONE]
+                said = _watched([*command, json.dumps(task)], Path(home), 60 * minutes, ending)
+                told, stopped = (text.replace(f"{home}/", "") for text in said)
+            lines = [json.loads(line) for line in told.split("\n")[:-1]]  # a limit may end it within a line
+        if not stopped:
+            kept.write_text(json.dumps({"key": key, "lines": lines}), encoding="utf-8")
+        return grade_of(one, lesson, lines, stopped), True
 
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(grade, submission) for submission in submissions]
+        futures = {pool.submit(grade, submission) for submission in submissions}
         try:
-            while wait(futures, LOOK_S).not_done:  # in short turns: an interrupt that a different thread gets is seen
-                pass
-        except BaseException:
+            while futures:  # in short turns: an interrupt that a different thread gets is seen
+                done, futures = wait(futures, LOOK_S, FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
             ending.set()
             pool.shutdown(cancel_futures=True)
-            raise
-    grades = [future.result() for future in futures]
-    for one in grades:  # a submission may have written to the result of a different one
-        keep_grade(results, one)
-    return grades
 
 
-def lesson_digest(lesson: Lesson) -> str:
-    """Return a digest of the lesson's exercises, checks and solutions."""
-    digest = hashlib.sha256()
-    for path in sorted([*lesson.folder.glob("*.py"), *lesson.folder.glob("checks/*.py")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _grade(submission: Submission, lesson: Lesson, seed: int, key: str, check: Callable[..., tuple[str, str]]) -> Grade:
-    told, stopped = "", submission.problem
-    if submission.path is not None and not stopped:
-        with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
-            copy = Path(home, submission.path.name)
-            copy.write_bytes(submission.data)
-            task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
-            told, stopped = (text.replace(f"{home}/", "") for text in check(task, Path(home)))
-    *whole, _ = told.split("\n")  # a limit may end it within a line
-    return grade_of(submission, lesson, key, [json.loads(line) for line in whole], stopped)
-
-
-def grade_of(submission: Submission, lesson: Lesson, key: str, lines: Sequence[dict[str, Any]], stopped: str) -> Grade:
+def grade_of(submission: Submission, lesson: Lesson, lines: Sequence[dict[str, Any]], stopped: str) -> Grade:
     """Make a grade of what the process that checked told, line by line."""
     reports = {line.get("exercise"): line for line in lines}
-    notes = reports.get(None, {})
-    stopped, marks = notes.get("unread", stopped), []
+    about, marks = reports.get(None, {}), []
+    stopped = about.get("unread", stopped)
     for exercise in lesson.exercises:
         named: dict[str, Any] = {"verdict": "stopped", "message": stopped}
         if (report := reports.get(exercise.name)) is not None:
-            named = {name: report[name] for name in ("verdict", "fault", "message", "seconds")}
+            named = {name: report[name] for name in ("verdict", "fault", "message")}
         elif submission.path is None and not stopped:
             named = {"verdict": "not attempted", "message": "nothing was handed in"}
         worth = exercise.difficulty
         marks.append(Mark(exercise.name, worth, worth if named["verdict"] == "passed" else 0, **named))
     points, worth = sum(mark.points for mark in marks), sum(mark.worth for mark in marks)
     blocked = sum(mark.worth for mark in marks if mark.verdict == "blocked")
-    file, left_out = str(submission.path or ""), tuple(notes.get("notes", ()))
-    return Grade(submission.student, file, key, points, worth - blocked, blocked, tuple(marks), left_out, stopped)
+    notes = tuple(about.get("notes", ()))
+    return Grade(submission.student, points, worth - blocked, blocked, tuple(marks), notes, stopped)
 
 
-def _check(task: dict[str, Any], home: Path, *, limits: Limits, ending: threading.Event) -> tuple[str, str]:
-    """Run the check in a process group of its own; return its lines, and why it was stopped, or ""."""
-    command = [
-        "env",
-        f"HOME={home}",
-        f"TMPDIR={home}",
-        sys.executable,
-        "-m",
-        "distlab.course.classroom.one",
-        json.dumps(task),
-    ]
-    if limits.is_contained:
-        command = [*in_container(home, [Path(task["folder"])]), *command]
+def _watched(command: Sequence[str], home: Path, limit_s: float, ending: threading.Event) -> tuple[str, str]:
+    """Run a command until it ends, or end it with all that it started; return what it said, and why it was stopped."""
+    told, stopped, deadline = "", "", time.monotonic() + limit_s
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    told, stopped, deadline = "", "", time.monotonic() + 60 * limits.minutes
     with tempfile.TemporaryFile() as words:
         with subprocess.Popen(command, cwd=home, stderr=words, start_new_session=True, **pipes) as process:
             try:
@@ -167,17 +136,17 @@ def _check(task: dict[str, Any], home: Path, *, limits: Limits, ending: threadin
                     if ending.is_set():
                         stopped = "grading was interrupted"
                     elif time.monotonic() > deadline:
-                        stopped = f"it ran for {limits.minutes:g} minutes, the limit; pass --minutes for more"
+                        stopped = f"it ran for {limit_s / 60:g} minutes, the limit; pass --minutes for more"
                     elif (size := _size(home)) > FOLDER_BYTES:
                         stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             if stopped:
-                told, _ = process.communicate(timeout=END_S)
+                told, _ = process.communicate(timeout=60)
         if not stopped and process.returncode:
             words.seek(0)
-            last = " ".join(words.read().decode(errors="replace").split())[-LAST_WORDS:]
+            last = " ".join(words.read().decode(errors="replace").split())[-400:]
             stopped = f"its check ended with status {process.returncode}: {last or 'no words'}"
     return told, stopped
 
@@ -188,3 +157,59 @@ def _size(folder: Path) -> int:
         return sum(path.lstat().st_size for path in folder.rglob("*"))
     except OSError:
         return 0
+
+
+def check_one() -> None:
+    """Be the process that checks one submission, as the JSON of the first argument says; its code runs in ranks only.
+
+    Each report is a line of JSON on what was this process' standard output, as soon as it is there. No rank inherits
+    that, and what else is printed is dropped.
+    """
+    from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server
+    from distlab.course.grading.answer.submission import isolated_submission
+    from distlab.course.grading.check import examine
+    from distlab.course.grading.guard import limit_number_of_processes
+
+    task: dict[str, Any] = json.loads(sys.argv[1])
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as out, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        limit_number_of_processes(MAX_MORE_PROCESSES)
+        lesson = load_lesson(task["lesson"], Path(task["folder"]))
+        if not lesson.uses_optimizers():
+            fork_server([module for module in PRELOAD if module != OPTIMIZERS])
+        try:
+            functions, notes = isolated_submission(task["file"], lesson)
+        except ValueError as error:
+            print(json.dumps({"unread": str(error)}), file=out)
+            return
+        print(json.dumps({"notes": [*notes]}), file=out)
+        for exercise in lesson.exercises:
+            report = examine(exercise, functions[exercise.name], seed=task["seed"])
+            print(json.dumps(report.as_dict()), file=out)
+
+
+def refuse_unless_contained() -> None:
+    """See whether a container can be made here.
+
+    Raises:
+        ValueError: bubblewrap is not there, or the system does not let it make one; one line that says what to do.
+    """
+    command = [*in_container(Path("/tmp"), ()), sys.executable, "-c", ""]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        fix = "on Debian or Ubuntu, apt install bubblewrap"
+        raise ValueError(f"--contained needs bubblewrap (bwrap), which is not installed: {fix}") from None
+    if tried.returncode:
+        said = " ".join(tried.stderr.split())[-200:] or f"status {tried.returncode}"
+        raise ValueError(f"--contained: bubblewrap cannot make a container here ({said}); use a virtual machine")
+
+
+def in_container(home: Path, readable: Sequence[Path]) -> list[str]:
+    """Return what stands before a command to run it in a container; it may write `home` alone."""
+    specs = {name: find_spec(name) for name in ("distlab", "simulator", "torch")}
+    places = [str(Path(spec.origin).parents[name == "torch"]) for name, spec in specs.items() if spec and spec.origin]
+    found = [*_SYSTEM, sys.prefix, sys.base_prefix, site.getusersitepackages(), *places, *map(str, readable)]
+    shown = [word for path in dict.fromkeys(found) for word in ("--ro-bind-try", path, path)]
+    own = ["--bind", str(home), str(home), "--remount-ro", "/", "--chdir", str(home)]
+    return ["bwrap", *_BWRAP.split(), *shown, *own]

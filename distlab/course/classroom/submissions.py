@@ -8,22 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 KINDS = (".ipynb", ".py")
-HIDDEN = (".", "__")
 
 
 class Submission(NamedTuple):
-    """One student's answers to a lesson.
+    """One student's notebook or module, or None where there is none; or the problem why it cannot be graded, in a line.
 
-    Attributes:
-        student: names the student and the files of results: the submission's file name, or its folder's.
-        path: the notebook or module, or None where the student's folder has none.
-        data: the file's bytes as they were found: a different submission that runs first cannot change them.
-        problem: why it cannot be graded, in one line, or "".
+    `student` names the student and the files of results: it is the submission's file name, or its folder's.
     """
 
     student: str
     path: Path | None = None
-    data: bytes = b""
     problem: str = ""
 
 
@@ -41,51 +35,32 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
         ValueError: a path is not there or has a different ending, or there is no submission at all. What is wrong with
             one student's files stands in `problem`, and does not keep the others from being graded.
     """
-    found: dict[str, Submission] = {}
+    found: dict[str, list[Path]] = {}
     for path in paths:
         if not path.exists() or (path.is_file() and path.suffix not in KINDS):
             raise ValueError(f"{path} is neither a notebook (.ipynb) nor a module (.py) nor a folder of them")
         for child in sorted(path.iterdir()) if path.is_dir() else [path]:
-            if child.name.startswith(HIDDEN) or not (child.is_dir() or child.suffix in KINDS):
+            if child.name.startswith((".", "__")) or not (child.is_dir() or child.suffix in KINDS):
                 continue
-            name = child.name if child.is_dir() else _owner(child, lesson)
-            student = re.sub(r"[^\w.@+-]+", "_", name).strip(".") or "student"
-            one = _read(student, child, lesson)
-            if student in found:
-                both = f"{found[student].path} and {one.path}"
-                text = f"two submissions are {student}'s: {both}; leave one out, or rename a folder"
-                one = Submission(student, one.path, problem=text)
-            found[student] = one
+            names = (child.stem, *(above.name for above in child.absolute().parents))
+            owner = next(name for name in names if name not in (lesson, "lesson", "answers", "work"))
+            student = re.sub(r"[^\w.@+-]+", "_", owner) or "student"
+            files = [child] if child.is_file() else [one for one in sorted(child.rglob("*")) if one.is_file()]
+            hidden = re.compile(r"/(\.|__)").search  # what editors and systems leave beside an answer
+            shown = [one for one in files if one.suffix in KINDS and not hidden(str(one)[len(str(child)) :])]
+            found.setdefault(student, []).extend(shown)
     if not found:
         listed = ", ".join(map(str, paths))
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")
-    return [found[student] for student in sorted(found)]
+    return [_chosen(student, found[student], lesson) for student in sorted(found)]
 
 
-def _owner(path: Path, lesson: str) -> str:
-    """Return the file's name, or that of the first folder above it that is not named like the lesson."""
-    names = (path.stem, *(parent.name for parent in path.absolute().parents))
-    return next((name for name in names if name not in (lesson, "lesson", "answers", "work", "")), path.stem)
-
-
-def _read(student: str, place: Path, lesson: str) -> Submission:
-    """Read a student's one file for the lesson: the one of its name, or the only one that is of no lesson."""
-    files = [one for one in sorted(place.rglob("*")) if _is_answer(one, place)] if place.is_dir() else [place]
+def _chosen(student: str, files: list[Path], lesson: str) -> Submission:
+    """Return a student's one file for the lesson: the one of its name, or the only one that is of no lesson."""
     if len(files) > 1:
-        plain = [path for path in files if not re.match(r"\d\d_|START$", path.stem)]  # named like no lesson
-        beside = [path for path in plain if path.parent.name == lesson]
-        files = [path for path in files if path.stem == lesson] or beside or plain
+        plain = [path for path in files if not re.match(r"\d\d_|START$", path.stem)]
+        files = [path for path in files if path.stem == lesson] or plain
     if len(files) > 1:
         listed = ", ".join(path.name for path in files[:4])
-        return Submission(student, problem=f"several files to grade ({listed}); name the right one {lesson}.ipynb")
-    if not files or not files[0].is_file():  # a pipe, or a link to nothing
-        return Submission(student)
-    try:
-        return Submission(student, files[0], files[0].read_bytes())
-    except OSError as error:
-        return Submission(student, files[0], problem=f"{files[0]} cannot be read: {error.strerror}")
-
-
-def _is_answer(path: Path, place: Path) -> bool:
-    inside = path.relative_to(place).parts
-    return path.suffix in KINDS and path.is_file() and not any(part.startswith(HIDDEN) for part in inside)
+        return Submission(student, None, f"several files to grade ({listed}); name the right one {lesson}.ipynb")
+    return Submission(student, files[0] if files else None)

@@ -3,7 +3,7 @@
 A lab is a plain script for torchrun. It declares its settings and says what to do on every rank:
 
     @dataclass(frozen=True)
-    class Settings(CommonSettings):  # its docstring's Attributes are the help of the flags
+    class Settings(CommonSettings):  # or GPTSettings; its docstring's Attributes are the help of the flags
         repeats: int = flag(20, least=1)
 
     def run(lab: Lab[Settings]) -> None:
@@ -18,4 +18,4 @@ A lab is a plain script for torchrun. It declares its settings and says what to 
 
 from distlab.course.lab.member import Lab as Lab, main as main
 from distlab.course.lab.report import LabReport as LabReport, ReportRow as ReportRow
-from distlab.course.lab.settings import CommonSettings as CommonSettings, flag as flag
+from distlab.course.lab.settings import CommonSettings as CommonSettings, GPTSettings as GPTSettings, flag as flag

@@ -148,10 +148,11 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
 
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
-    prog = f"lab {number}"
-    quiet = contextlib.redirect_stderr(io.StringIO()) if _is_not_rank_0() else contextlib.nullcontext()
+    quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    with contextlib.suppress(ValueError):  # told by process_group
+        quiet = contextlib.redirect_stderr(io.StringIO()) if read_environment().rank else quiet
     with quiet:
-        chosen = parse(settings, None, prog)
+        chosen = parse(settings, None, f"lab {number}")
     try:
         status = _work(number, chosen, run)
     except Exception as error:
@@ -170,26 +171,31 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
-def _is_not_rank_0() -> bool:
-    try:
-        return read_environment().rank > 0
-    except ValueError:  # told by process_group
-        return False
-
-
 def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None]) -> int:
-    beside = Path(run.__code__.co_filename).resolve().parent
     with contextlib.ExitStack() as group:
         try:
             functions = load_functions(settings.impl, number)
-            member = group.enter_context(_group(settings))
+            address = read_environment()
+            member = group.enter_context(
+                process_group(
+                    None if settings.backend == "auto" else settings.backend,
+                    None if settings.device == "auto" else settings.device,
+                    nodes=settings.nodes_of(address.world_size),
+                    timeout_s=settings.limit_s + 60,
+                    trace_dir=settings.trace,
+                    watch=False,
+                )
+            )
             agree([number, what_is_run(settings), sorted(functions)], what=f"settings of lab {number}")
             settings.check_ranks(member.world_size)
-        except ValueError as error:
-            return _refuse(number, error)
+        except ValueError as error:  # one line: to the launcher, or, without one, to the user
+            if not record_failure(ScriptRefused(str(error))):
+                print(f"lab {number}: {error}", file=sys.stderr)
+            return 2
+        beside = Path(run.__code__.co_filename).resolve().parent
         lab = Lab(number, settings, member, functions, _report(number, settings, member, beside))
         try:
-            others = OtherProcesses() if read_environment().is_on_one_machine else None
+            others = OtherProcesses() if address.is_on_one_machine else None
             run(lab)
             if others is not None:
                 lab.report.others_took(others.taken())
@@ -201,15 +207,6 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
         for line in write_pictures(settings.trace, member.world_size, lab.window):
             print(line, file=sys.stderr if settings.json else sys.stdout, flush=True)
     return SAID if wrong else 0
-
-
-def _group(settings: CommonSettings) -> contextlib.AbstractContextManager[Member]:
-    device = None if settings.device == "auto" else settings.device
-    backend = None if settings.backend == "auto" else settings.backend
-    nodes = settings.nodes_of(read_environment().world_size)
-    return process_group(
-        backend, device, nodes=nodes, timeout_s=settings.limit_s + 60, trace_dir=settings.trace, watch=False
-    )
 
 
 def load_functions(impl: str, number: str) -> Mapping[str, Function]:
@@ -228,14 +225,14 @@ def load_functions(impl: str, number: str) -> Mapping[str, Function]:
 
 
 def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> LabReport:
-    kind, count = member.device.type, member.world_size
-    what = what_is_run(settings)
-    ranks = f"{count} rank{'s' if count > 1 else ''}"
+    kind, what = member.device.type, what_is_run(settings)
+    ranks = f"{member.world_size} rank{'s' if member.world_size > 1 else ''}"
     nodes = f"{settings.nodes} nodes {settings.between}".rstrip() if settings.nodes > 1 else ""
     place = ", ".join(filter(None, [kind, ranks, nodes]))
     known, note = read_reference(beside / "lab_reference.md", place, what)
-    title = f"Lab {number} on {ranks}, {member.device.type}, {dist.get_backend()}; functions: {settings.impl}"
-    return LabReport(title, what, known, note)
+    return LabReport(
+        f"Lab {number} on {ranks}, {kind}, {dist.get_backend()}; functions: {settings.impl}", what, known, note
+    )
 
 
 def _tell(lab: Lab[Any]) -> bool:
@@ -254,10 +251,3 @@ def _tell(lab: Lab[Any]) -> bool:
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
     dist.broadcast(wrong, 0)
     return bool(wrong)
-
-
-def _refuse(number: str, error: ValueError) -> int:
-    """Report a refusal in one line: to the launcher, or, without one, to the user."""
-    if not record_failure(ScriptRefused(str(error))):
-        print(f"lab {number}: {error}", file=sys.stderr)
-    return 2

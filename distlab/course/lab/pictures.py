@@ -45,11 +45,8 @@ def write_pictures(folder: Path, num_ranks: int, window: StepWindow | None) -> I
     if not len(shown):
         yield "No call was recorded in the chosen step, so there is no picture."
         return
-    try:
-        from simulator.viz import draw_timeline
-    except ModuleNotFoundError as error:
-        yield f"There is no timeline.png: {error.name} is not installed (pip install 'distlab[labs]')"
-        return
+    from simulator.viz import draw_timeline
+
     picture = folder / "timeline.png"
     drawn = draw_timeline(shown, predicted, title=None if window is None else window.title or None)
     drawn.figure.savefig(picture, dpi=150)

@@ -11,6 +11,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from distlab.blocks.data import ByteCorpus, python_documentation, read_text
+from distlab.blocks.models import GPTConfig
 from distlab.comm.command import runnable
 from distlab.comm.nodes import Nodes
 from distlab.faces import attributes_of
@@ -65,6 +67,36 @@ class CommonSettings:
         Raises:
             ValueError: saying what to pass instead.
         """
+
+
+@dataclass(frozen=True)
+class GPTSettings(CommonSettings):
+    """What labs that train a small GPT on a text can be told too.
+
+    Attributes:
+        samples: samples in a rank's batch.
+        hidden: hidden size of the model, a multiple of 4.
+        layers: blocks of the model.
+        data: a text file to train on instead of Python's documentation.
+    """
+
+    samples: int = flag(4, least=1)
+    hidden: int = flag(64, least=4)
+    layers: int = flag(4, least=1)
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.model  # noqa: B018 (its own rules are checked here, before any rank starts)
+
+    @property
+    def model(self) -> GPTConfig:
+        """Sizes of the GPT."""
+        return GPTConfig(context=64, num_layers=self.layers, num_heads=4, hidden_size=self.hidden)
+
+    def corpus(self) -> ByteCorpus:
+        """Return the text, in samples of the model's length."""
+        length = self.model.context
+        return ByteCorpus(python_documentation() if self.data is None else read_text(self.data, length), length)
 
 
 class _Parser(argparse.ArgumentParser):

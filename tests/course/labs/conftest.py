@@ -20,7 +20,7 @@ def lab() -> Callable[..., Ended]:
 
     def started(number: str, num_ranks: int, *more: str, **changes: Any) -> Ended:
         arguments = [*QUICK[number].split(), *more]
-        changes = {"hidden": (), "calibrated": False, "updates": None} | changes
+        changes = {"calibrated": False, "updates": None} | changes
         every = start(str(find_lab(number)[1]), num_ranks, arguments, **changes)
         assert {rank.status for rank in every} == {every[0].status}, every
         assert not any(rank.stdout for rank in every[1:]), "rank 0 speaks for all"

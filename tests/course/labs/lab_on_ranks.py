@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,12 +66,8 @@ def load_lessons() -> None:
         load_lesson(number)
 
 
-def run_and_listen(
-    script: str, arguments: list[str], *, hidden: tuple[str, ...], calibrated: bool, updates: Path | None
-) -> Ended:
+def run_and_listen(script: str, arguments: list[str], *, calibrated: bool, updates: Path | None) -> Ended:
     """Run a script on this rank, with changes to what it finds, and keep what it prints."""
-    if hidden:
-        hide(hidden)
     if not calibrated:
         calibrate_in_no_time()
     if updates is not None:
@@ -118,16 +113,3 @@ def note_updates(path: Path, first: int = 3) -> None:
 
     path.touch()
     register_optimizer_step_post_hook(note)
-
-
-def hide(packages: tuple[str, ...]) -> None:
-    """Make packages as if they were not installed."""
-    import importlib.abc
-
-    class Missing(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in packages:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
-
-    assert not set(packages) & {name.split(".")[0] for name in sys.modules}
-    sys.meta_path.insert(0, Missing())

@@ -14,11 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import distlab
 from distlab.cli import main
 from distlab.comm.launch import pool
 from distlab.comm.launch.ranks import _Round
-from distlab.comm.rendezvous import own_environment
 
 SMALL = ["--sizes", "8,1024", "--rounds", "1", "--repeats", "1", "--laps", "1"]
 MARK = "DISTLAB_TEST_OF_LABS"
@@ -103,11 +101,6 @@ def test_a_function_that_never_ends_is_stopped_at_the_limit_with_its_line(failed
     assert "in shift\n    " in told.partition("--- rank 1 stands here (innermost call last) ---")[2]
 
 
-def test_a_rank_that_is_killed_is_told(failed):
-    text = "\ndef shift(tensor):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    assert "was killed by SIGKILL" in failed(text).splitlines()[0]
-
-
 def test_a_function_that_exits_is_told(failed):
     told = failed("\ndef shift(tensor):\n    sys.exit(0)\n")
     assert "left by exit(0); a function returns instead" in told.splitlines()[0]
@@ -121,7 +114,10 @@ def test_a_module_that_exits_is_one_line(failed, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.soak), (signal.SIGKILL, -9)],
+    [
+        (signal.SIGINT, 130),
+        *(pytest.param(one, -one, marks=pytest.mark.soak) for one in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     process = subprocess.Popen(
@@ -151,12 +147,7 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
         (["17"], "distlab lab: there is no lab 17; labs are 01, 02, 03"),
         (["x"], "'x' names no lesson"),
         (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024"),
-        (["01", "--limit-s", "inf"], "distlab lab 01: argument --limit-s: inf cannot be used; pass 1 to 1000000"),
-        (
-            ["01", "--trace", __file__],
-            f"--trace {__file__}: expected the path of a folder, got a file; pass a different path",
-        ),
-        (["01", "--trace", f"{__file__}/a/b"], f"--trace {__file__}/a/b: cannot be written ({__file__}/a/b: "),
+        (["01", "--trace", __file__], f"--trace {__file__}: expected the path of a folder, got a file"),
         (["01", "--impl", "tests/"], "distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file"),
         (["03", "--data", "nothing.txt"], "distlab lab 03: --data nothing.txt: there is no such file; pass the path"),
         (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb"),
@@ -177,11 +168,5 @@ def test_a_mistake_is_one_line_and_exit_status_2_before_any_rank_starts(argument
     except SystemExit as left:
         status = left.code
     error = capsys.readouterr().err
-    assert status == 2
+    assert (status, error.count("\n")) == (2, 1)
     assert told in error
-    assert error.count("\n") == 1
-
-
-def test_the_agent_finds_this_very_distlab_first():
-    first = own_environment()["PYTHONPATH"].split(os.pathsep)[0]
-    assert (Path(first) / "distlab" / "__init__.py").samefile(distlab.__file__)

@@ -1,7 +1,6 @@
 """Working copies: made once, never overwritten, put aside on request, whatever state they are in."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from distlab.course.notebook import course_map
 from distlab.course.notebook.learner.copies import draw_map, fingerprint, make_copies, reset
 
 LESSONS = Path(__file__).resolve().parents[3] / "lessons"
+THIRD = "03_data_parallel/03_data_parallel.ipynb"
 
 
 def notebook(*sources):
@@ -23,6 +23,7 @@ def notebook(*sources):
 
 @pytest.fixture
 def lessons(tmp_path):
+    """Two lessons, one that is not built, and START."""
     folder = tmp_path / "lessons"
     for name in ("03_data_parallel", "01_ranks"):
         (folder / name).mkdir(parents=True)
@@ -37,146 +38,104 @@ def work(tmp_path):
     return tmp_path / "work"
 
 
-def states(made):
-    return {copy.name: copy.state for copy in made}
+def copies(lessons, work):
+    return {copy.name: copy for copy in make_copies(lessons, work)}
+
+
+def states(lessons, work):
+    return {name: copy.state for name, copy in copies(lessons, work).items()}
 
 
 def text_of(path):
     return [cell["source"] for cell in json.loads(path.read_text())["cells"]]
 
 
-def test_copies_are_made_once_without_results(lessons, work):
-    first = make_copies(lessons, work)
-    assert [copy.name for copy in first] == [
-        "START.ipynb",
-        "01_ranks/01_ranks.ipynb",
-        "03_data_parallel/03_data_parallel.ipynb",
-    ]
-    assert set(states(first).values()) == {"made"}
+def write_in(path, text):
+    own = json.loads(path.read_text())
+    own["cells"][0]["source"] = text
+    path.write_text(json.dumps(own))
+
+
+def test_copies_are_made_once_and_what_you_wrote_is_kept(lessons, work):
+    assert states(lessons, work) == dict.fromkeys(["START.ipynb", "01_ranks/01_ranks.ipynb", THIRD], "made")
     assert (work / ".distlab-work").exists()
-    cell = json.loads((work / "03_data_parallel/03_data_parallel.ipynb").read_text())["cells"][0]
+    cell = json.loads((work / THIRD).read_text())["cells"][0]
     assert (cell["source"], cell["outputs"], cell["execution_count"]) == ("first", [], None)
-    assert set(states(make_copies(lessons, work)).values()) == {"kept"}
-
-
-def test_what_you_wrote_is_kept_and_a_newer_lesson_is_told(lessons, work):
-    make_copies(lessons, work)
-    mine = work / "03_data_parallel" / "03_data_parallel.ipynb"
-    own = json.loads(mine.read_text())
-    own["cells"][0]["source"] = "my own words"
-    mine.write_text(json.dumps(own))
-    before = mine.read_bytes()
-    assert states(make_copies(lessons, work))["03_data_parallel/03_data_parallel.ipynb"] == "kept"
-    (lessons / "03_data_parallel" / "lesson.ipynb").write_text(notebook("better"))
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/03_data_parallel.ipynb"]
+    assert set(states(lessons, work).values()) == {"kept"}
+    original = lessons / "03_data_parallel" / "lesson.ipynb"
+    cleaned = json.loads(original.read_text())
+    cleaned["cells"][0]["outputs"] = []
+    original.write_text(json.dumps(cleaned))
+    assert states(lessons, work)[THIRD] == "kept", "outputs alone, also cleaned ones, make no newer lesson"
+    write_in(work / THIRD, "my own words")
+    before = (work / THIRD).read_bytes()
+    assert states(lessons, work)[THIRD] == "kept"
+    original.write_text(notebook("better"))
+    told = copies(lessons, work)[THIRD]
     assert told.state == "newer"
     assert "there is a newer version" in told.message
     assert "distlab lesson reset 03" in told.message
-    assert mine.read_bytes() == before
-
-
-def test_new_results_alone_make_no_newer_lesson(lessons, work):
-    make_copies(lessons, work)
-    original = lessons / "03_data_parallel" / "lesson.ipynb"
-    changed = json.loads(original.read_text())
-    changed["cells"][0]["outputs"] = [{"x": 2}]
-    original.write_text(json.dumps(changed))
-    assert states(make_copies(lessons, work))["03_data_parallel/03_data_parallel.ipynb"] == "kept"
+    assert (work / THIRD).read_bytes() == before
 
 
 def test_the_map_follows_the_course_unless_you_wrote_in_it(lessons, work):
     make_copies(lessons, work)
     (lessons / "START.ipynb").write_text(notebook("new map"))
-    assert states(make_copies(lessons, work))["START.ipynb"] == "refreshed"
+    assert states(lessons, work)["START.ipynb"] == "refreshed"
     assert text_of(work / "START.ipynb") == ["new map"]
-
-    own = json.loads((work / "START.ipynb").read_text())
-    own["cells"][0]["source"] = "my notes"
-    (work / "START.ipynb").write_text(json.dumps(own))
+    write_in(work / "START.ipynb", "my notes")
     (lessons / "START.ipynb").write_text(notebook("newer map"))
-    assert states(make_copies(lessons, work))["START.ipynb"] == "newer"
+    assert states(lessons, work)["START.ipynb"] == "newer"
     assert text_of(work / "START.ipynb") == ["my notes"]
 
 
 DAMAGED = {
     "cannot be used: Expecting value": b"",
-    "cannot be used: Unterminated string": notebook("first").encode()[:40],
     "cannot be used: 'utf-8' codec can't decode byte 0xff": b'{"c\xff": 1}',
     "is JSON, but no notebook": b"[1, 2]",
     "is JSON, but no notebook of format 4": notebook("x").replace('"nbformat": 4', '"nbformat": 3').encode(),
 }
 
 
-@pytest.mark.parametrize("says", DAMAGED)
-def test_a_damaged_copy_is_told_exactly_and_left_alone(lessons, work, says):
+def test_a_damaged_copy_is_told_exactly_and_left_alone(lessons, work):
     make_copies(lessons, work)
-    mine = work / "03_data_parallel" / "03_data_parallel.ipynb"
-    mine.write_bytes(DAMAGED[says])
-    told = {copy.name: copy for copy in make_copies(lessons, work)}["03_data_parallel/03_data_parallel.ipynb"]
-    assert told.state == "damaged"
-    assert says in told.message
-    assert "distlab lesson reset 03" in told.message
-    assert mine.read_bytes() == DAMAGED[says]
-
-    aside, fresh = reset("3", lessons, work)
-    assert aside.read_bytes() == DAMAGED[says]
-    assert fresh == mine
-    assert text_of(fresh) == ["first", "03_data_parallel"]
-
-
-def folder_in_its_place(place):
-    (place / "03_data_parallel.ipynb").mkdir(parents=True)
-
-
-def file_in_the_folders_place(place):
-    place.parent.mkdir(parents=True)
-    place.write_text("mine")
-
-
-def no_permission(place):
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    place.mkdir(parents=True)
-    place.chmod(0o500)
-
-
-@pytest.mark.parametrize("block", [folder_in_its_place, file_in_the_folders_place, no_permission])
-def test_what_stands_in_the_place_of_a_copy_stops_only_that_lesson(lessons, work, block):
-    place = work / "03_data_parallel"
-    block(place)
-    told = {copy.name: copy for copy in make_copies(lessons, work)}
-    found = told["03_data_parallel/03_data_parallel.ipynb"]
-    assert (found.state, " cannot be used: " in found.message) == ("damaged", True)
-    assert told["01_ranks/01_ranks.ipynb"].state == "made"
-    assert not place.is_file() or place.read_text() == "mine"
-
-
-def test_resets_within_one_second_keep_every_copy(lessons, work):
-    make_copies(lessons, work)
-    mine = work / "03_data_parallel" / "03_data_parallel.ipynb"
-    kept = []
-    for number in range(3):
-        mine.write_text(notebook(f"attempt {number}"))
-        aside, _ = reset("03", lessons, work)
+    mine, kept = work / THIRD, []
+    for says, damaged in DAMAGED.items():
+        mine.write_bytes(damaged)
+        told = copies(lessons, work)[THIRD]
+        assert told.state == "damaged"
+        assert says in told.message
+        assert "distlab lesson reset 03" in told.message
+        assert mine.read_bytes() == damaged
+        aside, fresh = reset("3", lessons, work)
         assert re.fullmatch(r"03_data_parallel\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d{6}\.ipynb", aside.name)
+        assert fresh == mine
+        assert text_of(fresh) == ["first", "03_data_parallel"]
         kept.append(aside)
-    assert [text_of(path) for path in kept] == [["attempt 0"], ["attempt 1"], ["attempt 2"]]
-    assert states(make_copies(lessons, work))["03_data_parallel/03_data_parallel.ipynb"] == "kept"
+    assert [path.read_bytes() for path in kept] == list(DAMAGED.values()), "resets within one second keep every copy"
+    assert states(lessons, work)[THIRD] == "kept"
 
 
-def test_nothing_to_reset_and_no_such_lesson(lessons, work):
-    with pytest.raises(ValueError, match="nothing to reset: .*03_data_parallel.ipynb is not there"):
-        reset("03", lessons, work)
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_stands_in_the_place_of_a_copy_stops_only_that_lesson(lessons, work, is_folder):
+    place = (work / THIRD) if is_folder else (work / THIRD).parent
+    place.mkdir(parents=True) if is_folder else (work.mkdir(), place.write_text("mine"))
+    told = copies(lessons, work)
+    assert (told[THIRD].state, " cannot be used: " in told[THIRD].message) == ("damaged", True)
+    assert told["01_ranks/01_ranks.ipynb"].state == "made"
+    assert is_folder or place.read_text() == "mine"
+
+
+def test_what_cannot_be_is_refused(lessons, work):
     with pytest.raises(ValueError, match="there is no lesson '17'; pass one of START, 01, 03"):
         reset("17", lessons, work)
-
-
-def test_a_work_folder_that_cannot_be_one(lessons, work):
+    with pytest.raises(ValueError, match=r"nothing to reset: .*03_data_parallel.ipynb is not there"):
+        reset("03", lessons, work)
+    with pytest.raises(ValueError, match="inside the lessons"):
+        make_copies(lessons, lessons / "work")
     work.write_text("a file")
     with pytest.raises(ValueError, match="is a file; pass --work"):
         make_copies(lessons, work)
-    with pytest.raises(ValueError, match="inside the lessons"):
-        make_copies(lessons, lessons / "work")
 
 
 def links(folder):
@@ -187,49 +146,25 @@ def links(folder):
             yield from ((path.name, path.parent / link) for link in re.findall(r"\]\((\.\./[^)]+\.ipynb)\)", text))
 
 
-def test_copies_link_to_the_map_and_to_each_other(tmp_path, monkeypatch):
+def test_copies_link_to_the_map_and_to_each_other_and_start_shows_the_map(tmp_path, monkeypatch):
     work = tmp_path / "work"
+    old = work / "03_data_parallel" / "lesson.ipynb"  # a copy of the old name stays, and is linked to
+    old.parent.mkdir(parents=True)
+    old.write_text(notebook("mine"))
     number = len(make_copies(LESSONS, work)) - 1  # without START
     found = list(links(work))
     in_texts = sum(path.read_text("utf-8").count("/lesson.ipynb)") for path in LESSONS.glob("*/lesson.py"))
-    assert len(found) == 2 * (3 * number - 2) + in_texts, "above and below: the map, the one before, the next"
-    assert [link for link in found if not link[1].is_file()] == []
-    assert ("03_data_parallel.ipynb", work / "03_data_parallel/../04_large_batch/04_large_batch.ipynb") in found
+    assert len(found) == 2 * (3 * number - 2) + in_texts - 6, "above and below: the map, the one before, the next"
+    assert [link for link in (*found, *links(LESSONS)) if not link[1].is_file()] == []
+    assert ("02_collectives.ipynb", work / "02_collectives/../03_data_parallel/lesson.ipynb") in found
     monkeypatch.chdir(work)
     html = course_map(LESSONS)._repr_html_()
-    assert '<a href="03_data_parallel/03_data_parallel.ipynb">' in html
+    assert '<a href="03_data_parallel/lesson.ipynb">' in html
     assert all((work / link).is_file() for link in re.findall(r'href="([^"]+)"', html))
-
-
-def test_the_repositorys_own_notebooks_link_to_each_other():
-    assert [link for link in links(LESSONS) if not link[1].is_file()] == []
-
-
-def test_a_copy_of_the_old_name_stays_and_is_linked_to(tmp_path, monkeypatch):
-    work = tmp_path / "work"
-    old = work / "03_data_parallel" / "lesson.ipynb"
-    old.parent.mkdir(parents=True)
-    old.write_text(notebook("mine"))
-    before = old.read_bytes()
-    made = states(make_copies(LESSONS, work))
-    assert made["03_data_parallel/lesson.ipynb"] == "newer"
-    assert "03_data_parallel/03_data_parallel.ipynb" not in made
-    assert old.read_bytes() == before
-    assert [link for link in links(work) if not link[1].is_file()] == []
-    monkeypatch.chdir(work)
-    assert '<a href="03_data_parallel/lesson.ipynb">' in course_map(LESSONS)._repr_html_()
-    _, fresh = reset("03", LESSONS, work)
-    assert fresh == old, "so that links to it stay right"
-    assert set(states(make_copies(LESSONS, work)).values()) == {"kept"}
-
-
-def test_the_map_stands_in_the_copy_of_start_before_anything_is_run(tmp_path):
-    lessons, work = Path(__file__).resolve().parents[3] / "lessons", tmp_path / "work"
-    make_copies(lessons, work)
     before = fingerprint(json.loads((work / "START.ipynb").read_text()))
-    draw_map(lessons, work)
-    notebook = json.loads((work / "START.ipynb").read_text())
-    (shown,) = [cell["outputs"] for cell in notebook["cells"] if "course_map()" in "".join(cell["source"])]
+    draw_map(LESSONS, work)
+    start = json.loads((work / "START.ipynb").read_text())
+    (shown,) = [cell["outputs"] for cell in start["cells"] if "course_map()" in "".join(cell["source"])]
     assert "09 Pipeline" in shown[0]["data"]["text/html"]
     assert "12" in shown[0]["data"]["text/plain"]
-    assert fingerprint(notebook) == before, "START is still the learner's untouched copy"
+    assert fingerprint(start) == before, "START is still the learner's untouched copy"

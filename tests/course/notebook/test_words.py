@@ -44,12 +44,6 @@ def test_a_name_that_only_the_notebook_has():
     assert "--push" not in explain(text, {"other": 1})
 
 
-def test_an_interrupt_is_told_first():
-    text = explain("the call was interrupted\n\nrank 0 waits in recv", {})
-    assert text.startswith("You stopped the ranks. This is where each one stood:")
-    assert "rank 0 waits in recv" in text
-
-
 def test_a_line_of_a_cell_is_named_as_the_learner_knows_it():
     names = {"/tmp/ipykernel_7/11.py": ("Cell", "In[2]"), "/tmp/ipykernel_7/12.py": ("Cell", "In[3]")}
     shell = SimpleNamespace(user_ns={"In": ["", "a", "b", "c"]}, compile=SimpleNamespace(format_code_name=names.get))
@@ -69,10 +63,6 @@ def test_a_picture_without_words_is_refused():
         show(Figure(), " ")
 
 
-def test_an_error_names_cells_only_in_a_notebook():
-    assert in_cells(ValueError("at /tmp/ipykernel_1/23.py:4")) == "at /tmp/ipykernel_1/23.py:4"
-
-
 def test_a_long_line_of_an_error_goes_on_below_further_to_the_right():
     waits = (
         "  rank 0 waits in recv from 1 #1 (float32[4], group [0, 1]) at In[19], line 4 for 2.4 s: rank 1 has not called"
@@ -90,11 +80,8 @@ def test_a_long_line_of_an_error_goes_on_below_further_to_the_right():
         ("", Line()),
         ("4", Line(4)),
         ("[0,2]", Line(chosen=(0, 2))),
-        ("[2, 0, 2]", Line(chosen=(0, 2))),
         ("4 [0,2]", Line(4, (0, 2))),
-        ("4[1]", Line(4, (1,))),
         ("--new 3", Line(3, new=True)),
-        ("3 --new", Line(3, new=True)),
         ("--push a,b", Line(push=("a", "b"))),
         ("--push a, b 2", Line(2, push=("a", "b"))),
         ("--push=a", Line(push=("a",))),
@@ -110,11 +97,7 @@ def test_reads(text, line):
     [
         ("four", "cannot read 'four'; write one of: %%ranks 4"),
         ("4 four [0]", "cannot read 'four [0]'"),
-        *((wrong, f"cannot read {wrong!r}") for wrong in ("0", "-1", "[0,2", "[]", "[a]", "4x", "--push", "--push 3")),
-        *(
-            (f"--timeout{wrong}", f"cannot read '--timeout{wrong}'")
-            for wrong in ("", " soon", " nan", " -1", " 3s", " 0")
-        ),
+        *((wrong, f"cannot read {wrong!r}") for wrong in ("0", "-1", "[0,2", "[a]", "4x", "--push 3", "--timeout nan")),
         ("--nwe 4", "cannot read '--nwe 4'"),
     ],
 )

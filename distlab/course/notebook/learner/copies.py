@@ -123,9 +123,8 @@ def _copy(name: str, original: Path, work: Path) -> Copy:
         mine = _read(copy)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        return Copy(
-            name, "damaged", f"{copy} cannot be used: {why}. It is left alone; {reset_it} and brings a fresh one"
-        )
+        text = f"{copy} cannot be used: {why}. It is left alone; {reset_it} and brings a fresh one"
+        return Copy(name, "damaged", text)
     came_from = mine["metadata"].get(CAME_FROM)
     if fingerprint(lesson) in (came_from, fingerprint(mine)):
         return Copy(name, "kept")

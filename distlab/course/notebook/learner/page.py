@@ -54,27 +54,24 @@ def page(lessons: Sequence[CourseRow], progress: Mapping[str, Entry], *, day: st
     """Return the page: how far you are in all, a table for each lesson that you began, and the lessons ahead."""
     begun = [row for row in lessons if any(name in progress for name in row.exercises)]
     whole = sum(row.passed == len(row.exercises) for row in begun)
-    summary = CourseMap(list(lessons), "").summary
     ahead = ", ".join(f"{row.number} {row.title}" for row in lessons if row not in begun)
-    parts = [
-        f"<h1>{TITLE}</h1>",
-        f"<p>Name: ______________________________ &nbsp; {day}</p>",
-        f"<p>{html.escape(summary)} Lessons with all exercises passed: {whole} of {len(lessons)}.</p>",
-        *(_lesson(row, progress) for row in begun),
-        f"<h2>Not begun</h2><p>{html.escape(ahead)}</p>" if ahead else "",
-    ]
+    summary = f"{CourseMap(list(lessons), '').summary} Lessons with all exercises passed: {whole} of {len(lessons)}."
+    parts = [f"<h1>{TITLE}</h1>", f"<p>Name: ______________________________ &nbsp; {day}</p>"]
+    parts.append(f"<p>{html.escape(summary)}</p>")
+    heads = "".join(f'<th scope="col">{head}</th>' for head in COLUMNS)
+    for row in begun:
+        name = html.escape(f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}")
+        body = "".join(_exercise(one, progress.get(one, Entry())) for one in row.exercises)
+        parts.append(
+            f"<section><h2>{name}</h2><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></section>"
+        )
+    parts += [f"<h2>Not begun</h2><p>{html.escape(ahead)}</p>"] if ahead else []
     head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _lesson(row: CourseRow, progress: Mapping[str, Entry]) -> str:
-    name = html.escape(f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}")
-    heads = "".join(f'<th scope="col">{head}</th>' for head in COLUMNS)
-    body = "".join(_exercise(one, progress.get(one, Entry())) for one in row.exercises)
-    return f"<section><h2>{name}</h2><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></section>"
-
-
 def _exercise(name: str, entry: Entry) -> str:
+    """Return the row of an exercise: when it was passed, after how many checks, with what help, and what it used."""
     passed = entry.first_passed[:10] or "not yet"
     checks = f"{entry.attempts}, {entry.failed} wrong" if entry.failed else str(entry.attempts or "")
     hints = [f"{entry.hints} hint{'s' if entry.hints > 1 else ''}"] if entry.hints else []

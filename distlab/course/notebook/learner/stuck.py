@@ -82,11 +82,9 @@ def solution(name: str) -> Note:
         return Note(missing)
     if not (text := source_text(reference_of(exercise))):
         return Note(f"solution: this copy has no solution of {name}; ask your instructor")
-    told = (
-        []
-        if entry.passed
-        else _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or now()))
-    )
+    told = list[str]()
+    if not entry.passed:
+        told = _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or now()))
     source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), text]))
     head, foot = f"The solution of {name}:", "\n\n".join(told)
     code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word

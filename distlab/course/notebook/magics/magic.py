@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -121,7 +121,8 @@ class RanksMagics(Magics):
             raise CellError(failed)
         chosen = range(ranks.world_size) if wanted.chosen is None else wanted.chosen
         if not cell.rstrip().endswith(";"):
-            _print_values(dict(zip(chosen, shown, strict=True)))
+            for rank, value in zip(chosen, shown, strict=True):
+                print(end="".join(f"[rank {rank}] {line}\n" for line in (value or "").splitlines()))
 
     @line_magic("ranks")  # type: ignore[arg-type]
     def status(self, line: str) -> None:
@@ -141,13 +142,11 @@ class RanksMagics(Magics):
 
     def stop(self) -> str:
         """End the ranks; return what was done, in words."""
-        if self.ranks is None or not self.ranks.pids:
-            self.ranks = None
+        running, self.ranks = self.ranks, None
+        if running is None or not running.pids:
             return "no ranks are running"
-        count = self.ranks.world_size
-        self.ranks.close()
-        self.ranks = None
-        return f"{count} rank{'s' if count > 1 else ''} ended"
+        running.close()
+        return f"{running.world_size} rank{'s' if running.world_size > 1 else ''} ended"
 
     def _ranks(self, wanted: Line) -> Ranks:
         """Return the ranks for a cell: those that run, or new ones."""
@@ -204,20 +203,10 @@ def _interrupt_of(ranks: Ranks) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _print_values(shown: Mapping[int, str | None]) -> None:
-    for rank, text in shown.items():
-        for line in text.splitlines() if text is not None else ():
-            print(f"[rank {rank}] {line}")
-
-
-def _magics(shell: Any) -> RanksMagics | None:
-    return None if shell is None else shell.magics_manager.registry.get("RanksMagics")
-
-
 def stop_ranks(shell: InteractiveShell) -> str:
     """End the notebook's ranks; return what was done, in words."""
-    magics = _magics(shell)
-    return "no ranks are running" if magics is None else magics.stop()
+    magics = shell.magics_manager.registry.get("RanksMagics")
+    return "no ranks are running" if magics is None else str(magics.stop())
 
 
 def last_records() -> Records:
@@ -228,7 +217,9 @@ def last_records() -> Records:
     """
     from IPython import get_ipython
 
-    magics = _magics(get_ipython())
+    shell = get_ipython()
+    magics = None if shell is None else shell.magics_manager.registry.get("RanksMagics")
     if magics is None or magics.records is None:
         raise RuntimeError("no records: run a %%ranks cell first")
-    return magics.records
+    records: Records = magics.records
+    return records
