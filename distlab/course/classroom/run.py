@@ -72,7 +72,10 @@ def grade_all(
         code.update(path.name.encode() + b"\0" + path.read_bytes())
 
     def grade(one: Submission) -> tuple[Grade, bool]:
-        data = one.path.read_bytes() if one.path else b""
+        try:
+            data = one.path.read_bytes() if one.path else b""
+        except OSError as error:  # the others are graded
+            return grade_of(one, lesson, (), f"{one.path} cannot be read ({error.strerror})"), True
         key = "/".join((version(), code.hexdigest()[:16], hashlib.sha256(data).hexdigest(), str(seed)))
         kept = results / f"{one.student}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none is there, or it is damaged
