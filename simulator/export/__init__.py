@@ -26,6 +26,6 @@ from simulator.export.launch import (
     torchrun_command as torchrun_command,
 )
 from simulator.export.megatron import megatron_flags as megatron_flags
-from simulator.export.parts import Exported as Exported, Wish as Wish
+from simulator.export.parts import Exported as Exported, Options as Options
 from simulator.export.tools import TOOLS as TOOLS, export as export
 from simulator.export.torchtitan import torchtitan_config as torchtitan_config

@@ -29,7 +29,7 @@ from simulator import (
     spread,
     young_s,
 )
-from simulator.runs.spread import plan_on
+from simulator.runs.money import plan_on
 from simulator.validation.case import read_table
 
 GPT = gpt_workload(hidden_size=512, num_layers=4, num_heads=8, sequence_length=256, vocab_size=8000)

@@ -23,7 +23,7 @@ from simulator.validation.exact import (
     zero_states,
 )
 from simulator.validation.refit import CONSTANTS, fit_stack, leave_out, measure_slopes
-from simulator.validation.score import kendall_tau, score
+from simulator.validation.report import kendall_tau, score
 
 TABLES = [path.name for path in resources.files("simulator.validation").joinpath("tables").iterdir()]
 

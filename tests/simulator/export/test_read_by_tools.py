@@ -12,7 +12,7 @@ from plan_files import BF16, SHARDED, WIDE, said
 
 from distlab.plan import Plan, Sharding
 from simulator import ModelDescription
-from simulator.export import Wish, export
+from simulator.export import Options, export
 from simulator.export.torchtitan import SCHEDULES
 
 NOT_HERE = "is not installed: its parser was not asked (make test-exports)"
@@ -36,7 +36,7 @@ def test_torchtitan_makes_its_configuration(own, tmp_path, monkeypatch):
 
     parallel = pytest.importorskip("torchtitan.distributed.parallel_dims")
     pipelines = importlib.import_module("torchtitan.distributed.pipeline_parallel")
-    (tmp_path / "plan.py").write_text(export(own, "torchtitan", Wish(1.0)).text)
+    (tmp_path / "plan.py").write_text(export(own, "torchtitan", Options(1.0)).text)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("plan", None)
     try:
@@ -78,7 +78,7 @@ def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_pa
     from accelerate.parallelism_config import ParallelismConfig
 
     path = tmp_path / "plan.json"
-    path.write_text(export(own, "accelerate", Wish(1.0)).text)
+    path.write_text(export(own, "accelerate", Options(1.0)).text)
     read = load_config_from_file(str(path))  # refuses unknown keys
     assert read.num_processes == own.plan.world_size
     known = vars(launch_command_parser().parse_args(["train.py"]))
@@ -137,7 +137,7 @@ def megatron_arguments(own):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name, count in ARGUMENTS.items():
         parser.add_argument(f"--{name}", **({"action": "store_true"} if count == 0 else {}))
-    return parser.parse_args(shlex.split(export(own, "megatron", Wish(1.0)).text))
+    return parser.parse_args(shlex.split(export(own, "megatron", Options(1.0)).text))
 
 
 @pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
@@ -189,7 +189,7 @@ def test_megatron_core_makes_its_configurations_of_the_flags(own):
 @pytest.mark.parametrize("own", [said(), said(Plan(4, 4, 8, tensor=2))], ids=["one node", "four nodes"])
 def test_torchruns_own_parser_reads_the_command(own):
     torchrun = pytest.importorskip("torch.distributed.run")
-    _, *words = shlex.split(export(own, "torchrun", Wish(script="train.py --name 'a b'")).text)
+    _, *words = shlex.split(export(own, "torchrun", Options(script="train.py --name 'a b'")).text)
     read = torchrun.parse_args(words)
     nodes, most = torchrun.parse_min_max_nnodes(read.nnodes)
     assert nodes == most
