@@ -202,7 +202,7 @@ REFUSED = [
     ("torchtitan", said(Plan(2, 2, 2), order=DATA_FIRST), "order = ['data'"),
     ("torchtitan", said(Plan(1, 2, 4, schedule="interleaved", stages_per_rank=7)), "stages_per_rank = 7"),
     ("torchtitan", said(recompute="full", recompute_layers=2), "full recompute of some blocks"),
-    ("torchtitan", said(Plan(1, context=2), sharding=Sharding(3, replicas=2)), "2 replicas do not divide 1 rank"),
+    ("torchtitan", said(Plan(1, context=2), sharding=Sharding(3, replicas=2)), "2 replicas do not divide 1 ranks"),
     ("megatron", said(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2)), "schedule = 'zb_v'"),
     ("megatron", said(Plan(1, 3, 8)), "32 layers in 3 unequal stages; use a number that divides 32"),
     ("megatron", said(Plan(2, 2, 8, sharding=Sharding(3))), "sharding stage 3 with a pipeline"),
