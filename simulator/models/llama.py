@@ -26,7 +26,7 @@ from simulator.models.parts import (
 
 
 class LatentSizes(NamedTuple):
-    """Latent attention: keys and values are made from one narrow vector per token, and queries from another.
+    """Latent attention: keys and values are made from one narrow vector per token, and queries from a second one.
 
     Attributes:
         key_value_rank: width of the vector of keys and values.

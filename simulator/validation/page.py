@@ -57,8 +57,8 @@ def page(families: Sequence[RowFamily], tables: dict[str, list[Derived]], pictur
         cells = [f"{each.error:.1%}, {each.bias:+.1%}" for each in scores]
         left = scores[1]
         choice = "" if left.choice_cost is None else f"{left.choice_cost:.1%}"
-        tau = left.choice_tau if left.choice_tau is not None else left.tau
-        row = [family.name, str(len(family.cases)), *cells, choice, "" if tau is None else f"{tau:.2f}"]
+        tau = "" if left.order_tau is None else f"{left.order_tau:.2f}"
+        row = [family.name, str(len(family.cases)), *cells, choice, tau]
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", "| table | rows | mean error | largest error |", "|---|---|---|---|"]
     for name, found in tables.items():

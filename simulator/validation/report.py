@@ -21,7 +21,7 @@ from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
 
 Floats = NDArray[np.float64]
 
-# The constants of each stack that its rows can tell; the others are carried from another stack, as presets.toml says.
+# The constants of each stack that its rows can tell; the others are carried from a different stack, as presets.toml says.
 FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
     "megatron-deepspeed": ("matmul_fraction",),
@@ -44,6 +44,7 @@ BARS = {
     "collectives": 0.07,
     "large messages": 0.04,
 }
+FITTED_ON = ("dgx-a100", "jean-zay", "a100-4-cards")  # clusters of the generation of most constants
 RATES = ("zero-bubble Table 5",)
 SEARCHED = ("ZB-1p", "ZB-2p")
 MIN_ALTERNATIVES = 2
@@ -71,6 +72,11 @@ class Score(NamedTuple):
     choices: int
     choice_cost: float | None
     choice_tau: float | None
+
+    @property
+    def order_tau(self) -> float | None:
+        """The rank correlation that tells how well a choice is made: inside the sets, where there are any."""
+        return self.tau if self.choice_tau is None else self.choice_tau
 
 
 def score(predicted: Sequence[float], measured: Sequence[float], choices: Sequence[str]) -> Score:
@@ -201,12 +207,9 @@ def text(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> str
         scores = [family.score(mode) for mode in MODES]
         line = f"{family.name:<18}{len(family.cases):>5}"
         line += "".join(f"{each.error:>17.1%}{each.bias:>+9.1%}" for each in scores)
-        best = scores[1]
-        if best.choice_cost is not None:
-            line += f"{best.choice_cost:>14.1%}"
-            line += f"{best.choice_tau:>6.2f}" if best.choice_tau is not None else f"{'':>6}"
-        else:
-            line += f"{'':>14}" + (f"{best.tau:>6.2f}" if best.tau is not None else "")
+        left = scores[1]
+        line += f"{'':>14}" if left.choice_cost is None else f"{left.choice_cost:>14.1%}"
+        line += "" if left.order_tau is None else f"{left.order_tau:>6.2f}"
         lines.append(line)
     lines += ["", f"{'tables':<46}{'rows':>5}{'error':>9}{'largest':>9}"]
     for name, rows in tables.items():
@@ -229,15 +232,10 @@ def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
     return np.asarray(np.abs(ours / printed - 1), np.float64)
 
 
-def is_same_generation(family: RowFamily) -> bool:
-    """Return whether a family ran on the generation that most constants were fitted on: A100."""
-    return family.cases[0].cluster in ("dgx-a100", "jean-zay", "a100-4-cards")
-
-
 def verdict(family: RowFamily) -> str:
     """Say which bars a family misses with its structure left out, or that it meets them."""
     found = family.score("left out")
-    bar = BARS["same" if is_same_generation(family) else "other"]
+    bar = BARS["same" if family.cases[0].cluster in FITTED_ON else "other"]
     short = []
     if found.error > bar:
         short.append(f"error {found.error:.1%} > {bar:.0%}")

@@ -46,7 +46,7 @@ def checked(one):
     assert times, "nothing fits"
     best = one.best(5)
     assert [choice.seconds for choice in best] == sorted(times.values())[:5]
-    assert one.num_simulated < len(times)
+    assert one.num_simulated < len(one.found) / 2
     for row, seconds in times.items():
         assert one.may_fit(row), "a plan that fits was left out"
         assert max(one.found.bound_s[row], one.tight_s(row)) <= seconds
@@ -103,7 +103,6 @@ def test_recompute_in_part_is_searched_to_the_same_best(model, memory_bytes, nam
     question = Question(model, machine_of(memory_bytes, 2, 2, name), 8)
     one, whole = search(replace(question, partial_recompute=True)), search(question)
     best = checked(one)
-    assert one.num_simulated < len(one.found) / 2
     assert (best[0].plan.recompute, best[0].plan.recompute_layers) == best_way
     assert best[0].seconds < whole.best()[0].seconds
     ways = {(shape.recompute, shape.recompute_layers) for shape in one.found.shapes}

@@ -41,7 +41,7 @@ def _sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes:
     """Return the sizes that Llama and its relatives share; `ties` and `head_size` hold where a file is silent."""
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     own: dict[str, Any] = {
-        "ties_embedding": fields.flag("tie_word_embeddings", default=ties),
+        "ties_embedding": fields.flag("tie_word_embeddings", ties),
         "head_size": fields.count("head_dim", head_size, least=0) or None,
         "feed_forward_biases": fields.flag("mlp_bias"),
     }
@@ -58,7 +58,7 @@ def _quadruple(fields: Fields) -> Fields:
 
 
 def _hunyuan(fields: Fields, **changes: Any) -> LlamaSizes:
-    norms = fields.only(use_cla=False, norm_type=("rms", "hf_rms")).flag("use_qk_norm", default=True)
+    norms = fields.only(use_cla=False, norm_type=("rms", "hf_rms")).flag("use_qk_norm", True)
     return _sizes(fields, head_norms=norms, **changes)
 
 
@@ -68,8 +68,8 @@ def _cohere(fields: Fields, **changes: Any) -> LlamaSizes:
 
 
 def _falcon(fields: Fields) -> LlamaSizes:
-    is_new, shares = fields.flag("new_decoder_architecture"), fields.flag("multi_query", default=True)
-    is_parallel, has_biases = fields.flag("parallel_attn", default=True), fields.flag("bias")
+    is_new, shares = fields.flag("new_decoder_architecture"), fields.flag("multi_query", True)
+    is_parallel, has_biases = fields.flag("parallel_attn", True), fields.flag("bias")
     fields.flag("alibi")
     heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
     given = fields.count("num_kv_heads", heads)
@@ -85,8 +85,8 @@ def _mpt(fields: Fields) -> LlamaSizes:
     inner = fields.call(**NAMES_OF_MPT).inner("attn_config").only(qk_ln=False)
     heads, width = fields.count("num_attention_heads"), fields.count("expansion_ratio", 4) * fields.count("hidden_size")
     fields.assume(num_key_value_heads=inner.count("kv_n_heads", heads), intermediate_size=width)
-    learns = fields.flag("learned_pos_emb", default=True) and not inner.flag("alibi") and not inner.flag("rope")
-    bare = fields.only(norm_type=("low_precision_layernorm", "layernorm")).flag("no_bias", default=True)
+    learns = fields.flag("learned_pos_emb", True) and not inner.flag("alibi") and not inner.flag("rope")
+    bare = fields.only(norm_type=("low_precision_layernorm", "layernorm")).flag("no_bias", True)
     own: Own = {"attention_biases": False} if bare else {**BIASES, **AS_GPT}
     positions = fields.count("max_position_embeddings", 2048) if learns else 0
     return _sizes(fields, **{"is_gated": False, "num_positions": positions, **own}, ties=True)
@@ -94,7 +94,7 @@ def _mpt(fields: Fields) -> LlamaSizes:
 
 def _bigcode(fields: Fields) -> LlamaSizes:
     heads = fields.call(**NAMES_OF_GPT2).count("num_attention_heads")
-    fields.assume(num_key_value_heads=1 if fields.flag("multi_query", default=True) else heads)
+    fields.assume(num_key_value_heads=1 if fields.flag("multi_query", True) else heads)
     positions = _quadruple(fields).count("max_position_embeddings")
     return _sizes(fields, **BIASES, **AS_GPT, num_positions=positions, ties=True)
 
@@ -134,12 +134,12 @@ def _lfm2(fields: Fields, **changes: Any) -> LlamaSizes:
     if not isinstance(said, list) or len(said) != layers or not {*map(str, said)} <= {"full_attention", "conv"}:
         raise ValueError(f"{fields.where}: layer_types is {said!r}; write full_attention or conv for each of {layers}")
     own: dict[str, Any] = {"convolutions": tuple(width if kind == "conv" else 0 for kind in said), "head_norms": True}
-    return _sizes(fields, ties=fields.flag("tie_embedding", default=True), **(own | changes))
+    return _sizes(fields, ties=fields.flag("tie_embedding", True), **(own | changes))
 
 
 def _lfm2_dense(fields: Fields) -> LlamaSizes:
     wide = fields.count("intermediate_size", fields.count("block_ff_dim", 12288))
-    if fields.flag("block_auto_adjust_ff_dim", default=True):
+    if fields.flag("block_auto_adjust_ff_dim", True):
         multiple = fields.only(block_ffn_dim_multiplier=1.0).count("block_multiple_of", 256)
         wide = -(-(2 * wide // 3) // multiple) * multiple
     return _lfm2(fields, feed_forward_size=wide)
@@ -168,7 +168,7 @@ def _qwen_mixed(fields: Fields, **changes: Any) -> LlamaSizes:
 
 
 def _qwen3_mixed(fields: Fields) -> LlamaSizes:
-    return _qwen_mixed(fields.only(qkv_bias=False), head_norms=fields.flag("use_qk_norm", default=True))
+    return _qwen_mixed(fields.only(qkv_bias=False), head_norms=fields.flag("use_qk_norm", True))
 
 
 def _llama4(fields: Fields) -> LlamaSizes:
@@ -176,7 +176,7 @@ def _llama4(fields: Fields) -> LlamaSizes:
     width, every = fields.count("intermediate_size"), fields.count("interleave_moe_layer_step", 1)
     fields.only(moe_layers=(None, [], list(range(every - 1, fields.count("num_hidden_layers"), every))))
     mixture = _experts(fields, "num_local_experts", expert_size=width, shared_size=width, every=every)
-    norms, wide = fields.flag("use_qk_norm", default=True), fields.count("intermediate_size_mlp", 16384)
+    norms, wide = fields.flag("use_qk_norm", True), fields.count("intermediate_size_mlp", 16384)
     return _sizes(fields, mixture=mixture, feed_forward_size=wide, head_norms=norms)
 
 
@@ -220,7 +220,7 @@ def _ernie_mixed(fields: Fields) -> LlamaSizes:
     fields.only(moe_layer_end_index=(-1, None, fields.count("num_hidden_layers") - 1))
     fields.call(n_routed_experts="moe_num_experts", num_experts_per_tok="moe_k")
     fields.call(n_shared_experts="moe_num_shared_experts", first_k_dense_replace="moe_layer_start_index")
-    return _sizes(fields, mixture=_routed(fields, router_bias=fields.flag("moe_use_aux_free", default=True)))
+    return _sizes(fields, mixture=_routed(fields, router_bias=fields.flag("moe_use_aux_free", True)))
 
 
 def _hunyuan_mixed(fields: Fields) -> LlamaSizes:
@@ -233,14 +233,14 @@ def _hunyuan_mixed(fields: Fields) -> LlamaSizes:
 def _minimax(fields: Fields) -> LlamaSizes:
     fields.only(qk_norm_type="per_layer", shared_intermediate_size=0)
     fields.only(attn_type_list=(None, [1] * fields.count("num_hidden_layers")))  # 0 is linear attention
-    mixture = _experts(fields, "num_local_experts", router_bias=fields.flag("use_routing_bias", default=True))
-    norms = fields.flag("use_qk_norm", default=True)
+    mixture = _experts(fields, "num_local_experts", router_bias=fields.flag("use_routing_bias", True))
+    norms = fields.flag("use_qk_norm", True)
     return _sizes(fields, wide_norms=norms, mixture=mixture, windows=windows(fields))
 
 
 def _lfm2_mixed(fields: Fields) -> LlamaSizes:
     width, first = fields.count("moe_intermediate_size"), fields.count("num_dense_layers", 2, least=0)
-    biased = fields.flag("use_expert_bias", default=True)
+    biased = fields.flag("use_expert_bias", True)
     return _lfm2(fields, mixture=_experts(fields, expert_size=width, dense_layers=first, router_bias=biased))
 
 
@@ -256,9 +256,7 @@ FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
     {
         "llama": _sizes,
         "arcee": partial(_sizes, is_gated=False),
-        "apertus": lambda f: _sizes(
-            f.only(post_norm=False), is_gated=False, head_norms=f.flag("qk_norm", default=True)
-        ),
+        "apertus": lambda f: _sizes(f.only(post_norm=False), is_gated=False, head_norms=f.flag("qk_norm", True)),
         "exaone4": lambda f: _sizes(f, head_norms=True, windows=windows(f, pattern=4)),
         "hunyuan_v1_dense": _hunyuan,
         "lfm2": _lfm2_dense,
@@ -291,11 +289,11 @@ FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "qwen3_vl_text": partial(_sizes, head_norms=True, head_size=128),
         "seed_oss": lambda f: _sizes(
             f,
-            attention_biases=f.flag("attention_bias", default=True),
+            attention_biases=f.flag("attention_bias", True),
             output_bias=f.flag("attention_out_bias"),
             head_size=128,
         ),
-        "glm": lambda f: _sizes(f, attention_biases=f.flag("attention_bias", default=True)),
+        "glm": lambda f: _sizes(f, attention_biases=f.flag("attention_bias", True)),
         "glm4": lambda f: _sizes(f, attention_biases=f.flag("attention_bias"), num_norms=4),
         "chatglm": _chatglm,
         "cohere": _cohere,
@@ -329,7 +327,7 @@ FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
         "gpt_oss": lambda f: _mixed(f, head_size=64, windows=windows(f, pattern=2, default=128)),
         "grok-1": partial(_mixed, experts="num_experts", num_norms=4, ties=True),
-        "qwen2_moe": lambda f: _qwen_mixed(f, attention_biases=f.flag("qkv_bias", default=True)),
+        "qwen2_moe": lambda f: _qwen_mixed(f, attention_biases=f.flag("qkv_bias", True)),
         "qwen3_moe": _qwen3_mixed,
         "qwen3_vl_moe_text": _qwen3_mixed,
         "llama4_text": _llama4,

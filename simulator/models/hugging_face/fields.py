@@ -61,7 +61,7 @@ TYPES = MappingProxyType(
 
 
 class Fields:
-    """The fields of a config.json. A reader takes one after another; `rest` holds the names not taken yet."""
+    """The fields of a config.json. A reader takes them one by one; `rest` holds the names not taken yet."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values, self.where, self.rest = values, where, set(values) - HARMLESS
@@ -112,7 +112,7 @@ class Fields:
             raise ValueError(f"{self.where}: {name} is {shown(value)}; write at most {MOST:,}")
         return value
 
-    def flag(self, name: str, *, default: bool = False) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         """Return a field that is true or false.
 
         Raises:

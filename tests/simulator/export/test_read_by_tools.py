@@ -99,7 +99,7 @@ MEGATRON = [
     said(SHARDED, context=2),
     said(Plan(2, tensor=2), model=ModelDescription("qwen-2.5-7b")),
 ]
-# Flags whose field in Megatron-Core has another name.
+# Flags whose field in Megatron-Core has a different name.
 FIELDS = {
     "swiglu": "gated_linear_unit",
     "num_experts": "num_moe_experts",
