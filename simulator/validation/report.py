@@ -21,7 +21,7 @@ from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
 
 Floats = NDArray[np.float64]
 
-# The constants of each stack that its rows can tell; the others are carried from a different stack, as presets.toml says.
+# The constants of each stack that its rows can tell; others are carried from a different stack, as presets.toml says.
 FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
     "megatron-deepspeed": ("matmul_fraction",),
