@@ -115,28 +115,28 @@ OF_TRAINING = {
     "micro_batch_size", "global_batch_size", "seq_length", "max_position_embeddings", "vocab_size",
     "position_embedding_type", "untie_embeddings_and_output_weights", "use_tp_pp_dp_mapping",
 }  # fmt: skip
-# What an export may write of megatron/training/arguments.py at 000c4ac24f61: flags, and options with a value.
-SWITCHES = """
-accumulate-allreduce-grads-in-fp32 add-qkv-bias bf16 disable-bias-linear fp16 fp8-param-gather grad-reduce-in-bf16
-group-query-attention optimizer-cpu-offload overlap-grad-reduce overlap-param-gather qk-layernorm sequence-parallel
-swiglu untie-embeddings-and-output-weights use-distributed-optimizer use-megatron-fsdp use-tp-pp-dp-mapping
-""".split()
-OPTIONS = """
-attention-backend clip-grad context-parallel-size cp-comm-type data-parallel-sharding-strategy ddp-bucket-size expert-
-model-parallel-size ffn-hidden-size fp8-format fp8-recipe global-batch-size hidden-size kv-channels max-position-
-embeddings micro-batch-size moe-ffn-hidden-size moe-router-topk normalization num-attention-heads num-distributed-
-optimizer-instances num-experts num-layers num-query-groups num-virtual-stages-per-pipeline-rank pipeline-model-
-parallel-size position-embedding-type recompute-granularity recompute-method recompute-num-layers seq-length tensor-
-model-parallel-size vocab-size
-""".split()
+# Of megatron/training/arguments.py at 000c4ac24f61 what an export may write, each with its number of values.
+ARGUMENTS = {
+    "accumulate-allreduce-grads-in-fp32": 0, "add-qkv-bias": 0, "attention-backend": 1, "bf16": 0, "clip-grad": 1,
+    "context-parallel-size": 1, "cp-comm-type": 1, "data-parallel-sharding-strategy": 1, "ddp-bucket-size": 1,
+    "disable-bias-linear": 0, "expert-model-parallel-size": 1, "ffn-hidden-size": 1, "fp16": 0, "fp8-format": 1,
+    "fp8-param-gather": 0, "fp8-recipe": 1, "global-batch-size": 1,
+    "grad-reduce-in-bf16": 0, "group-query-attention": 0, "hidden-size": 1, "kv-channels": 1,
+    "max-position-embeddings": 1, "micro-batch-size": 1, "moe-ffn-hidden-size": 1, "moe-router-topk": 1,
+    "normalization": 1, "num-attention-heads": 1, "num-distributed-optimizer-instances": 1, "num-experts": 1,
+    "num-layers": 1, "num-query-groups": 1, "num-virtual-stages-per-pipeline-rank": 1, "optimizer-cpu-offload": 0,
+    "overlap-grad-reduce": 0, "overlap-param-gather": 0, "pipeline-model-parallel-size": 1,
+    "position-embedding-type": 1, "qk-layernorm": 0, "recompute-granularity": 1, "recompute-method": 1,
+    "recompute-num-layers": 1, "seq-length": 1,
+    "sequence-parallel": 0, "swiglu": 0, "tensor-model-parallel-size": 1, "untie-embeddings-and-output-weights": 0,
+    "use-distributed-optimizer": 0, "use-megatron-fsdp": 0, "use-tp-pp-dp-mapping": 0, "vocab-size": 1,
+}  # fmt: skip
 
 
 def megatron_arguments(own):
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in SWITCHES:
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in OPTIONS:
-        parser.add_argument(f"--{name}")
+    for name, count in ARGUMENTS.items():
+        parser.add_argument(f"--{name}", **({"action": "store_true"} if count == 0 else {}))
     return parser.parse_args(shlex.split(export(own, "megatron", Options(1.0)).text))
 
 
