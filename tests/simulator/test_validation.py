@@ -142,29 +142,6 @@ def test_published_tables_without_constants_are_derived_again():
         assert searched or abs(row.predicted - row.published) <= 0.00005 + 1e-9
 
 
-def test_vtrain_s_steps_on_one_node_were_computed_and_not_measured():
-    """What the page says: no measured times lie on one line to all digits."""
-    steps = {}
-    for row in read_table("vtrain_ground_truth_single_node_a100"):
-        degrees = tuple(row[f"{axis} parallelism"] for axis in ("tensor", "pipeline"))
-        micro, data, batch = int(row["micro batch"]), int(row["data parallelism"]), int(row["global batch"])
-        own = steps.setdefault((micro, row["# layers"], degrees), {}).setdefault(data, {})
-        own[batch // data // micro] = float(row["iteration time (ms)"])
-    between, groups = 0, 0
-    for replicas in steps.values():
-        slopes = []
-        for times in replicas.values():
-            few, *middle, many = sorted(times) if len(times) > 1 else (0, 0)
-            if few:
-                slopes.append((times[many] - times[few]) / (many - few))
-            for count in middle:
-                assert times[few] + slopes[-1] * (count - few) == pytest.approx(times[count], rel=1e-12)
-                between += 1
-        groups += len(slopes) > 1
-        assert all(slope == pytest.approx(slopes[0], rel=1e-12) for slope in slopes)
-    assert (between, groups) == (216, 72)
-
-
 def test_launches_take_what_profiled_layers_need():
     """Layers that launches bound, on one and two ranks: products and memory have no part in them."""
     rows = {row.label: row.predicted / row.published - 1 for row in TABLES()["vTrain, ms of a profiled layer"]}
