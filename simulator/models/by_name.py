@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,15 +12,8 @@ from simulator.models.gpt import as_released, gpt_workload
 from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture
 
-
-def _qwen_2_5(sizes: LlamaSizes) -> LlamaSizes:
-    return replace(sizes, attention_biases=True)
-
-
-def _qwen_3(sizes: LlamaSizes) -> LlamaSizes:
-    return replace(sizes, head_size=128, head_norms=True)
-
-
+_qwen_2_5 = partial(LlamaSizes, attention_biases=True)
+_qwen_3 = partial(LlamaSizes, head_size=128, head_norms=True)
 _V3 = Mixture(256, 8, expert_size=2048, shared_size=2048, dense_layers=3, router_bias=True, most_groups=(8, 4))
 # hidden, layers, heads, key-value heads, feed-forward, vocabulary
 LLAMA = MappingProxyType(
@@ -34,20 +27,18 @@ LLAMA = MappingProxyType(
         "llama-3-70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256),
         "llama-3-405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256),
         # Qwen team 2024 (2412.15115), Table 1; widths as in the released configurations
-        "qwen-2.5-0.5b": _qwen_2_5(LlamaSizes(896, 24, 14, 2, 4864, 151936, ties_embedding=True)),
-        "qwen-2.5-1.5b": _qwen_2_5(LlamaSizes(1536, 28, 12, 2, 8960, 151936, ties_embedding=True)),
-        "qwen-2.5-3b": _qwen_2_5(LlamaSizes(2048, 36, 16, 2, 11008, 151936, ties_embedding=True)),
-        "qwen-2.5-7b": _qwen_2_5(LlamaSizes(3584, 28, 28, 4, 18944, 152064)),
-        "qwen-2.5-14b": _qwen_2_5(LlamaSizes(5120, 48, 40, 8, 13824, 152064)),
-        "qwen-2.5-32b": _qwen_2_5(LlamaSizes(5120, 64, 40, 8, 27648, 152064)),
-        "qwen-2.5-72b": _qwen_2_5(LlamaSizes(8192, 80, 64, 8, 29568, 152064)),
+        "qwen-2.5-0.5b": _qwen_2_5(896, 24, 14, 2, 4864, 151936, ties_embedding=True),
+        "qwen-2.5-1.5b": _qwen_2_5(1536, 28, 12, 2, 8960, 151936, ties_embedding=True),
+        "qwen-2.5-3b": _qwen_2_5(2048, 36, 16, 2, 11008, 151936, ties_embedding=True),
+        "qwen-2.5-7b": _qwen_2_5(3584, 28, 28, 4, 18944, 152064),
+        "qwen-2.5-14b": _qwen_2_5(5120, 48, 40, 8, 13824, 152064),
+        "qwen-2.5-32b": _qwen_2_5(5120, 64, 40, 8, 27648, 152064),
+        "qwen-2.5-72b": _qwen_2_5(8192, 80, 64, 8, 29568, 152064),
         # Qwen team 2025 (2505.09388), Tables 1 and 2; widths as in the released configurations
-        "qwen-3-8b": _qwen_3(LlamaSizes(4096, 36, 32, 8, 12288, 151936)),
-        "qwen-3-32b": _qwen_3(LlamaSizes(5120, 64, 64, 8, 25600, 151936)),
-        "qwen-3-30b-a3b": _qwen_3(LlamaSizes(2048, 48, 32, 4, 6144, 151936, mixture=Mixture(128, 8, expert_size=768))),
-        "qwen-3-235b-a22b": _qwen_3(
-            LlamaSizes(4096, 94, 64, 4, 12288, 151936, mixture=Mixture(128, 8, expert_size=1536))
-        ),
+        "qwen-3-8b": _qwen_3(4096, 36, 32, 8, 12288, 151936),
+        "qwen-3-32b": _qwen_3(5120, 64, 64, 8, 25600, 151936),
+        "qwen-3-30b-a3b": _qwen_3(2048, 48, 32, 4, 6144, 151936, mixture=Mixture(128, 8, expert_size=768)),
+        "qwen-3-235b-a22b": _qwen_3(4096, 94, 64, 4, 12288, 151936, mixture=Mixture(128, 8, expert_size=1536)),
         # Jiang et al. 2024 (2401.04088), Table 1; the larger one as in its released configuration
         "mixtral-8x7b": LlamaSizes(4096, 32, 32, 8, 14336, 32000, mixture=Mixture(8, 2)),
         "mixtral-8x22b": LlamaSizes(6144, 56, 48, 8, 16384, 32000, mixture=Mixture(8, 2)),

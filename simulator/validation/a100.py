@@ -6,6 +6,7 @@ source says otherwise. Megatron-LM of those years sums gradients in float32 behi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from distlab.plan import Plan, Sharding
@@ -20,8 +21,8 @@ GPT_3 = (12288, 96, 96, 2048)
 SC21_RUNS = {1.7: (16, 1), 7.5: (16, 1), 39.1: (4, 1), 145.6: (2, 2)}
 
 
-def sc21() -> list[Case]:
-    """Return the weak scaling of Megatron-LM and its step of 175B: full recompute (2104.04473, Tables 1 and 2)."""
+def sc21() -> Iterator[Case]:
+    """Yield the weak scaling of Megatron-LM and its step of 175B: full recompute (2104.04473, Tables 1 and 2)."""
     steps = []
     for row in read_table("megatron_sc21_table1_weak_scaling"):
         micro, stages = SC21_RUNS[row["params_b"]]
@@ -32,7 +33,8 @@ def sc21() -> list[Case]:
     row, seconds = _table_2("PTD-P")
     plan = plan_of(row["global_batch"], 1, data=4, pipeline=12, tensor=8, precision=MEGATRON, **FULL_FLAT)
     steps.append(("175B", gpt(*GPT_3, 1), plan, seconds))
-    return [Case("Megatron-LM SC21", step[0], *step[:3], "dgx-a100", "megatron", step[3]) for step in steps]
+    for size, workload, plan, seconds in steps:
+        yield Case("Megatron-LM SC21", size, size, workload, plan, "dgx-a100", "megatron", seconds)
 
 
 def _table_2(scheme: str) -> tuple[Row, float]:
@@ -42,9 +44,8 @@ def _table_2(scheme: str) -> tuple[Row, float]:
     return row, flops / row["gpus"] / (row["achieved_tflops_per_gpu"] * 1e12)
 
 
-def korthikanti() -> list[Case]:
-    """Return steps of 22B and 175B with full, or with selective recompute and sequences split (2205.05198)."""
-    cases = []
+def korthikanti() -> Iterator[Case]:
+    """Yield steps of 22B and 175B with full, or with selective recompute and sequences split (2205.05198)."""
     for row in read_table("korthikanti_table3_5_iteration_time"):
         micro, model = row["micro_batch"], row["model"]
         workload = gpt(row["hidden"], row["layers"], row["heads"], row["seq"], micro)
@@ -57,16 +58,14 @@ def korthikanti() -> list[Case]:
             own = {"recompute": recompute, "sequence_parallel": splits, "precision": MEGATRON, **degrees}
             where = ("dgx-a100", "megatron", row[time], model)
             plan = plan_of(row["global_batch"], micro, **own)
-            cases.append(Case("Korthikanti", f"{model} {name}", model, workload, plan, *where))
-    return cases
+            yield Case("Korthikanti", f"{model} {name}", model, workload, plan, *where)
 
 
 SCHEDULE_OF = {"1F1B": "one_f_one_b", "ZB-1p": "zb_1p", "ZB-2p": "zb_2p", "1F1B-I": "interleaved"}
 
 
-def zero_bubble() -> list[Case]:
-    """Return steps of 1F1B and zero bubble: one stage per GPU, nothing recomputed (2401.10241, Table 4)."""
-    cases = []
+def zero_bubble() -> Iterator[Case]:
+    """Yield steps of 1F1B and zero bubble: one stage per GPU, nothing recomputed (2401.10241, Table 4)."""
     for row in read_table("zerobubble_table4_throughput_memory"):
         micro, count, ranks, model = row["micro_batch"], row["num_microbatches"], row["pp_gpus"], row["model"]
         workload = gpt(row["hidden"], row["layers"], row["heads"], row["seq"], micro)
@@ -74,12 +73,11 @@ def zero_bubble() -> list[Case]:
         plan = Plan(pipeline=ranks, num_microbatches=count, schedule=schedule, precision=MEGATRON, cut="blocks")
         seconds = micro * count / (row["samples_per_gpu_per_s"] * ranks)
         where = ("dgx-a100", "megatron", seconds, f"{model} m={count}")
-        cases.append(Case("zero-bubble", f"{model} {row['schedule']} m={count}", model, workload, plan, *where))
-    return cases
+        yield Case("zero-bubble", f"{model} {row['schedule']} m={count}", model, workload, plan, *where)
 
 
-def bloom() -> list[Case]:
-    """Return sweeps before the training of BLOOM: full recompute, ZeRO-1, 384 GPUs, a vocabulary of 250,880.
+def bloom() -> Iterator[Case]:
+    """Yield sweeps before the training of BLOOM: full recompute, ZeRO-1, 384 GPUs, a vocabulary of 250,880.
 
     Until 02-28 gradients were added up and sent in 16 bits, and with more than 100B parameters every launch waited for
     its kernel (CUDA_LAUNCH_BLOCKING=1): bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, 2022.
@@ -88,7 +86,6 @@ def bloom() -> list[Case]:
     place of 118.12 s. The row with 8 replicas and 1,568 samples is among no alternatives: with 2,048 samples the same
     plan takes 1.1 s more, for 480 samples that take 12 s at the data sheet's rate.
     """
-    cases = []
     for row in read_table("bloom_prequel_a100_sweeps"):
         hidden, heads, data, micro, batch = (row[key] for key in ("nhidden", "nheads", "dp", "mbs", "gbs"))
         if not row["sec_per_iter"] or hidden // heads % 8 or batch % (data * micro):
@@ -100,27 +97,26 @@ def bloom() -> list[Case]:
         is_disturbed = (data, batch) == (8, 1568)
         choice = f"h={hidden} gbs={batch}" if row["section"] == "GBS Variations" and not is_disturbed else ""
         where = ("jean-zay", DEEPSPEED, row["sec_per_iter"], choice)
-        cases.append(Case("BLOOM", label, "Jean Zay", workload, plan, *where))
-    return cases
+        yield Case("BLOOM", label, "Jean Zay", workload, plan, *where)
 
 
-def vtrain_many_nodes() -> list[Case]:
-    """Return 26 plans of 3.6B on 64 GPUs in 8 nodes (vTrain), with gradients of 16 bits as its own simulator counts.
+def vtrain_many_nodes() -> Iterator[Case]:
+    """Yield 26 plans of 3.6B on 64 GPUs in 8 nodes (vTrain), with gradients of 16 bits as its own simulator counts.
 
     Full recompute and 800 Gb/s per node are those of its configurations (VIA-Research/vTrain, config/validation/multi).
     """
     rows = read_table("vtrain_ground_truth_multi_node_a100")
-    return [_vtrain(row, "vTrain, 8 nodes", "full", DEEPSPEED) for row in rows]
+    yield from (_vtrain(row, "vTrain, 8 nodes", "full", DEEPSPEED) for row in rows)
 
 
-def vtrain_one_node() -> list[Case]:
-    """Return 720 plans of models 1,024 wide on 2 to 8 GPUs (vTrain), which its source computed from profiled layers.
+def vtrain_one_node() -> Iterator[Case]:
+    """Yield 720 plans of models 1,024 wide on 2 to 8 GPUs (vTrain), which its source computed from profiled layers.
 
     Not said: whether anything is recomputed, and the gradients' type. Nothing and 16 bits are assumed: rows of 2, 4 and
     8 replicas differ by 1.39 and 0.75 ms, which is a ring of 0.71 GB at 230 GB/s; 32 bits would need twice the wire.
     """
     rows = read_table("vtrain_ground_truth_single_node_a100")
-    return [_vtrain(row, "vTrain, 1 node", "none", "vtrain-profile") for row in rows]
+    yield from (_vtrain(row, "vTrain, 1 node", "none", "vtrain-profile") for row in rows)
 
 
 def _vtrain(row: Row, family: str, recompute: str, stack: str) -> Case:
@@ -136,35 +132,32 @@ def _vtrain(row: Row, family: str, recompute: str, stack: str) -> Case:
     return Case(family, label, structure, workload, plan, *where)
 
 
-def zero_three() -> list[Case]:
-    """Return 175B by ZeRO's stage 3 over 48 nodes: DeepSpeed of 2021, full recompute (2104.04473, Table 2)."""
+def zero_three() -> Iterator[Case]:
+    """Yield 175B by ZeRO's stage 3 over 48 nodes: DeepSpeed of 2021, full recompute (2104.04473, Table 2)."""
     row, seconds = _table_2("ZeRO-3")
     micro, sharding = row["micro_batch"], Sharding(3)
     plan = plan_of(row["global_batch"], micro, data=row["gpus"], recompute="full", sharding=sharding, cut="time")
-    return [Case("SC21 ZeRO-3", "175B", "175B", gpt(*GPT_3, micro), plan, "dgx-a100", DEEPSPEED, seconds)]
+    yield Case("SC21 ZeRO-3", "175B", "175B", gpt(*GPT_3, micro), plan, "dgx-a100", DEEPSPEED, seconds)
 
 
-def fsdp_paper() -> list[Case]:
-    """Return 175B by FSDP, 1 and 2 samples per GPU: plain attention, a vocabulary of 50,000 (2304.11277, section 5.4).
+def fsdp_paper() -> Iterator[Case]:
+    """Yield 175B by FSDP, 1 and 2 samples per GPU: plain attention, a vocabulary of 50,000 (2304.11277, section 5.4).
 
     The rates hold on 128 to 512 GPUs; 256 are taken. The rates count what full recompute runs again.
     """
     rates = {row["what"]: row["value"] for row in read_table("fsdp_ddp_scalars")}
-    cases = []
     for micro, what in ((1, "FSDP GPT-175B A100 128-512 GPUs batch 1"), (2, "FSDP GPT-175B batch 2")):
         seconds = gpt_step_flops(12288, 96, 2048, 50000, micro, recompute="full") / (rates[what] * 1e12)
         plan, label = Plan(data=256, recompute="full", sharding=Sharding(3)), f"175B, {micro} per GPU"
         where = ("dgx-a100", "fsdp-plain", seconds)
-        cases.append(Case("FSDP paper", label, label, gpt(*GPT_3, micro, 50000), plan, *where))
-    return cases
+        yield Case("FSDP paper", label, label, gpt(*GPT_3, micro, 50000), plan, *where)
 
 
-def mosaicml() -> list[Case]:
-    """Return MPT 7B and 13B by FSDP on one node: flash attention, a vocabulary of 50,368 (llm-foundry).
+def mosaicml() -> Iterator[Case]:
+    """Yield MPT 7B and 13B by FSDP on one node: flash attention, a vocabulary of 50,368 (llm-foundry).
 
     Every micro-batch scatters its gradients, in float32: mosaicml/composer, mixed_precision "DEFAULT", 2023.
     """
-    cases = []
     for row in read_table("mosaicml_llmfoundry_fsdp_throughput"):
         sequence, ranks, micro = row["seqlen_(t)"], row["#_gpus"], row["microbatchsize"]
         layers, hidden = (32, 4096) if row["model"] == "7b" else (40, 5120)
@@ -173,8 +166,7 @@ def mosaicml() -> list[Case]:
         own: dict[str, Any] = {"sharding": Sharding(3), "precision": FSDP, "recompute": recompute}
         plan = Plan(data=ranks, num_microbatches=row["gradaccum"], **own)
         where = ("dgx-a100", "fsdp", row["globalbatchsize_(t)"] / (row["throughput_(t/s/gpu)"] * ranks))
-        cases.append(Case("MosaicML", f"{row['model']} s={sequence}", f"s={sequence}", workload, plan, *where))
-    return cases
+        yield Case("MosaicML", f"{row['model']} s={sequence}", f"s={sequence}", workload, plan, *where)
 
 
 A100_FAMILIES = (

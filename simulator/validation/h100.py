@@ -5,6 +5,8 @@ What a source does not say is assumed here: see each function.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from distlab.plan import Plan, Sharding, Workload
 from simulator.models.attention_kernel import fuse_attention
 from simulator.models.by_name import LLAMA
@@ -24,13 +26,12 @@ def _seconds(workload: Workload, plan: Plan, mfu: float) -> float:
     return counted / (mfu * PEAK * plan.world_size)
 
 
-def megatron_core() -> list[Case]:
-    """Return weak scaling at a vocabulary of 131,072 with a distributed optimizer and overlapped exchanges.
+def megatron_core() -> Iterator[Case]:
+    """Yield weak scaling at a vocabulary of 131,072 with a distributed optimizer and overlapped exchanges.
 
     Not said: micro-batches (assumed: all that a replica has; with a pipeline one sample), stages per rank of the
     pipeline (assumed: four), how attention is counted (assumed: all pairs).
     """
-    cases = []
     for row in read_table("megatron_core_h100_weak_scaling"):
         data, batch, tensor, pipeline = (row[key] for key in ("dp", "global_batch", "tp", "pp"))
         micro, stages = (1, 4) if pipeline > 1 else (batch // data, 1)
@@ -39,8 +40,7 @@ def megatron_core() -> list[Case]:
         plan = plan_of(batch, micro, stages=stages, sharding=Sharding(1), precision=MEGATRON, **degrees)
         measured = _seconds(workload, plan, row["tflops_per_gpu"] * 1e12 / PEAK)
         stack, size = "transformer-engine", row["model"]
-        cases.append(Case("Megatron-Core", size, size, workload, plan, "dgx-h100", stack, measured))
-    return cases
+        yield Case("Megatron-Core", size, size, workload, plan, "dgx-h100", stack, measured)
 
 
 # Sizes of NVIDIA's benchmarks: their published operations per token fit them to 0.5 %. Nemotron's have no gates.
@@ -58,13 +58,12 @@ NEMO_LLAMA = {
 }
 
 
-def nemo() -> list[Case]:
-    """Return NVIDIA's own benchmarks of NeMo in 16 and 8 bits, on 8 to 2,048 GPUs: nothing recomputed.
+def nemo() -> Iterator[Case]:
+    """Yield NVIDIA's own benchmarks of NeMo in 16 and 8 bits, on 8 to 2,048 GPUs: nothing recomputed.
 
     Gradients are summed and kept in 16 bits, as its launch scripts say (NVIDIA/NeMo-Framework-Launcher, examples,
     optim.grad_sync_dtype=bf16, 2024): with 32 bits 15B and 20B would not fit.
     """
-    cases = []
     for row in read_table("nemo_h100_steps"):
         model, micro, gpus, batch, sequence = (
             row[key] for key in ("model", "micro_batch", "gpus", "global_batch", "seq_len")
@@ -87,12 +86,11 @@ def nemo() -> list[Case]:
         )
         measured = float(row["step_s"] or batch * sequence / gpus / row["tokens_per_s_per_gpu"])
         label = f"{model} {row['precision']} on {gpus}"
-        cases.append(Case("NeMo", label, model, workload, plan, "dgx-h100", "nemo", measured))
-    return cases
+        yield Case("NeMo", label, model, workload, plan, "dgx-h100", "nemo", measured)
 
 
-def llama3() -> list[Case]:
-    """Return the step of Llama 3 405B on 8,192 GPUs at 8,192 positions: nothing recomputed (2407.21783, Table 4).
+def llama3() -> Iterator[Case]:
+    """Yield the step of Llama 3 405B on 8,192 GPUs at 8,192 positions: nothing recomputed (2407.21783, Table 4).
 
     Stages per rank: four. The source's first chunk has the embedding alone, which means eight: 2.3 points shorter.
     """
@@ -102,17 +100,16 @@ def llama3() -> list[Case]:
     batch = row["batch_per_dp"] * row["dp"]
     plan = plan_of(batch, 1, stages=4, sharding=Sharding(1), precision=MEGATRON, **degrees)
     measured = _seconds(workload, plan, row["tflops_per_gpu"] * 1e12 / PEAK)
-    return [Case("Llama 3", "405B", "405B", workload, plan, "dgx-h100", "transformer-engine", measured)]
+    yield Case("Llama 3", "405B", "405B", workload, plan, "dgx-h100", "transformer-engine", measured)
 
 
-def torchtitan() -> list[Case]:
-    """Return Llama 3.1 8B by FSDP, eager and compiled, in 16 and 8 bits, on the 500 W part (2410.06511, Tables 1 to 3).
+def torchtitan() -> Iterator[Case]:
+    """Yield Llama 3.1 8B by FSDP, eager and compiled, in 16 and 8 bits, on the 500 W part (2410.06511, Tables 1 to 3).
 
     Recompute is per operator, at 32,768 positions full. In 8 bits parameters are gathered so too (assumed: the source
     says that Float8 is on). Gradients are scattered in float32, torchtitan's default. The row of Table 2 has no context
     parallelism.
     """
-    cases = []
     for row in read_table("torchtitan_published"):
         samples, sequence, gpus, config = row["local_batch"], row["seq_len"], row["gpus"], row["config"]
         workload = _llama(LLAMA["llama-3-8b"], sequence, samples)
@@ -122,8 +119,7 @@ def torchtitan() -> list[Case]:
         measured = sequence * samples / row["tokens_per_s_per_gpu"]
         where = ("h100-500w", "compiled-fsdp" if "compile" in config else "eager-fsdp", measured)
         structure = f"{gpus}, s={sequence}"
-        cases.append(Case("torchtitan", f"{config} on {gpus}", structure, workload, plan, *where))
-    return cases
+        yield Case("torchtitan", f"{config} on {gpus}", structure, workload, plan, *where)
 
 
 # 1.34 and 8.86 billion: nanotron, scripts/scaling_benchmarks.py, 2025; embedding and head tied in the smaller.
@@ -133,12 +129,11 @@ NANOTRON = {
 }
 
 
-def nanotron() -> list[Case]:
-    """Return the best plans of nanotron for two sizes on 8 to 256 GPUs: a million tokens per step, sequences of 4,096.
+def nanotron() -> Iterator[Case]:
+    """Yield the best plans of nanotron for two sizes on 8 to 256 GPUs: a million tokens per step, sequences of 4,096.
 
     Not said: whether anything is recomputed (assumed: nothing).
     """
-    cases = []
     for row in read_table("nanotron_ultrascale_best_configs"):
         size, gpus, tensor = row["model_params_b"], row["gpus"], row["tp"]
         workload = _llama(NANOTRON[size], 4096, row["micro_batch"])
@@ -152,8 +147,7 @@ def nanotron() -> list[Case]:
             precision=MEGATRON,
         )
         where = ("dgx-h100", "nanotron", _seconds(workload, plan, row["mfu_pct"] / 100))
-        cases.append(Case("nanotron", f"{size}B on {gpus}", f"{gpus} GPUs", workload, plan, *where))
-    return cases
+        yield Case("nanotron", f"{size}B on {gpus}", f"{gpus} GPUs", workload, plan, *where)
 
 
 H100_FAMILIES = (megatron_core, nemo, llama3, torchtitan, nanotron)

@@ -164,22 +164,19 @@ def validate(progress: Callable[[str], None] = lambda _: None) -> list[RowFamily
 
     Cost: about eight simulations per case.
     """
-    cases = all_cases()
-    found: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
+    families: dict[str, list[Case]] = {}
+    for case in (cases := all_cases()):
+        families.setdefault(case.family, []).append(case)
+    found: dict[Case, tuple[float, ...]] = {}
     for name in FITTED:
         progress(name)
-        own = [(index, case) for index, case in enumerate(cases) if case.stack == name]
-        left = leave_out([case for _, case in own], stack(name), constants_of(name))
-        for (index, case), seconds in zip(own, left, strict=True):
-            found["calibrated"][index] = case.predict_s()
-            found["left out"][index] = seconds
-            found["data sheet"][index] = case.predict_s(measured=False)
-    families = []
-    for name in dict.fromkeys(case.family for case in cases):
-        own_places = [index for index, case in enumerate(cases) if case.family == name]
-        predicted = {mode: tuple(found[mode][index] for index in own_places) for mode in MODES}
-        families.append(RowFamily(name, tuple(cases[index] for index in own_places), predicted))
-    return families
+        own = [case for case in cases if case.stack == name]
+        for case, left_out in zip(own, leave_out(own, stack(name), constants_of(name)), strict=True):
+            found[case] = case.predict_s(), left_out, case.predict_s(measured=False)
+    return [
+        RowFamily(name, tuple(own), {mode: tuple(found[case][k] for case in own) for k, mode in enumerate(MODES)})
+        for name, own in families.items()
+    ]
 
 
 def refit(progress: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:

@@ -57,7 +57,7 @@ def test_a_fit_finds_the_constants_that_made_the_times():
 
 
 def test_constants_stay_in_their_bounds():
-    cases = [replace(case, measured_s=case.measured_s / 10) for case in zero_bubble()[:3]]
+    cases = [replace(case, measured_s=case.measured_s / 10) for case in list(zero_bubble())[:3]]
     found = fit_stack(cases, stack("megatron"), [CONSTANTS["matmul_fraction"], CONSTANTS["kernel_s"]])
     assert found.matmul_fraction == CONSTANTS["matmul_fraction"].high
     assert found.kernel_s == 0
@@ -65,7 +65,7 @@ def test_constants_stay_in_their_bounds():
 
 def test_a_row_is_predicted_without_its_structure():
     """A structure whose times are doubled moves the constants of others, and not its own."""
-    cases = zero_bubble()
+    cases = list(zero_bubble())
     constants = [CONSTANTS["matmul_fraction"]]
     doubled = [replace(case, measured_s=2 * case.measured_s) if "1.5B 1F1B" in case.label else case for case in cases]
     before, after = (leave_out(each, stack("megatron"), constants) for each in (cases, doubled))
