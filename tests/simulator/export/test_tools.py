@@ -351,7 +351,7 @@ def test_options_that_make_no_sense_are_refused(changes, words):
         Options(**changes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     tool=st.sampled_from(list(TOOLS)),
     model=st.sampled_from([LLAMA, MIXED, ModelDescription("gpt-3-175b"), ModelDescription(hidden_size=256)]),
