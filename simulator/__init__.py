@@ -55,7 +55,6 @@ from simulator.memory.published_formulas import (
     adam_state_bytes as adam_state_bytes,
 )
 from simulator.models.attention_kernel import fuse_attention as fuse_attention
-from simulator.models.attention_products import LatentSizes as LatentSizes
 from simulator.models.by_name import model_by_name as model_by_name
 from simulator.models.description import ModelDescription as ModelDescription
 from simulator.models.gpt import (
@@ -64,35 +63,42 @@ from simulator.models.gpt import (
     gpt_workload as gpt_workload,
 )
 from simulator.models.hugging_face.config import workload_from_config as workload_from_config
-from simulator.models.llama import LlamaSizes as LlamaSizes, llama_workload as llama_workload
+from simulator.models.llama import (
+    LatentSizes as LatentSizes,
+    LlamaSizes as LlamaSizes,
+    llama_workload as llama_workload,
+)
 from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts as mix_experts
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
 from simulator.pipeline.jitter import Jitter as Jitter, Uneven as Uneven
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
 from simulator.plan_file import PlanFile as PlanFile, plan_of_text as plan_of_text, read_plan_file as read_plan_file
-from simulator.runs.checkpoints import (
+from simulator.runs.failures import (
+    RATES as RATES,
+    Failures as Failures,
     Goodput as Goodput,
     best_s as best_s,
+    checkpoint_bytes as checkpoint_bytes,
     daly_s as daly_s,
     goodput as goodput,
     young_s as young_s,
 )
-from simulator.runs.failures import RATES as RATES, Failures as Failures, checkpoint_bytes as checkpoint_bytes
 from simulator.runs.money import (
     Bill as Bill,
     Curve as Curve,
     Run as Run,
+    Spread as Spread,
     bill as bill,
+    counts_of as counts_of,
     curve as curve,
-    goodput_of as goodput_of,
+    spread as spread,
 )
 from simulator.runs.monte_carlo import (
     best_by_trial as best_by_trial,
     draw_runs as draw_runs,
     goodput_by_trial as goodput_by_trial,
 )
-from simulator.runs.spread import Spread as Spread, counts_of as counts_of, spread as spread
 from simulator.step.measured import Measured as Measured
 from simulator.step.simulate import Step as Step, closed_form_bubble as closed_form_bubble, simulate as simulate
 from simulator.step.timed import why_not_timed as why_not_timed

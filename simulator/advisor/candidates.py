@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,6 @@ MOST_CONTEXT = 16
 EVERY = (2, 4)  # one block in 2, or in 4, is recomputed, where that is searched
 
 
-@dataclass
-class _Found:
-    """Rows as they are found."""
-
-    rows: list[Ints] = field(default_factory=list)
-    bounds: list[Floats] = field(default_factory=list)
-
-
 def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) -> Candidates:
     """Return all plans for a question, or those of the shapes to keep.
 
@@ -46,9 +38,10 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
     Raises:
         ValueError: nothing divides the batch and the model among the devices.
     """
-    found = _Found()
     shapes: list[Shape] = []
     costs: list[Costs] = []
+    plans: list[Ints] = []
+    bounds: list[Floats] = []
     for base, workload in _bases(question):
         wanted = [base._replace(**recompute) for recompute in _recomputes(question, workload)]
         wanted = [shape for shape in wanted if keep is None or keep(shape)]
@@ -58,8 +51,8 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
         known: dict[str, Seconds] = {}
         for shape in wanted:
             cost = _costs(question, shape, workload, known)
-            found.rows.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
-            found.bounds.append(bounds_s(question, shape, cost, rows))
+            plans.append(np.column_stack([np.full(len(rows), len(shapes)), rows]))
+            bounds.append(bounds_s(question, shape, cost, rows))
             shapes.append(shape)
             costs.append(cost)
     if not shapes:
@@ -67,7 +60,7 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
             f"no plan divides {question.batch_size} samples among {question.cluster.num_devices} devices; change the "
             "batch, or the number of devices"
         )
-    shape_of, pipeline, per_rank, data, microbatches, sharding = np.concatenate(found.rows).T
+    shape_of, pipeline, per_rank, data, microbatches, sharding = np.concatenate(plans).T
     return Candidates(
         question,
         tuple(shapes),
@@ -78,7 +71,7 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
         data=data,
         microbatches=microbatches,
         sharding=sharding,
-        bound_s=np.concatenate(found.bounds),
+        bound_s=np.concatenate(bounds),
     )
 
 

@@ -130,17 +130,13 @@ class Search:
     def exact(self, row: int) -> Choice | None:
         """Simulate a row; None where it does not fit, or no program runs it."""
         if row not in self._exact:
-            self._exact[row] = self._simulate(row)
+            question, choice = self.found.question, None
+            if self.pipelines.peak_bytes(row) <= question.device.memory_bytes:
+                step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
+                self.num_simulated += 1
+                choice = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
+            self._exact[row] = choice
         return self._exact[row]
-
-    def _simulate(self, row: int) -> Choice | None:
-        question = self.found.question
-        device = question.device
-        if self.pipelines.peak_bytes(row) > device.memory_bytes:
-            return None
-        step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
-        self.num_simulated += 1
-        return Choice(question, step.plan, step) if step.memory.fits(device) else None
 
     def may_fit(self, row: int) -> bool:
         """Return whether a row's fullest rank may have room."""

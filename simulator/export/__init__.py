@@ -1,9 +1,10 @@
 """The same plan in the words of other tools: their configurations, their flags, and what starts the ranks.
 
-Read `parts` (the refusal that names a part), then one tool: `deepspeed`, `fsdp2`, `torchtitan`, `megatron`,
-`accelerate`; `launch` (torchrun, Slurm, PyTorchJob, JobSet); `tools` has all by name. What a tool
-cannot express is refused in one line; `deepspeed` and `fsdp2` leave it out with a note that says where it goes, since
-their users write code of their own. What a tool does otherwise is a note or a comment. Nothing is left out in silence.
+Read `parts` and `limits` (what tools cannot say, a row each in `limits.csv`), then one tool: `deepspeed`, `fsdp2`,
+`torchtitan`, `megatron`, `accelerate`; `launch` (torchrun, Slurm, PyTorchJob, JobSet); `tools` has all by name. What a
+tool cannot express is refused in one line; `deepspeed` and `fsdp2` leave it out with a note that says where it goes,
+since their users write code of their own. What a tool does otherwise is a note or a comment. Nothing is left out in
+silence.
 
 How each is checked (`make test-exports`; versions in the first lines of each file):
 
@@ -16,16 +17,7 @@ How each is checked (`make test-exports`; versions in the first lines of each fi
     fsdp2                                 runs on ranks
 """
 
-from simulator.export.accelerate import accelerate_config as accelerate_config
 from simulator.export.deepspeed import deepspeed_config as deepspeed_config, deepspeed_notes as deepspeed_notes
 from simulator.export.fsdp2 import fsdp2_code as fsdp2_code, fsdp2_notes as fsdp2_notes
-from simulator.export.launch import (
-    job_set as job_set,
-    pytorch_job as pytorch_job,
-    slurm_script as slurm_script,
-    torchrun_command as torchrun_command,
-)
-from simulator.export.megatron import megatron_flags as megatron_flags
-from simulator.export.parts import Exported as Exported, Wish as Wish
+from simulator.export.parts import Exported as Exported, Options as Options
 from simulator.export.tools import TOOLS as TOOLS, export as export
-from simulator.export.torchtitan import torchtitan_config as torchtitan_config

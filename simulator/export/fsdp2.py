@@ -10,8 +10,7 @@ Source: torch.distributed.fsdp (`fully_shard`, `MixedPrecisionPolicy`, `CPUOfflo
 from __future__ import annotations
 
 from distlab.plan import Plan
-
-HALF = ("bfloat16", "float16")
+from simulator.export.limits import HALVES, notes
 
 
 def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = None) -> str:
@@ -30,49 +29,18 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     fully = plan.sharding.stage >= 2
-    notes = "".join(f"# {note}\n" for note in fsdp2_notes(plan))
+    comments = "".join(f"# {note}\n" for note in fsdp2_notes(plan))
     body = [*_imports(plan, fully), "", "", *(_shard(plan, layers) if fully else _replicate(plan, layers)), "", ""]
     if not fully:
         body += [*_optimizer(plan), "", ""]
     body += _train_step(plan, fully, max_norm)
     title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
-    return f'"""{title}"""\n\n{notes}' + "\n".join(body) + "\n"
+    return f'"""{title}"""\n\n{comments}' + "\n".join(body) + "\n"
 
 
 def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
     """Say what of the plan the code does not do."""
-    sharding, precision, notes = plan.sharding, plan.precision, []
-    for name in ("pipeline", "tensor", "context", "expert"):
-        if getattr(plan, name) > 1:
-            notes.append(f"{name}={getattr(plan, name)}: not here; give fully_shard the data axis of a larger mesh")
-    if plan.compression is not None:
-        notes.append(f"compression {plan.compression}: not here; a communication hook of DistributedDataParallel")
-    if plan.recompute == "selective":
-        notes.append("recompute='selective': not here; scaled_dot_product_attention keeps no scores anyway")
-    if plan.recompute == "operators":
-        notes.append(
-            "recompute='operators': not here; checkpoint takes context_fn=create_selective_checkpoint_contexts"
-        )
-    if plan.recompute_method == "uniform" and plan.recompute_layers > 1:
-        notes.append(f"recompute_layers={plan.recompute_layers}: not here; each block runs again by itself")
-    if plan.float8 != "none":
-        notes.append(f"float8={plan.float8!r}: in code, torchao.float8.convert_to_float8_training before shard")
-    if sharding.stage == 2:
-        notes.append("stage 2: between backward and forward FSDP2 shards parameters too, which holds less than ZeRO-2")
-    if sharding.stage == 1 and sharding.replicas > 1:
-        notes.append(f"replicas={sharding.replicas}: ZeroRedundancyOptimizer shards over the group it is given")
-    if sharding.stage >= 2 and sharding.prefetch == 0:
-        notes.append("prefetch=0: no counterpart; FSDP2 gathers at least one unit ahead")
-    if sharding.offload == "optimizer":
-        how = "CPUOffloadPolicy moves parameters too" if sharding.stage >= 2 else "not here"
-        notes.append(f"offload='optimizer': {how}")
-    if precision is not None and precision.compute == "float16":
-        notes.append("float16: gradients underflow without torch.amp.GradScaler around backward and step")
-    if precision is not None and precision.compute in HALF and not precision.master:
-        notes.append("master=False: the model is converted, and the optimizer updates what it computes with")
-    if precision is not None and precision.has_master_weights and precision.gradients != "float32":
-        notes.append(f"gradients={precision.gradients!r}: FSDP2 keeps them in the parameters' type, float32 here")
-    return tuple(notes)
+    return notes("fsdp2", plan)
 
 
 def _microbatches(plan: Plan) -> str:
@@ -101,7 +69,7 @@ def _imports(plan: Plan, fully: bool) -> list[str]:
 def _policy(plan: Plan) -> str:
     """Return the arguments of MixedPrecisionPolicy, or nothing."""
     precision = plan.precision
-    if precision is None or (precision.compute not in HALF and precision.reduce == precision.compute):
+    if precision is None or (precision.compute not in HALVES and precision.reduce == precision.compute):
         return ""
     parts = [f"param_dtype=torch.{precision.compute}"] if precision.has_master_weights else []
     return ", ".join([*parts, f"reduce_dtype=torch.{precision.reduce}"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from simulator.export.parts import NAME, Exported, Wish, as_json, devices_per_node
+from simulator.export.parts import NAME, Exported, Options, as_json, devices_per_node
 from simulator.plan_file import PlanFile
 
 PORT = 29500
@@ -34,7 +34,7 @@ def places_of(said: PlanFile) -> Places:
     return Places(-(-ranks // most), min(ranks, most))
 
 
-def torchrun_command(said: PlanFile, wish: Wish) -> Exported:
+def torchrun_command(said: PlanFile, options: Options) -> Exported:
     """Return the command to run on every node; HEAD is the first node's name.
 
     Raises:
@@ -42,13 +42,13 @@ def torchrun_command(said: PlanFile, wish: Wish) -> Exported:
     """
     nodes, per_node = places_of(said)
     if nodes == 1:
-        return Exported(f"torchrun --standalone --nproc-per-node={per_node} {wish.script_words}\n")
+        return Exported(f"torchrun --standalone --nproc-per-node={per_node} {options.script_words}\n")
     rendezvous = f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{PORT}" --rdzv-id={NAME}'
-    command = f"torchrun --nnodes={nodes} --nproc-per-node={per_node} {rendezvous} {wish.script_words}\n"
+    command = f"torchrun --nnodes={nodes} --nproc-per-node={per_node} {rendezvous} {options.script_words}\n"
     return Exported(command, (f"run it on each of the {nodes} nodes, with HEAD set to the name of one of them",))
 
 
-def slurm_script(said: PlanFile, wish: Wish) -> Exported:
+def slurm_script(said: PlanFile, options: Options) -> Exported:
     """Return the script for sbatch: one torchrun per node, and `--rdzv-endpoint` on the first.
 
     Raises:
@@ -69,19 +69,19 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 srun --kill-on-bad-exit=1 torchrun \\
     --nnodes="$SLURM_NNODES" --nproc-per-node={per_node} \\
     --rdzv-backend=c10d --rdzv-endpoint="$head:{PORT}" --rdzv-id="$SLURM_JOB_ID" \\
-    {wish.script_words}
+    {options.script_words}
 """
     return Exported(text, ("partition, account and time limit are your cluster's: add #SBATCH lines",))
 
 
-def pytorch_job(said: PlanFile, wish: Wish) -> Exported:
+def pytorch_job(said: PlanFile, options: Options) -> Exported:
     """Return a PyTorchJob: one pod per node, with a master among them; the operator tells torchrun where it is.
 
     Raises:
         ValueError: the ranks do not fill the nodes.
     """
     nodes, per_node = places_of(said)
-    pod = {"spec": {"containers": [_container("pytorch", per_node, wish, "")]}}
+    pod = {"spec": {"containers": [_container("pytorch", per_node, options, "")]}}
     replica = {"restartPolicy": "OnFailure", "template": pod}
     replicas = {"Master": {"replicas": 1, **replica}}
     if nodes > 1:
@@ -97,7 +97,7 @@ def pytorch_job(said: PlanFile, wish: Wish) -> Exported:
     )
 
 
-def job_set(said: PlanFile, wish: Wish) -> Exported:
+def job_set(said: PlanFile, options: Options) -> Exported:
     """Return a JobSet of one indexed Job, a pod per node; the first pod's name is where ranks meet.
 
     Raises:
@@ -109,7 +109,7 @@ def job_set(said: PlanFile, wish: Wish) -> Exported:
         f'--nnodes={nodes} --nproc-per-node={per_node} --node-rank="$JOB_COMPLETION_INDEX" '
         f"--master-addr={head} --master-port={PORT} "
     )
-    pod = {"spec": {"restartPolicy": "Never", "containers": [_container("node", per_node, wish, flags)]}}
+    pod = {"spec": {"restartPolicy": "Never", "containers": [_container("node", per_node, options, flags)]}}
     job = {
         "parallelism": nodes,
         "completions": nodes,
@@ -128,11 +128,11 @@ def job_set(said: PlanFile, wish: Wish) -> Exported:
     )
 
 
-def _container(name: str, per_node: int, wish: Wish, flags: str) -> dict[str, Any]:
+def _container(name: str, per_node: int, options: Options, flags: str) -> dict[str, Any]:
     return {
         "name": name,
-        "image": wish.image,
-        "command": ["bash", "-c", f"exec torchrun {flags}{wish.script_words}"],
+        "image": options.image,
+        "command": ["bash", "-c", f"exec torchrun {flags}{options.script_words}"],
         "resources": {"limits": {"nvidia.com/gpu": str(per_node)}},
     }
 

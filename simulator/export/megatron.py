@@ -5,19 +5,19 @@ Source: megatron/training/arguments.py of NVIDIA/Megatron-LM at commit 000c4ac24
 
 from __future__ import annotations
 
-from simulator.export.parts import Exported, Wish, has_master, order_is_usual, refuse, types_of
+from simulator.export.limits import notes, order_is_usual, refuse, types_of
+from simulator.export.parts import Exported, Options
 from simulator.models.by_name import ALIBI, GPT, LLAMA
 from simulator.models.llama import LlamaSizes
+from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
-from simulator.runs.money import tokens_of
 
-TOOL = "Megatron-LM"
 SLOW_DATA = ("data", "pipeline", "expert", "context", "tensor")  # --use-tp-pp-dp-mapping
 SCHEDULES = ("one_f_one_b", "interleaved")
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def megatron_flags(said: PlanFile, wish: Wish) -> Exported:
+def megatron_flags(said: PlanFile, options: Options) -> Exported:
     """Return the flags that mean the plan, one per line.
 
     Raises:
@@ -50,37 +50,25 @@ def megatron_flags(said: PlanFile, wish: Wish) -> Exported:
     if plan.float8 != "none":
         flags += ["--fp8-format hybrid", "--fp8-recipe tensorwise"]
         flags += ["--fp8-param-gather"] if plan.float8 == "gathers" else []
-    flags.append(f"--clip-grad {0.0 if wish.max_norm is None else wish.max_norm}")
-    return Exported("\n".join(flags) + "\n", tuple(_notes(said)))
+    flags.append(f"--clip-grad {0.0 if options.max_norm is None else options.max_norm}")
+    return Exported("\n".join(flags) + "\n", notes("megatron", plan))
 
 
 def _refuse(said: PlanFile) -> None:
     plan, name = said.plan, said.workload.model or ""
-    sharding = plan.sharding
-    compute, reduce, gradients = types_of(plan)
-    sizes = LLAMA[name][0] if name in LLAMA else None
     wide = [axis for axis in said.order if getattr(plan, axis) > 1]
-    slow = wide == [axis for axis in SLOW_DATA if axis in wide]
-    alibi = name in GPT and GPT[name][-1] == ALIBI
+    is_slow = wide == [axis for axis in SLOW_DATA if axis in wide]
     layers, stages = len(said.workload.workload().layers) - 2, plan.pipeline * plan.stages_per_rank
-    refuse(
-        TOOL,
-        (said.workload.config is not None, "a config.json", "give the model by name or by sizes"),
-        (alibi, f"ALiBi, the positions of {name}", "use another model"),
-        (sizes is not None and sizes.latent is not None, f"the latent attention of {name} here", "use another model"),
-        (plan.schedule not in SCHEDULES, f"schedule = {plan.schedule!r}", f"use one of {', '.join(SCHEDULES)}"),
-        (layers % stages > 0, f"{layers} layers in {stages} unequal stages", f"use a number that divides {layers}"),
-        (sharding.stage >= 2 and plan.pipeline > 1, f"sharding stage {sharding.stage} with a pipeline", "use stage 1"),
-        (sharding.offload == "all", "offload = 'all'", "use 'optimizer'"),
-        (plan.compression is not None, "compression", "leave it out"),
-        (plan.recompute == "operators", "recompute = 'operators'", "use 'selective' or 'full'"),
-        (plan.recompute_method == "every", "recompute_method = 'every'", "use 'block' or 'uniform'"),
-        (compute == "float64", "precision.compute = 'float64'", "use bfloat16, float16 or float32"),
-        (gradients not in ("float32", compute), f"precision.gradients = {gradients!r}", f"use float32 or {compute}"),
-        (reduce != gradients, "precision.reduce apart from precision.gradients", "make them equal"),
-        (not has_master(plan) and compute != "float32", "precision.master = false", "leave it out"),
-        (not (order_is_usual(said) or slow), f"order = {list(said.order)}", "put data or pipeline first"),
-    )
+    has = {
+        "a config.json": said.workload.config is not None,
+        "ALiBi": name in GPT and GPT[name][-1] == ALIBI,
+        "latent attention": name in LLAMA and LLAMA[name].latent is not None,
+        "no such schedule": plan.schedule not in SCHEDULES,
+        "unequal stages": layers % stages > 0,
+        "neither the usual order nor slow data": not (order_is_usual(said) or is_slow),
+    }
+    words = {"model": name, "schedules": ", ".join(SCHEDULES), "layers": layers, "stages": stages}
+    refuse("megatron", "Megatron-LM", said, has, **words)
 
 
 def _model(said: PlanFile) -> list[str]:
@@ -88,7 +76,7 @@ def _model(said: PlanFile) -> list[str]:
     workload = own.workload()
     length = tokens_of(workload)
     name = own.model or ""
-    sizes = LLAMA[name][0] if name in LLAMA else own.llama_sizes()
+    sizes = LLAMA[name] if name in LLAMA else own.llama_sizes()
     if name in GPT:
         hidden, depth, heads, _, vocabulary, _ = GPT[name]
     elif sizes is not None:
@@ -143,15 +131,3 @@ def _types(said: PlanFile) -> list[str]:
     if compute != "float32" and gradients == "float32":
         return [*flags, "--accumulate-allreduce-grads-in-fp32"]
     return [*flags, *(["--grad-reduce-in-bf16"] if compute == "bfloat16" else [])]  # float16 sums as it computes
-
-
-def _notes(said: PlanFile) -> list[str]:
-    plan, notes = said.plan, []
-    if plan.gradient_sync == "per_parameter":
-        notes.append("gradient_sync='per_parameter': Megatron-LM sums one buffer after backward")
-    if plan.sharding.stage == 3 and (plan.sharding.unit_layers, plan.sharding.prefetch) != (1, 1):
-        notes.append("unit_layers, prefetch: Megatron FSDP wraps each layer; --suggested-communication-unit-size")
-    if plan.pipeline > 1 and plan.cut == "time":
-        notes.append("pipeline: Megatron-LM gives every stage as many layers; the simulator balances their work")
-    notes.append("data, tokenizer, learning rate and number of steps are not in a plan")
-    return notes

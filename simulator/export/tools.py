@@ -1,6 +1,6 @@
 """Every tool by its name: what `distlab export --to NAME` prints, and which check its file has had.
 
-Each takes a plan file and a wish, and returns the text and notes on what the text does not hold.
+Each takes a plan file and a options, and returns the text and notes on what the text does not hold.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from simulator.export.deepspeed import deepspeed_config, deepspeed_notes
 from simulator.export.fsdp2 import fsdp2_code
 from simulator.export.launch import job_set, pytorch_job, slurm_script, torchrun_command
 from simulator.export.megatron import megatron_flags
-from simulator.export.parts import PLAIN, Exported, Wish, as_json
+from simulator.export.parts import Exported, Options, as_json
 from simulator.export.torchtitan import torchtitan_config
 from simulator.plan_file import PlanFile
 
 
-def _deepspeed(said: PlanFile, wish: Wish) -> Exported:
+def _deepspeed(said: PlanFile, options: Options) -> Exported:
     workload = said.workload.workload()
-    config = deepspeed_config(said.plan, microbatch_size=workload.samples, max_norm=wish.max_norm, workload=workload)
+    config = deepspeed_config(said.plan, microbatch_size=workload.samples, max_norm=options.max_norm, workload=workload)
     return as_json(config, deepspeed_notes(said.plan))
 
 
-def _fsdp2(said: PlanFile, wish: Wish) -> Exported:
-    return Exported(fsdp2_code(said.plan, layers=wish.layers, max_norm=wish.max_norm))
+def _fsdp2(said: PlanFile, options: Options) -> Exported:
+    return Exported(fsdp2_code(said.plan, layers=options.layers, max_norm=options.max_norm))
 
 
-TOOLS: Mapping[str, Callable[[PlanFile, Wish], Exported]] = MappingProxyType(
+TOOLS: Mapping[str, Callable[[PlanFile, Options], Exported]] = MappingProxyType(
     {
         "deepspeed": _deepspeed,
         "fsdp2": _fsdp2,
@@ -43,7 +43,10 @@ TOOLS: Mapping[str, Callable[[PlanFile, Wish], Exported]] = MappingProxyType(
 )
 
 
-def export(said: PlanFile, tool: str, wish: Wish = PLAIN) -> Exported:
+PLAIN = Options()
+
+
+def export(said: PlanFile, tool: str, options: Options = PLAIN) -> Exported:
     """Return a plan in the words of a tool.
 
     Raises:
@@ -51,4 +54,4 @@ def export(said: PlanFile, tool: str, wish: Wish = PLAIN) -> Exported:
     """
     if tool not in TOOLS:
         raise ValueError(f"there is no export to {tool!r}; choose one of {', '.join(TOOLS)}")
-    return TOOLS[tool](said, wish)
+    return TOOLS[tool](said, options)

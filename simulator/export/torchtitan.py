@@ -14,23 +14,12 @@ import math
 from types import MappingProxyType
 
 from distlab.plan import Plan
-from simulator.export.parts import (
-    NAME,
-    Exported,
-    Wish,
-    bucket_notes,
-    devices_per_node,
-    has_master,
-    of_every_block,
-    order_is_usual,
-    refuse,
-    types_of,
-)
+from simulator.export.limits import has_master, notes, refuse, types_of
+from simulator.export.parts import NAME, Exported, Options, devices_per_node
+from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
-from simulator.runs.money import tokens_of
 from simulator.units import counted
 
-TOOL = "torchtitan"
 # Names of models here, and the module and function of torchtitan's configuration. That of llama-3-405b is in float8.
 MODELS = MappingProxyType(
     {
@@ -55,44 +44,29 @@ SCHEDULES = MappingProxyType(
 ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts a model into stages
 
 
-def torchtitan_config(said: PlanFile, wish: Wish) -> Exported:
+def torchtitan_config(said: PlanFile, options: Options) -> Exported:
     """Return the module that means the plan.
 
     Raises:
         ValueError: torchtitan cannot express a part of the plan; the line names it.
     """
-    plan, workload = said.plan, said.workload.workload()
-    compute, reduce, _ = types_of(plan)
-    name = said.workload.model or said.workload.config or "of these sizes"
-    sharding = plan.sharding
-    refuse(
-        TOOL,
-        (said.workload.model not in MODELS, f"the model {name}", f"use one of {', '.join(MODELS)}"),
-        (sharding.stage == 1, "sharding stage 1, the optimizer's state alone", "use stage 0, 2 or 3"),
-        (
-            sharding.stage == 0 and plan.context > 1,
-            "sharding stage 0 with context",
-            "use stage 2 or 3: FSDP spans both",
-        ),
-        (sharding.offload == "optimizer", "offload = 'optimizer'", "use 'all', which moves parameters too"),
-        (plan.compression is not None, "compression", "leave it out"),
-        (not of_every_block(plan), "full recompute of some blocks", "leave out recompute_method and recompute_layers"),
-        (plan.schedule not in SCHEDULES, f"schedule = {plan.schedule!r}", f"use one of {', '.join(SCHEDULES)}"),
-        (plan.context > 1 and plan.context_kind != "ring", "context_kind = 'all_to_all'", "use 'ring'"),
-        (compute not in ("bfloat16", "float32"), f"precision.compute = {compute!r}", "use bfloat16 or float32"),
-        (reduce != "float32", f"precision.reduce = {reduce!r}", "use float32"),
-        (not order_is_usual(said), f"order = {list(said.order)}", "leave it out"),
-        (_cut(plan, len(workload.layers) - ENDS) is None, f"stages_per_rank = {plan.stages_per_rank}", "use 2"),
-    )
-    module, function = MODELS[said.workload.model or ""]
-    notes = torchtitan_notes(said)
+    plan, workload, model = said.plan, said.workload.workload(), said.workload.model
+    has = {
+        "no configuration of the model": model not in MODELS,
+        "no such schedule": plan.schedule not in SCHEDULES,
+        "stages that no setting cuts": _cut(plan, len(workload.layers) - ENDS) is None,
+    }
+    words = {"models": ", ".join(MODELS), "schedules": ", ".join(SCHEDULES)}
+    refuse("torchtitan", "torchtitan", said, has, model=model or said.workload.config or "of these sizes", **words)
+    module, function = MODELS[model or ""]
+    comments = notes("torchtitan", plan)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
     nodes = counted(-(-plan.world_size // devices_per_node(said)), "node")
     lines = [
         f'"""{plan.world_size} ranks on {nodes}: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
         "",
-        *(f"# {note}" for note in notes),
-        *([""] if notes else []),
+        *(f"# {note}" for note in comments),
+        *([""] if comments else []),
         "from torchtitan.config import ParallelismConfig",
     ]
     if plan.recompute != "none":
@@ -105,31 +79,11 @@ def torchtitan_config(said: PlanFile, wish: Wish) -> Exported:
         f"def {NAME}() -> Trainer.Config:",
         f"    config = {function}()",
         *_parallelism(plan, len(workload.layers) - ENDS, workload.samples),
-        *_training(said, wish),
+        *_training(said, options),
         f"    config.activation_checkpoint = {'None' if plan.recompute == 'none' else f'{policy}.Config()'}",
         "    return config",
     ]
     return Exported("\n".join(lines) + "\n")
-
-
-def torchtitan_notes(said: PlanFile) -> list[str]:
-    """Say what of the plan the module does not hold."""
-    plan, sharding = said.plan, said.plan.sharding
-    notes = bucket_notes(plan, TOOL)
-    if sharding.stage == 2:
-        notes.append("stage 2: between backward and forward FSDP2 shards parameters too, which holds less than ZeRO-2")
-    if sharding.stage == 3 and (sharding.unit_layers, sharding.prefetch) != (1, 1):
-        notes.append("unit_layers, prefetch: torchtitan wraps each layer and gathers one ahead")
-    if plan.recompute in ("selective", "operators"):
-        kept = "SelectiveAC keeps products and attention, and computes the rest again"
-        notes.append(f"recompute={plan.recompute!r}: {kept}")
-    if plan.float8 != "none":
-        notes.append(f"float8={plan.float8!r}: pass converters=[Float8LinearConverter.Config(...)] to model_registry")
-    if plan.context > 1:
-        notes.append("context: torchtitan gathers keys and values of the whole sequence; it passes no ring")
-    if plan.pipeline > 1:
-        notes.append("pipeline: torchtitan counts a layer each for the embedding and the head when it cuts stages")
-    return notes
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:
@@ -148,7 +102,7 @@ def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:
 
 def _parallelism(plan: Plan, num_layers: int, samples: int) -> list[str]:
     sharding = plan.sharding
-    shards = plan.num_replicas // sharding.replicas if sharding.stage else 1
+    shards = sharding.num_shards(plan.num_replicas) if sharding.stage else 1
     keeps = sharding.stage == 2 or not sharding.reshard_after_forward
     set_to: dict[str, object] = {
         "data_parallel_replicate_degree": plan.num_replicas // shards,
@@ -170,7 +124,7 @@ def _parallelism(plan: Plan, num_layers: int, samples: int) -> list[str]:
     return ["    config.parallelism = ParallelismConfig(", *inner, "    )"]
 
 
-def _training(said: PlanFile, wish: Wish) -> list[str]:
+def _training(said: PlanFile, options: Options) -> list[str]:
     plan, samples = said.plan, said.workload.microbatch_size
     local = samples * (plan.num_microbatches if plan.pipeline > 1 else 1)
     compute = types_of(plan)[0]
@@ -182,8 +136,8 @@ def _training(said: PlanFile, wish: Wish) -> list[str]:
         "mixed_precision_param": f'"{compute}"',
         "enable_cpu_offload": plan.sharding.offload == "all",
     }
-    if wish.max_norm is not None:
-        set_to["max_norm"] = wish.max_norm
+    if options.max_norm is not None:
+        set_to["max_norm"] = options.max_norm
     if plan.pipeline > 1 or plan.expert > 1:  # which CUDA graphs do not take
         set_to["disable_cuda_graphs"] = True
     return [f"    config.training.{name} = {value}" for name, value in set_to.items()]

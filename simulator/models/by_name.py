@@ -2,67 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
-from simulator.models.attention_products import LatentSizes
 from simulator.models.gpt import as_released, gpt_workload
-from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
 from simulator.models.mixture_of_experts import Mixture
 
-
-def _qwen_2_5(sizes: LlamaSizes) -> LlamaSizes:
-    return replace(sizes, attention_biases=True)
-
-
-def _qwen_3(sizes: LlamaSizes) -> LlamaSizes:
-    return replace(sizes, head_size=128, head_norms=True)
-
-
+_qwen_2_5 = partial(LlamaSizes, attention_biases=True)
+_qwen_3 = partial(LlamaSizes, head_size=128, head_norms=True)
 _V3 = Mixture(256, 8, expert_size=2048, shared_size=2048, dense_layers=3, router_bias=True, most_groups=(8, 4))
-# hidden, layers, heads, key-value heads, feed-forward, vocabulary; sequence in training
+# hidden, layers, heads, key-value heads, feed-forward, vocabulary
 LLAMA = MappingProxyType(
     {
         # Touvron et al. 2023 (2307.09288), Table 1 and section 2.2; widths as in the released configurations
-        "llama-2-7b": (LlamaSizes(4096, 32, 32, 32, 11008, 32000), 4096),
-        "llama-2-13b": (LlamaSizes(5120, 40, 40, 40, 13824, 32000), 4096),
-        "llama-2-70b": (LlamaSizes(8192, 80, 64, 8, 28672, 32000), 4096),
+        "llama-2-7b": LlamaSizes(4096, 32, 32, 32, 11008, 32000),
+        "llama-2-13b": LlamaSizes(5120, 40, 40, 40, 13824, 32000),
+        "llama-2-70b": LlamaSizes(8192, 80, 64, 8, 28672, 32000),
         # Llama team 2024 (2407.21783), Table 3
-        "llama-3-8b": (LlamaSizes(4096, 32, 32, 8, 14336, 128256), 8192),
-        "llama-3-70b": (LlamaSizes(8192, 80, 64, 8, 28672, 128256), 8192),
-        "llama-3-405b": (LlamaSizes(16384, 126, 128, 8, 53248, 128256), 8192),
+        "llama-3-8b": LlamaSizes(4096, 32, 32, 8, 14336, 128256),
+        "llama-3-70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256),
+        "llama-3-405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256),
         # Qwen team 2024 (2412.15115), Table 1; widths as in the released configurations
-        "qwen-2.5-0.5b": (_qwen_2_5(LlamaSizes(896, 24, 14, 2, 4864, 151936, ties_embedding=True)), 4096),
-        "qwen-2.5-1.5b": (_qwen_2_5(LlamaSizes(1536, 28, 12, 2, 8960, 151936, ties_embedding=True)), 4096),
-        "qwen-2.5-3b": (_qwen_2_5(LlamaSizes(2048, 36, 16, 2, 11008, 151936, ties_embedding=True)), 4096),
-        "qwen-2.5-7b": (_qwen_2_5(LlamaSizes(3584, 28, 28, 4, 18944, 152064)), 4096),
-        "qwen-2.5-14b": (_qwen_2_5(LlamaSizes(5120, 48, 40, 8, 13824, 152064)), 4096),
-        "qwen-2.5-32b": (_qwen_2_5(LlamaSizes(5120, 64, 40, 8, 27648, 152064)), 4096),
-        "qwen-2.5-72b": (_qwen_2_5(LlamaSizes(8192, 80, 64, 8, 29568, 152064)), 4096),
+        "qwen-2.5-0.5b": _qwen_2_5(896, 24, 14, 2, 4864, 151936, ties_embedding=True),
+        "qwen-2.5-1.5b": _qwen_2_5(1536, 28, 12, 2, 8960, 151936, ties_embedding=True),
+        "qwen-2.5-3b": _qwen_2_5(2048, 36, 16, 2, 11008, 151936, ties_embedding=True),
+        "qwen-2.5-7b": _qwen_2_5(3584, 28, 28, 4, 18944, 152064),
+        "qwen-2.5-14b": _qwen_2_5(5120, 48, 40, 8, 13824, 152064),
+        "qwen-2.5-32b": _qwen_2_5(5120, 64, 40, 8, 27648, 152064),
+        "qwen-2.5-72b": _qwen_2_5(8192, 80, 64, 8, 29568, 152064),
         # Qwen team 2025 (2505.09388), Tables 1 and 2; widths as in the released configurations
-        "qwen-3-8b": (_qwen_3(LlamaSizes(4096, 36, 32, 8, 12288, 151936)), 4096),
-        "qwen-3-32b": (_qwen_3(LlamaSizes(5120, 64, 64, 8, 25600, 151936)), 4096),
-        "qwen-3-30b-a3b": (
-            _qwen_3(LlamaSizes(2048, 48, 32, 4, 6144, 151936, mixture=Mixture(128, 8, expert_size=768))),
-            4096,
-        ),
-        "qwen-3-235b-a22b": (
-            _qwen_3(LlamaSizes(4096, 94, 64, 4, 12288, 151936, mixture=Mixture(128, 8, expert_size=1536))),
-            4096,
-        ),
+        "qwen-3-8b": _qwen_3(4096, 36, 32, 8, 12288, 151936),
+        "qwen-3-32b": _qwen_3(5120, 64, 64, 8, 25600, 151936),
+        "qwen-3-30b-a3b": _qwen_3(2048, 48, 32, 4, 6144, 151936, mixture=Mixture(128, 8, expert_size=768)),
+        "qwen-3-235b-a22b": _qwen_3(4096, 94, 64, 4, 12288, 151936, mixture=Mixture(128, 8, expert_size=1536)),
         # Jiang et al. 2024 (2401.04088), Table 1; the larger one as in its released configuration
-        "mixtral-8x7b": (LlamaSizes(4096, 32, 32, 8, 14336, 32000, mixture=Mixture(8, 2)), 4096),
-        "mixtral-8x22b": (LlamaSizes(6144, 56, 48, 8, 16384, 32000, mixture=Mixture(8, 2)), 4096),
+        "mixtral-8x7b": LlamaSizes(4096, 32, 32, 8, 14336, 32000, mixture=Mixture(8, 2)),
+        "mixtral-8x22b": LlamaSizes(6144, 56, 48, 8, 16384, 32000, mixture=Mixture(8, 2)),
         # DeepSeek-AI 2024 (2412.19437), section 4.2, without the layer that predicts a second token
-        "deepseek-v3": (
-            LlamaSizes(7168, 61, 128, 128, 18432, 129280, latent=LatentSizes(512, 1536, 128, 64, 128), mixture=_V3),
-            4096,
+        "deepseek-v3": LlamaSizes(
+            7168, 61, 128, 128, 18432, 129280, latent=LatentSizes(512, 1536, 128, 64, 128), mixture=_V3
         ),
     }
 )
+TRAINED_ON, OF_LLAMA_3 = 4096, 8192  # positions of a sequence
 FLASH_FROM_THE_START = ("llama-3", "qwen", "mixtral", "deepseek")  # published with fused attention
 ALIBI = 0  # positions without parameters
 # hidden, layers, heads, sequence, vocabulary; learned positions as released, None: of the sequence, as in the source
@@ -113,9 +99,9 @@ def model_by_name(
     """
     own: dict[str, Any] = {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if name in LLAMA:
-        sizes, sequence = LLAMA[name]
+        sequence = OF_LLAMA_3 if name.startswith("llama-3") else TRAINED_ON
         length = sequence if sequence_length is None else sequence_length
-        plain = llama_workload(sizes, sequence_length=length, **own, name=name)
+        plain = llama_workload(LLAMA[name], sequence_length=length, **own, name=name)
     elif name in GPT:
         hidden, layers, heads, sequence, vocabulary, learned = GPT[name]
         length = sequence if sequence_length is None else sequence_length

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.plan import Workload
+from simulator.hardware.description import given
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_workload
@@ -73,7 +74,7 @@ class ModelDescription:
         if self.model and self.config:
             raise ValueError(f"model {self.model} and config {self.config} are two models; leave one out")
         if self.model or self.config:
-            own = [name for name in self.given if name not in (source, *OF_ANY)]
+            own = [name for name in given(self) if name not in (source, *OF_ANY)]
             if own:
                 raise ValueError(f"{source} {getattr(self, source)} has its own sizes; leave out {', '.join(own)}")
         if self.expert_size is not None and not self._is_mixed:
@@ -83,13 +84,6 @@ class ModelDescription:
                 f"expert_size is {self.expert_size} and a GPT's experts are as wide as its feed-forward part; leave it "
                 "out, or make a Llama of it: add feed_forward_size"
             )
-
-    @property
-    def given(self) -> dict[str, object]:
-        """The fields that differ from their defaults."""
-        return {
-            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
-        }
 
     def with_microbatch(self, samples: int) -> ModelDescription:
         """Return the same model with a different number of samples in a micro-batch."""

@@ -15,10 +15,17 @@ from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
 from simulator.memory.published_formulas import activation_bytes_per_layer
-from simulator.models.parts import Parts, embedding_layer, head_layer, parameters, require_sizes, with_operators
-
-PASSES = ("forward", "input_gradient", "weight_gradient")
-ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
+from simulator.models.parts import (
+    PASSES,
+    Parts,
+    adam_work,
+    embedding_layer,
+    head_layer,
+    parameters,
+    require_sizes,
+    trained_by_adam,
+    with_operators,
+)
 
 
 def gpt_workload(
@@ -53,16 +60,7 @@ def gpt_workload(
     block = _block(h, s, batch, num_heads)
     blocks = tuple(replace(block, name=f"block {index}") for index in range(num_layers))
     layers = (_embedding(h, s, batch, vocab_size), *blocks, head_layer((batch * s, vocab_size, h), None))
-    return Workload(
-        name=gpt_name(layers),
-        layers=layers,
-        bytes_per_parameter=bytes_per_parameter,
-        optimizer=adam_work(layers),
-        optimizer_bytes_per_parameter=8,
-        samples=batch,
-        master_bytes_per_parameter=4 if bytes_per_parameter == 2 else 0,
-        activation_element_bytes=2,
-    )
+    return trained_by_adam(_name(layers), layers, batch, bytes_per_parameter)
 
 
 def as_released(workload: Workload, num_positions: int) -> Workload:
@@ -91,19 +89,17 @@ def _with_ends(workload: Workload, first: Parts, calls: tuple[tuple[str, int], .
         *blocks,
         replace(last, **parameters([((h,), ""), ((h,), ""), *head]), sequence_calls=(("all_reduce", 2 * h),)),
     )
-    return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
+    return with_layers(workload, layers)
 
 
-def gpt_name(layers: Sequence[Layer]) -> str:
-    """Name a GPT by its size."""
+def with_layers(workload: Workload, layers: tuple[Layer, ...]) -> Workload:
+    """Return a GPT that has these layers, named by its size."""
+    return replace(workload, name=_name(layers), layers=layers, optimizer=adam_work(layers))
+
+
+def _name(layers: Sequence[Layer]) -> str:
     num_parameters = sum(layer.num_parameters for layer in layers)
     return f"GPT {num_parameters / 1e9:.3g}B" if num_parameters >= 1e8 else f"GPT {num_parameters / 1e6:.3g}M"
-
-
-def adam_work(layers: Sequence[Layer]) -> Work:
-    """Return the work of one update of all parameters, a kernel a tensor."""
-    tensors = sum(len(layer.parameter_sizes) for layer in layers)
-    return Work(memory_bytes=ADAM_BYTES * sum(layer.num_parameters for layer in layers), num_kernels=tensors)
 
 
 def gpt_num_parameters(hidden_size: int, num_layers: int, sequence_length: int, vocab_size: int) -> int:

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from distlab.plan import Experts, Layer, Region, Work, Workload
-from simulator.models.gpt import PASSES, adam_work, gpt_name
-from simulator.models.parts import Parts, Shapes, change_layers, parameters, require_sizes
+from simulator.models.gpt import with_layers
+from simulator.models.parts import PASSES, Parts, Shapes, change_layers, parameters, require_sizes
 
 ROUTER_KERNELS = 8  # the product, softmax, top k, the orderings, and what adds rows up
 # How often all rows are read and written: by rank before they leave, by expert where they arrive, and back.
@@ -103,7 +103,7 @@ def mix_experts(
     layers = change_layers(workload, mixed)
     if layers == workload.layers:
         raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
-    return replace(workload, name=gpt_name(layers), layers=layers, optimizer=adam_work(layers))
+    return with_layers(workload, layers)
 
 
 def _ends_with_bias(block: Layer) -> bool:

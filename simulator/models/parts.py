@@ -1,4 +1,4 @@
-"""What models share: sizes that make sense, a layer's parameters, the first and the last layer, recompute by operators.
+"""What models share: sizes that make sense, parameters and their optimizer, the first and last layer, recompute.
 
 The first layer is the embedding of tokens, the last one the head with the loss.
 """
@@ -6,13 +6,15 @@ The first layer is the embedding of tokens, the last one the head with the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 from distlab.plan import Layer, Product, Region, Work, Workload
 
+PASSES = ("forward", "input_gradient", "weight_gradient")
+ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
 LOSS_BYTES = 4  # of one number that ranks sum over a vocabulary that they share
 Parts = list[tuple[tuple[int, ...], str]]  # shapes of parameters, and the ranks that divide each
 Shapes = tuple[tuple[int, ...], ...]
@@ -53,6 +55,32 @@ def parameters(parts: Parts) -> dict[str, Any]:
         "parameter_axes": axes,
         "tensor_parameters": divided,
     }
+
+
+def adam_work(layers: Sequence[Layer]) -> Work:
+    """Return the work of one update of all parameters, a kernel a tensor."""
+    tensors = sum(len(layer.parameter_sizes) for layer in layers)
+    return Work(memory_bytes=ADAM_BYTES * sum(layer.num_parameters for layer in layers), num_kernels=tensors)
+
+
+def tokens_of(workload: Workload) -> int:
+    """Return the tokens of a sample: the positions of its sequence; 1 where the model has no attention."""
+    found = (region.attention for layer in workload.layers for region in layer.regions)
+    return next((attention.num_positions for attention in found if attention), 1)
+
+
+def trained_by_adam(name: str, layers: tuple[Layer, ...], samples: int, bytes_per_parameter: int) -> Workload:
+    """Return a model of 16-bit activations that Adam trains; with 16-bit parameters it keeps a master copy."""
+    return Workload(
+        name=name,
+        layers=layers,
+        bytes_per_parameter=bytes_per_parameter,
+        optimizer=adam_work(layers),
+        optimizer_bytes_per_parameter=8,
+        samples=samples,
+        master_bytes_per_parameter=4 if bytes_per_parameter == 2 else 0,
+        activation_element_bytes=2,
+    )
 
 
 def embedding_layer(sizes: tuple[int, int, int], num_positions: int) -> Layer:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.runs.checkpoints import young_s
+from simulator.runs.failures import young_s
 
 Floats = NDArray[np.float64]
 PERIODS = 512  # between failures, drawn for every run at once

@@ -1,4 +1,4 @@
-"""Below which bandwidth does compression pay? Simulate a step with and without it, with one bandwidth after another."""
+"""Below which bandwidth does compression pay? Simulate a step with and without it, at several bandwidths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replica_link(cluster: Cluster, plan: Plan) -> Link:
 
 
 def with_bandwidth(cluster: Cluster, plan: Plan, bytes_per_s: float) -> Cluster:
-    """Return the cluster with another bandwidth, one way, on the link between replicas; latencies stay.
+    """Return the cluster with a different bandwidth, one way, on the link between replicas; latencies stay.
 
     A link of two protocols keeps their proportion: the faster one gets the bandwidth.
 

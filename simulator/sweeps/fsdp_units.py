@@ -85,5 +85,5 @@ def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequ
 
 
 def with_unit_layers(plan: Plan, unit_layers: int) -> Plan:
-    """Return the plan with units of another number of layers."""
+    """Return the plan with units of a different number of layers."""
     return replace(plan, sharding=replace(plan.sharding, unit_layers=unit_layers))

@@ -2,6 +2,6 @@
 
 Read `case` (one measured step and its prediction), then `a100` and `h100` (the tables of steps, as cases) and `exact`
 (tables of memory, bubbles and collectives). `refit` fits a stack's constants and leaves one structure out at a time;
-`score` has errors, biases, rank correlations and the cost of a choice; `report` puts all together and `page` writes it.
+`report` scores all of them and `page` writes it.
 `tables` holds the published rows, each with its source.
 """

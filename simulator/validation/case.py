@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from distlab.plan import Plan, Precision, Workload
 from simulator.hardware.presets import Stack, cluster, stack as stack_named
+from simulator.models.gpt import gpt_workload
 from simulator.step.simulate import simulate
 
-Row = Mapping[str, str]
+Row = Mapping[str, Any]
 FSDP = Precision("bfloat16", gradients="bfloat16", reduce="float32")  # gathers in 16 bits, scatters in 32
+MEGATRON = Precision("bfloat16", gradients="float32")
+SIXTEEN_BITS = Precision("bfloat16", gradients="bfloat16", reduce="bfloat16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,38 @@ class Case:
 
 @cache
 def read_table(name: str) -> tuple[Row, ...]:
-    """Return the rows of a published table, by its file's name without ".csv"."""
+    """Return the rows of a published table, by its file's name without ".csv"; what is a number is one."""
     text = resources.files("simulator.validation").joinpath(f"tables/{name}.csv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
+    return tuple({key: _number(value) for key, value in row.items()} for row in csv.DictReader(text.splitlines()))
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+@cache
+def gpt(hidden: int, layers: int, heads: int, sequence: int, batch: int, vocabulary: int = 51200) -> Workload:
+    """Return a GPT with plain attention; by default of the vocabulary that most sources have."""
+    return gpt_workload(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        sequence_length=sequence,
+        vocab_size=vocabulary,
+        microbatch_size=batch,
+    )
+
+
+def plan_of(batch: int, samples: int, *, data: int = 1, stages: int = 1, **own: Any) -> Plan:
+    """Return the plan of a batch in micro-batches of so many samples, its layers cut by blocks unless told.
+
+    Several stages on each rank are interleaved.
+    """
+    kind = "interleaved" if stages > 1 else "one_f_one_b"
+    layout: dict[str, Any] = {"schedule": kind, "stages_per_rank": stages, "cut": "blocks"} | own
+    return Plan(data=data, num_microbatches=batch // data // samples, **layout)

@@ -29,8 +29,8 @@ from simulator.pipeline.simulate_schedule import simulate_schedule
 from simulator.runs.failures import checkpoint_bytes
 from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
-from simulator.validation.a100 import MEGATRON, gpt, zero_bubble
-from simulator.validation.case import Row, read_table
+from simulator.validation.a100 import zero_bubble
+from simulator.validation.case import MEGATRON, Row, gpt, read_table
 
 LARGE_BYTES = 64 * 2**20
 SECONDS_A_DAY = 86_400
@@ -51,7 +51,7 @@ def zero_states() -> Iterator[Derived]:
     workload = Workload("7.5B", (layer,), bytes_per_parameter=2, master_bytes_per_parameter=4)
     stages = {"Pos": 1, "Pos+g": 2, "Pos+g+p": 3}
     for row in read_table("zero_table1_model_state_gb"):
-        plan = Plan(data=int(row["dp_degree"]), sharding=Sharding(stages[row["stage"]]))
+        plan = Plan(data=row["dp_degree"], sharding=Sharding(stages[row["stage"]]))
         memory = memory_of(workload, plan)
         states = sum(memory.of(kind) for kind in KINDS[:4]) / GB
         yield Derived("ZeRO Table 1, GB", f"{row['stage']} of {row['dp_degree']}", states, float(row["gb_published"]))
@@ -106,10 +106,10 @@ def profiled_layers() -> Iterator[Derived]:
     """
     steps = {}
     for row in read_table("vtrain_ground_truth_single_node_a100"):
-        micro, tensor, layers = int(row["micro batch"]), int(row["tensor parallelism"]), int(row["# layers"])
-        count = int(row["global batch"]) // int(row["data parallelism"]) // micro
-        if row["# GPUs"] == "8" and row["pipeline parallelism"] == "1":
-            steps[micro, tensor, layers, count] = float(row["iteration time (ms)"])
+        micro, tensor, layers = row["micro batch"], row["tensor parallelism"], row["# layers"]
+        count = row["global batch"] // row["data parallelism"] // micro
+        if row["# GPUs"] == 8 and row["pipeline parallelism"] == 1:
+            steps[micro, tensor, layers, count] = row["iteration time (ms)"]
     machine = cluster("a100-4-cards")
     for micro, tensor in sorted({key[:2] for key in steps if key[0] < 8}):  # of 8 samples there are 2 micro-batches
         shallow, deep = (steps[micro, tensor, layers, 4] - steps[micro, tensor, layers, 2] for layers in (12, 24))
@@ -141,18 +141,18 @@ def bubbles() -> Iterator[Derived]:
         row_of = profiled_of[row["model"], row["num_microbatches"]]
         own = _times(row_of)
         run = simulate_schedule(_schedule(row, own), own)
-        microbatches = int(row["num_microbatches"])
-        work = microbatches * sum(float(row_of[f"T_{letter}_ms"]) for letter in "FBW") / 1e3
+        microbatches = row["num_microbatches"]
+        work = microbatches * sum(row_of[f"T_{letter}_ms"] for letter in "FBW") / 1e3
         label = f"{row['model']} {row['schedule']} m={microbatches}"
         yield Derived("zero-bubble Table 5", label, 1 - work / run.steady_s, float(row["bubble_rate"]))
 
 
 def _times(row: Row) -> ActionTimes:
-    return ActionTimes(*(float(row[f"T_{letter}_ms"]) for letter in ("F", "B", "W", "comm")))
+    return ActionTimes(*(row[f"T_{letter}_ms"] for letter in ("F", "B", "W", "comm")))
 
 
 def _schedule(row: Row, times: ActionTimes) -> Schedule:
-    size, name = (int(row["stages"]), int(row["num_microbatches"])), row["schedule"]
+    size, name = (row["stages"], row["num_microbatches"]), row["schedule"]
     if name in NAMES:
         return SCHEDULES[NAMES[name]].make(*size)
     if name == "ZB-1p":
@@ -183,32 +183,32 @@ def collectives() -> Iterator[Derived]:
             ("H200 NVLink4", "8 H200", "nvlink4-switch"),
         ):
             if row["hardware"].startswith(start) and row["time_us"]:
-                table, size = f"all-reduce, {name} (fitted), us", int(row["size_bytes"])
-                yield _all_reduce(table, size, int(row["ranks"]), float(row["time_us"]), wire)
+                table, size = f"all-reduce, {name} (fitted), us", row["size_bytes"]
+                yield _all_reduce(table, size, row["ranks"], row["time_us"], wire)
     for row in read_table("vtrain_allreduce_lut"):
-        size, ranks = int(row["size_bytes"]), int(row["ranks"])
-        yield _all_reduce(f"all-reduce, {ranks} A100 (fitted), us", size, ranks, float(row["time_us_out_of_place"]))
+        size, ranks = row["size_bytes"], row["ranks"]
+        yield _all_reduce(f"all-reduce, {ranks} A100 (fitted), us", size, ranks, row["time_us_out_of_place"])
 
 
 def _all_reduce(table: str, size: int, ranks: int, published: float, wire: str = "nvlink3") -> Derived:
     large = "from 64 MiB" if size >= LARGE_BYTES else "smaller"
     seconds = library_all_reduce_s(size, ranks, link(wire))
-    return Derived(f"{table}, {large}", f"{size} bytes", seconds * 1e6, published)
+    return Derived(f"{table}, {large}", f"{size} bytes", seconds * 1e6, float(published))
 
 
 def training_days() -> Iterator[Derived]:
     """Derive the days that 175B takes for 300 billion tokens at the printed rates (2104.04473, Table 2)."""
     for row in read_table("megatron_sc21_table2_ptdp_vs_zero3"):
-        samples = int(row["global_batch"])
+        samples = row["global_batch"]
         flops = gpt_step_flops(12288, 96, 2048, 51200, samples, recompute="full")
-        step_s = flops / (int(row["gpus"]) * float(row["achieved_tflops_per_gpu"]) * 1e12)
+        step_s = flops / (row["gpus"] * row["achieved_tflops_per_gpu"] * 1e12)
         days = 300e9 / (samples * 2048) * step_s / SECONDS_A_DAY
         yield Derived("SC21 Table 2, days of 300B tokens", row["scheme"], days, float(row["days_for_300B_tokens"]))
 
 
 def checkpoints() -> Iterator[Derived]:
     """Derive the size of a checkpoint of 1T parameters, in TB (2104.04473, section 5.10)."""
-    rows = {row["what"]: float(row["value"]) for row in read_table("megatron_sc21_scalars")}
+    rows = {row["what"]: row["value"] for row in read_table("megatron_sc21_scalars")}
     size = checkpoint_bytes(model_by_name("gpt-1t"), Plan()) / TB
     yield Derived("SC21 section 5.10, TB of a checkpoint", "1T", size, rows["1T checkpoint size"])
 

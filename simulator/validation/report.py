@@ -1,7 +1,11 @@
-"""Everything that `distlab validate` says: scores by family, calibrated, left out and from data sheets alone."""
+"""Everything that `distlab validate` says: scores by family, calibrated, left out and from data sheets alone.
+
+A score has errors, biases, rank correlations and the cost of a choice, of predicted against measured times.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +18,10 @@ from simulator.validation.case import Case
 from simulator.validation.exact import EXACT, Derived
 from simulator.validation.h100 import H100_FAMILIES
 from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
-from simulator.validation.score import Score, score
 
 Floats = NDArray[np.float64]
 
-# The constants of each stack that its rows can tell; the others are carried from another stack, as presets.toml says.
+# The constants of each stack that its rows can tell; others are carried from a different stack, as presets.toml says.
 FITTED = {
     "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
     "megatron-deepspeed": ("matmul_fraction",),
@@ -41,9 +44,86 @@ BARS = {
     "collectives": 0.07,
     "large messages": 0.04,
 }
+FITTED_ON = ("dgx-a100", "jean-zay", "a100-4-cards")  # clusters of the generation of most constants
 RATES = ("zero-bubble Table 5",)
 SEARCHED = ("ZB-1p", "ZB-2p")
+MIN_ALTERNATIVES = 2
 MODES = ("calibrated", "left out", "data sheet")
+
+
+class Score(NamedTuple):
+    """How near predictions come to measurements. Errors are parts: 0.05 is 5 %.
+
+    Attributes:
+        rows: measurements.
+        error: mean of |predicted / measured - 1|.
+        bias: mean of predicted / measured - 1: below 0, predictions are too short.
+        tau: Kendall's rank correlation over all rows; None: fewer than two.
+        choices: sets of alternatives for one model and batch.
+        choice_cost: how much slower than the fastest measured one the alternative with the shortest prediction is,
+            on average over the sets; None: there are none.
+        choice_tau: rank correlation inside the sets, on average; None: there are none.
+    """
+
+    rows: int
+    error: float
+    bias: float
+    tau: float | None
+    choices: int
+    choice_cost: float | None
+    choice_tau: float | None
+
+    @property
+    def order_tau(self) -> float | None:
+        """The rank correlation that tells how well a choice is made: inside the sets, where there are any."""
+        return self.tau if self.choice_tau is None else self.choice_tau
+
+
+def score(predicted: Sequence[float], measured: Sequence[float], choices: Sequence[str]) -> Score:
+    """Compare predictions with measurements.
+
+    Args:
+        predicted: times.
+        measured: times.
+        choices: the set of alternatives that each row belongs to, or "".
+
+    Raises:
+        ValueError: there is no row.
+    """
+    if not len(predicted):
+        raise ValueError("there is no row to compare; pass at least one")
+    relative = np.asarray(predicted) / np.asarray(measured) - 1
+    sets: dict[str, list[int]] = defaultdict(list)
+    for index, name in enumerate(choices):
+        if name:
+            sets[name].append(index)
+    costs, taus = [], []
+    for members in sets.values():
+        if len(members) >= MIN_ALTERNATIVES:
+            times = [measured[index] for index in members]
+            best = min(members, key=lambda index: predicted[index])
+            costs.append(measured[best] / min(times) - 1)
+            taus.append(kendall_tau([predicted[index] for index in members], times))
+    known = [tau for tau in taus if tau is not None]
+    return Score(
+        rows=len(relative),
+        error=float(np.abs(relative).mean()),
+        bias=float(relative.mean()),
+        tau=kendall_tau(predicted, measured),
+        choices=len(costs),
+        choice_cost=float(np.mean(costs)) if costs else None,
+        choice_tau=float(np.mean(known)) if known else None,
+    )
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return Kendall's tau-b: 1 where both have the same order, -1 the opposite; None where one of them has no order.
+
+    Source: Kendall 1945, Biometrika 33: ties count for neither order.
+    """
+    first, second = (np.sign(np.subtract.outer(values, values)) for values in (one, other))
+    pairs = float(np.sqrt((first**2).sum() * (second**2).sum()))
+    return float((first * second).sum()) / pairs if pairs else None
 
 
 class RowFamily(NamedTuple):
@@ -84,22 +164,19 @@ def validate(progress: Callable[[str], None] = lambda _: None) -> list[RowFamily
 
     Cost: about eight simulations per case.
     """
-    cases = all_cases()
-    found: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
+    families: dict[str, list[Case]] = {}
+    for case in (cases := all_cases()):
+        families.setdefault(case.family, []).append(case)
+    found: dict[Case, tuple[float, ...]] = {}
     for name in FITTED:
         progress(name)
-        own = [(index, case) for index, case in enumerate(cases) if case.stack == name]
-        left = leave_out([case for _, case in own], stack(name), constants_of(name))
-        for (index, case), seconds in zip(own, left, strict=True):
-            found["calibrated"][index] = case.predict_s()
-            found["left out"][index] = seconds
-            found["data sheet"][index] = case.predict_s(measured=False)
-    families = []
-    for name in dict.fromkeys(case.family for case in cases):
-        own_places = [index for index, case in enumerate(cases) if case.family == name]
-        predicted = {mode: tuple(found[mode][index] for index in own_places) for mode in MODES}
-        families.append(RowFamily(name, tuple(cases[index] for index in own_places), predicted))
-    return families
+        own = [case for case in cases if case.stack == name]
+        for case, left_out in zip(own, leave_out(own, stack(name), constants_of(name)), strict=True):
+            found[case] = case.predict_s(), left_out, case.predict_s(measured=False)
+    return [
+        RowFamily(name, tuple(own), {mode: tuple(found[case][k] for case in own) for k, mode in enumerate(MODES)})
+        for name, own in families.items()
+    ]
 
 
 def refit(progress: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:
@@ -127,12 +204,9 @@ def text(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> str
         scores = [family.score(mode) for mode in MODES]
         line = f"{family.name:<18}{len(family.cases):>5}"
         line += "".join(f"{each.error:>17.1%}{each.bias:>+9.1%}" for each in scores)
-        best = scores[1]
-        if best.choice_cost is not None:
-            line += f"{best.choice_cost:>14.1%}"
-            line += f"{best.choice_tau:>6.2f}" if best.choice_tau is not None else f"{'':>6}"
-        else:
-            line += f"{'':>14}" + (f"{best.tau:>6.2f}" if best.tau is not None else "")
+        left = scores[1]
+        line += f"{'':>14}" if left.choice_cost is None else f"{left.choice_cost:>14.1%}"
+        line += "" if left.order_tau is None else f"{left.order_tau:>6.2f}"
         lines.append(line)
     lines += ["", f"{'tables':<46}{'rows':>5}{'error':>9}{'largest':>9}"]
     for name, rows in tables.items():
@@ -155,15 +229,10 @@ def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
     return np.asarray(np.abs(ours / printed - 1), np.float64)
 
 
-def is_same_generation(family: RowFamily) -> bool:
-    """Return whether a family ran on the generation that most constants were fitted on: A100."""
-    return family.cases[0].cluster in ("dgx-a100", "jean-zay", "a100-4-cards")
-
-
 def verdict(family: RowFamily) -> str:
     """Say which bars a family misses with its structure left out, or that it meets them."""
     found = family.score("left out")
-    bar = BARS["same" if is_same_generation(family) else "other"]
+    bar = BARS["same" if family.cases[0].cluster in FITTED_ON else "other"]
     short = []
     if found.error > bar:
         short.append(f"error {found.error:.1%} > {bar:.0%}")

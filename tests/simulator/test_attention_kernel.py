@@ -29,11 +29,10 @@ MODELS = pytest.mark.parametrize("plain", [GPT, LLAMA], ids=["GPT", "Llama"])
 
 
 @MODELS
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_forward_and_backward_have_the_papers_operations(plain, is_causal):
-    """Forward 4 B s^2 h, backward 10, half of both where a mask hides half of the pairs."""
-    fused = fuse_attention(plain, is_causal=is_causal).layers[1]
-    pairs = 4.0 * B * S * S * H / (2 if is_causal else 1)
+def test_forward_and_backward_have_the_papers_operations(plain):
+    """Forward 4 B s^2 h, backward 10, half of both since a mask hides half of the pairs."""
+    fused = fuse_attention(plain).layers[1]
+    pairs = 2.0 * B * S * S * H
     assert fused.forward.attention_flops == pairs
     assert fused.input_gradient.attention_flops == 2.5 * pairs
     assert fused.weight_gradient == plain.layers[1].weight_gradient
@@ -53,7 +52,7 @@ def test_no_bytes_grow_with_the_square_of_the_sequence(plain):
 def test_utilization_counts_all_pairs_for_either_kernel(plain):
     device = Device("products", 312e12, 1e30, 1e30)
     machine = Cluster("ideal", device, 8, 8, FREE, FREE)
-    for model in (plain, fuse_attention(plain), fuse_attention(plain, is_causal=False)):
+    for model in (plain, fuse_attention(plain)):
         step = simulate(model, machine, Plan())
         counted = step.mfu * step.duration_s * 312e12
         assert counted == pytest.approx(sum(plain.matmul_flops), rel=1e-9)

@@ -14,31 +14,20 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan import Cluster, Device, Link, Plan, Protocol
-from simulator import cluster, gpt_step_flops, gpt_workload, simulate
+from distlab.plan import ActionTimes, Cluster, Device, Link, Plan, Protocol, automatic, zb_1p, zb_h1
+from simulator import cluster, gpt_step_flops, simulate, simulate_schedule
+from simulator.validation.case import gpt
 
-# heads, hidden, layers, tensor, pipeline, data, batch, seconds: Narayanan et al. 2021 (2104.04473), table 1, derived
-# from its TFLOP/s by equation 3; full recompute, sequences of 2048, a vocabulary of 51200.
-SC21 = [
-    (24, 2304, 24, 1, 1, 32, 512, 3.528),
-    (32, 4096, 36, 4, 1, 32, 512, 3.696),
-    (64, 8192, 48, 8, 2, 32, 1536, 14.453),
-]
-# heads, hidden, layers, pipeline, stages a rank, batch, micro-batch, seconds with full recompute, and with sequence
-# parallelism and selective recompute: Korthikanti et al. 2022 (2205.05198), tables 3 and 5; tensor 8, one replica.
-KORTHIKANTI = [(64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10), (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75)]
+# heads, hidden, layers, tensor, pipeline, data, batch: Narayanan et al. 2021 (2104.04473), table 1; sequences of 2048.
+SC21 = [(24, 2304, 24, 1, 1, 32, 512), (32, 4096, 36, 4, 1, 32, 512), (64, 8192, 48, 8, 2, 32, 1536)]
+# heads, hidden, layers, pipeline, stages per rank, batch, micro-batch: Korthikanti et al. 2022 (2205.05198), tables 3,
+# 5; tensor 8, one replica.
+KORTHIKANTI = [(64, 6144, 48, 1, 1, 4, 4), (96, 12288, 96, 8, 3, 64, 1)]
 FREE = Link("free", (Protocol(0.0, 1e30),))
 
 
 def model(heads, hidden, layers, microbatch):
-    return gpt_workload(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        sequence_length=2048,
-        vocab_size=51200,
-        microbatch_size=microbatch,
-    )
+    return gpt(hidden, layers, heads, 2048, microbatch)
 
 
 def predict(workload, plan):
@@ -47,7 +36,7 @@ def predict(workload, plan):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(tensor=8), Plan(tensor=8, sequence_parallel=True), Plan(data=4)])
-@pytest.mark.parametrize("row", SC21, ids=["1.7B", "7.5B", "39.1B"])
+@pytest.mark.parametrize("row", SC21[:2], ids=["1.7B", "7.5B"])
 def test_products_alone_take_what_the_formula_counts(row, plan, recompute):
     """Nothing is forgotten: what is recomputed, logits and scores are in, and tensor ranks divide them."""
     heads, hidden, layers = row[:3]
@@ -60,14 +49,13 @@ def test_products_alone_take_what_the_formula_counts(row, plan, recompute):
 
 @pytest.mark.parametrize("row", SC21, ids=["1.7B", "7.5B", "39.1B"])
 def test_weak_scaling_is_never_faster_than_its_products(row):
-    heads, hidden, layers, tensor, pipeline, data, batch, seconds = row
+    heads, hidden, layers, tensor, pipeline, data, batch = row
     workload = model(heads, hidden, layers, 4)
     plan = Plan(data=data, tensor=tensor, pipeline=pipeline, num_microbatches=batch // data // 4, recompute="full")
     plan = replace(plan, gradient_sync="flat")  # Megatron-LM of that year sums gradients behind the last backward
     step = predict(workload, plan)
     flops = gpt_step_flops(hidden, layers, 2048, 51200, batch, recompute="full")
     executed = flops / (plan.world_size * step.cluster.device.matmul_flops_per_s)
-    print(f"{row}: {step.duration_s:.3f} s, {step.duration_s / seconds - 1:+.1%}; {dict(step.exposed_by_axis)}")
     assert executed < step.duration_s
     model_flops = gpt_step_flops(hidden, layers, 2048, 51200, batch)
     assert (
@@ -78,14 +66,21 @@ def test_weak_scaling_is_never_faster_than_its_products(row):
 
 @pytest.mark.parametrize("row", KORTHIKANTI, ids=["22B", "175B"])
 def test_sequence_parallelism_with_selective_recompute_is_faster(row):
-    heads, hidden, layers, pipeline, per_rank, batch, microbatch, full_s, selective_s = row
+    heads, hidden, layers, pipeline, per_rank, batch, microbatch = row
     workload = model(heads, hidden, layers, microbatch)
     full = Plan(tensor=8, pipeline=pipeline, num_microbatches=batch // microbatch, recompute="full")
     if per_rank > 1:
         full = replace(full, schedule="interleaved", stages_per_rank=per_rank)
     both = replace(full, recompute="selective", sequence_parallel=True)
     old, new = (predict(workload, plan) for plan in (full, both))
-    for step, seconds in ((old, full_s), (new, selective_s)):
-        print(f"{row}: {step.duration_s:.3f} s, {step.duration_s / seconds - 1:+.1%}, MFU {step.utilization:.1%}")
     assert new.duration_s < old.duration_s
     assert new.utilization > old.utilization
+
+
+def test_long_pipelines_keep_their_bubble_small():
+    """With 64 ranks x 1,024 micro-batches: within p the bubble of ZB-H1; within 2p next to none (2401.10241)."""
+    times, work = ActionTimes(1.0, 1.0, 1.0, 0.05), 3 * 1024
+    made = (zb_1p(64, 1024, times), zb_h1(64, 1024), automatic(64, 1024, times, 128))
+    once, by_hand, twice = (1 - work / 1e3 / simulate_schedule(each, times).steady_s for each in made)
+    assert once <= by_hand + 1e-9
+    assert twice < 0.003 < once

@@ -29,12 +29,12 @@ from simulator import (
     spread,
     young_s,
 )
-from simulator.runs.spread import plan_on
 from simulator.validation.case import read_table
 
 GPT = gpt_workload(hidden_size=512, num_layers=4, num_heads=8, sequence_length=256, vocab_size=8000)
 PLAN = Plan(2, 2, 8, sharding=Sharding(1))
 HOUR, DAY = 3600, 86_400
+TIMES = ("restart_s", "save_s", "slow_s", "interval_s")
 
 
 def step_of(plan=PLAN, workload=GPT):
@@ -44,7 +44,7 @@ def step_of(plan=PLAN, workload=GPT):
 STEP = step_of()
 
 
-@pytest.mark.parametrize("part", [1e-5, 1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("part", [1e-5, 1e-2])
 def test_young_daly_and_drawn_failures_agree(part):
     """A save takes part of the time between failures: intervals within 5, 0.1 and 4 %, goodputs within 0.02 points."""
     mtbf_s, save_s = 10_000.0, part * 10_000.0
@@ -85,21 +85,20 @@ def test_the_parts_of_the_time_add_up_and_no_interval_beats_the_best(save_s, mtb
     assert other.useful <= best.useful * (1 + 1e-9)
 
 
-def test_drawn_failures_have_the_computed_goodput():
+def test_drawn_failures_and_drawn_runs_have_the_computed_goodput_and_repeat():
     intervals = np.geomspace(100, 10_000, 7)
     drawn = goodput_by_trial(30.0, 10_000.0, intervals, restart_s=600, failures=200_000, seed=3)
     computed = [goodput(30.0, 10_000.0, restart_s=600, interval_s=each).useful for each in intervals]
     assert drawn == pytest.approx(computed, abs=3e-3)
-
-
-def test_drawn_runs_take_what_the_goodput_says_and_repeat():
     mtbf_s, save_s, work_s = 8 * HOUR, 60.0, 20 * DAY
     found = goodput(save_s, mtbf_s, restart_s=900)
-    ends = draw_runs(work_s, mtbf_s, found.interval_s, save_s=save_s, restart_s=900, num_runs=400, seed=1)
+    ends, again = (
+        draw_runs(work_s, mtbf_s, found.interval_s, save_s=save_s, restart_s=900, num_runs=400, seed=1)
+        for _ in range(2)
+    )
     assert ends.mean() == pytest.approx(work_s / found.useful, rel=0.004)
     assert (ends > work_s).all()
     assert ends.std() > 0
-    again = draw_runs(work_s, mtbf_s, found.interval_s, save_s=save_s, restart_s=900, num_runs=400, seed=1)
     assert np.array_equal(ends, again)
     many = draw_runs(2 * DAY, 300.0, 60.0, save_s=2.0, restart_s=20, num_runs=50)  # more failures than one round draws
     assert many.mean() == pytest.approx(2 * DAY / goodput(2.0, 300.0, restart_s=20, interval_s=60.0).useful, rel=0.02)
@@ -135,6 +134,8 @@ def test_the_published_table_is_the_rate_and_its_sum():
     assert failures.mtbf_s(16_384) / HOUR == pytest.approx(3.1, abs=0.05)  # "one failure every three hours"
     assert Failures("llama-3-all").mtbf_s(16_384) == pytest.approx(54 * DAY / 466)
     assert all("24" in rate.source or name == "none" for name, rate in RATES.items())
+    useful = [failures.goodput(count, 30).useful for count in (64, 1024, 16_384)]
+    assert useful == sorted(useful, reverse=True)
 
 
 def test_llama_3_trains_for_more_than_90_percent_of_54_days():
@@ -152,12 +153,7 @@ def test_llama_3_trains_for_more_than_90_percent_of_54_days():
         54 * DAY * found.useful, found.mtbf_s, found.interval_s, save_s=save_s, restart_s=600, num_runs=200
     )
     assert ends.mean() / DAY == pytest.approx(54, rel=0.01)
-
-
-def test_a_checkpoint_of_1t_parameters_is_what_was_published():
-    row = {each["what"]: float(each["value"]) for each in read_table("megatron_sc21_scalars")}
-    size = checkpoint_bytes(model_by_name("gpt-1t"), Plan())
-    assert size / 1e12 == pytest.approx(row["1T checkpoint size"], rel=0.03)
+    # 13.8 TB of 1T parameters at 273 GB/s: 2104.04473, section 5.10
     assert Failures().waits_s(model_by_name("gpt-1t"), Plan()) == pytest.approx(13.8e12 / 273e9, rel=0.03)
 
 
@@ -212,17 +208,10 @@ def test_a_plan_that_does_not_fit_is_left_out_with_the_reason():
         curve([])
 
 
-def test_more_devices_fail_more_often():
-    failures = Failures("llama-3", save_s=30)
-    useful = [failures.goodput(count, 30).useful for count in (64, 1024, 16_384)]
-    assert useful == sorted(useful, reverse=True)
-    assert plan_on(PLAN, 8).data == 4
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     rate=st.floats(0, 1e15) | st.floats(0, 1e-300),
-    times=st.lists(st.floats(1e-300, 1e15) | st.floats(1, 1e5), min_size=4, max_size=4),
+    times=st.fixed_dictionaries(dict.fromkeys(TIMES, st.floats(1e-300, 1e15) | st.floats(1, 1e5))),
     slow=st.floats(0, 1e15),
     slowdown=st.floats(1, 1e15),
     has_interval=st.booleans(),
@@ -230,16 +219,8 @@ def test_more_devices_fail_more_often():
     price=st.floats(0, 1e9),
 )
 def test_any_figures_give_numbers_or_one_line(rate, times, slow, slowdown, has_interval, num_tokens, price):
-    restart_s, save_s, slow_s, interval_s = times
-    failures = Failures(
-        rate,
-        restart_s=restart_s,
-        save_s=save_s,
-        interval_s=interval_s if has_interval else None,
-        slow_rate=slow,
-        slow_s=slow_s,
-        slowdown=slowdown,
-    )
+    times |= {} if has_interval else {"interval_s": None}
+    failures = Failures(rate, **times, slow_rate=slow, slowdown=slowdown)
     found, refused = None, ""
     try:
         found = bill(STEP, Run(num_tokens, price, failures))

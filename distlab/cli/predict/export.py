@@ -32,13 +32,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the file to standard output, and notes to standard error."""
-    from simulator.export import Wish, export
+    from simulator.export import Options, export
     from simulator.plan_file import told_of
 
     said = said_by(arguments)
-    wish = Wish(arguments.max_norm, arguments.blocks, arguments.script, arguments.image)
+    options = Options(arguments.max_norm, arguments.blocks, arguments.script, arguments.image)
     with told_of(arguments.file):
-        found = export(said, arguments.to, wish)
+        found = export(said, arguments.to, options)
     print(found.text, end="")
     for note in found.notes:
         print(f"# {note}", file=sys.stderr)

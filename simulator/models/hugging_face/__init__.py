@@ -1,4 +1,1 @@
-"""Workloads from Hugging Face configurations.
-
-Read `config`, then its `fields` one by one, `families` that resemble Llama, `mixtures` of experts, and their `windows`.
-"""
+"""Workloads from Hugging Face configurations: read `config`, then its `fields` one by one, and the `families`."""

@@ -2,13 +2,13 @@
 
 Each family has its names for a few sizes. A field that neither says a size nor is known to leave sizes alone is
 refused: what it changes would be missing in the prediction. Windows of attention are taken where a family has them.
-`families` has the families that Llama's layers describe, and `mixtures` those with experts.
+`families` has the families that Llama's layers describe; those of GPT are here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
@@ -16,50 +16,35 @@ from typing import NoReturn
 from distlab.plan import Workload
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
-from simulator.models.hugging_face.families import DENSE
+from simulator.models.hugging_face.families import FAMILIES as LLAMAS
 from simulator.models.hugging_face.fields import COUNT_IT, Fields
-from simulator.models.hugging_face.mixtures import MIXTURES
 from simulator.models.llama import LlamaSizes, llama_workload
 
 MOST_TOKENS = 4096  # of a sequence, where the caller does not say how long it is
+FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
+LONG = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+SHORT = {"gpt2": ("n_embd", "n_layer", "n_head"), "bloom": ("n_embed", "n_layer", "n_head")}  # saved with either
 
 
 def _gpt(fields: Fields, family: str) -> tuple[dict[str, int], int]:
     """Return the sizes of a GPT, and how many positions it learned."""
-    if family == "gpt_neox":
-        return _neox(fields), 0
-    long, short = ("hidden_size", "num_hidden_layers", "num_attention_heads"), ("n_embd", "n_layer", "n_head")
-    if family == "bloom":  # it was saved with names of either kind
-        short = ("n_embed", *short[1:])
-    names = [one if one in fields.values else other for one, other in zip(long, short, strict=True)]
-    hidden, layers, heads = map(fields.count, long if family == "opt" else names)
-    fields.only("ffn_dim" if family == "opt" else "n_inner", 4 * hidden, None)
-    fields.only("tie_word_embeddings", True)
+    names = zip(LONG, SHORT.get(family, LONG), strict=True)
+    hidden, layers, heads = (fields.count(long if long in fields.values else short) for long, short in names)
     positions = 0
+    if family == "gpt_neox":  # rotary positions, biases, and a head that is not tied
+        fields.only(intermediate_size=4 * hidden, attention_bias=True, tie_word_embeddings=False)
+    else:
+        fields.only(**{"ffn_dim" if family == "opt" else "n_inner": (4 * hidden, None)}, tie_word_embeddings=True)
     if family == "gpt2":
         positions = fields.count("n_positions")
     if family == "opt":
-        fields.only("word_embed_proj_dim", hidden)
-        for name in ("do_layer_norm_before", "enable_bias"):
-            fields.only(name, True)
-        fields.only("_remove_final_layer_norm", False)
+        fields.only(word_embed_proj_dim=hidden, do_layer_norm_before=True, enable_bias=True)
+        fields.only(_remove_final_layer_norm=False)
         positions = fields.count("max_position_embeddings") + 2  # two more, for padding
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": fields.count("vocab_size")}
     return sizes, positions
 
 
-def _neox(fields: Fields) -> dict[str, int]:
-    """Return the sizes of a GPT-NeoX or Pythia: rotary positions, biases, and a head that is not tied."""
-    hidden = fields.count("hidden_size")
-    fields.only("intermediate_size", 4 * hidden)
-    fields.only("attention_bias", True)
-    fields.only("tie_word_embeddings", False)
-    layers, heads, vocabulary = map(fields.count, ("num_hidden_layers", "num_attention_heads", "vocab_size"))
-    return {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": vocabulary}
-
-
-LLAMAS: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType({**DENSE, **MIXTURES})
-FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
 # What other families have, by the start of their model_type.
 NOT_MODELLED = MappingProxyType(
     {
@@ -102,7 +87,9 @@ def workload_from_config(
     fields, family = Fields(values, where), values.get("model_type")
     if family not in FAMILIES:
         _refuse(where, values)
-    name = fields.name()
+    name = values.get("_name_or_path") or None
+    if not (name is None or (isinstance(name, str) and name.isprintable())):
+        raise ValueError(f"{where}: _name_or_path is {name!r}; write a text of one line, or leave it out")
     learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if family in LLAMAS:
         sizes = _sizes(fields, family)
@@ -154,20 +141,9 @@ def _sizes(fields: Fields, family: str) -> LlamaSizes:
 
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once_each)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # no text, no JSON, or lists in lists without an end
         raise ValueError(f"{path}: not JSON ({error}); pass the config.json of a model") from None
-    except (ValueError, RecursionError) as error:  # a field twice, a number of thousands of digits, lists in lists
-        raise ValueError(f"{path}: {error}; pass the config.json of a model") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of fields, got {type(values).__name__}; pass a config.json")
     return values
-
-
-def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a table of the file, in which no field may be twice: JSON would take the last one without a word."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice, write it once")
-    return table

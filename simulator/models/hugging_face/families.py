@@ -1,6 +1,7 @@
-"""Sizes of Llama's relatives from the fields of a Hugging Face configuration, family by family.
+"""Sizes of Llama's relatives from the fields of a Hugging Face configuration: a table of families.
 
-Left out of parameters: two numbers in each block of Apertus, of its activation. `mixtures` has families with experts.
+Left out of parameters: two numbers in each block of Apertus, of its activation; an expert's biases, gates of shared
+experts and sinks of attention (GPT-OSS: 0.05 % of all), and layers that predict further tokens.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from simulator.models.hugging_face.fields import Fields
-from simulator.models.hugging_face.windows import windows, windows_behind, windows_of_neo
-from simulator.models.llama import LlamaSizes
+from simulator.models.hugging_face.fields import Fields, windows, windows_behind, windows_of_neo
+from simulator.models.llama import LatentSizes, LlamaSizes
+from simulator.models.mixture_of_experts import Mixture
 
-ALL_BIASES = MappingProxyType({"attention_biases": True, "output_bias": True, "feed_forward_biases": True})
-OF_GPT2 = MappingProxyType(
+Own = Mapping[str, Any]  # fields of LlamaSizes that a family sets in its own way
+BIASES: Own = MappingProxyType({"attention_biases": True, "output_bias": True, "feed_forward_biases": True})
+AS_GPT: Own = MappingProxyType({"is_gated": False, "norm_parameters": 2})
+NAMES_OF_GPT2 = MappingProxyType(
     {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -24,16 +27,21 @@ OF_GPT2 = MappingProxyType(
         "max_position_embeddings": "n_positions",
     }
 )
+NAMES_OF_MPT = MappingProxyType(
+    {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "max_position_embeddings": "max_seq_len",
+    }
+)
 
 
-def llama_sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes: Any) -> LlamaSizes:
-    """Return the sizes that Llama and its relatives share; `ties` and `head_size` hold where a file is silent.
-
-    `changes` are fields of LlamaSizes that a family sets in its own way.
-    """
+def _sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes: Any) -> LlamaSizes:
+    """Return the sizes that Llama and its relatives share; `ties` and `head_size` hold where a file is silent."""
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     own: dict[str, Any] = {
-        "ties_embedding": fields.flag("tie_word_embeddings", default=ties),
+        "ties_embedding": fields.flag("tie_word_embeddings", ties),
         "head_size": fields.count("head_dim", head_size, least=0) or None,
         "feed_forward_biases": fields.flag("mlp_bias"),
     }
@@ -44,199 +52,295 @@ def llama_sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **cha
     return LlamaSizes(hidden, layers, heads, shared, wide, fields.count("vocab_size"), **(own | changes))
 
 
-def of_hunyuan(fields: Fields) -> dict[str, bool]:
-    """Return what Hunyuan's files say in words of their own."""
-    fields.only("use_cla", False)
-    fields.only("norm_type", "rms", "hf_rms")
-    return {"head_norms": fields.flag("use_qk_norm", default=True)}
+def _quadruple(fields: Fields) -> Fields:
+    """Take a feed-forward part of four times the hidden size, where the file says nothing of it."""
+    return fields.assume(intermediate_size=4 * fields.count("hidden_size"))
 
 
-def _seed_oss(fields: Fields) -> LlamaSizes:
-    biases = {"attention_biases": fields.flag("attention_bias", default=True)}
-    return llama_sizes(fields, **biases, output_bias=fields.flag("attention_out_bias"), head_size=128)
+def _hunyuan(fields: Fields, **changes: Any) -> LlamaSizes:
+    norms = fields.only(use_cla=False, norm_type=("rms", "hf_rms")).flag("use_qk_norm", True)
+    return _sizes(fields, head_norms=norms, **changes)
 
 
-def _gemma2(fields: Fields) -> LlamaSizes:
-    own = windows(fields, pattern=2, default=4096)
-    return llama_sizes(fields, head_size=256, ties=True, num_norms=4, windows=own)
-
-
-def _gemma3(fields: Fields) -> LlamaSizes:
-    """Take the sizes of Gemma 3, whose files leave out what its class has by default."""
-    fields.assume(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4)
-    own = windows(fields, pattern=6, default=4096)
-    return llama_sizes(fields, head_size=256, ties=True, num_norms=4, head_norms=True, windows=own)
-
-
-def _cohere(fields: Fields) -> LlamaSizes:
-    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
-        fields.only(name, True)
-    own = windows(fields, pattern=4, default=4096) if fields.values["model_type"] == "cohere2" else ()
-    return llama_sizes(fields, ties=True, num_norms=1, wide_norms=fields.flag("use_qk_norm"), windows=own)
-
-
-def _stablelm(fields: Fields) -> LlamaSizes:
-    biases, norms = fields.flag("use_qkv_bias"), fields.flag("qk_layernorm")  # a norm per head: wide ones have as many
-    own: dict[str, Any] = {"attention_biases": biases, "wide_norms": norms, "norm_parameters": 2}
-    return llama_sizes(fields, **own, num_norms=1 if fields.flag("use_parallel_residual") else 2)
-
-
-def _phi(fields: Fields) -> LlamaSizes:
-    fields.only("qk_layernorm", False)
-    return llama_sizes(fields, **ALL_BIASES, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
-
-
-def _starcoder2(fields: Fields) -> LlamaSizes:
-    fields.only("mlp_type", "default")
-    fields.only("norm_type", "layer_norm")
-    fields.only("use_bias", True)
-    return llama_sizes(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, ties=True, windows=windows(fields))
+def _cohere(fields: Fields, **changes: Any) -> LlamaSizes:
+    fields.only(use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True)
+    return _sizes(fields, ties=True, num_norms=1, wide_norms=fields.flag("use_qk_norm"), **changes)
 
 
 def _falcon(fields: Fields) -> LlamaSizes:
-    is_new, shares = fields.flag("new_decoder_architecture"), fields.flag("multi_query", default=True)
-    is_parallel, has_biases = fields.flag("parallel_attn", default=True), fields.flag("bias")
+    is_new, shares = fields.flag("new_decoder_architecture"), fields.flag("multi_query", True)
+    is_parallel, has_biases = fields.flag("parallel_attn", True), fields.flag("bias")
     fields.flag("alibi")
     heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
     given = fields.count("num_kv_heads", heads)
     fields.assume(num_key_value_heads=given if is_new else 1 if shares else heads)
     fields.assume(intermediate_size=fields.count("ffn_hidden_size", 4 * hidden))
-    norms = 2 if is_new or not is_parallel else 1
-    norms = fields.count("num_ln_in_parallel_attn", norms)
-    biases = dict(ALL_BIASES) if has_biases else {"attention_biases": False}
-    return llama_sizes(fields, **biases, is_gated=False, norm_parameters=2, num_norms=norms, ties=True)
+    norms = fields.count("num_ln_in_parallel_attn", 2 if is_new or not is_parallel else 1)
+    return _sizes(
+        fields, **AS_GPT, **(BIASES if has_biases else {"attention_biases": False}), num_norms=norms, ties=True
+    )
 
 
 def _mpt(fields: Fields) -> LlamaSizes:
-    fields.call(hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads")
-    fields.call(max_position_embeddings="max_seq_len")
-    inner = fields.inner("attn_config")
-    inner.only("qk_ln", False)
+    inner = fields.call(**NAMES_OF_MPT).inner("attn_config").only(qk_ln=False)
     heads, width = fields.count("num_attention_heads"), fields.count("expansion_ratio", 4) * fields.count("hidden_size")
     fields.assume(num_key_value_heads=inner.count("kv_n_heads", heads), intermediate_size=width)
-    learns = fields.flag("learned_pos_emb", default=True) and not inner.flag("alibi") and not inner.flag("rope")
-    fields.only("norm_type", "low_precision_layernorm", "layernorm")
-    bare = fields.flag("no_bias", default=True)
-    biases = {"attention_biases": False} if bare else dict(ALL_BIASES)
+    learns = fields.flag("learned_pos_emb", True) and not inner.flag("alibi") and not inner.flag("rope")
+    bare = fields.only(norm_type=("low_precision_layernorm", "layernorm")).flag("no_bias", True)
+    own: Own = {"attention_biases": False} if bare else {**BIASES, **AS_GPT}
     positions = fields.count("max_position_embeddings", 2048) if learns else 0
-    norms = 1 if bare else 2
-    return llama_sizes(fields, **biases, is_gated=False, norm_parameters=norms, num_positions=positions, ties=True)
+    return _sizes(fields, **{"is_gated": False, "num_positions": positions, **own}, ties=True)
 
 
 def _bigcode(fields: Fields) -> LlamaSizes:
-    fields.call(**OF_GPT2)
-    heads, shares = fields.count("num_attention_heads"), fields.flag("multi_query", default=True)
-    fields.assume(num_key_value_heads=1 if shares else heads, intermediate_size=4 * fields.count("hidden_size"))
-    positions = fields.count("max_position_embeddings")
-    return llama_sizes(fields, **ALL_BIASES, is_gated=False, norm_parameters=2, num_positions=positions, ties=True)
+    heads = fields.call(**NAMES_OF_GPT2).count("num_attention_heads")
+    fields.assume(num_key_value_heads=1 if fields.flag("multi_query", True) else heads)
+    positions = _quadruple(fields).count("max_position_embeddings")
+    return _sizes(fields, **BIASES, **AS_GPT, num_positions=positions, ties=True)
 
 
 def _gptj(fields: Fields) -> LlamaSizes:
     """Take the sizes of GPT-J and CodeGen: one norm in a block, biases in its feed-forward part and in the head."""
-    fields.call(**OF_GPT2)
-    fields.assume(intermediate_size=4 * fields.count("hidden_size"))
-    return llama_sizes(fields, feed_forward_biases=True, head_bias=True, is_gated=False, num_norms=1, norm_parameters=2)
+    named = _quadruple(fields.call(**NAMES_OF_GPT2))
+    return _sizes(named, **AS_GPT, feed_forward_biases=True, head_bias=True, num_norms=1)
 
 
 def _gpt_neo(fields: Fields) -> LlamaSizes:
-    fields.call(num_hidden_layers="num_layers", num_attention_heads="num_heads")
-    fields.assume(intermediate_size=4 * fields.count("hidden_size"))
-    positions = fields.count("max_position_embeddings")
-    own = dict(ALL_BIASES) | {"attention_biases": False, "is_gated": False, "norm_parameters": 2}
-    return llama_sizes(fields, **own, num_positions=positions, ties=True, windows=windows_of_neo(fields))
+    _quadruple(fields.call(num_hidden_layers="num_layers", num_attention_heads="num_heads"))
+    own = {**AS_GPT, **BIASES, "attention_biases": False, "num_positions": fields.count("max_position_embeddings")}
+    return _sizes(fields, **own, ties=True, windows=windows_of_neo(fields))
 
 
 def _chatglm(fields: Fields) -> LlamaSizes:
     fields.call(num_hidden_layers="num_layers", intermediate_size="ffn_hidden_size", vocab_size="padded_vocab_size")
     fields.call(head_dim="kv_channels", max_position_embeddings="seq_length")
-    fields.only("add_bias_linear", False)
-    fields.only("rmsnorm", True)
-    fields.only("post_layer_norm", True)
+    fields.only(add_bias_linear=False, rmsnorm=True, post_layer_norm=True)
     if fields.flag("multi_query_attention"):
         fields.assume(num_key_value_heads=fields.count("multi_query_group_num"))
-    return llama_sizes(fields, attention_biases=fields.flag("add_qkv_bias"))
+    return _sizes(fields, attention_biases=fields.flag("add_qkv_bias"))
 
 
-def _apertus(fields: Fields) -> LlamaSizes:
-    fields.only("post_norm", False)
-    return llama_sizes(fields, is_gated=False, head_norms=fields.flag("qk_norm", default=True))
-
-
-def lfm2_sizes(fields: Fields, **changes: Any) -> LlamaSizes:
-    """Return the sizes of LFM2: short convolutions in place of attention in most blocks, normed heads in the others."""
-    fields.only("conv_bias", False)
-    fields.only("block_use_swiglu", True)
+def _lfm2(fields: Fields, **changes: Any) -> LlamaSizes:
+    """Take the sizes of LFM2: short convolutions in place of attention in most blocks, normed heads in the others."""
+    fields.only(conv_bias=False, block_use_swiglu=True)
     layers, width = fields.count("num_hidden_layers"), fields.count("conv_L_cache", 3)
-    for same in ("block_dim", "conv_dim", "conv_dim_out"):
-        fields.only(same, fields.count("hidden_size"))
-    fields.only("num_heads", fields.count("num_attention_heads"))
+    fields.only(**dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), fields.count("hidden_size")))
+    fields.only(num_heads=fields.count("num_attention_heads"))
     attend = fields.values.get("full_attn_idxs")
     fields.rest -= {"full_attn_idxs"}  # the same in an older form
     known: list[object] = attend if isinstance(attend, list) else list(range(layers))
-    said: Any = fields.values.get("layer_types") or [
-        ("full_attention" if at in known else "conv") for at in range(layers)
-    ]
+    older = ["full_attention" if layer in known else "conv" for layer in range(layers)]
+    said: Any = fields.values.get("layer_types") or older
     if not isinstance(said, list) or len(said) != layers or not {*map(str, said)} <= {"full_attention", "conv"}:
         raise ValueError(f"{fields.where}: layer_types is {said!r}; write full_attention or conv for each of {layers}")
     own: dict[str, Any] = {"convolutions": tuple(width if kind == "conv" else 0 for kind in said), "head_norms": True}
-    return llama_sizes(fields, ties=fields.flag("tie_embedding", default=True), **(own | changes))
+    return _sizes(fields, ties=fields.flag("tie_embedding", True), **(own | changes))
 
 
-def _lfm2(fields: Fields) -> LlamaSizes:
+def _lfm2_dense(fields: Fields) -> LlamaSizes:
     wide = fields.count("intermediate_size", fields.count("block_ff_dim", 12288))
-    if fields.flag("block_auto_adjust_ff_dim", default=True):
-        fields.only("block_ffn_dim_multiplier", 1.0)
-        multiple = fields.count("block_multiple_of", 256)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        multiple = fields.only(block_ffn_dim_multiplier=1.0).count("block_multiple_of", 256)
         wide = -(-(2 * wide // 3) // multiple) * multiple
-    return lfm2_sizes(fields, feed_forward_size=wide)
+    return _lfm2(fields, feed_forward_size=wide)
 
 
-def _bare(fields: Fields, name: str) -> LlamaSizes:
-    """Take the sizes of a Llama whose file says by another name that there are no biases."""
-    fields.only(name, False)
-    return llama_sizes(fields, windows=windows(fields) if fields.values["model_type"] == "phi3" else ())
+def _experts(fields: Fields, name: str = "num_experts", **sizes: Any) -> Mixture:
+    """Take experts, and how many of them a token goes to; transformers 5 writes num_local_experts for num_experts."""
+    if name not in fields.values and "num_local_experts" in fields.values:
+        name = "num_local_experts"
+    return Mixture(fields.count(name), fields.count("num_experts_per_tok"), **sizes)
 
 
-DENSE: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
+def _mixed(fields: Fields, *, experts: str = "num_local_experts", **changes: Any) -> LlamaSizes:
+    """Take the sizes of a model with experts in each block, as wide as its feed-forward part would be."""
+    return _sizes(fields, mixture=_experts(fields, experts), **changes)
+
+
+def _qwen_mixed(fields: Fields, **changes: Any) -> LlamaSizes:
+    mixture = _experts(
+        fields.only(mlp_only_layers=([], None)),
+        expert_size=fields.count("moe_intermediate_size"),
+        shared_size=fields.count("shared_expert_intermediate_size", 0, least=0),
+        every=fields.count("decoder_sparse_step", 1),
+    )
+    return _sizes(fields, mixture=mixture, windows=windows_behind(fields), **changes)
+
+
+def _qwen3_mixed(fields: Fields) -> LlamaSizes:
+    return _qwen_mixed(fields.only(qkv_bias=False), head_norms=fields.flag("use_qk_norm", True))
+
+
+def _llama4(fields: Fields) -> LlamaSizes:
+    """Take the sizes of Llama 4. Of Maverick, every second block has experts; norms of queries have no weights."""
+    width, every = fields.count("intermediate_size"), fields.count("interleave_moe_layer_step", 1)
+    fields.only(moe_layers=(None, [], list(range(every - 1, fields.count("num_hidden_layers"), every))))
+    mixture = _experts(fields, "num_local_experts", expert_size=width, shared_size=width, every=every)
+    norms, wide = fields.flag("use_qk_norm", True), fields.count("intermediate_size_mlp", 16384)
+    return _sizes(fields, mixture=mixture, feed_forward_size=wide, head_norms=norms)
+
+
+def _routed(fields: Fields, *, router_bias: bool = True) -> Mixture:
+    """Take routed and shared experts by the names of DeepSeek-V2, which others keep; first layers may have none."""
+    width = fields.count("moe_intermediate_size")
+    groups, most = fields.count("n_group", 1), fields.count("topk_group", 1)
+    said = fields.values.get("mlp_layer_types")  # transformers 5 writes them for the number of dense ones
+    first = fields.count("first_k_dense_replace", said.count("dense") if isinstance(said, list) else 0, least=0)
+    fields.only(mlp_layer_types=(None, ["dense"] * first + ["sparse"] * (fields.count("num_hidden_layers") - first)))
+    limits = most < groups and fields.values.get("topk_method") != "greedy"
+    return _experts(
+        fields,
+        "n_routed_experts",
+        expert_size=width,
+        shared_size=width * fields.count("n_shared_experts", 0, least=0),
+        dense_layers=first,
+        router_bias=router_bias,
+        most_groups=(groups, most) if limits else None,
+    )
+
+
+def _deepseek(fields: Fields) -> LlamaSizes:
+    bias = fields.values["model_type"] != "deepseek_v2"
+    fields.only(attention_bias=False, moe_layer_freq=1)
+    fields.only(topk_method="noaux_tc" if bias else ("greedy", "group_limited_greedy"))
+    mixture = _routed(fields, router_bias=bias)
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = LatentSizes(fields.count("kv_lora_rank"), fields.count("q_lora_rank", 0), *map(fields.count, sizes))
+    return _sizes(fields, mixture=mixture, latent=latent)
+
+
+def _glm4_mixed(fields: Fields) -> LlamaSizes:
+    mixture = _routed(fields)
+    biases, norms = fields.flag("attention_bias"), fields.flag("use_qk_norm")
+    return _sizes(fields, attention_biases=biases, head_norms=norms, mixture=mixture)
+
+
+def _ernie_mixed(fields: Fields) -> LlamaSizes:
+    fields.only(use_bias=False, moe_layer_interval=1)
+    fields.only(moe_layer_end_index=(-1, None, fields.count("num_hidden_layers") - 1))
+    fields.call(n_routed_experts="moe_num_experts", num_experts_per_tok="moe_k")
+    fields.call(n_shared_experts="moe_num_shared_experts", first_k_dense_replace="moe_layer_start_index")
+    return _sizes(fields, mixture=_routed(fields, router_bias=fields.flag("moe_use_aux_free", True)))
+
+
+def _hunyuan_mixed(fields: Fields) -> LlamaSizes:
+    fields.call(num_experts_per_tok="moe_topk").only(moe_layer_num_skipped=0)
+    width = fields.count("moe_intermediate_size", fields.count("intermediate_size"))
+    shared = width * fields.count("num_shared_expert", 1)
+    return _hunyuan(fields, mixture=_experts(fields, expert_size=width, shared_size=shared))
+
+
+def _minimax(fields: Fields) -> LlamaSizes:
+    fields.only(qk_norm_type="per_layer", shared_intermediate_size=0)
+    fields.only(attn_type_list=(None, [1] * fields.count("num_hidden_layers")))  # 0 is linear attention
+    mixture = _experts(fields, "num_local_experts", router_bias=fields.flag("use_routing_bias", True))
+    norms = fields.flag("use_qk_norm", True)
+    return _sizes(fields, wide_norms=norms, mixture=mixture, windows=windows(fields))
+
+
+def _lfm2_mixed(fields: Fields) -> LlamaSizes:
+    width, first = fields.count("moe_intermediate_size"), fields.count("num_dense_layers", 2, least=0)
+    biased = fields.flag("use_expert_bias", True)
+    return _lfm2(fields, mixture=_experts(fields, expert_size=width, dense_layers=first, router_bias=biased))
+
+
+def _dbrx(fields: Fields) -> LlamaSizes:
+    inner, wide = fields.call(**NAMES_OF_MPT).inner("attn_config"), fields.inner("ffn_config")
+    width = wide.count("ffn_hidden_size")
+    fields.assume(num_key_value_heads=inner.count("kv_n_heads", 1), intermediate_size=width)
+    mixture = Mixture(wide.count("moe_num_experts"), wide.count("moe_top_k"), expert_size=width)
+    return _sizes(fields, mixture=mixture)
+
+
+FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
     {
-        "llama": llama_sizes,
-        "arcee": partial(llama_sizes, is_gated=False),
-        "apertus": _apertus,
-        "exaone4": lambda fields: llama_sizes(fields, head_norms=True, windows=windows(fields, pattern=4)),
-        "hunyuan_v1_dense": lambda fields: llama_sizes(fields, **of_hunyuan(fields)),
-        "lfm2": _lfm2,
-        "ministral3": lambda fields: llama_sizes(fields, windows=windows(fields)),
-        "mistral": lambda fields: llama_sizes(fields, windows=windows(fields, default=4096)),
-        "phi3": lambda fields: _bare(fields, "lm_head_bias"),  # products with one input run as one in all of these
-        "granite": llama_sizes,
-        "baichuan": llama_sizes,
-        "internlm2": lambda fields: _bare(fields, "bias"),
-        "ernie4_5": lambda fields: _bare(fields, "use_bias"),
-        "smollm3": partial(llama_sizes, ties=True),
-        "gemma": partial(llama_sizes, ties=True, head_size=256),
-        "gemma2": _gemma2,
-        "gemma3_text": _gemma3,
-        "olmo": partial(llama_sizes, norm_parameters=0),
-        "olmo2": partial(llama_sizes, wide_norms=True),  # its norms follow attention and feed-forward part
-        "olmo3": lambda fields: llama_sizes(fields, wide_norms=True, windows=windows(fields, pattern=4, default=4096)),
-        "qwen2": lambda fields: llama_sizes(fields, attention_biases=True, windows=windows_behind(fields)),
-        "qwen3": lambda fields: llama_sizes(fields, head_norms=True, head_size=128, windows=windows_behind(fields)),
-        "qwen3_vl_text": partial(llama_sizes, head_norms=True, head_size=128),
-        "seed_oss": _seed_oss,
-        "glm": lambda fields: llama_sizes(fields, attention_biases=fields.flag("attention_bias", default=True)),
-        "glm4": lambda fields: llama_sizes(fields, attention_biases=fields.flag("attention_bias"), num_norms=4),
+        "llama": _sizes,
+        "arcee": partial(_sizes, is_gated=False),
+        "apertus": lambda f: _sizes(f.only(post_norm=False), is_gated=False, head_norms=f.flag("qk_norm", True)),
+        "exaone4": lambda f: _sizes(f, head_norms=True, windows=windows(f, pattern=4)),
+        "hunyuan_v1_dense": _hunyuan,
+        "lfm2": _lfm2_dense,
+        "ministral3": lambda f: _sizes(f, windows=windows(f)),
+        "mistral": lambda f: _sizes(f, windows=windows(f, default=4096)),
+        # products with one input run as one in all of these
+        "phi3": lambda f: _sizes(f.only(lm_head_bias=False), windows=windows(f)),
+        "granite": _sizes,
+        "baichuan": _sizes,
+        "internlm2": lambda f: _sizes(f.only(bias=False)),
+        "ernie4_5": lambda f: _sizes(f.only(use_bias=False)),
+        "smollm3": partial(_sizes, ties=True),
+        "gemma": partial(_sizes, ties=True, head_size=256),
+        "gemma2": lambda f: _sizes(
+            f, head_size=256, ties=True, num_norms=4, windows=windows(f, pattern=2, default=4096)
+        ),
+        "gemma3_text": lambda f: _sizes(  # whose files leave out what its class has by default
+            f.assume(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4),
+            head_size=256,
+            ties=True,
+            num_norms=4,
+            head_norms=True,
+            windows=windows(f, pattern=6, default=4096),
+        ),
+        "olmo": partial(_sizes, norm_parameters=0),
+        "olmo2": partial(_sizes, wide_norms=True),  # its norms follow attention and feed-forward part
+        "olmo3": lambda f: _sizes(f, wide_norms=True, windows=windows(f, pattern=4, default=4096)),
+        "qwen2": lambda f: _sizes(f, attention_biases=True, windows=windows_behind(f)),
+        "qwen3": lambda f: _sizes(f, head_norms=True, head_size=128, windows=windows_behind(f)),
+        "qwen3_vl_text": partial(_sizes, head_norms=True, head_size=128),
+        "seed_oss": lambda f: _sizes(
+            f,
+            attention_biases=f.flag("attention_bias", True),
+            output_bias=f.flag("attention_out_bias"),
+            head_size=128,
+        ),
+        "glm": lambda f: _sizes(f, attention_biases=f.flag("attention_bias", True)),
+        "glm4": lambda f: _sizes(f, attention_biases=f.flag("attention_bias"), num_norms=4),
         "chatglm": _chatglm,
         "cohere": _cohere,
-        "cohere2": _cohere,
-        "nemotron": partial(llama_sizes, is_gated=False, norm_parameters=2),
-        "stablelm": _stablelm,
-        "phi": _phi,
-        "starcoder2": _starcoder2,
+        "cohere2": lambda f: _cohere(f, windows=windows(f, pattern=4, default=4096)),
+        "nemotron": partial(_sizes, **AS_GPT),
+        "stablelm": lambda f: _sizes(  # a norm per head: wide ones have as many
+            f,
+            attention_biases=f.flag("use_qkv_bias"),
+            wide_norms=f.flag("qk_layernorm"),
+            norm_parameters=2,
+            num_norms=1 if f.flag("use_parallel_residual") else 2,
+        ),
+        "phi": lambda f: _sizes(f.only(qk_layernorm=False), **BIASES, **AS_GPT, head_bias=True, num_norms=1),
+        "starcoder2": lambda f: _sizes(
+            f.only(mlp_type="default", norm_type="layer_norm", use_bias=True),
+            **BIASES,
+            **AS_GPT,
+            ties=True,
+            windows=windows(f),
+        ),
         "falcon": _falcon,
         "mpt": _mpt,
         "gpt_bigcode": _bigcode,
         "gptj": _gptj,
         "codegen": _gptj,
         "gpt_neo": _gpt_neo,
+        # with experts
+        "mixtral": lambda f: _mixed(f, windows=windows(f)),
+        "granitemoe": partial(_mixed, ties=True),
+        "phimoe": lambda f: _mixed(f, norm_parameters=2, head_bias=f.flag("lm_head_bias"), windows=windows(f)),
+        "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
+        "gpt_oss": lambda f: _mixed(f, head_size=64, windows=windows(f, pattern=2, default=128)),
+        "grok-1": partial(_mixed, experts="num_experts", num_norms=4, ties=True),
+        "qwen2_moe": lambda f: _qwen_mixed(f, attention_biases=f.flag("qkv_bias", True)),
+        "qwen3_moe": _qwen3_mixed,
+        "qwen3_vl_moe_text": _qwen3_mixed,
+        "llama4_text": _llama4,
+        "dbrx": _dbrx,
+        "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek,
+        "kimi_k2": _deepseek,
+        "glm4_moe": _glm4_mixed,
+        "glm4_moe_lite": _deepseek,
+        "dots1": lambda f: _sizes(f, head_norms=True, mixture=_routed(f)),
+        "ernie4_5_moe": _ernie_mixed,
+        "hunyuan_v1_moe": _hunyuan_mixed,
+        "lfm2_moe": _lfm2_mixed,
+        "minimax_m2": _minimax,
     }
 )

@@ -16,8 +16,7 @@ from simulator.advisor.strategies import MapCell, strategy_map
 from simulator.hardware.presets import cluster as cluster_by_name, link
 from simulator.models.by_name import model_by_name
 from simulator.runs.failures import RATES, Failures, checkpoint_bytes
-from simulator.runs.money import Run, bill, curve
-from simulator.runs.spread import counts_of, spread
+from simulator.runs.money import Run, bill, counts_of, curve, spread
 from simulator.step.simulate import Step, simulate
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
-from simulator.runs.checkpoints import Goodput, best_s, daly_s, goodput, young_s
-from simulator.runs.failures import Failures
+from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, young_s
 from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import counted, format_span, percent
 from simulator.viz.drawing.picture import Picture

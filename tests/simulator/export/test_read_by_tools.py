@@ -12,7 +12,7 @@ from plan_files import BF16, SHARDED, WIDE, said
 
 from distlab.plan import Plan, Sharding
 from simulator import ModelDescription
-from simulator.export import Wish, export
+from simulator.export import Options, export
 from simulator.export.torchtitan import SCHEDULES
 
 NOT_HERE = "is not installed: its parser was not asked (make test-exports)"
@@ -36,7 +36,7 @@ def test_torchtitan_makes_its_configuration(own, tmp_path, monkeypatch):
 
     parallel = pytest.importorskip("torchtitan.distributed.parallel_dims")
     pipelines = importlib.import_module("torchtitan.distributed.pipeline_parallel")
-    (tmp_path / "plan.py").write_text(export(own, "torchtitan", Wish(1.0)).text)
+    (tmp_path / "plan.py").write_text(export(own, "torchtitan", Options(1.0)).text)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("plan", None)
     try:
@@ -78,7 +78,7 @@ def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_pa
     from accelerate.parallelism_config import ParallelismConfig
 
     path = tmp_path / "plan.json"
-    path.write_text(export(own, "accelerate", Wish(1.0)).text)
+    path.write_text(export(own, "accelerate", Options(1.0)).text)
     read = load_config_from_file(str(path))  # refuses unknown keys
     assert read.num_processes == own.plan.world_size
     known = vars(launch_command_parser().parse_args(["train.py"]))
@@ -99,7 +99,7 @@ MEGATRON = [
     said(SHARDED, context=2),
     said(Plan(2, tensor=2), model=ModelDescription("qwen-2.5-7b")),
 ]
-# Flags whose field in Megatron-Core has another name.
+# Flags whose field in Megatron-Core has a different name.
 FIELDS = {
     "swiglu": "gated_linear_unit",
     "num_experts": "num_moe_experts",
@@ -137,15 +137,11 @@ def megatron_arguments(own):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name, count in ARGUMENTS.items():
         parser.add_argument(f"--{name}", **({"action": "store_true"} if count == 0 else {}))
-    return parser.parse_args(shlex.split(export(own, "megatron", Wish(1.0)).text))
+    return parser.parse_args(shlex.split(export(own, "megatron", Options(1.0)).text))
 
 
-@pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
-def test_megatrons_arguments_have_every_flag(own):
-    assert megatron_arguments(own).num_layers
-
-
-def test_megatrons_arguments_have_flags_of_8_bits_and_of_blocks_that_run_again():
+def test_megatrons_arguments_have_every_flag():
+    assert all(megatron_arguments(own).num_layers for own in MEGATRON)
     own = said(SHARDED, float8="gathers", recompute="full", recompute_method="block", recompute_layers=8)
     found = megatron_arguments(own)
     assert (found.fp8_format, found.fp8_recipe, found.fp8_param_gather) == ("hybrid", "tensorwise", True)
@@ -189,7 +185,7 @@ def test_megatron_core_makes_its_configurations_of_the_flags(own):
 @pytest.mark.parametrize("own", [said(), said(Plan(4, 4, 8, tensor=2))], ids=["one node", "four nodes"])
 def test_torchruns_own_parser_reads_the_command(own):
     torchrun = pytest.importorskip("torch.distributed.run")
-    _, *words = shlex.split(export(own, "torchrun", Wish(script="train.py --name 'a b'")).text)
+    _, *words = shlex.split(export(own, "torchrun", Options(script="train.py --name 'a b'")).text)
     read = torchrun.parse_args(words)
     nodes, most = torchrun.parse_min_max_nnodes(read.nnodes)
     assert nodes == most
