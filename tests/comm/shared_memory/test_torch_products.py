@@ -90,9 +90,9 @@ def on_both(program):
 @pytest.mark.parametrize(
     ("program", "sizes"),
     [
-        (with_ddps, (2, 3)),
-        (with_fsdp2, (2, 3)),
-        (with_dtensor, (2, 4)),  # with uneven shards torch's own linear layers fail, on gloo as well
+        (with_ddps, (2,)),
+        (with_fsdp2, (3,)),
+        (with_dtensor, (2,)),  # with uneven shards torch's own linear layers fail, on gloo as well
         (with_pipelining, (2,)),
     ],
     ids=["DDP", "FSDP2", "DTensor", "pipelining"],
@@ -129,11 +129,11 @@ def asked_of_a_backend():
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         before = group._get_sequence_number_for_group()
         dist.all_reduce(torch.ones(2), group=group)
-        dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
         dist.barrier(group=group)
         calls = group._get_sequence_number_for_group() - before
-        backend = group._get_backend(torch.device("cpu"))
-        found.append((torch.device("cpu") in group._device_types, calls, backend.size()))
+        found.append(
+            (torch.device("cpu") in group._device_types, calls, group._get_backend(torch.device("cpu")).size())
+        )
     with pytest.raises(RuntimeError, match="rank [01]: backend 'shared' moves CPU tensors, and was asked for cuda"):
         dist.group.WORLD._get_backend(torch.device("cuda"))
     return found
@@ -141,4 +141,4 @@ def asked_of_a_backend():
 
 def test_a_group_answers_as_a_backend_of_gloo_does(shared_ranks):
     for here, there in shared_ranks(2).run(asked_of_a_backend):
-        assert here == there == (True, 3, 2)
+        assert here == there == (True, 2, 2)
