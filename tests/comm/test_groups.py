@@ -202,7 +202,7 @@ RESTARTED = """
 
 
 def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_path):
-    done = torchrun(tmp_path, RESTARTED, "--max-restarts", "1")
+    done = torchrun(tmp_path, RESTARTED, "--max-restarts", "1", "-m", "distlab.comm.standby")
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         attempt, world_size, total, ips = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -269,7 +269,10 @@ def add_in(group):
 
 @pytest.mark.parametrize(("fn", "numbers"), [(turned_round, "#1 and #3"), (in_a_group, "#1 and #2")])
 def test_an_exchange_is_told_before_results_are_handed_out(fn, numbers):
-    with Ranks(3, timeout_s=60) as ranks, pytest.raises(RankError, match=f"in another order, calls {numbers}:") as told:
+    with (
+        Ranks(3, timeout_s=60) as ranks,
+        pytest.raises(RankError, match=f"in a different order, calls {numbers}:") as told,
+    ):
         ranks.run(lambda: fn(dist.get_rank()))
     for rank in (0, 2):
         assert f"rank {rank}: all_reduce #1 (float32[4], group" in str(told.value)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import recorded, throttled
+from distlab.comm.nodes import wire
 from distlab.comm.record import throttle
 from distlab.comm.record.throttle import ThrottledLink, link_s
 
@@ -76,9 +77,10 @@ class Clock:
 
 def test_time_that_passes_meanwhile_is_not_paid_twice(ranks):
     def body():
-        real, clock = throttle.time, Clock()
-        throttle.time = clock
-        try:
+        clock = Clock()
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (throttle, wire):
+                patch.setattr(module, "time", clock)
             tensor = torch.zeros(NUM_BYTES // 4)
             with throttled(RATE):
                 first, second = (dist.all_reduce(tensor, async_op=True) for _ in range(2))
@@ -89,8 +91,6 @@ def test_time_that_passes_meanwhile_is_not_paid_twice(ranks):
                 clock.now_s += 0.06
                 second.wait()
             return over, clock.sleeps
-        finally:
-            throttle.time = real
 
     for over, sleeps in ranks(2).run(body):
         assert over == [False, True, False]

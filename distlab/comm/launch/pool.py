@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 from distlab.comm.checks import FDS_PER_RANK
@@ -26,7 +25,8 @@ from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
 from distlab.comm.launch.worker import error_path, stack_path
-from distlab.comm.where.answer import SIGNAL, is_whole
+from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
+from distlab.comm.where.find import status
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
 
@@ -123,7 +123,7 @@ class RankProcess:
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it (Linux; elsewhere never)."""
         with contextlib.suppress(OSError, IndexError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+            return status(self.pid or 0)[0] in ("T", "t")
         return False
 
 
@@ -211,7 +211,11 @@ class Pool:
                     self._forget(process.status_fd)
                     said += self._read_reply(process)  # which may have come after the select
                     self._read_output(process)
-                    said.append(Said(rank, self._failure_of_exit(process), is_gone=True))
+                    text = self._stack_text(rank)  # which a crash left
+                    if not text and process.output.last:
+                        last = [f"    {line[:LONGEST_LINE]}" for line in process.output.last]
+                        text = "\n".join(["its last output:", *last])
+                    said.append(Said(rank, Failure(rank, process.summary, text, False, process.ended_ns), is_gone=True))
         if ready and ready[0][0] == OUTPUT:
             sys.stdout.flush()
         return said
@@ -241,13 +245,6 @@ class Pool:
         if self._is_listening(fileobj):
             self._selector.unregister(fileobj)
 
-    def _failure_of_exit(self, process: RankProcess) -> Failure:
-        """Describe the death of a rank's process, with the stack that a crash left or its last output."""
-        text = self._stack_text(process.rank)
-        if not text and process.output.last:
-            text = "its last output:\n" + "\n".join(f"    {line[:LONGEST_LINE]}" for line in process.output.last)
-        return Failure(process.rank, process.summary, text, False, process.ended_ns)
-
     def told(self, rank: int, time_ns: int) -> Failure | None:
         """Return what a rank that runs a script wrote down of its failure, or None."""
         return None if self.settings.joined else recorded_failure(error_path(self.folder, rank), rank, time_ns)
@@ -267,18 +264,14 @@ class Pool:
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
             time.sleep(0.01)
-        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
+        silent = "it does not answer: it is starting, or it gets no time to run"
+        return {r: self._stack_text(r) or (STOPPED if self.ranks[r].is_stopped() else silent) for r in asked}
 
     def _has_answered(self, rank: int) -> bool:
         with contextlib.suppress(OSError):
             if is_whole(stack_path(self.folder, rank).read_text(errors="replace")):
                 return True
         return self.ranks[rank].is_stopped()
-
-    def _silence(self, rank: int) -> str:
-        if self.ranks[rank].is_stopped():
-            return "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
-        return "it does not answer: it is starting, or it gets no time to run"
 
     def _stack_text(self, rank: int) -> str:
         try:

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
 from distlab.comm.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
 from distlab.comm.shared_memory.join import CannotShare, join
-from distlab.comm.shared_memory.mismatch import not_the_same
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16  # of a record: the number that stands for it, and the length of its text
@@ -181,7 +181,8 @@ class Meeting:
             futex.wait(address, seen, self._look)
             if word.value != seen:  # else: does it still live? To read that takes 25 us
                 continue
-            if any(not self._is_behind(other) and self._differs(other) for other in self.others):
+            here = [self._marks[other][self.parity].value for other in self.others if not self._is_behind(other)]
+            if any(mark != self._posted.mark for mark in here):
                 self._refuse()
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s
@@ -206,9 +207,6 @@ class Meeting:
             is_here = not self._is_behind(rank)
             calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
-
-    def _differs(self, rank: int) -> bool:
-        return self._marks[rank][self.parity].value != self._posted.mark
 
     def _is_behind(self, rank: int) -> bool:
         """Whether a rank has yet to post this step; words go on from their largest value to the least."""
