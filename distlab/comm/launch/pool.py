@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
@@ -29,6 +28,7 @@ from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
 from distlab.comm.where.find import status
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
+Said = tuple[int, Failure | None, bool]  # a rank; how its call went (None: well) or its process ended; is that gone?
 
 SERVE_RANK = "distlab.comm.launch.worker:serve_rank"  # what runs inside a rank
 MAX_REPLY_BYTES = 1 << 20
@@ -127,14 +127,6 @@ class RankProcess:
         return False
 
 
-class Said(NamedTuple):
-    """What came from a rank: how its call went (None: well), or how its process ended."""
-
-    rank: int
-    failure: Failure | None
-    is_gone: bool = False
-
-
 class Pool:
     """A set of rank processes with its private folder; alive from its making until `close`.
 
@@ -197,7 +189,7 @@ class Pool:
 
     def poll(self, timeout_s: float) -> list[Said]:
         """Wait for something to happen; pass on output, and return what came from ranks that replied or ended."""
-        said: list[Said] = []
+        said = list[Said]()
         ready = sorted(key.data for key, _ in self._selector.select(timeout_s))
         for what, rank in ready:
             process = self.ranks[rank]
@@ -215,7 +207,7 @@ class Pool:
                     if not text and process.output.last:
                         last = [f"    {line[:LONGEST_LINE]}" for line in process.output.last]
                         text = "\n".join(["its last output:", *last])
-                    said.append(Said(rank, Failure(rank, process.summary, text, False, process.ended_ns), is_gone=True))
+                    said.append((rank, Failure(rank, process.summary, text, False, process.ended_ns), True))
         if ready and ready[0][0] == OUTPUT:
             sys.stdout.flush()
         return said
@@ -236,7 +228,7 @@ class Pool:
             self._forget(connection)
             return []
         self._read_output(process)  # what it printed before it replied
-        return [Said(rank, failure)]
+        return [(rank, failure, False)]
 
     def _is_listening(self, fileobj: int | Connection) -> bool:
         return fileobj in self._selector.get_map()

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.shared_memory import dense
-from distlab.comm.shared_memory.arena import LEFT
 from distlab.comm.shared_memory.collectives import Collectives
 from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
@@ -386,7 +385,7 @@ keep_untraced(SharedGroup, SharedWork, Message)
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
-    meeting.leave(LEFT)
+    meeting.leave()
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):
             ending.close()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
+from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, Arena
 from distlab.comm.shared_memory.join import CannotShare, join
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
@@ -107,7 +107,6 @@ class Meeting:
         self._slots = [[base + layout.slot(rank, parity) for parity in both] for rank in ranks]
         self._marks = [[ctypes.c_uint64.from_address(slot) for slot in slots] for slots in self._slots]
         self._data = [[base + layout.data(rank, parity) for parity in both] for rank in ranks]
-        self._look = futex.timeout_at(LOOK_S)
 
     def begin(self, record: CallRecord) -> None:
         """Begin a call.
@@ -178,7 +177,7 @@ class Meeting:
             seen = word.value
             if not self._is_behind(rank):
                 break
-            futex.wait(address, seen, self._look)
+            futex.wait(address, seen)
             if word.value != seen:  # else: does it still live? To read that takes 25 us
                 continue
             here = [self._marks[other][self.parity].value for other in self.others if not self._is_behind(other)]
@@ -203,7 +202,7 @@ class Meeting:
         calls: dict[int, object] = {}
         for rank in range(self.size):
             while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
-                futex.wait(self._steps[rank], self._words[rank].value, self._look)
+                futex.wait(self._steps[rank], self._words[rank].value)
             is_here = not self._is_behind(rank)
             calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
@@ -218,12 +217,12 @@ class Meeting:
             self.failure = f"{type(error).__name__}: {error}"
             self.arena.change_state(FAILED, self.failure)
 
-    def leave(self, state: int) -> None:
+    def leave(self) -> None:
         """Say that this rank makes no calls any more."""
         if not self.failure:
             self.failure = "this rank has left it (destroy_process_group)"
             if self.arena.owner == os.getpid():
-                self.arena.change_state(state)
+                self.arena.change_state(LEFT)
 
 
 def meet(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Meeting:
