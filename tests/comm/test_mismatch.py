@@ -171,20 +171,6 @@ def own_lines(rank):
         dist.all_reduce(b)
 
 
-def other_roots(rank):
-    """In turn, each rank gives what it has."""
-    for turn in range(dist.get_world_size()):
-        (give if turn == rank else take)(turn)
-
-
-def give(root):
-    dist.broadcast(torch.ones(4), src=root)
-
-
-def take(root):
-    dist.broadcast(torch.empty(4), src=root)
-
-
 class Buckets:
     """What is left over is sent by another function than what a hook sends; all ranks keep the order of buckets."""
 
@@ -222,7 +208,7 @@ def in_backward_or_after(rank):
         package["send"]([2 - counts[0]])
 
 
-NO_EXCHANGE = [in_branches, take_turns, wait_in_turn, own_lines, other_roots]
+NO_EXCHANGE = [in_branches, take_turns, wait_in_turn, own_lines]
 NO_EXCHANGE += [in_hooks_or_after, in_backward_or_after]
 
 
