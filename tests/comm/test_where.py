@@ -105,25 +105,21 @@ def said(pid, **named):
     return "\n".join(report(job, **named))
 
 
-@pytest.mark.parametrize("spies", [True, False])
-def test_ranks_of_run_are_read_with_who_waits_for_whom(busy, spies, monkeypatch):
-    if not spies:
-        monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
-    elif SPY is None:
-        pytest.skip("py-spy is not installed (pip install 'distlab[labs]')")
-    text = said(busy[0].pids[0])
-    assert "3 of 3 ranks are here; calls from distlab's recorder" in text
-    verdict = next(line for line in text.splitlines() if line.startswith("=> "))
-    assert verdict.startswith("=> ranks 0, 2 wait for rank 1 in all_reduce #1 (float32[4], group [0, 1, 2]) at "), text
-    assert "test_where.py:" in verdict
-    assert verdict.endswith(" in sleeping")
-    assert "--- rank 1 stands here (innermost call last) ---" in text
-    assert ", in sleeping" in text
-    assert "--- ranks 0, 2 stand here" in text
-    assert "---" not in said(busy[0].pids[2], with_stacks=False)
-
-
-def test_a_stopped_rank_is_named(busy):
+def test_ranks_of_run_are_read_with_who_waits_for_whom(busy, monkeypatch):
+    for finds_py_spy in (stacks.find_py_spy, lambda: None) if SPY else (lambda: None,):
+        monkeypatch.setattr(stacks, "find_py_spy", finds_py_spy)
+        text = said(busy[0].pids[0])
+        assert "3 of 3 ranks are here; calls from distlab's recorder" in text
+        verdict = next(line for line in text.splitlines() if line.startswith("=> "))
+        assert verdict.startswith("=> ranks 0, 2 wait for rank 1 in all_reduce #1 (float32[4], group [0, 1, 2]) at "), (
+            text
+        )
+        assert "test_where.py:" in verdict
+        assert verdict.endswith(" in sleeping")
+        assert "--- rank 1 stands here (innermost call last) ---" in text
+        assert ", in sleeping" in text
+        assert "--- ranks 0, 2 stand here" in text
+        assert "---" not in said(busy[0].pids[2], with_stacks=False)
     pid = busy[0].pids[1]
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -122,19 +122,19 @@ class Outgoing(_Ring):
     def __init__(self, arena: Arena, source: int, destination: int) -> None:
         super().__init__(arena, source, destination)
         self.waiting: deque[Message] = deque()  # not all written; the first one may have begun
-        self.sent: deque[tuple[int, Message]] = deque()  # with the count at which it is over
+        self.unread: deque[tuple[int, Message]] = deque()  # all written; with the count at which it is over
         self._moved = -1  # bytes of the first one that waits; -1: not begun
 
     def advance(self) -> bool:
         """Do what can be done now; return whether the receiver should look."""
         read, changed = self.read.value, False
-        while self.sent and self.sent[0][0] <= read:
-            self.sent.popleft()[1].end.come()
+        while self.unread and self.unread[0][0] <= read:
+            self.unread.popleft()[1].end.come()
         while self.waiting and self._begin(self.waiting[0]):
             changed = True
             if not self._write(self.waiting[0]):
                 break
-            self.sent.append((self.position, self.waiting.popleft()))
+            self.unread.append((self.position, self.waiting.popleft()))
         return changed
 
     def _begin(self, message: Message) -> bool:
@@ -333,7 +333,7 @@ class Messages:
     def _open(self) -> Iterator[Message]:
         """All messages that are not over."""
         for out in self._out.values():
-            yield from (message for _, message in out.sent)
+            yield from (message for _, message in out.unread)
             yield from out.waiting
         yield from self._receives
         yield from (ring.taking for ring in self._in.values() if ring.taking is not None)
@@ -341,7 +341,7 @@ class Messages:
     def _advance(self) -> None:
         """Move on what can be moved; the lock is held."""
         for out in self._out.values():
-            if (out.sent or out.waiting) and out.advance():
+            if (out.unread or out.waiting) and out.advance():
                 out.ring_bell()
         wanted = {message.peer for message in self._receives}
         try:

@@ -1,6 +1,5 @@
 """Torch's own products run on this backend unchanged, and compute what they compute on gloo."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
