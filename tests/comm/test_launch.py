@@ -69,11 +69,12 @@ ends soon: True False
 
 
 # From `python -c` and from standard input: test_no_orphans; from a notebook: tests/course/notebook/test_magic.py.
+@pytest.mark.timeout(300)
 def test_a_script_without_a_guard_runs_once_with_its_names_and_its_fork_server_is_replaced_when_it_has_gone(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-W", "default", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert (done.stdout, done.stderr) == (EXPECTED, "")  # nor a warning: of sockets, or of forks beside threads
 
 
