@@ -149,7 +149,7 @@ def process_group(
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
-        RuntimeError: a group exists already, the port is taken, rank 0 does not answer, or TMPDIR has no room for records.
+        RuntimeError: a group exists already, the port is taken, rank 0 does not answer, or TMPDIR has no room.
         RankError: calls in the block have returned and do not fit together (made in a different order).
     """
     timeout_s = check_timeout(timeout_s)
