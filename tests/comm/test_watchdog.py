@@ -191,6 +191,8 @@ def test_deadlock_when_the_other_has_returned(job, quick, call):
     assert "rank 0 has returned without it" in verdict(job, finished=(0,))
     job.writers[0].finish()
     assert "rank 0 has returned without it" in verdict(job), "it says so itself"
+    watchdog = Watchdog(job.folder, 3, since_ns=0)
+    assert [watchdog.is_finished(rank) for rank in range(3)] == [True, False, False]  # of the last there is no record
 
 
 def test_a_call_that_cpp_waits_for_counts_when_its_partner_has_returned(job, quick, monkeypatch):
