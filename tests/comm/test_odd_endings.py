@@ -132,7 +132,7 @@ def no_memory():
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     dist.barrier()
     if dist.get_rank() == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
         torch.ones(256 << 20)
     dist.all_reduce(torch.ones(3))
 

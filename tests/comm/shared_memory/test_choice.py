@@ -47,7 +47,7 @@ def with_little_room(folder, limited):
     """Return what each rank is told where one may map no more than 20 MiB beside what it has."""
     if dist.get_rank() == limited:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
     with pytest.raises(RuntimeError) as told:
         meet(dist.FileStore(f"{folder}/room", 2), dist.get_rank(), [0, 1], 10.0)
     return str(told.value)
