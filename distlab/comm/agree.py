@@ -1,10 +1,10 @@
-"""Check that every rank has the same value, before a difference becomes a hang or a wrong number."""
+"""Check that every rank has the same value, before a difference becomes a hang or a wrong number; say who differs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # loaded where it is needed: `import distlab.comm` loads this file, and should not load torch
@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # loaded where it is needed: `import distlab.comm` loads this
     import torch.distributed as dist
 
 MAX_SHOWN = 300
+RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
 _ABSENT = object()
 
 
@@ -86,12 +87,12 @@ def _explain(texts: list[str], names: list[int], what: str) -> str:
         path = first_difference(values[first], values[next(iter(others))])
         place = f" at {''.join(f'[{json.dumps(step)}]' for step in path)}" if path else ""
         shown = {text: _look_up(value, path) for text, value in values.items()}
-    parts = [f"{_holders(ranks)} {_shorten(shown[text])}" for text, ranks in holders.items()]
+    parts = [
+        f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} "
+        + (shown[text] if len(shown[text]) <= MAX_SHOWN else f"{shown[text][: MAX_SHOWN - 3]}...")
+        for text, ranks in holders.items()
+    ]
     return f"ranks disagree on {what}{place}: {'; '.join(parts)}. Pass the same on every rank"
-
-
-def _holders(ranks: list[int]) -> str:
-    return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -100,8 +101,19 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(names) != 1)} {', '.join(names)}"
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+def not_the_same(members: Sequence[int], calls: Mapping[int, object], number: int | None = None) -> str:
+    """Say which ranks of a group call what.
+
+    Args:
+        members: global ranks of the group.
+        calls: by global rank, the call in words; None where a rank has not come.
+        number: of the call in the group, where it is known.
+    """
+    at = "" if number is None else f", at their call #{number}"
+    lines = [
+        f"  rank {rank} has not called it yet" if c is None else f"  rank {rank}: {c}" for rank, c in calls.items()
+    ]
+    return "\n".join([f"the ranks of group {list(members)} do not make the same call{at}:", *lines, RULE])
 
 
 def first_difference(one: object, other: object) -> tuple[str | int, ...]:

@@ -32,7 +32,7 @@ from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
 from distlab.comm.launch.processes import PR_SET_PDEATHSIG, prctl
 from distlab.comm.nodes import Nodes as Nodes
 from distlab.comm.record.read import read_records
-from distlab.comm.rendezvous import Address, make_store, network_interface, read_environment, variables
+from distlab.comm.rendezvous import Address, loopback_interface, make_store, read_environment, variables
 from distlab.comm.shared_memory.meeting import meet_if_possible
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.answer import answering
@@ -149,7 +149,7 @@ def process_group(
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, or an argument cannot be.
-        RuntimeError: a group exists already, the port is taken, or rank 0 does not answer.
+        RuntimeError: a group exists already, the port is taken, rank 0 does not answer, or TMPDIR has no room.
         RankError: calls in the block have returned and do not fit together (made in a different order).
     """
     timeout_s = check_timeout(timeout_s)
@@ -165,7 +165,10 @@ def process_group(
     local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
     several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
     rank, world_size = address.rank, address.world_size
-    with network_interface(address), variables(local), answering(rank):
+    interfaces = (
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()
+    )  # else its own choice
+    with variables(dict.fromkeys(interfaces, loopback_interface()) | local), answering(rank):
         store = make_store(address, timeout_s)
         chosen = init_group(
             chosen, made, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s, why_not=several

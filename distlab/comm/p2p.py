@@ -118,7 +118,7 @@ def can_move_cpu_tensors(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def exchange(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -> None:
-    """Do messages together and wait for all of them: none can block a different.
+    """Do messages together and wait for all of them: none can block a second one.
 
     Raises:
         ValueError: as `start`.
@@ -129,7 +129,7 @@ def exchange(*operations: Send | Receive, group: dist.ProcessGroup | None = None
 def send_receive(
     send: torch.Tensor, to: int, receive: torch.Tensor, from_: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send one tensor and receive a different at the same time; ranks are those of the group.
+    """Send one tensor and receive a different one at the same time; ranks are those of the group.
 
     Cost: the bytes of `send`, one step. All ranks of a ring may call this at the same time: no rank waits until its
     message is received before it receives.

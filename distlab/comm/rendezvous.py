@@ -196,14 +196,6 @@ def loopback_interface() -> str:
 
 
 @contextlib.contextmanager
-def network_interface(address: Address) -> Iterator[None]:
-    """Keep gloo and nccl of a job on one machine to the loopback interface; other jobs choose their own."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()
-    with variables(dict.fromkeys(names, loopback_interface())):
-        yield
-
-
-@contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables of the environment inside the block."""
     before = {name: os.environ.get(name) for name in values}

@@ -115,14 +115,10 @@ def _load_clocks(path: Path) -> list[int]:
         offsets = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); measure and save the clock offsets again") from error
-    if not isinstance(offsets, list) or not all(_is_offset(one) for one in offsets) or not offsets:
+    fits = [type(one) is int and abs(one) < 2**62 for one in offsets] if isinstance(offsets, list) else []
+    if not isinstance(offsets, list) or not offsets or not all(fits):  # 64 bits have 146 years each way
         raise ValueError(f"{path} holds {str(offsets)[:80]}; expected a list of whole nanoseconds, one per rank")
     return offsets
-
-
-def _is_offset(value: object) -> bool:
-    """Whether a value is whole nanoseconds, less than the 146 years that times in 64 bits can be moved."""
-    return type(value) is int and abs(value) < 2**62
 
 
 def _replace(path: Path, content: bytes) -> None:

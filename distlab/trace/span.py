@@ -88,8 +88,8 @@ class Trace:
         are sequences of strings.
 
         Raises:
-            ValueError: a column is missing, unknown, of another length, or no column of numbers; a span ends before it
-                starts.
+            ValueError: a column is missing, unknown, of a different length, or no column of numbers; a span ends before
+                it starts.
         """
         columns = {"num_bytes": 0, "stage": -1, "microbatch": -1} | columns
         if set(columns) != set(Span._fields):
@@ -164,7 +164,7 @@ class Trace:
         return np.isin(getattr(self, field), codes)
 
     def shifted(self, offset_ns: int) -> Trace:
-        """Move every span by offset_ns (another clock, or a new origin)."""
+        """Move every span by offset_ns (a different clock, or a new origin)."""
         offset = np.int64(offset_ns)
         return replace(self, start_ns=self.start_ns + offset, end_ns=self.end_ns + offset)
 

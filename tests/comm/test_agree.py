@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from distlab.comm import RankError, Ranks, agree, recorded
+from distlab.comm import agree, recorded
 from distlab.comm.together import place_in, together
 
 
@@ -19,62 +19,42 @@ def words(values: list, group_ranks: list[int] | None = None) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "value", [3, "text", None, [1, [2.5, True]], {"b": 1, "a": [None, "ä"]}, (1, 2), "", "!", float("nan")]
+EQUAL = [3, None, [1, [2.5, True]], {"b": 1, "a": [None, "ä"]}, (1, 2), "", "!", float("nan")]
+LONG = {"layers": [{"width": 64, "name": "x" * 40} for _ in range(50)]}
+OTHER = {"layers": [*LONG["layers"][:30], {"width": 65, "name": "x" * 40}, *LONG["layers"][31:]]}
+FILLER = "x" * 400
+DIFFERENT = (
+    ([[25, 1], [25], [25, 1]], ": ranks 0, 2 have [25, 1]; rank 1 has [25]"),
+    ([LONG, OTHER, LONG], ' at ["layers"][30]["width"]: ranks 0, 2 have 64; rank 1 has 65'),
+    ([[FILLER], [FILLER, 2], [FILLER]], " at [1]: ranks 0, 2 have nothing there; rank 1 has 2"),
+    (
+        [{"a][b": {'k"': 1}, "f": FILLER}, *[{"a][b": {'k"': 1, "new": [1]}, "f": FILLER}] * 2],
+        ' at ["a][b"]["new"]: rank 0 has nothing there; ranks 1, 2 have [1]',
+    ),
 )
-def test_equal_values_agree(ranks, value):
-    assert ranks(3).run(words, [value] * 3) == [""] * 3
 
 
-def test_order_of_keys_does_not_matter(ranks):
-    assert ranks(2).run(words, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == [""] * 2
+def test_equal_values_agree_and_different_ones_are_named_on_every_rank(ranks):
+    said = ranks(3).run(all_words, [[value] * 3 for value in EQUAL] + [[{"a": 1, "b": 2}, {"b": 2, "a": 1}] * 2])
+    assert said == [[""] * (len(EQUAL) + 1)] * 3
+    told = [f"ranks disagree on bucket sizes{text}. Pass the same on every rank" for _, text in DIFFERENT]
+    assert ranks(3).run(all_words, [values for values, _ in DIFFERENT]) == [told] * 3
 
 
-def test_different_values_are_named_on_every_rank(ranks):
-    expected = "ranks disagree on bucket sizes: ranks 0, 2 have [25, 1]; rank 1 has [25]. Pass the same on every rank"
-    assert ranks(3).run(words, [[25, 1], [25], [25, 1]]) == [expected] * 3
-
-
-def test_the_place_of_the_difference_is_named_in_long_values(ranks):
-    long = {"layers": [{"width": 64, "name": "x" * 40} for _ in range(50)]}
-    other = {"layers": [*long["layers"][:30], {"width": 65, "name": "x" * 40}, *long["layers"][31:]]}
-    said = ranks(2).run(words, [long, other])
-    assert (
-        said
-        == [
-            'ranks disagree on bucket sizes at ["layers"][30]["width"]: rank 0 has 64; rank 1 has 65. '
-            "Pass the same on every rank"
-        ]
-        * 2
-    )
-
-
-def test_keys_that_only_one_rank_has_and_awkward_names(ranks):
-    filler = "x" * 400
-    first, second = {"a][b": {'k"': 1}, "f": filler}, {"a][b": {'k"': 1, "new": [1]}, "f": filler}
-    said = ranks(2).run(words, [first, second])
-    assert said[0] == said[1]
-    longer = ranks(2).run(words, [[filler], [filler, 2]])
-    assert "at [1]: rank 0 has nothing there; rank 1 has 2" in longer[0]
-    assert 'at ["a][b"]["new"]: rank 0 has nothing there; rank 1 has [1]' in said[0]
+def all_words(cases: list) -> list[str]:
+    return [words(values) for values in cases]
 
 
 def test_a_value_that_json_cannot_hold_is_refused_on_every_rank(ranks):
-    for values in ([1, {1, 2}, 1], [{1, 2}] * 3):
-        said = ranks(3).run(words, values)
+    for said in zip(*ranks(3).run(all_words, [[1, {1, 2}, 1], [{1, 2}] * 3]), strict=True):
         assert len(set(said)) == 1
         assert "cannot be compared (Object of type set is not JSON serializable)" in said[0]
         assert "bucket sizes on rank" in said[0]
 
 
 def test_a_group_names_its_global_ranks(ranks):
-    said = ranks(4).run(words, [0, 1, 0, 2], [1, 3])
-    assert said[0] == said[2] == ""
-    assert (
-        said[1]
-        == said[3]
-        == ("ranks disagree on bucket sizes: rank 1 has 1; rank 3 has 2. Pass the same on every rank")
-    )
+    told = "ranks disagree on bucket sizes: rank 1 has 1; rank 3 has 2. Pass the same on every rank"
+    assert ranks(4).run(words, [0, 1, 0, 2], [1, 3]) == ["", told, "", told]
 
 
 def cost(values: list) -> tuple[tuple[str, ...], int]:
@@ -88,11 +68,6 @@ def test_cost_is_one_gather_of_40_bytes_when_equal_and_two_when_not(ranks):
     big = "x" * 10_000
     assert ranks(2).run(cost, [big, big]) == [(("all_gather",), 40)] * 2
     assert ranks(2).run(cost, [big, big + "y"]) == [(("all_gather",) * 2, 40 + len(big) + 3)] * 2
-
-
-def test_an_uncaught_disagreement_is_told_as_every_rank_s_error():
-    with Ranks(2, echo=False) as pool, pytest.raises(RankError, match="ranks disagree on shape: rank 0 has 0; rank 1"):
-        pool.run(lambda: agree(dist.get_rank(), what="shape"))
 
 
 def outcomes():

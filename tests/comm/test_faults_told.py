@@ -4,6 +4,7 @@ import pytest
 from _faults import GROUP_S, PROGRAMS, has_line, tell
 
 
+@pytest.mark.soak_where(backend=("shared",))  # which names calls that differ itself: shared_memory/test_endings.py
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.run.__name__)
 def test_a_fault_is_told_with_ranks_and_lines(program, backend, record_property):

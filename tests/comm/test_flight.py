@@ -2,26 +2,16 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from distlab.cli import main
+from distlab.comm import run
 from distlab.comm.where.flight import analyzed, read_dump, read_dumps
-
-RECORDED = """
-import sys
-import torch, torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(3))
-dist.broadcast(torch.ones(2, 2), 0)
-open(sys.argv[1] + "0", "wb").write(_dump_fr_trace())
-dist.destroy_process_group()
-"""
 
 
 class Bomb:
@@ -66,6 +56,8 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "Collective sequence number: 1 has errors" in text
     assert "Culprit rank 1; Error type: SIZE_OR_SYNTAX_MISMATCH" in text
+    assert main(["where", "--dumps", str(tmp_path / "none")]) == 2
+    assert "there are no files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -74,10 +66,7 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
         pickle.dumps(Bomb()),
         pickle.dumps({"pg_config": {}, "entries": [Bomb()]}),
         b"",
-        b"{",
-        b"\x80\x04.",
         pickle.dumps([1]),
-        b'{"pg_config": {}}',
         pickle.dumps({"pg_config": {}}),
     ],
 )
@@ -87,15 +76,21 @@ def test_no_code_of_a_dump_runs_and_damage_is_told(data):
     assert not os.path.exists("/tmp/distlab-bomb-went-off")
 
 
-@pytest.mark.parametrize("odd", [None, -1, "x", {}, [None]])
+@pytest.mark.parametrize("odd", [None, {}])
 def test_a_dump_of_which_a_part_is_not_torchs_is_refused_in_words(odd):
     with pytest.raises(ValueError, match="torch's analyzer does not understand these dumps"):
         analyzed({0: dump_of(0) | {"entries": [odd]}})
 
 
-def test_what_torch_itself_writes_is_read(tmp_path):
-    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
-    command = [sys.executable, "-c", RECORDED, str(tmp_path / "d")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+def write_a_dump(prefix):
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    dist.all_reduce(torch.ones(3))
+    dist.broadcast(torch.ones(2, 2), 0)
+    Path(f"{prefix}{dist.get_rank()}").write_bytes(_dump_fr_trace())
+
+
+def test_what_torch_itself_writes_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    run(write_a_dump, 1, args=(str(tmp_path / "d"),), backend="gloo")
     assert analyzed(read_dumps(tmp_path / "d")) == "no calls that differ, and none that lacks a rank"

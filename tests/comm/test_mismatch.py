@@ -13,99 +13,82 @@ from distlab.comm.record.operations import splits_given, splits_of
 from distlab.comm.record.swapped import place_of
 
 
-def reductions_of_a_reduce(rank):
+def fits(again):
+    rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(4)
-    dist.reduce(x, 0, dist.ReduceOp.PRODUCT if rank == 0 else dist.ReduceOp.SUM)
-    return x
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        dist.all_reduce(x, op) if rank else dist.all_reduce(x, op=op)  # by place and by name
+    splits = [[1, 2], [3, 4]]  # row r: what rank r sends to each
+    dist.all_to_all_single(
+        torch.empty(splits[0][rank] + splits[1][rank]),
+        torch.ones(sum(splits[rank])),
+        output_split_sizes=[row[rank] for row in splits],
+        input_split_sizes=splits[rank],
+    )
+    for turn in range(size):  # ranks take turns in two lines of code
+        if turn == rank:
+            dist.broadcast(x, src=turn)
+        else:
+            dist.broadcast(torch.empty(4), src=turn)
+    gathered = [None] * size
+    dist.all_gather_object(gathered, "a" * (1 + 30 * rank))
+    return x[0].item() + again
 
 
-def test_a_mismatch_that_ends_at_once_is_told():
-    says = r"(?s)ranks of group .* do not make the same call.*float32\[4\], product, group .*float32\[4\], group"
-    with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match=says) as caught:
-        ranks.run(lambda: reductions_of_a_reduce(dist.get_rank()))
-    assert "test_mismatch.py:" in str(caught.value)
+def test_what_fits_passes(ranks):
+    for again in range(2):
+        assert ranks(2).run(fits, again) == [2.0 + again] * 2
 
 
-def test_what_fits_passes():
-    def fits(again):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        x = torch.ones(4)
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-            dist.all_reduce(x, op) if rank else dist.all_reduce(x, op=op)  # by place and by name
-        splits = [[1, 2], [3, 4]]  # row r: what rank r sends to each
-        dist.all_to_all_single(
-            torch.empty(splits[0][rank] + splits[1][rank]),
-            torch.ones(sum(splits[rank])),
-            output_split_sizes=[row[rank] for row in splits],
-            input_split_sizes=splits[rank],
-        )
-        for turn in range(size):  # ranks take turns in two lines of code
-            if turn == rank:
-                dist.broadcast(x, src=turn)
-            else:
-                dist.broadcast(torch.empty(4), src=turn)
-        gathered = [None] * size
-        dist.all_gather_object(gathered, "a" * (1 + 30 * rank))
-        return x[0].item() + again
-
-    with Ranks(2, timeout_s=60) as ranks:
-        for again in range(2):
-            assert ranks.run(fits, again) == [2.0 + again] * 2
+def a_reduction_that_ends_at_once(rank):
+    dist.reduce(torch.ones(4), 0, dist.ReduceOp.SUM if rank else dist.ReduceOp.PRODUCT)
 
 
-def test_a_rank_that_the_group_lacks_is_refused():
-    def past_the_end():
-        if dist.get_rank() == 1:
-            dist.send(torch.ones(2), dst=2)
-
-    with (
-        Ranks(2, timeout_s=60) as ranks,
-        pytest.raises(RankError, match=r"send at .*test_mismatch.py:\d+ names rank 2: there is no such rank"),
-    ):
-        ranks.run(past_the_end)
+def past_the_end(rank):
+    if rank == 1:
+        dist.send(torch.ones(2), dst=2)
 
 
-def test_a_message_to_oneself_is_refused_with_the_line():
-    def sends():
-        group = dist.new_group([1, 0])
-        if dist.get_rank() == 1:
-            dist.isend(torch.ones(2), 1, group=group)
-
-    def receives():
-        if dist.get_rank() == 1:
-            dist.irecv(torch.ones(2), 1).wait()
-
-    def fits():
-        x = torch.full((2,), float(dist.get_rank()))
-        for root in range(2):  # a root is its own peer
-            dist.broadcast(x, src=root)
-        return x[0].item()
-
-    for fn, says in ((sends, "send at .* is to this rank itself"), (receives, "recv at .* is from this rank itself")):
-        with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match=says) as caught:
-            ranks.run(fn)
-        assert re.search(r"rank 1: \w+ at .*test_mismatch.py:\d+ is .*keep the tensor", str(caught.value))
-    with Ranks(2, timeout_s=60) as ranks:
-        assert ranks.run(fits) == [0.0, 0.0]
+def sends_to_itself(rank):
+    group = dist.new_group([1, 0])
+    if rank == 1:
+        dist.isend(torch.ones(2), 1, group=group)
 
 
-def test_new_group_on_one_rank_is_named():
-    def alone():
-        if dist.get_rank() == 0:
-            dist.new_group([0, 1])
+def receives_from_itself(rank):
+    if rank == 1:
+        dist.irecv(torch.ones(2), 1).wait()
 
-    def in_a_circle():
+
+def a_group_alone(rank):
+    if rank == 0:
         dist.new_group([0, 1])
-        if dist.get_rank() == 0:
-            dist.new_group([0, 1])
-        dist.barrier()
 
-    for fn, says in ((alone, "rank 1 has returned without it"), (in_a_circle, "rank 1 has not called it")):
-        with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match="deadlock: ") as caught:
-            ranks.run(fn)
-        number = 1 if fn is alone else 2
-        words = rf"rank 0 waits in dist.new_group #{number} \[0, 1\] at .*test_mismatch.py:\d+: {says}"
-        assert re.search(words, str(caught.value)), str(caught.value)
+
+def a_group_in_a_circle(rank):
+    dist.new_group([0, 1])
+    if rank == 0:
+        dist.new_group([0, 1])
+    dist.barrier()
+
+
+WAITS = r"deadlock: (?s:.*)rank 0 waits in dist.new_group"
+HERE = r"at .*test_mismatch.py:\d+"
+TOLD = {
+    a_reduction_that_ends_at_once: rf"not make the same call(?s:.*)float32\[4\], product, .*{HERE}.*\n.*32\[4\], g",
+    past_the_end: rf"send {HERE} names rank 2: there is no such rank",
+    sends_to_itself: rf"rank 1: send {HERE} is to this rank itself.*keep the tensor",
+    receives_from_itself: rf"rank 1: recv {HERE} is from this rank itself.*keep the tensor",
+    a_group_alone: rf"{WAITS} #1 \[0, 1\] {HERE}: rank 1 has returned without it",
+    a_group_in_a_circle: rf"{WAITS} #2 \[0, 1\] {HERE}: rank 1 has not called it",
+}
+
+
+@pytest.mark.parametrize("fn", TOLD)
+def test_what_does_not_fit_is_told_with_its_line(fn):
+    with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(lambda: fn(dist.get_rank()))
+    assert re.search(TOLD[fn], str(caught.value)), str(caught.value)
 
 
 GIVES = [[1, 0, 3], [2, 2, 2], [0, 0, 1]]  # row i: rows that rank i gives to each
@@ -117,24 +100,18 @@ def exchange(gives, rank, width):
     dist.all_to_all_single(output, source, takes, mine)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_uneven_amounts_that_fit_pass(backend):
-    def run(width):
+def exchanges():
+    for width in (1, 4):
         exchange(GIVES, dist.get_rank(), width)
         dist.all_to_all_single(torch.empty(3), torch.ones(3))  # even, by its shape
 
-    with Ranks(3, timeout_s=60, backend=backend) as ranks:
-        for width in (1, 4):
-            ranks.run(run, width)
-
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_amounts_that_do_not_fit_are_told_in_elements(backend):
-    def run():
-        exchange([[1, 0, 2], *GIVES[1:]], dist.get_rank(), 4)
-
-    with Ranks(3, timeout_s=60, backend=backend) as ranks, pytest.raises(RankError) as told:
-        ranks.run(run)
+def test_uneven_amounts_pass_where_they_fit_and_are_told_in_elements_where_not(backend):
+    with Ranks(3, timeout_s=60, backend=backend) as ranks:
+        ranks.run(exchanges)
+        with pytest.raises(RankError) as told:
+            ranks.run(lambda: exchange([[1, 0, 2], *GIVES[1:]], dist.get_rank(), 4))
     text = str(told.value)
     assert "rank 0 gives rank 2 8 elements, and rank 2 takes 12 from it" in text
     assert "rank 0: all_to_all #1 (float32[3, 4], gives [4, 0, 8], takes [4, 8, 0], group [0, 1, 2]) at" in text
@@ -194,20 +171,6 @@ def own_lines(rank):
         dist.all_reduce(b)
 
 
-def other_roots(rank):
-    """In turn, each rank gives what it has."""
-    for turn in range(dist.get_world_size()):
-        (give if turn == rank else take)(turn)
-
-
-def give(root):
-    dist.broadcast(torch.ones(4), src=root)
-
-
-def take(root):
-    dist.broadcast(torch.empty(4), src=root)
-
-
 class Buckets:
     """What is left over is sent by another function than what a hook sends; all ranks keep the order of buckets."""
 
@@ -245,15 +208,14 @@ def in_backward_or_after(rank):
         package["send"]([2 - counts[0]])
 
 
-NO_EXCHANGE = [in_branches, take_turns, wait_in_turn, own_lines, other_roots]
+NO_EXCHANGE = [in_branches, take_turns, wait_in_turn, own_lines]
 NO_EXCHANGE += [in_hooks_or_after, in_backward_or_after]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("fn", NO_EXCHANGE)
-def test_ranks_may_reach_a_call_from_different_lines(fn, world_size):
-    with Ranks(world_size, timeout_s=60) as ranks:
-        ranks.run(lambda: fn(dist.get_rank()))
+def test_ranks_may_reach_a_call_from_different_lines(ranks, world_size):
+    for fn in NO_EXCHANGE:
+        ranks(world_size).run(lambda fn=fn: fn(dist.get_rank()))
 
 
 def turned_round(rank):
@@ -293,7 +255,10 @@ def add_in(group):
 
 @pytest.mark.parametrize(("fn", "numbers"), [(turned_round, "#1 and #3"), (in_a_group, "#1 and #2")])
 def test_an_exchange_is_told_before_results_are_handed_out(fn, numbers):
-    with Ranks(3, timeout_s=60) as ranks, pytest.raises(RankError, match=f"in another order, calls {numbers}:") as told:
+    with (
+        Ranks(3, timeout_s=60) as ranks,
+        pytest.raises(RankError, match=f"in a different order, calls {numbers}:") as told,
+    ):
         ranks.run(lambda: fn(dist.get_rank()))
     for rank in (0, 2):
         assert f"rank {rank}: all_reduce #1 (float32[4], group" in str(told.value)

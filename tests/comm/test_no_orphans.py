@@ -1,6 +1,6 @@
 """Nothing outlives the program that started ranks: seven ways to go wrong at once, then the program ends.
 
-The whole table, every end of a script and of a kernel, is measured by benchmarks/launch.py, whose cases these are.
+The whole table, every end of a script and of a kernel, is tried by `make promises`; benchmarks/launch.py has its cases.
 """
 
 import importlib.util
@@ -41,20 +41,6 @@ def test_interrupts_leave_no_rank_and_the_end_of_a_script_nothing(case):
     assert case.leftovers(60, fork_server_stays=True) == []
     case.start_all()
     case.end("end")
-    assert case.leftovers(60) == []
-
-
-@pytest.mark.parametrize("case", [("kernel", ("SIGSTOP", "blocked in a collective", "segfault"))], indirect=True)
-def test_a_kernel_that_is_restarted_or_killed_leaves_nothing(case):
-    case.start_all()
-    case.end("restart")
-    assert case.leftovers(60) == []
-    case.client.wait_for_ready(timeout=60)
-    case.client.execute_interactive(launch.PROGRAM, timeout=60, output_hook=lambda _: None)
-    for path in case.folder.glob("*-[01]"):
-        path.unlink()
-    case.start_all()
-    case.end("kill")
     assert case.leftovers(60) == []
 
 

@@ -24,34 +24,25 @@ def test_every_rank_takes_part(ranks, world_size):
     assert ranks(world_size).run(total, 10.0) == [expected] * world_size
 
 
-def test_after_a_failure_the_next_call_has_fresh_ranks():
+def test_after_a_failure_the_next_call_has_fresh_ranks_and_the_records_stay():
     def fail() -> None:
+        dist.barrier()
         raise KeyError("gone")
 
     with Ranks(2, echo=False) as pool:
+        with pytest.raises(RuntimeError, match="no records: run something first"):
+            pool.records()
         before = pool.run(os.getpid)
         with pytest.raises(RankError, match=r"rank [01] of 2 raised KeyError: 'gone'"):
             pool.run(fail)
         assert pool.pids == ()
+        assert pool.records().ops(0) == ("barrier",)
         assert not set(before) & set(pool.run(os.getpid))
-
-
-def test_text_is_executed_in_a_namespace_that_stays(ranks):
-    pool = ranks(2)
-    assert pool.execute("import math\nx = rank + 1") == [None, None]
-    assert pool.execute("x * 10") == ["10", "20"]
-    assert pool.execute("x = 100\nx", ranks=[1]) == ["100"]
-    assert pool.execute("dist.barrier()\n(x, world_size)") == ["(1, 2)", "(100, 2)"]
-    with pytest.raises(ValueError, match="there is no rank 2: ranks are 0 to 1"):
-        pool.execute("1", ranks=[2])
-
-
-def test_an_error_in_executed_text_shows_its_line():
-    with Ranks(1) as pool:
-        with pytest.raises(RankError, match="rank 0 of 1 raised ZeroDivisionError") as caught:
-            pool.execute("a = 0\nb = 1 / a")
-        assert 'File "<ranks 1>", line 2' in str(caught.value)
-        assert "    b = 1 / a" in str(caught.value)
+        pids = pool.pids
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+            pool.run(total, 1.0)
 
 
 def test_records_are_those_of_the_last_run(ranks):
@@ -61,19 +52,6 @@ def test_records_are_those_of_the_last_run(ranks):
     assert pool.records().ops(0) == ("barrier",)
     pool.run(total, 1.0)
     assert pool.records().ops(1) == ("all_reduce",)
-
-
-def test_records_survive_a_failure_and_closing_forgets_them():
-    def fail() -> None:
-        dist.barrier()
-        raise RuntimeError("after the barrier")
-
-    pool = Ranks(2)
-    with pytest.raises(RuntimeError, match="no records: run something first"):
-        pool.records()
-    with pytest.raises(RankError):
-        pool.run(fail)
-    assert pool.records().ops(0) == ("barrier",)
 
 
 def test_interrupt_from_another_thread_ends_the_call():
@@ -107,13 +85,23 @@ def test_a_second_call_at_the_same_time_is_refused(tmp_path):
         thread.join()
 
 
-def test_a_rank_that_dies_between_calls_is_reported():
-    with Ranks(2, timeout_s=60) as pool:
-        pids = pool.run(os.getpid)
-        os.kill(pids[1], signal.SIGKILL)
-        time.sleep(0.2)
-        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-            pool.run(total, 1.0)
+@pytest.fixture(scope="module")
+def pair():
+    with Ranks(2, timeout_s=60, echo=False) as ranks:
+        yield ranks
+
+
+def test_text_is_executed_in_a_namespace_that_stays(pair):
+    assert pair.execute("import math\nx = rank + 1") == [None, None]
+    assert pair.execute("x * 10") == ["10", "20"]
+    assert pair.execute("x = 100\nx", ranks=[1]) == ["100"]
+    assert pair.execute("dist.barrier()\n(x, world_size)") == ["(1, 2)", "(100, 2)"]
+    with pytest.raises(ValueError, match="there is no rank 2: ranks are 0 to 1"):
+        pair.execute("1", ranks=[2])
+    with pytest.raises(RankError, match="rank [01] of 2 raised ZeroDivisionError") as caught:
+        pair.execute("a = 0\nb = 1 / a")
+    assert 'File "<ranks 5>", line 2' in str(caught.value)
+    assert "    b = 1 / a" in str(caught.value)
 
 
 KEPT = {
@@ -132,21 +120,15 @@ ENDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Ranks(2, timeout_s=60, echo=False) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize("what", KEPT)
-def test_ranks_are_kept(pair, what):
+def test_ranks_are_kept_where_nothing_is_half_said(pair):
     pair.execute("kept = rank + 5")
     before = pair.pids
-    with pytest.raises(RankError):
-        pair.execute(KEPT[what])
-    assert pair.pids == before
-    assert len(pair.records().by_rank) == 2
-    assert pair.execute("t = torch.tensor([kept])\ndist.all_reduce(t)\nt.item()") == ["11", "11"]
+    for text in KEPT.values():
+        with pytest.raises(RankError):
+            pair.execute(text)
+        assert pair.pids == before, text
+        assert len(pair.records().by_rank) == 2
+        assert pair.execute("t = torch.tensor([kept])\ndist.all_reduce(t)\nt.item()") == ["11", "11"]
 
 
 @pytest.mark.parametrize("what", ENDED)

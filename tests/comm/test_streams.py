@@ -193,10 +193,8 @@ def test_spans_of_a_gpu_end_when_its_events_do(ranks):
             call.draw("all_reduce", "all_reduce", lane="communication", num_bytes=12)
             assert gpu.waits == ["device, compute"] + 5 * ["event of compute"], "only when the clock is made"
             assert not gpu.races
-            streams = {moment._event.stream for row in spans._rows for moment in row[4:6]}
-            return streams, {span.lane: span for span in spans.trace()}, x.sum() + y.sum()
+            return {span.lane: span for span in spans.trace()}, x.sum() + y.sum()
 
-    for streams, drawn, _ in ranks(2).run(draw):
-        assert streams == {"compute", "stream 1"}, "the end of the call is seen in a stream that waits for it alone"
+    for drawn, _ in ranks(2).run(draw):
         call, compute = drawn["communication"], drawn["compute"]
         assert call.start_ns < call.end_ns < compute.end_ns

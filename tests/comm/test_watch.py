@@ -24,12 +24,11 @@ def skipped(rank, x):
     if rank != 1:
         dist.all_reduce(x)
 
-def unmatched(rank, x):
-    if rank == 1:
-        dist.recv(x, 0)
-    dist.barrier()
-
-def swapped(rank, x):
+def swapped_after_a_slow_rank(rank, x):
+    time.sleep(4 if rank == 1 else 0)
+    dist.all_reduce(x)
+    if rank == 0:
+        print("it was waited for", flush=True)
     if rank == 1:
         dist.all_reduce(x + 1)
         dist.all_reduce(x)
@@ -37,13 +36,9 @@ def swapped(rank, x):
         dist.all_reduce(x)
         dist.all_reduce(x + 1)
 
-def slow(rank, x):
-    time.sleep(4 if rank == 1 else 0)
-    dist.all_reduce(x)
-
 @entry
 def main():
-    programs = [mismatch, skipped, unmatched, swapped, slow]
+    programs = [mismatch, skipped, swapped_after_a_slow_rank]
     program = programs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
     with process_group(timeout_s=100) as member:
         dist.barrier()
@@ -59,11 +54,11 @@ main()
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What a job said of each program, by name, and its exit status; it left no folder."""
+    """What a job said of each program, by name; it left no folder."""
     folder = tmp_path_factory.mktemp("watch")
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    flags = ["--nproc-per-node", "3", "--max-restarts", "4", "--rdzv-backend", "c10d"]
+    flags = ["--nproc-per-node", "3", "--max-restarts", "2", "--rdzv-backend", "c10d"]
     flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "-m", "distlab.comm.standby"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
@@ -76,7 +71,7 @@ def told(tmp_path_factory):
     )
     parts = re.split(r"^now: (\w+)$", done.stdout, flags=re.M)
     assert not [*folder.glob("distlab-watch-*")]
-    return dict(zip(parts[1::2], parts[2::2], strict=True)), done
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @pytest.mark.timeout(300)
@@ -86,19 +81,12 @@ def told(tmp_path_factory):
         ("mismatch", (0, 1, 2), r"rank 1: broadcast #2 \(.*root 0\) at .*train\.py:7$"),
         ("skipped", (0, 2), r"all_reduce #2 \(.*\) at .*train\.py:11.*: rank 1 has returned without it"),
         (
-            "unmatched",
+            "swapped_after_a_slow_rank",
             (0, 1, 2),
-            r"rank 1 waits in recv from 0 #1 \(.*\) at .*train\.py:15 for .*has not called the send",
+            r"rank 1: all_reduce #3 .*train\.py:19, then all_reduce #4 .*train\.py:20$",
         ),
-        ("swapped", (0, 1, 2), r"rank 1: all_reduce #2 .*train\.py:20, then all_reduce #3 .*train\.py:21$"),
+        ("swapped_after_a_slow_rank", (0,), "^it was waited for$"),
     ],
 )
 def test_a_fault_is_told_on_every_rank_that_has_a_part_in_it(told, program, ranks, words):
-    said = told[0][program]
-    assert len(re.findall(words, said, re.M)) >= len(ranks), said
-
-
-def test_a_slow_rank_is_left_alone_and_nothing_else_is_said(told):
-    said, done = told
-    assert done.returncode == 0, done.stdout
-    assert "cannot go on" not in said["slow"]
+    assert len(re.findall(words, told[program], re.M)) >= len(ranks), told[program]

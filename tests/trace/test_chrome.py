@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from distlab.trace import Span, Trace, read_chrome, write_chrome
+from distlab.trace.chrome import chrome_json
 
 WORD = st.sampled_from(["compute", "</script>", "ü\n", "", '"', "\ud800"])
 SPANS = st.lists(
@@ -45,10 +46,8 @@ def test_reading_is_the_exact_inverse_of_writing(tmp_path, measured, predicted):
 
 @given(SPANS)
 def test_a_viewer_can_stack_every_thread(rows):
-    from distlab.trace.chrome import _events
-
     threads = {}
-    for event in _events({"measured": Trace.from_spans(rows)}):
+    for event in json.loads(chrome_json({"measured": Trace.from_spans(rows)}))["traceEvents"]:
         if event["ph"] == "X":
             times = (event["args"]["start_ns"], event["args"]["end_ns"])
             threads.setdefault((event["pid"], event["tid"]), []).append(times)
@@ -79,25 +78,20 @@ def test_what_perfetto_reads(tmp_path):
     assert by_order == ["measured rank 0", "predicted rank 0", "measured rank 1", "predicted rank 1"]
 
 
-def test_spans_that_overlap_get_a_second_thread(tmp_path):
-    trace = Trace.from_spans(
-        Span(0, "communication", f"bucket {i}", "all_reduce", 10 * i, 10 * i + 15) for i in range(3)
-    )
-    path = write_chrome(tmp_path / "step.json", measured=trace)
-    events = json.loads(path.read_text())["traceEvents"]
+def test_spans_that_overlap_get_a_second_thread():
+    spans = [Span(0, "communication", f"bucket {i}", "all_reduce", 10 * i, 10 * i + 15) for i in range(3)]
+    events = json.loads(chrome_json({"measured": Trace.from_spans(spans)}))["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["communication", "communication (2)"]
-    assert read_chrome(path) == {"measured": trace}
 
 
-def test_gzip(tmp_path):
+def test_gzip_and_what_is_not_there(tmp_path):
     path = write_chrome(tmp_path / "step.json", measured=STEP)
     path.write_bytes(gzip.compress(path.read_bytes()))
     assert read_chrome(path) == {"measured": STEP}
-
-
-def test_nothing_to_write(tmp_path):
     with pytest.raises(ValueError, match="write_chrome got no trace"):
-        write_chrome(tmp_path / "step.json")
+        write_chrome(path)
+    with pytest.raises(FileNotFoundError, match="there is no trace at .*nowhere.json; write one with write_chrome"):
+        read_chrome(tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize(
@@ -105,12 +99,8 @@ def test_nothing_to_write(tmp_path):
     [
         (b"", "is not JSON"),
         (b"\x1f\x8bgarbage", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        (b'{"traceEvents": [', "is not JSON"),
         (b"3", "is no Chrome trace: expected a list of events"),
-        (b'{"traceEvents": {}}', "is no Chrome trace"),
         (b'{"events": []}', "is no Chrome trace"),
-        (b"[]", "a different program wrote it"),
         (b'{"traceEvents": [], "otherData": {}}', "a different program wrote it"),
         (b'{"traceEvents": [], "otherData": {"distlab": {"version": 99}}}', "reads version 1"),
         (b'{"traceEvents": [], "otherData": {"distlab": {"version": 1}}}', "list of the traces' names, got None"),
@@ -135,8 +125,3 @@ def test_a_damaged_event(tmp_path):
         with pytest.raises(ValueError, match="step.json: "):
             read_chrome(path)
         path.write_text(json.dumps(document))
-
-
-def test_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no trace at .*nowhere.json; write one with write_chrome"):
-        read_chrome(tmp_path / "nowhere.json")

@@ -12,18 +12,9 @@ TIME = st.integers(-(2**61), 2**61)
 
 @st.composite
 def spans(draw):
-    start, length = draw(TIME), draw(st.integers(0, 2**60))
-    return Span(
-        draw(st.integers(0, 4)),
-        draw(WORD),
-        draw(WORD),
-        draw(WORD),
-        start,
-        start + length,
-        draw(st.integers(0, 2**62)),
-        draw(st.integers(-1, 2**31 - 1)),
-        draw(st.integers(-1, 2**31 - 1)),
-    )
+    start, small = draw(TIME), st.integers(-1, 2**31 - 1)
+    words, end = (draw(WORD) for _ in range(3)), start + draw(st.integers(0, 2**60))
+    return Span(draw(st.integers(0, 4)), *words, start, end, draw(st.integers(0, 2**62)), draw(small), draw(small))
 
 
 SPANS = st.lists(spans(), max_size=8)

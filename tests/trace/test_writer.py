@@ -20,29 +20,17 @@ def test_a_span_lasts_as_long_as_its_block():
     assert span.duration_s >= 0.01
 
 
-def test_spans_nest():
-    writer = SpanWriter(0)
-    with writer.span("step"):
-        with writer.span("forward", "F"):
-            pass
-    inner, outer = writer.trace()
-    assert (inner.name, outer.name) == ("forward", "step")
-    assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
-
-
-def test_a_span_is_noted_when_its_block_raises():
-    writer = SpanWriter(0)
-    with pytest.raises(KeyError), writer.span("forward"):
-        raise KeyError
-    assert len(writer) == 1
-
-
-def test_add_and_clear():
+def test_spans_nest_and_are_noted_when_their_block_raises():
     writer = SpanWriter(1)
-    writer.add("all_reduce bucket 0", "all_reduce", 5, 9, lane="communication", num_bytes=64)
-    assert list(writer.trace()) == [Span(1, "communication", "all_reduce bucket 0", "all_reduce", 5, 9, 64)]
+    with pytest.raises(KeyError), writer.span("step"), writer.span("forward", "F"):
+        raise KeyError
+    inner, outer = writer.trace()
+    assert (inner.name, outer.name, len(writer)) == ("forward", "step", 2)
+    assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
     writer.clear()
     assert writer.trace() == Trace.from_spans([])
+    writer.add("all_reduce bucket 0", "all_reduce", 5, 9, lane="communication", num_bytes=64)
+    assert list(writer.trace()) == [Span(1, "communication", "all_reduce bucket 0", "all_reduce", 5, 9, 64)]
 
 
 def test_threads_share_a_writer():

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.comm.agree import ranks_in_words
-from distlab.comm.checks import open_file
 from distlab.comm.where.frames import is_machinery, owner_of, threads_in, traceback_lines
 
 # What a rank sees when a different one has gone. It is a consequence, never the cause.
@@ -96,11 +95,6 @@ def who_left(destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
     return [Failure(rank, what.format(group), "", False, time_ns) for rank, group in sorted(destroyed.items())]
 
 
-def by_cause(failures: Sequence[Failure]) -> list[Failure]:
-    """Sort failures: those with a cause of their own first, each kind by time."""
-    return sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))
-
-
 def describe_exit(exit_code: int) -> str:
     """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
     if exit_code >= 0:
@@ -136,12 +130,12 @@ def error_of(
         world_size: number of ranks.
         explanation: what the recorded calls show, if anything.
     """
-    ordered = by_cause(failures)
+    ordered = sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))  # a cause of its own first
     root = ordered[0]
     lines = [f"rank {root.rank} of {world_size} {root.summary}"]
     if root.is_noise and finished:
         lines += [
-            f"Another rank had gone: {ranks_in_words(finished)} had already returned while rank {root.rank} waited."
+            f"A different rank had gone: {ranks_in_words(finished)} had already returned while rank {root.rank} waited."
         ]
     if explanation:
         lines += ["", explanation]
@@ -237,8 +231,8 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
 
 def recorded_failure(path: Path, rank: int, time_ns: int) -> Failure | None:
     """Read what `record_failure` wrote; None where there is nothing."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open_file(path) as file:
-        message: Any = json.load(file)["message"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        message: Any = json.loads(path.read_bytes())["message"]
         text, stack = message["message"], message["extraInfo"]["stack"]
         is_noise = PEER_NOISE.search(text.partition("\n")[0]) is not None
         return Failure(rank, f"raised {text}", stack, is_noise, time_ns)

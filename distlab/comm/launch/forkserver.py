@@ -69,7 +69,7 @@ def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]] 
 class Child:
     """A rank as its server sees it: who asked for it, its set of ranks, and the pipe that reports on it."""
 
-    asker: socket.socket
+    client: socket.socket
     pool: str
     rank: int
     status_fd: int
@@ -88,7 +88,7 @@ class RankServer:
         owner: process number of the one with which it ends.
         wake: readable when a child ends; `waker` is its other end.
         folders: a pattern of the folders to remove at the end.
-        askers: who may ask for ranks: the launcher, or those that came to the listener.
+        clients: who may ask for ranks: the launcher, or those that came to the listener.
         listener: where more of them come; None: the launcher is the only one.
         ranks: its children by process number.
     """
@@ -97,7 +97,7 @@ class RankServer:
     wake: socket.socket
     waker: socket.socket
     folders: str
-    askers: list[socket.socket] = field(default_factory=list)
+    clients: list[socket.socket] = field(default_factory=list)
     listener: socket.socket | None = None
     ranks: dict[int, Child] = field(default_factory=dict)
 
@@ -106,29 +106,29 @@ class RankServer:
         heard: list[Any] = [self.wake, *([self.listener] if self.listener else [])]
         try:
             gone = [os.pidfd_open(self.owner)] if hasattr(os, "pidfd_open") else []
-            while self.askers or self.listener:
-                ready, _, _ = select.select([*heard, *self.askers, *gone], [], [], 0.5)
+            while self.clients or self.listener:
+                ready, _, _ = select.select([*heard, *self.clients, *gone], [], [], 0.5)
                 if not set(gone).isdisjoint(ready):
                     break
                 os.kill(self.owner, 0)  # is it there?
                 if self.wake in ready:
                     self.wake.recv(65536)
                     self.reap()
-                for asker in [asker for asker in self.askers if asker in ready]:
-                    received = receive_request(asker)
-                    self.answer(asker, *received) if received is not None else self.part_from(asker)
+                for client in [client for client in self.clients if client in ready]:
+                    received = receive_request(client)
+                    self.answer(client, *received) if received is not None else self.part_with(client)
                 if self.listener in ready and self.listener is not None:
-                    self.askers.append(self.listener.accept()[0])
+                    self.clients.append(self.listener.accept()[0])
         except ProcessLookupError:  # the owner
             pass
         finally:
             self.end()
 
-    def answer(self, asker: socket.socket, request: Mapping[str, Any], fds: list[int]) -> None:
+    def answer(self, client: socket.socket, request: Mapping[str, Any], fds: list[int]) -> None:
         """Do what one request asks."""
         kind = request["kind"]
         if kind == "fork":
-            self.fork(asker, request, fds)
+            self.fork(client, request, fds)
         elif kind == "signal":
             chosen, number = request["ranks"], request["signal"]
             for pid, child in self.ranks.items():
@@ -137,19 +137,19 @@ class RankServer:
         else:
             load(request["modules"])
 
-    def part_from(self, asker: socket.socket) -> None:
+    def part_with(self, client: socket.socket) -> None:
         """Kill the ranks of one who is gone."""
-        self.askers.remove(asker)
-        asker.close()
+        self.clients.remove(client)
+        client.close()
         for pid, child in self.ranks.items():
-            if child.asker is asker:
+            if child.client is client:
                 kill_group(pid)
 
-    def fork(self, asker: socket.socket, request: Mapping[str, Any], fds: list[int]) -> None:
+    def fork(self, client: socket.socket, request: Mapping[str, Any], fds: list[int]) -> None:
         """Fork one rank; fds are its status pipe and the files that its function takes."""
         status_fd, *files = fds
         server_pid = os.getpid()
-        child = Child(asker, request["pool"], request["rank"], status_fd)
+        child = Child(client, request["pool"], request["rank"], status_fd)
         try:
             pid = os.fork()
         except OSError as error:  # a limit of processes
@@ -181,7 +181,7 @@ class RankServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         close_all((status_fd, *(child.status_fd for child in self.ranks.values())))
-        for end in (self.wake, self.waker, *self.askers, *([self.listener] if self.listener else [])):
+        for end in (self.wake, self.waker, *self.clients, *([self.listener] if self.listener else [])):
             end.close()
 
     def reap(self) -> None:
@@ -223,7 +223,7 @@ class RankServer:
         for folder in glob.glob(self.folders):
             shutil.rmtree(folder, ignore_errors=True)
         signal.set_wakeup_fd(-1)
-        for end in (*self.askers, self.wake, self.waker):  # who asks Python for all warnings reads of open sockets
+        for end in (*self.clients, self.wake, self.waker):  # who asks Python for all warnings reads of open sockets
             end.close()
 
 
@@ -273,5 +273,5 @@ def serve(fd: int, owner: int, preload: Sequence[str], folders: str, is_listenin
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
     end = socket.socket(fileno=fd)
-    askers, listener = ([], end) if is_listening else ([end], None)
-    RankServer(owner, wake, waker, folders, askers, listener).loop()
+    clients, listener = ([], end) if is_listening else ([end], None)
+    RankServer(owner, wake, waker, folders, clients, listener).loop()

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.checks import open_file
 from distlab.comm.launch.failures import Failure
 from distlab.comm.nodes import Nodes
 from distlab.comm.plain import pack, unpack
@@ -93,16 +92,6 @@ def write_new(path: Path, data: bytes) -> None:
     """
     path.unlink(missing_ok=True)
     path.write_bytes(data)
-
-
-def read_result(folder: Path, rank: int) -> bytes:
-    """Return a rank's result, pickled.
-
-    Raises:
-        OSError: the file is gone, or something else stands in its place.
-    """
-    with open_file(result_path(folder, rank)) as file:
-        return file.read()
 
 
 def sources_not_on_disk() -> dict[str, tuple[int, None, list[str], str]]:

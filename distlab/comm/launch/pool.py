@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import NamedTuple
 
 from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
@@ -26,9 +24,11 @@ from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
 from distlab.comm.launch.worker import error_path, stack_path
-from distlab.comm.where.answer import SIGNAL, is_whole
+from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
+from distlab.comm.where.find import status
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
+Said = tuple[int, Failure | None, bool]  # a rank; how its call went (None: well) or its process ended; is that gone?
 
 SERVE_RANK = "distlab.comm.launch.worker:serve_rank"  # what runs inside a rank
 MAX_REPLY_BYTES = 1 << 20
@@ -123,16 +123,8 @@ class RankProcess:
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it (Linux; elsewhere never)."""
         with contextlib.suppress(OSError, IndexError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+            return status(self.pid or 0)[0] in ("T", "t")
         return False
-
-
-class Said(NamedTuple):
-    """What came from a rank: how its call went (None: well), or how its process ended."""
-
-    rank: int
-    failure: Failure | None
-    is_gone: bool = False
 
 
 class Pool:
@@ -197,7 +189,7 @@ class Pool:
 
     def poll(self, timeout_s: float) -> list[Said]:
         """Wait for something to happen; pass on output, and return what came from ranks that replied or ended."""
-        said: list[Said] = []
+        said = list[Said]()
         ready = sorted(key.data for key, _ in self._selector.select(timeout_s))
         for what, rank in ready:
             process = self.ranks[rank]
@@ -211,7 +203,11 @@ class Pool:
                     self._forget(process.status_fd)
                     said += self._read_reply(process)  # which may have come after the select
                     self._read_output(process)
-                    said.append(Said(rank, self._failure_of_exit(process), is_gone=True))
+                    text = self._stack_text(rank)  # which a crash left
+                    if not text and process.output.last:
+                        last = [f"    {line[:LONGEST_LINE]}" for line in process.output.last]
+                        text = "\n".join(["its last output:", *last])
+                    said.append((rank, Failure(rank, process.summary, text, False, process.ended_ns), True))
         if ready and ready[0][0] == OUTPUT:
             sys.stdout.flush()
         return said
@@ -232,7 +228,7 @@ class Pool:
             self._forget(connection)
             return []
         self._read_output(process)  # what it printed before it replied
-        return [Said(rank, failure)]
+        return [(rank, failure, False)]
 
     def _is_listening(self, fileobj: int | Connection) -> bool:
         return fileobj in self._selector.get_map()
@@ -240,13 +236,6 @@ class Pool:
     def _forget(self, fileobj: int | Connection) -> None:
         if self._is_listening(fileobj):
             self._selector.unregister(fileobj)
-
-    def _failure_of_exit(self, process: RankProcess) -> Failure:
-        """Describe the death of a rank's process, with the stack that a crash left or its last output."""
-        text = self._stack_text(process.rank)
-        if not text and process.output.last:
-            text = "its last output:\n" + "\n".join(f"    {line[:LONGEST_LINE]}" for line in process.output.last)
-        return Failure(process.rank, process.summary, text, False, process.ended_ns)
 
     def told(self, rank: int, time_ns: int) -> Failure | None:
         """Return what a rank that runs a script wrote down of its failure, or None."""
@@ -267,18 +256,14 @@ class Pool:
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
             time.sleep(0.01)
-        return {rank: self._stack_text(rank) or self._silence(rank) for rank in asked}
+        silent = "it does not answer: it is starting, or it gets no time to run"
+        return {r: self._stack_text(r) or (STOPPED if self.ranks[r].is_stopped() else silent) for r in asked}
 
     def _has_answered(self, rank: int) -> bool:
         with contextlib.suppress(OSError):
             if is_whole(stack_path(self.folder, rank).read_text(errors="replace")):
                 return True
         return self.ranks[rank].is_stopped()
-
-    def _silence(self, rank: int) -> str:
-        if self.ranks[rank].is_stopped():
-            return "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
-        return "it does not answer: it is starting, or it gets no time to run"
 
     def _stack_text(self, rank: int) -> str:
         try:

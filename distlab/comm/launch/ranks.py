@@ -28,7 +28,7 @@ from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch import worker
 from distlab.comm.launch.failures import Failure, RankError, error_of, standing, text_of, timeout_of, who_left
 from distlab.comm.launch.fork_client import fork_server
-from distlab.comm.launch.messages import Settings, pack_call, read_result
+from distlab.comm.launch.messages import Settings, pack_call, result_path
 from distlab.comm.launch.pool import Echo, Pool, show
 from distlab.comm.nodes import Nodes
 from distlab.comm.plain import unpack
@@ -261,9 +261,9 @@ class _Round:
         """Wait for every reply; return the results, or raise the error that explains what happened."""
         next_check = time.monotonic() + POLL_S
         while self.waiting:
-            now, limit, num_waiting = time.monotonic(), self._give_up_at(), len(self.waiting)
+            now, limit = time.monotonic(), self._give_up_at()
             self._take(max(0.0, min(limit, next_check) - now))
-            if now >= limit and len(self.waiting) == num_waiting:  # nothing lay here, as after a stop of this process
+            if now >= limit:
                 break
             if time.monotonic() >= next_check:
                 next_check += POLL_S
@@ -307,7 +307,7 @@ class _Round:
             if failure is None and rank in self.asked:
                 continue
             if failure is None:
-                self.replies[rank] = read_result(self.pool.folder, rank)
+                self.replies[rank] = result_path(self.pool.folder, rank).read_bytes()
             elif rank in self.waiting or all(one.rank != rank for one in self.failures):
                 self.failures.append(self.pool.told(rank, failure.time_ns) or failure)
             self.waiting.discard(rank)

@@ -104,8 +104,12 @@ class FrontEnd:
         """Put back what was there, unless a recorder is on."""
         with cls._guard:
             if cls._active is not None and not cls._active.sinks:
-                cls._active._restore()
-                cls._active = None
+                front, cls._active = cls._active, None
+                dist.Work.wait = front._real_wait  # type: ignore[method-assign]
+                for library in front._libraries:
+                    library._destroy()
+                for undo in front._undo:
+                    undo()
 
     @classmethod
     def look(cls) -> None:
@@ -126,13 +130,6 @@ class FrontEnd:
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
         self._libraries = [library, functional]
         self._undo = [tap_groups(self._tell_group), tap_shared_memory(self)]
-
-    def _restore(self) -> None:
-        dist.Work.wait = self._real_wait  # type: ignore[method-assign]
-        for library in self._libraries:
-            library._destroy()
-        for undo in self._undo:
-            undo()
 
     def _tell_group(self, event: str, what: str = "") -> None:
         for sink in self.sinks:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.comm.agree import not_the_same
 from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Known, RecordHeader
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 from distlab.comm.record.swapped import Exchanges
-from distlab.comm.shared_memory.mismatch import not_the_same
 
 _SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as `operations.splits_text` writes them
 _ALL_TO_ALL = OPS.index("all_to_all")
@@ -153,7 +153,9 @@ class CallLedger:
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
             met = keys == keys[first]
-            if not self._is_open(rows[first], int(ranks[first])):
+            row, rank = rows[first], int(ranks[first])
+            receiver = rank if row["op"] == RECV else int(row["peer"])  # one that takes from anyone has no known order
+            if not is_pair(row) or (self.names[rank][row["group"]], receiver) not in self._open_ends:
                 return _by_rank(rows[met], ranks[met])
             self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
@@ -161,11 +163,6 @@ class CallLedger:
     def exchange(self) -> str:
         """Say which calls are alike and made in a different order, as `disagreement` finds on its way; else ""."""
         return self._exchanges.explain(self.names)
-
-    def _is_open(self, row: Any, rank: int) -> bool:
-        """Tell whether the receiver also takes messages from anyone, so that its order is not known."""
-        receiver = rank if row["op"] == RECV else int(row["peer"])
-        return bool(is_pair(row)) and (self.names[rank][row["group"]], receiver) in self._open_ends
 
 
 @functools.lru_cache(maxsize=1024)

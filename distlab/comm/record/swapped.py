@@ -61,7 +61,9 @@ class Exchanges:
             return
         forks, number = self._forks[int(rows[0]["channel"])], int(rows[0]["seq"])
         forks[number] = dict(zip(ranks, rows, strict=True))
-        for window in _windows(number):
+        # Neighbours: two, two with one between (a list turned round), three (rotated).
+        windows = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
+        for window in (*windows, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))):
             calls = [forks[n] for n in window if n in forks]
             if len(calls) == len(window) and _is_exchange(calls, names):
                 self._found = calls
@@ -77,19 +79,13 @@ class Exchanges:
         calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._found] for rank in ranks}
         members = list(group_ranks(names[ranks[0]][self._found[0][ranks[0]]["group"]]))
         numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
-        head = f"the ranks of group {members} make calls that are alike in another order, calls {numbers}:"
+        head = f"the ranks of group {members} make calls that are alike in a different order, calls {numbers}:"
         lines = [f"  rank {rank}: {', then '.join(map(str, own))}" for rank, own in calls.items()]
         rule = (
             "they would combine different tensors: make them in the same order on every rank (if ranks are meant to "
             "take turns here, choose the line by an if in one function)"
         )
         return "\n".join([head, *lines, rule])
-
-
-def _windows(number: int) -> list[tuple[int, ...]]:
-    """Return the neighbouring calls to look at: two, two with one between (a list turned round), three (rotated)."""
-    pairs = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
-    return [*pairs, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))]
 
 
 def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool:

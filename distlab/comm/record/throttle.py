@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from distlab.comm.nodes.wire import Pace, Wire, link_s as link_s
-from distlab.comm.record.file import RecordWriter
+from distlab.comm.nodes.wire import Pace, Wire, link_s as link_s, sleep_until
+from distlab.comm.record.file import FAILED, RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
 from distlab.comm.shared_memory.work import SharedWork
@@ -74,17 +74,13 @@ class ThrottledLink:
 
     def wait(self, number: int, state: int) -> None:
         """Sleep until a call's bytes are through the link (called before the real wait)."""
-        end_s = self._ends.get(number, 0.0)
-        while (left_s := end_s - time.monotonic()) > 0:
-            time.sleep(left_s)
+        sleep_until(self._ends.get(number, 0.0))
 
-    def end(self, number: int, state: int) -> None:
-        """Forget a call that is over."""
+    def end(self, number: int, state: int = FAILED) -> None:
+        """Forget a call that is over, or failed at once."""
         self._ends.pop(number, None)
 
-    def withdraw(self, number: int) -> None:
-        """Forget a call that failed at once."""
-        self._ends.pop(number, None)
+    withdraw = end
 
 
 @contextmanager

@@ -20,8 +20,7 @@ all take gloo (`meeting.meet_if_possible`).
 
 Read `arena` (the memory), `join` (how ranks come to map it) and `meeting` (steps). Then `collectives`, `reductions`
 (how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and
-`group` (what torch sees). `dense` takes tensors as blocks of bytes, `mismatch` says which calls
-do not agree, `futex` talks to the kernel.
+`group` (what torch sees). `dense` takes tensors as blocks of bytes, `futex` talks to the kernel.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ PAGE = 4096
 STEP, STATE, BELL, GONE, REASON = 0, 64, 128, 192, 256  # places in a header
 PRESENT, LEFT, FAILED = 1, 2, 3
 REASON_BYTES = 1024
-LOOK_S = 0.05  # how often a rank that waits looks whether the others still live
 MAX_SLOT_BYTES, MIN_SLOT_BYTES = 4 << 20, 256 << 10
 MAX_SLOTS_BYTES = 128 << 20  # of all ranks together, as far as the least of a slot allows
 RECORD_BYTES = 512  # at the head of a slot: what its rank calls

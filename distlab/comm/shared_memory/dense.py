@@ -44,7 +44,8 @@ def check(tensor: torch.Tensor, who: str, *, written: bool = False) -> None:
             f"{who}: got a {kind}; backend 'shared' moves dense CPU tensors with memory of their own: call .cpu(), "
             ".to_dense(), .dequantize() or, of a DTensor, .to_local(); or use gloo or nccl"
         )
-    if written and 0 in tensor.stride() and _is_expanded(tensor):
+    steps = tensor.stride() if written else ()
+    if 0 in steps and any(size > 1 and not step for size, step in zip(tensor.shape, steps, strict=True)):
         raise ValueError(
             f"{who}: got an expanded tensor (shape {list(tensor.shape)}, strides {list(tensor.stride())}) to write "
             "into, of whose elements several lie at one place; pass .clone() or .contiguous()"
@@ -57,10 +58,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return plain.is_cpu and (not plain.numel() or bool(plain.data_ptr()))
     except RuntimeError:  # inside of torch.func's transforms
         return False
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

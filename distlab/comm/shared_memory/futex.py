@@ -21,6 +21,10 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+_timeout = _Timespec(0, 50_000_000)
+_LOOK = ctypes.addressof(_timeout)
+
+
 def why_not_here() -> str:
     """Return why ranks of this machine cannot meet in shared memory, or "" where they can."""
     if sys.platform != "linux":
@@ -50,18 +54,9 @@ def wake(address: int) -> None:
     _call(_NUMBER, address, _WAKE, _ALL, None, None, 0)
 
 
-def wait(address: int, seen: int, timeout: int) -> None:
-    """Sleep while the word is `seen`, at most until the timeout (an address, see `timeout_at`); may return early."""
-    _call(_NUMBER, address, _WAIT, seen, timeout, None, 0)
-
-
-_kept: dict[float, _Timespec] = {}
-
-
-def timeout_at(seconds: float) -> int:
-    """Return the address of a timeout for `wait`."""
-    spec = _kept.setdefault(seconds, _Timespec(int(seconds), int(seconds % 1 * 1e9)))
-    return ctypes.addressof(spec)
+def wait(address: int, seen: int) -> None:
+    """Sleep while the word is `seen`, at most 0.05 s: then a rank that waits looks whether the others still live."""
+    _call(_NUMBER, address, _WAIT, seen, _LOOK, None, 0)
 
 
 def word_at(address: int) -> ctypes.c_int32:

@@ -14,13 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm.shared_memory import dense
-from distlab.comm.shared_memory.arena import LEFT
 from distlab.comm.shared_memory.collectives import Collectives
 from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
@@ -31,24 +30,14 @@ Do = Callable[[Tensors, Tensors], None]  # a call's work, with what it reads and
 END_S = 5.0  # how long a group that is left waits for its threads
 
 
-class WireTimes(Protocol):
-    """What takes time in a group some of whose ranks are far apart: see `distlab.comm.nodes.group.NodeWire`."""
-
-    def collective(self, op: str, sent: int | Sequence[int], since_s: float) -> None:
-        """Sleep until a collective that began at a moment is through."""
-
-    def message(self, peer: int, num_bytes: int) -> tuple[float, float]:
-        """Send a message now; return the moments when its sender is rid of it, and when it arrives; 0: at once."""
-
-
 class SharedGroup(dist.ProcessGroup):
     """A process group whose ranks meet in shared memory. No method that torch knows calls a second: each is recorded.
 
     Attributes:
-        wire: what takes time between its ranks; None: nothing but memory.
+        wire: what takes time between its ranks (`distlab.comm.nodes.group.NodeWire`); None: nothing but memory.
     """
 
-    def __init__(self, meeting: Meeting, wire: WireTimes | None = None) -> None:
+    def __init__(self, meeting: Meeting, wire: Any = None) -> None:
         super().__init__(meeting.rank, meeting.size)  # type: ignore[call-arg]
         self.wire = wire
         self._name = self._description = ""
@@ -396,7 +385,7 @@ keep_untraced(SharedGroup, SharedWork, Message)
 
 def _leave(meeting: Meeting, calls: CallQueue, messages: Messages) -> None:
     """Leave the group and end its threads: one that still ran when the interpreter ends could abort the process."""
-    meeting.leave(LEFT)
+    meeting.leave()
     if meeting.arena.owner == os.getpid():
         for ending in (calls, messages):
             ending.close()

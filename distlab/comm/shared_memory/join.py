@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import BELL, LOOK_S, PRESENT, Arena, ArenaLayout, start_of
+from distlab.comm.shared_memory.arena import BELL, PRESENT, Arena, ArenaLayout, start_of
 
 PASS_GLOO = "pass backend='gloo'"
 
@@ -140,7 +140,7 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
             seen = bell.value
             if arena.state(rank):
                 break
-            futex.wait(mine, seen, futex.timeout_at(LOOK_S))
+            futex.wait(mine, seen)
             if arena.state(rank):
                 break
             if store.check(["refused"]):

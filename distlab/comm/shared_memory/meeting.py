@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import FAILED, LOOK_S, PRESENT, RECORD_BYTES, STEP, Arena
+from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, Arena
 from distlab.comm.shared_memory.join import CannotShare, join
-from distlab.comm.shared_memory.mismatch import not_the_same
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16  # of a record: the number that stands for it, and the length of its text
@@ -107,7 +107,6 @@ class Meeting:
         self._slots = [[base + layout.slot(rank, parity) for parity in both] for rank in ranks]
         self._marks = [[ctypes.c_uint64.from_address(slot) for slot in slots] for slots in self._slots]
         self._data = [[base + layout.data(rank, parity) for parity in both] for rank in ranks]
-        self._look = futex.timeout_at(LOOK_S)
 
     def begin(self, record: CallRecord) -> None:
         """Begin a call.
@@ -178,10 +177,11 @@ class Meeting:
             seen = word.value
             if not self._is_behind(rank):
                 break
-            futex.wait(address, seen, self._look)
+            futex.wait(address, seen)
             if word.value != seen:  # else: does it still live? To read that takes 25 us
                 continue
-            if any(not self._is_behind(other) and self._differs(other) for other in self.others):
+            here = [self._marks[other][self.parity].value for other in self.others if not self._is_behind(other)]
+            if any(mark != self._posted.mark for mark in here):
                 self._refuse()
             now = time.monotonic()
             deadline = deadline or now + self.timeout_s
@@ -202,13 +202,10 @@ class Meeting:
         calls: dict[int, object] = {}
         for rank in range(self.size):
             while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
-                futex.wait(self._steps[rank], self._words[rank].value, self._look)
+                futex.wait(self._steps[rank], self._words[rank].value)
             is_here = not self._is_behind(rank)
             calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
-
-    def _differs(self, rank: int) -> bool:
-        return self._marks[rank][self.parity].value != self._posted.mark
 
     def _is_behind(self, rank: int) -> bool:
         """Whether a rank has yet to post this step; words go on from their largest value to the least."""
@@ -220,12 +217,12 @@ class Meeting:
             self.failure = f"{type(error).__name__}: {error}"
             self.arena.change_state(FAILED, self.failure)
 
-    def leave(self, state: int) -> None:
+    def leave(self) -> None:
         """Say that this rank makes no calls any more."""
         if not self.failure:
             self.failure = "this rank has left it (destroy_process_group)"
             if self.arena.owner == os.getpid():
-                self.arena.change_state(state)
+                self.arena.change_state(LEFT)
 
 
 def meet(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Meeting:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import BELL, LOOK_S, MIN_PIECE_BYTES, PAGE, Arena
+from distlab.comm.shared_memory.arena import BELL, MIN_PIECE_BYTES, PAGE, Arena
 from distlab.comm.shared_memory.dense import flat_of, settle
 from distlab.comm.shared_memory.meeting import Meeting
 from distlab.comm.shared_memory.work import GroupThread, SharedWork
@@ -122,19 +122,19 @@ class Outgoing(_Ring):
     def __init__(self, arena: Arena, source: int, destination: int) -> None:
         super().__init__(arena, source, destination)
         self.waiting: deque[Message] = deque()  # not all written; the first one may have begun
-        self.sent: deque[tuple[int, Message]] = deque()  # with the count at which it is over
+        self.unread: deque[tuple[int, Message]] = deque()  # all written; with the count at which it is over
         self._moved = -1  # bytes of the first one that waits; -1: not begun
 
     def advance(self) -> bool:
         """Do what can be done now; return whether the receiver should look."""
         read, changed = self.read.value, False
-        while self.sent and self.sent[0][0] <= read:
-            self.sent.popleft()[1].end.come()
+        while self.unread and self.unread[0][0] <= read:
+            self.unread.popleft()[1].end.come()
         while self.waiting and self._begin(self.waiting[0]):
             changed = True
             if not self._write(self.waiting[0]):
                 break
-            self.sent.append((self.position, self.waiting.popleft()))
+            self.unread.append((self.position, self.waiting.popleft()))
         return changed
 
     def _begin(self, message: Message) -> bool:
@@ -176,13 +176,8 @@ class Incoming(_Ring):
         super().__init__(arena, source, destination)
         self.source = source
         self.taking: Message | None = None  # the receive that takes the message at the head
-        self._left = -1  # bytes of the message that is being taken, for a receive or aside; -1: none is
+        self.left = -1  # bytes of the message that is being taken, for a receive or aside; -1: none is
         self._aside: list[tuple[MessageHeader, Any]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a message is half taken."""
-        return self._left >= 0
 
     def advance(self, receives: list[Message]) -> bool:
         """Do what can be done now; takes receives out of the list; return whether the sender should look.
@@ -192,9 +187,9 @@ class Incoming(_Ring):
         """
         changed = False
         self._take_aside(receives)
-        while self._left >= 0 or self._begin(receives):
+        while self.left >= 0 or self._begin(receives):
             changed |= self._read()
-            if self._left >= 0:
+            if self.left >= 0:
                 break
             self._take_aside(receives)
         return changed
@@ -229,27 +224,27 @@ class Incoming(_Ring):
                 return False
             self._memory = ctypes.create_string_buffer(header.num_bytes)
             self._address, self._header = ctypes.addressof(self._memory), MessageHeader.from_buffer_copy(header)
-        self._left = header.num_bytes
+        self.left = header.num_bytes
         self.position, self._end = self.span(header.num_bytes)
         return True
 
     def _read(self) -> bool:
         """Read what is there of the message; end it where that is all. Return whether the sender should look."""
         first = self.position
-        while self._left > 0 and (there := self.written.value - self.position) > 0:
-            place, length = self.piece(self._left, there)
+        while self.left > 0 and (there := self.written.value - self.position) > 0:
+            place, length = self.piece(self.left, there)
             copy(self._address, place, length)
-            is_awaited = self._left > self.num_bytes  # by the sender: it has more than the ring holds
+            is_awaited = self.left > self.num_bytes  # by the sender: it has more than the ring holds
             self._address += length
-            self._left -= length
+            self.left -= length
             self.position += length
             self.read.value = self.position
             if is_awaited:
                 self.ring_bell()
-        if self._left > 0:
+        if self.left > 0:
             return self.position > first
         self.read.value = self.position = self._end
-        self._left = -1
+        self.left = -1
         if self.taking is None:
             self._aside.append((self._header, self._memory))
         else:
@@ -278,7 +273,6 @@ class Messages:
         self._lock = threading.Lock()
         self._bell = self.arena.header(self.rank) + BELL
         self._word = futex.word_at(self._bell)
-        self._look = futex.timeout_at(LOOK_S)
         self._drivers = 0
         self._wanted = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -332,14 +326,14 @@ class Messages:
 
     def _sleep(self, seen: int) -> None:
         """Sleep until a different rank rings; after a long silence, look whether the others still live."""
-        futex.wait(self._bell, seen, self._look)
+        futex.wait(self._bell, seen)
         if self._word.value == seen or self.arena.is_anyone_gone:
             self._give_up()
 
     def _open(self) -> Iterator[Message]:
         """All messages that are not over."""
         for out in self._out.values():
-            yield from (message for _, message in out.sent)
+            yield from (message for _, message in out.unread)
             yield from out.waiting
         yield from self._receives
         yield from (ring.taking for ring in self._in.values() if ring.taking is not None)
@@ -347,12 +341,12 @@ class Messages:
     def _advance(self) -> None:
         """Move on what can be moved; the lock is held."""
         for out in self._out.values():
-            if (out.sent or out.waiting) and out.advance():
+            if (out.unread or out.waiting) and out.advance():
                 out.ring_bell()
         wanted = {message.peer for message in self._receives}
         try:
             for source, ring in self._in.items():
-                if (ring.is_busy or source in wanted or -1 in wanted) and ring.advance(self._receives):
+                if (ring.left >= 0 or source in wanted or -1 in wanted) and ring.advance(self._receives):
                     ring.ring_bell()
         except ValueError as error:
             self._fail(ValueError(f"rank {self.meeting.me}: {error}"))

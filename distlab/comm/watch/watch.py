@@ -27,6 +27,7 @@ import torch.distributed as dist
 from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, record_failure, who_left
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
+from distlab.comm.together import together
 from distlab.comm.watch.watchdog import Watchdog
 from distlab.comm.where.frames import is_machinery, main_frame
 
@@ -55,8 +56,7 @@ class Watch:
         finished = self.watchdog.is_finished
         if not all(map(finished, range(self.rank))) or finished(self.rank):
             return ""
-        words = self.watchdog.check()
-        return "" if words is None else self.tell(words)
+        return self.tell(self.watchdog.check() or "")
 
     def said(self) -> str:
         """Return what a rank has told, or ""."""
@@ -99,24 +99,20 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None, what:
 
     Raises:
         RankError: the calls of the block do not fit together, though they have returned.
+        RuntimeError: on every rank, where there is no room for the records of one.
     """
-    eye: Watch | None = None
-    if watch and address.world_size > 1 and address.is_on_one_machine:
-        recorder, eye = _meet(address, folder)
-    else:
-        recorder = None if folder is None else Recorder(folder, address.rank)
-    try:
-        with contextlib.ExitStack() as stack:
-            if recorder is not None:
-                stack.enter_context(recorder)
-            if eye is not None and recorder is not None:
-                stack.enter_context(_looking(eye, recorder, what))
-            yield
-    finally:
-        if eye is not None:
-            eye.close()
-        if recorder is not None:
-            recorder.close()
+    with contextlib.ExitStack() as stack:
+        if watch and address.world_size > 1 and address.is_on_one_machine:
+            recorder, eye = _meet(address, folder)
+            stack.callback(recorder.close)
+            stack.callback(eye.close)
+            stack.enter_context(recorder)
+            stack.enter_context(_looking(eye, recorder, what))
+        elif folder is not None:
+            recorder = Recorder(folder, address.rank)
+            stack.callback(recorder.close)
+            stack.enter_context(recorder)
+        yield
 
 
 @contextlib.contextmanager
@@ -186,33 +182,18 @@ def stack_of(thread: int) -> str:
     return "".join(traceback.format_list(shown or frames))
 
 
-def _meet(address: Address, folder: Path | None) -> tuple[Recorder | None, Watch | None]:
-    """Begin a record on every rank and let all open each other's; None where they cannot."""
-    rank, private, recorder, eye, problem = address.rank, "", None, None, ""
+def _meet(address: Address, folder: Path | None) -> tuple[Recorder, Watch]:
+    """Begin a record on every rank and let all open each other's."""
+    rank, private, made = address.rank, "", list[Recorder]()
+    what = "record the ranks' calls (make room in TMPDIR, or pass watch=False)"
     try:
-        private = tempfile.mkdtemp(prefix="distlab-watch-") if rank == 0 else ""
-    except OSError as error:
-        problem = str(error)
-    try:
-        place = Path(_from_all(private)[0])
-        try:
-            recorder = Recorder(folder or place, rank) if folder or place.is_absolute() else None
-        except OSError as error:
-            problem = str(error)
-        problems = [*filter(None, _from_all(problem))]
-        if not problems:
-            eye = Watch(rank, Watchdog(folder or place, address.world_size, since_ns=0), place / "board")
-            eye.watchdog.open()
-        elif rank == 0:
-            say(f"rank {rank}: the ranks are not watched, a hang will not be told ({problems[0]})")
+        private = together(lambda: tempfile.mkdtemp(prefix="distlab-watch-") if rank == 0 else "", what=what)[0]
+        records = folder or Path(private)
+        together(lambda: made.append(Recorder(records, rank)), what=what)
+        eye = Watch(rank, Watchdog(records, address.world_size, since_ns=0), Path(private) / "board")
+        eye.watchdog.open()
         dist.barrier()  # all files are open
     finally:
-        if private:
+        if private and rank == 0:
             shutil.rmtree(private, ignore_errors=True)
-    return recorder, eye
-
-
-def _from_all(value: str) -> list[str]:
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return made[0], eye

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import FAILED, WAITING, RecordHeader
+from distlab.comm.record.file import FAILED, RecordHeader
 from distlab.comm.record.matching import CallLedger, absences, explain, groups_differ, groups_of, left_by_some
 from distlab.comm.record.read import RankRecord, RecordReader, call_of
 from distlab.comm.watch.waits import find_deadlock, waits_for
@@ -86,9 +86,9 @@ class Watchdog:
         finished = {*finished_ranks, *(rank for rank, one in followers.items() if one.header.is_finished)}
         if not followers or any(r not in followers and r not in finished for r in self.ranks):
             return None
-        read = tuple((r, f.read, f.header.groups_begun, f.header.groups_made) for r, f in sorted(followers.items()))
-        signature = (frozenset(finished), read, self._waits())
-        now = time.monotonic()
+        # It changes whenever a call begins, begins to wait or ends, and when a group is begun or made.
+        moved = [(f.read, f.header, f.unfinished().tobytes()) for _, f in sorted(followers.items())]
+        signature, now = (finished, moved), time.monotonic()
         if signature != self._still[0]:
             self._still = (signature, now)
             return None
@@ -174,12 +174,3 @@ class Watchdog:
             self._followers, self._ledger, self._mismatch_at = {}, CallLedger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])
-
-    def _waits(self) -> tuple[int, ...]:
-        """Return what changes whenever a call begins to wait or ends."""
-        numbers = []
-        for _, follower in sorted(self._followers.items()):
-            open_rows = follower.unfinished()
-            waiting = open_rows["n"][open_rows["state"] == WAITING]
-            numbers += [len(open_rows), *np.asarray(waiting, dtype=np.int64).tolist()]
-        return tuple(numbers)

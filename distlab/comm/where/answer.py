@@ -11,41 +11,27 @@ import faulthandler
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
+STOPPED = "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT"
 SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR1)  # macOS has no SIGRTMIN
-
-
-def answer(rank: int, path: Path | None = None) -> int:
-    """Answer from now on, in a file, or in memory alone; return the file's number.
-
-    -1: nobody can ask, as the program uses the signal itself, or this system has no such memory.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
-        return -1
-    if path is not None:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    elif hasattr(os, "memfd_create"):
-        file = os.memfd_create(f"distlab-rank{rank}.stack")
-    else:
-        return -1
-    faulthandler.register(SIGNAL, file, all_threads=True)
-    return file
 
 
 @contextlib.contextmanager
 def answering(rank: int) -> Iterator[None]:
-    """Answer the questions of `distlab where` while the block runs."""
-    file = answer(rank)
+    """Answer the questions of `distlab where` while the block runs, in memory that no file names.
+
+    Nobody can ask where the program uses the signal itself, or the system has no such memory.
+    """
+    if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN) or not hasattr(os, "memfd_create"):
+        yield
+        return
+    file = os.memfd_create(f"distlab-rank{rank}.stack")
+    faulthandler.register(SIGNAL, file, all_threads=True)
     try:
         yield
     finally:
-        if file >= 0:
-            faulthandler.unregister(SIGNAL)
-            os.close(file)
+        faulthandler.unregister(SIGNAL)
+        os.close(file)
 
 
 def is_whole(dump: str) -> bool:

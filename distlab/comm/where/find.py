@@ -8,6 +8,7 @@ Ranks hold their records open too: /proc leads to them, also where the files hav
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -138,7 +139,10 @@ def _held(path: Path) -> tuple[list[tuple[Path, str | None, int]], dict[int, tup
     """
     stacks, parts = [], dict[tuple[str, int], dict[str, Path]]()
     for link in sorted((path / "fd").iterdir(), key=lambda link: int(link.name)):
-        if (found := _HELD.match(_target(link))) is not None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            found = _HELD.match(os.readlink(link))
+            if found is None:
+                continue
             folder, rank, kind = found[1], int(found[2]), found[3]
             if kind == "stack":
                 stacks.append((link, folder, rank))
@@ -146,13 +150,6 @@ def _held(path: Path) -> tuple[list[tuple[Path, str | None, int]], dict[int, tup
                 parts.setdefault((folder, rank), {})[kind] = link
     whole = [(rank, (two["rec"], two["names"])) for (_, rank), two in parts.items() if len(two) == 2]
     return stacks, dict(reversed(whole))
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return ""
 
 
 def status(pid: int) -> tuple[str, int, int]:

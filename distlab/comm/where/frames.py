@@ -50,18 +50,12 @@ def owner_of(file: str) -> Owner:
     """Return whose the code of a file is: torch's, distlab's, Python's own, a different package's, or the user's."""
     if file.startswith(_OURS) or "/distlab/comm/" in file:  # also of a different copy of distlab
         return "distlab"
-    if _TORCH.search(file) or file.startswith(_torch_folder()):
+    torch = importlib.util.find_spec("torch")  # where it lies, perhaps its source tree; it is not loaded for this
+    if _TORCH.search(file) or (torch is not None and file.startswith(os.path.dirname(str(torch.origin)) + os.sep)):
         return "torch"
     if _PACKAGES.search(file):
         return "package"
     return "python" if file.startswith(_STANDARD) or _PYTHON.search(file) else "user"
-
-
-@functools.cache
-def _torch_folder() -> str:
-    """Return where torch lies, which may be its source tree; it is not loaded for this."""
-    found = importlib.util.find_spec("torch")
-    return os.path.dirname(str(found.origin)) + os.sep if found is not None else "/no torch/"
 
 
 def is_machinery(file: str) -> bool:
@@ -95,7 +89,7 @@ def main_frame(main: int) -> FrameType | None:
     """Return the frame in which the main thread stands, asked from a different thread.
 
     Before Python 3.12, sys._current_frames makes frame objects while it holds the interpreter's list of threads. A
-    garbage collection there may run a finalizer that releases the interpreter lock. Another thread that starts, or asks
+    garbage collection there may run a finalizer that releases the interpreter lock. A thread that starts, or asks
     the same, then takes that lock and waits for the list: the process is deadlocked. So collection is off meanwhile.
     """
     with _LOOKING:

@@ -77,7 +77,8 @@ def place_of(stack: RankStack) -> WhereItStands:
         owner = owner_of(file)
         if owner in ("user", "package"):
             return WhereItStands(f"{file}:{line}", name, call)
-        if "/torch/distributed/" in file and _is_call(name):
+        is_call = name in (*_PAIRS, *_WITH_ALL) or name.startswith(OPS[1:-2])
+        if "/torch/distributed/" in file and is_call:
             call = name
         elif file.endswith("distlab/comm/record/intercept.py") and name == "wait":
             call = call or "wait"
@@ -87,10 +88,6 @@ def place_of(stack: RankStack) -> WhereItStands:
         last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
         return WhereItStands(f"{last.file}:{last.line}", last.function, call)
     return WhereItStands("", "", "", stack.why)
-
-
-def _is_call(name: str) -> bool:
-    return name in _PAIRS or name in _WITH_ALL or (name.startswith(OPS[1:-2]) and not name.startswith("_"))
 
 
 def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.where.answer import SIGNAL, is_whole
+from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
 from distlab.comm.where.find import JobRank, answers
 from distlab.comm.where.frames import Frame, threads_in
 
@@ -43,7 +43,7 @@ def stacks_of(processes: Sequence[JobRank]) -> dict[int, RankStack]:
 
 def _stack_of(process: JobRank) -> RankStack:
     if process.state in "Tt":
-        return RankStack((), "it is stopped by a signal (SIGSTOP or a debugger) and does nothing until it gets SIGCONT")
+        return RankStack((), STOPPED)
     spy = find_py_spy()
     stack = (
         RankStack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
@@ -70,15 +70,12 @@ def _spied(spy: str, process: JobRank) -> RankStack:
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
                 chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
                 if chosen["frames"]:
-                    return RankStack(tuple(map(_frame, chosen["frames"])))
+                    read = [(one["filename"], one["line"], one["name"]) for one in chosen["frames"]]
+                    return RankStack(tuple(Frame(f, int(line), name.rpartition(".")[2]) for f, line, name in read))
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = " ".join(line.strip() for line in lines[:2])
         time.sleep(0.02)
     return RankStack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
-
-
-def _frame(read: dict[str, Any]) -> Frame:
-    return Frame(str(read["filename"]), int(read["line"]), str(read["name"]).rpartition(".")[2])
 
 
 def _asked(process: JobRank) -> RankStack:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from lab_on_ranks import QUICK
 
 from distlab.cli import main
-from distlab.collectives import hierarchical_all_reduce
-from distlab.comm import Nodes, RankError, Ranks, node_groups, recorded, run
+from distlab.comm import Nodes, RankError, node_groups, run
 
 RATE, LATENCY_S = 2e6, 5e-3
 WIRE = Nodes(2, between="2MB/s,5ms")
@@ -28,30 +27,6 @@ def test_ranks_are_told_their_node_as_torchrun_would(node_ranks):
         assert variables == [rank, rank % 2, node, 4, 2, 2]
         assert groups == {"local": [2 * node, 2 * node + 1], "node": [rank % 2, rank % 2 + 2]}
         assert backend == "nodes"
-
-
-def calls_of_an_all_reduce():
-    tensor, groups = torch.ones(12), node_groups()
-    with recorded() as seen:
-        dist.all_reduce(tensor)
-        hierarchical_all_reduce(tensor, groups["local"], groups["node"])
-    rank = dist.get_rank()
-    return [(call.op, call.num_bytes, len(call.group)) for call in seen.records.calls(rank)], tensor.tolist()
-
-
-def test_the_recorder_sees_the_calls_of_gloo(node_ranks):
-    in_nodes, elsewhere = node_ranks(4).run(calls_of_an_all_reduce), []
-    with Ranks(4, backend="gloo") as on_gloo:
-        for (calls, values), variables in zip(in_nodes, on_gloo.run(told_groups), strict=True):
-            assert values == [16.0] * 12
-            elsewhere.append((calls, variables))
-    for calls, there in elsewhere:
-        assert calls == there
-
-
-def told_groups():
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # gloo's ranks know no nodes
-    return calls_of_an_all_reduce()[0]
 
 
 def times_of(call):
@@ -106,17 +81,26 @@ def test_only_what_leaves_a_node_takes_a_wires_time():
         assert found["asynchronous"] >= 2 * LATENCY_S + byte_s
 
 
-def future_of_a_message():
+def of_two_nodes():
+    """A message between two nodes has a future; return what each rank is told of one that does not fit."""
     me, landing = dist.get_rank(), torch.zeros(3)
     if me == 0:
         dist.send(torch.ones(3), 1)
-        return 3.0
-    work = dist.irecv(landing, 0)
-    return work.get_future().then(lambda future: float(landing.sum())).wait()
+    else:
+        work = dist.irecv(landing, 0)
+        assert work.get_future().then(lambda future: float(landing.sum())).wait() == 3.0
+    assert from_anyone() == 1
+    try:
+        dist.send(torch.ones(2), 1) if me == 0 else dist.recv(torch.ones(4), 0)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
 
 
-def test_a_message_from_a_different_node_has_a_future():
-    assert run(future_of_a_message, 2, nodes=WIRE, record=False) == [3.0, 3.0]
+def test_messages_between_nodes():
+    for rank, text in enumerate(run(of_two_nodes, 2, nodes=WIRE, timeout_s=30, record=False)):
+        assert text.startswith(f"rank {rank}: "), text
+        assert "send float32[2], receive recv float32[4]; give both the same number of elements and the" in text
 
 
 def one_ends():
@@ -126,18 +110,17 @@ def one_ends():
     dist.barrier()
 
 
-def test_a_rank_that_ends_ends_the_calls_of_all_nodes():
-    with pytest.raises(RankError, match="rank 3 of 4 exited with status 5"):
-        run(one_ends, 4, nodes=2)
-
-
 def disagree():
     dist.all_reduce(torch.ones(2 + dist.get_rank() // 2))
 
 
-def test_calls_that_do_not_agree_are_named():
-    with pytest.raises(RankError, match=r"rank 2: all_reduce float32\[3\]"):
-        run(disagree, 4, nodes=2, record=False)
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [(one_ends, "rank 3 of 4 exited with status 5"), (disagree, r"rank 2: all_reduce float32\[3\]")],
+)
+def test_what_goes_wrong_is_told_over_all_nodes(fn, says):
+    with pytest.raises(RankError, match=says):
+        run(fn, 4, nodes=2, record=False)
 
 
 def from_anyone():
@@ -148,10 +131,6 @@ def from_anyone():
     return dist.recv(x)
 
 
-def test_a_receive_from_anyone_knows_the_sender_in_a_different_node(node_ranks):
-    assert node_ranks(2).run(from_anyone) == [1, 1]
-
-
 def test_what_does_not_go_together_is_refused_before_any_process_starts():
     with pytest.raises(ValueError, match="the ranks make 2 nodes, which have a backend of their own"):
         run(told, 4, nodes=2, backend="gloo")
@@ -159,28 +138,12 @@ def test_what_does_not_go_together_is_refused_before_any_process_starts():
         run(told, 3, nodes=2)
 
 
-@pytest.fixture
-def lab(capsys):
-    """Make `lab(*flags)` run lab 02 on two ranks and return its status and what it said."""
-
-    def started(*flags):
-        status = main(["lab", "02", "--ranks", "2", *QUICK["02"].split(), *flags])
-        return status, *capsys.readouterr()
-
-    return started
-
-
-def test_a_lab_runs_in_nodes_over_a_wire(lab):
-    status, said, errors = lab("--nodes", "2", "--between", "40MB/s,200us")
-    assert status == 0, said + errors
-    assert "--nodes 2 --between 40MB/s,200us" in said, "the plain command says it too"
-    assert "on 2 ranks, cpu, nodes; functions: reference" in said
-
-
-def test_ranks_in_nodes_refuse_a_different_backend(lab):
-    status, _, errors = lab("--nodes", "2", "--backend", "gloo")
-    assert status == 2
-    assert "which have a backend of their own" in errors
+def test_a_lab_runs_in_nodes_over_a_wire(capsys):
+    status = main(["lab", "02", "--ranks", "2", *QUICK["02"].split(), "--nodes", "2", "--between", "40MB/s,200us"])
+    said = capsys.readouterr()
+    assert status == 0, said
+    assert "--nodes 2 --between 40MB/s,200us" in said.out, "the plain command says it too"
+    assert "on 2 ranks, cpu, nodes; functions: reference" in said.out
 
 
 @pytest.mark.parametrize(
@@ -197,18 +160,3 @@ def test_a_lab_refuses_nodes_that_cannot_be_before_any_rank_starts(flags, says, 
         main(["lab", "02", *flags])
     assert left.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def exchanged_wrongly():
-    """Send a tensor to a different node, which receives a longer one; return what each rank is told."""
-    try:
-        dist.send(torch.ones(2), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(4), 0)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_message_that_does_not_fit_is_refused_at_both_ends():
-    for rank, text in enumerate(run(exchanged_wrongly, 2, nodes=WIRE, timeout_s=30, record=False)):
-        assert text.startswith(f"rank {rank}: "), text
-        assert "send float32[2], receive recv float32[4]; give both the same number of elements and the" in text

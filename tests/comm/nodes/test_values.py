@@ -6,37 +6,26 @@ from random_programs import hold
 
 
 def test_random_programs_equal_gloo(node_ranks, request):
-    hold(node_ranks, 8, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
+    hold(node_ranks, 5, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
 
 
 def sums_of_groups(sets):
-    """Return what each set of ranks adds up to, by a sum, a mean and a gather, on this rank."""
-    me, found = dist.get_rank(), []
+    """Return what each set of ranks adds up to, by a sum, a gather and a scatter, on this rank."""
+    me, found = dist.get_rank(), {}
     for members in sets:
         group = dist.new_group(members)
         if me in members:
             x, parts = torch.tensor([float(me)]), [torch.empty(1) for _ in members]
             dist.all_gather(parts, x, group=group)
-            mean = x.clone()
-            dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
             dist.all_reduce(x, group=group)
             part = torch.empty(1)
             dist.reduce_scatter_tensor(part, torch.arange(float(len(members))), group=group)
-            found.append((x.item(), mean.item(), [p.item() for p in parts], part.item()))
+            found[tuple(members)] = (x.item(), [int(p) for p in parts], part.item())
     return found
 
 
 def test_groups_inside_across_and_uneven(node_ranks):
     sets = [[0, 1], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
     for rank, found in enumerate(node_ranks(4).run(sums_of_groups, sets)):
-        expected = [
-            (
-                float(sum(members)),
-                sum(members) / len(members),
-                [float(m) for m in members],
-                float(len(members) * sorted(members).index(rank)),
-            )
-            for members in sets
-            if rank in members
-        ]
-        assert found == expected
+        mine = [members for members in sets if rank in members]
+        assert found == {tuple(m): (float(sum(m)), m, float(len(m) * m.index(rank))) for m in mine}

@@ -10,7 +10,7 @@ from distlab.comm.shared_memory.messages import HEADER_BYTES, PIECES_PER_RING, M
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("size", [*range(1, 21), 64])
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 64])
 def test_nothing_overlaps_and_it_is_as_small_as_the_package_says(size):
     layout, ranks = ArenaLayout(size), range(size)
     slot, ring = PAGE + layout.slot_bytes, PAGE + layout.ring_bytes

@@ -5,7 +5,7 @@ from random_programs import hold
 
 
 def test_random_programs_equal_gloo(shared_ranks, request):
-    hold(shared_ranks, 12, request.config.getoption("--hypothesis-seed"))
+    hold(shared_ranks, 8, request.config.getoption("--hypothesis-seed"))
 
 
 @pytest.mark.soak

@@ -1,7 +1,5 @@
 """Torch's own products run on this backend unchanged, and compute what they compute on gloo."""
 
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,9 +88,9 @@ def on_both(program):
 @pytest.mark.parametrize(
     ("program", "sizes"),
     [
-        (with_ddps, (2, 3)),
-        (with_fsdp2, (2, 3)),
-        (with_dtensor, (2, 4)),  # with uneven shards torch's own linear layers fail, on gloo as well
+        (with_ddps, (2,)),
+        (with_fsdp2, (3,)),
+        (with_dtensor, (2,)),  # with uneven shards torch's own linear layers fail, on gloo as well
         (with_pipelining, (2,)),
     ],
     ids=["DDP", "FSDP2", "DTensor", "pipelining"],
@@ -116,12 +114,10 @@ def with_dcp(folder):
     return state["x"].full_tensor(), state["step"]
 
 
-@pytest.mark.parametrize("where", [{"backend": "shared"}, {"nodes": 2}], ids=["shared", "nodes"])
-def test_dcp_saves_also_while_the_ranks_go_on_and_loads_in_a_different_layout(where):
-    with tempfile.TemporaryDirectory() as folder:
-        for x, step in run(with_dcp, 2, args=(folder,), timeout_s=60, **where):
-            assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
-            assert step == 7
+def test_dcp_saves_also_while_the_ranks_go_on_and_loads_in_a_different_layout(tmp_path):
+    for x, step in run(with_dcp, 2, args=(str(tmp_path),), timeout_s=60, nodes=2):  # over shared memory, and a wire
+        assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
+        assert step == 7
 
 
 def asked_of_a_backend():
@@ -129,11 +125,11 @@ def asked_of_a_backend():
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         before = group._get_sequence_number_for_group()
         dist.all_reduce(torch.ones(2), group=group)
-        dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
         dist.barrier(group=group)
         calls = group._get_sequence_number_for_group() - before
-        backend = group._get_backend(torch.device("cpu"))
-        found.append((torch.device("cpu") in group._device_types, calls, backend.size()))
+        found.append(
+            (torch.device("cpu") in group._device_types, calls, group._get_backend(torch.device("cpu")).size())
+        )
     with pytest.raises(RuntimeError, match="rank [01]: backend 'shared' moves CPU tensors, and was asked for cuda"):
         dist.group.WORLD._get_backend(torch.device("cuda"))
     return found
@@ -141,4 +137,4 @@ def asked_of_a_backend():
 
 def test_a_group_answers_as_a_backend_of_gloo_does(shared_ranks):
     for here, there in shared_ranks(2).run(asked_of_a_backend):
-        assert here == there == (True, 3, 2)
+        assert here == there == (True, 2, 2)
