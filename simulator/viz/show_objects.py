@@ -20,11 +20,10 @@ from simulator.step.simulate import Step
 from simulator.viz.drawing.paint import pack_png, pixels_of
 from simulator.viz.drawing.picture import Bundle, Picture, picture_html, with_picture
 from simulator.viz.drawing.style import DPI
-from simulator.viz.memory.memory import draw_memory
+from simulator.viz.memory import draw_memory
 from simulator.viz.mesh.degrees import draw_degrees
 from simulator.viz.mesh.mesh import draw_mesh
-from simulator.viz.schedules.compare import draw_schedules
-from simulator.viz.schedules.run import run_schedule
+from simulator.viz.schedules import draw_schedules, run_schedule
 from simulator.viz.timeline.timeline import draw_timeline
 
 EQUAL_TIMES = ActionTimes(1.0, 1.0, 1.0)

@@ -17,7 +17,7 @@ from distlab.plan import Link
 from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import capitalised, format_bytes, format_s, percent
-from simulator.viz.drawing.boxes import CHARACTER_WIDTH
+from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     GRID,

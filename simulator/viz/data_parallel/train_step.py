@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.units import counted, format_bytes, format_s, name_ranks, percent
-from simulator.viz.data_parallel.step_read import read_step
-from simulator.viz.data_parallel.step_state import (
+from simulator.viz.data_parallel.step import (
     ABSENT,
     FILLING,
     MEAN,
@@ -27,10 +26,11 @@ from simulator.viz.data_parallel.step_state import (
     best_moment,
     held_at,
     passes,
+    read_step,
 )
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import draw_time_scale, frame, put_title
+from simulator.viz.drawing.plot import draw_time_scale, frame, put_title, width_in
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -46,7 +46,6 @@ from simulator.viz.drawing.style import (
     pale,
     text_colour,
 )
-from simulator.viz.drawing.words import width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35
 HIDDEN, EXPOSED = "#0072B2", "#D55E00"

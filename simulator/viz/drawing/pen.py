@@ -16,9 +16,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.viz.drawing.plot import new_figure
+from simulator.viz.drawing.plot import Word, Words, new_figure, width_in
 from simulator.viz.drawing.style import INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
-from simulator.viz.drawing.words import Word, Words, width_in
 
 Point = tuple[float, float] | NDArray[np.float64]
 _UNIT = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])

@@ -17,7 +17,7 @@ from simulator.units import counted, format_bytes, format_s, format_span, percen
 from simulator.viz.drawing.lanes import Side, place, shaded
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import frame, put_title, spread_evenly
+from simulator.viz.drawing.plot import frame, put_title, spread_evenly, width_in
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
     FAINT,
@@ -30,11 +30,9 @@ from simulator.viz.drawing.style import (
     LegendBox,
     text_colour,
 )
-from simulator.viz.drawing.words import width_in
-from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
+from simulator.viz.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.timeline.draw_rows import Scene, fill_axes, legend_boxes, limit_of, styles_of
-from simulator.viz.timeline.timeline import MAX_BOXES
+from simulator.viz.timeline.timeline import MAX_BOXES, Scene, fill_axes, legend_boxes, limit_of, styles_of
 
 COMPUTE, BUBBLE = "compute", "bubble"
 COMPUTE_COLOUR, BUBBLE_COLOUR = "#56B4E9", "#D0D0D0"

@@ -14,11 +14,9 @@ from distlab.trace import Trace
 from simulator.hardware import presets as hardware
 from simulator.sweeps.compression import CompressionSweep, bandwidths, replica_link, sweep_compression
 from simulator.viz.collectives.race import draw_race
-from simulator.viz.collectives.ring_frame import draw_ring_frame
-from simulator.viz.collectives.ring_record import Record, ring_steps
-from simulator.viz.compression.compression import compression_label, draw_compression
-from simulator.viz.data_parallel.step_read import read_step
-from simulator.viz.data_parallel.step_state import best_moment
+from simulator.viz.collectives.ring import Record, draw_ring_frame, ring_steps
+from simulator.viz.compression import compression_label, draw_compression
+from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.panels.panel import Panel, by_name

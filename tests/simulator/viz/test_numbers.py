@@ -27,8 +27,8 @@ from simulator import (
 from simulator.memory.memory import KINDS
 from simulator.viz import draw_goodput, draw_memory
 from simulator.viz.collectives.race import race, race_takeaway
-from simulator.viz.large_batch.scaling import NUM_RANKS, scaling
-from simulator.viz.memory.memory import MEMORY_KINDS, fewer_moments
+from simulator.viz.large_batch import NUM_RANKS, scaling
+from simulator.viz.memory import MEMORY_KINDS, fewer_moments
 from simulator.viz.mesh.degrees import parts_of
 
 TINY = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)

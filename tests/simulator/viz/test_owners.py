@@ -6,10 +6,10 @@ from matplotlib.colors import to_rgb
 from viz_traces import SPLITS, weights
 
 from simulator.viz import cut_weights, draw_shards
-from simulator.viz.context_parallel.context import ring_work
+from simulator.viz.context_parallel import ring_work
 from simulator.viz.drawing.style import RANK_COLOURS
-from simulator.viz.expert_parallel.routing import routes_of
-from simulator.viz.tensor_parallel.shard_parts import shards_of
+from simulator.viz.expert_parallel import routes_of
+from simulator.viz.tensor_parallel import shards_of
 
 
 def choices(num_ranks=3, tokens=7, num_experts=6, top_k=2, seed=3):

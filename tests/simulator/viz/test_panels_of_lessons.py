@@ -19,8 +19,8 @@ from simulator import (  # noqa: E402
 )
 from simulator.viz import schedule_editor, schedule_panel  # noqa: E402
 from simulator.viz.panels.communication import LINKS  # noqa: E402
-from simulator.viz.panels.memory import PRECISIONS  # noqa: E402
-from simulator.viz.schedules.run import NAMES  # noqa: E402
+from simulator.viz.panels.planner import PRECISIONS  # noqa: E402
+from simulator.viz.schedules import NAMES  # noqa: E402
 
 GPT = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
 SMALL, MIDDLE, LARGE = (

@@ -59,7 +59,7 @@ from simulator import (
 )
 from simulator.sweeps.compression import CompressionLine
 from simulator.viz.mesh.degrees import draw_impossible
-from simulator.viz.schedules.run import NAMES, play
+from simulator.viz.schedules import NAMES, play
 
 KEPT = Path(__file__).with_name("pictures.json")
 

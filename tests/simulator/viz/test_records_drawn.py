@@ -8,9 +8,8 @@ from viz_traces import call, ping, ring
 
 from distlab.comm import RankError, Ranks
 from simulator.viz import draw_message_diagram, draw_ring_frame
-from simulator.viz.collectives.message_record import cycle_of, read_diagram
-from simulator.viz.collectives.ring_frame import provenance
-from simulator.viz.collectives.ring_record import chunk_name, messages_of, ring_steps, step_verb
+from simulator.viz.collectives.messages import cycle_of, read_diagram
+from simulator.viz.collectives.ring import chunk_name, messages_of, provenance, ring_steps, step_verb
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])

@@ -22,8 +22,8 @@ from simulator import (  # noqa: E402
     strategy_map,
     viz as v,  # noqa: E402
 )
-from simulator.viz.collectives.ring_record import ring_steps  # noqa: E402
-from simulator.viz.expert_parallel.routing import routes_of  # noqa: E402
+from simulator.viz.collectives.ring import ring_steps  # noqa: E402
+from simulator.viz.expert_parallel import routes_of  # noqa: E402
 
 WORKLOAD = gpt_workload(hidden_size=64, num_layers=2, num_heads=4, sequence_length=32, vocab_size=100)
 MEMORY, CUBE = memory_of(WORKLOAD, Plan()), Mesh({"pipeline": 2, "data": 2, "tensor": 2})

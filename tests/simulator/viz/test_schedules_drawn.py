@@ -10,9 +10,8 @@ from simulator import simulate_schedule
 from simulator.viz import draw_schedule, draw_schedules, run_schedule
 from simulator.viz.drawing.lanes import shaded
 from simulator.viz.drawing.style import KINDS, kind_styles
-from simulator.viz.schedules.moment import MAX_MOMENTS, describe_moment, moments_of
-from simulator.viz.schedules.run import NAMES, play
-from simulator.viz.schedules.schedule import textbook_of
+from simulator.viz.panels.schedules import MAX_MOMENTS, describe_moment, moments_of
+from simulator.viz.schedules import NAMES, play, textbook_of
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 

@@ -11,10 +11,9 @@ from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import Overlay, Timeline, draw_timeline, facts_of, to_png
-from simulator.viz.drawing.boxes import pixel_columns
-from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
+from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, pixel_columns, place
 from simulator.viz.drawing.style import kind_styles
-from simulator.viz.timeline.draw_rows import legend_boxes
+from simulator.viz.timeline.timeline import legend_boxes
 
 
 def test_error_of_the_end_is_written_and_the_clock_does_not_matter():

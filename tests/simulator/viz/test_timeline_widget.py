@@ -9,9 +9,8 @@ from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import Timeline, draw_timeline, to_png
-from simulator.viz.timeline.packet import FIELDS, MAX_LINES
 from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS
-from simulator.viz.timeline.timeline_widget import SHORTEST_VIEW_S
+from simulator.viz.timeline.timeline_widget import FIELDS, MAX_LINES, SHORTEST_VIEW_S
 
 
 def boxes(widget):

@@ -9,8 +9,7 @@ from distlab.plan.compression import METHODS, Compression
 from distlab.trace import SpanWriter, Trace
 from simulator import cluster, gpt_workload, simulate
 from simulator.viz import draw_train_step, facts_of, step_of
-from simulator.viz.data_parallel.step_read import read_step
-from simulator.viz.data_parallel.step_state import ABSENT, FILLING, MEAN, SENT, best_moment, held_at
+from simulator.viz.data_parallel.step import ABSENT, FILLING, MEAN, SENT, best_moment, held_at, read_step
 
 
 def simulated(compression=None, **options):

@@ -19,9 +19,8 @@ from distlab.plan.require import chosen
 from simulator.units import capitalised, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
+from simulator.viz.drawing.plot import put_title, width_in
 from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
-from simulator.viz.drawing.words import width_in
 
 ORDERS = ("zigzag", "straight")
 MAX_RANKS = 8

@@ -14,8 +14,7 @@ from distlab.trace import Trace
 from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
-from simulator.viz.drawing.boxes import add_boxes, add_pixels
-from simulator.viz.drawing.lanes import Side, lanes_of, place
+from simulator.viz.drawing.lanes import Side, add_boxes, add_pixels, lanes_of, place
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure, put_title
