@@ -47,7 +47,7 @@ from simulator.viz.schedules import (
 )
 from simulator.viz.sharding import draw_sharding as draw_sharding
 from simulator.viz.show_objects import show_objects
-from simulator.viz.tensor_parallel import cut_weights as cut_weights, draw_shards as draw_shards
+from simulator.viz.tensor_parallel import draw_shards as draw_shards
 from simulator.viz.timeline.facts import Overlay as Overlay, facts_of as facts_of
 from simulator.viz.timeline.sections import draw_sections as draw_sections
 from simulator.viz.timeline.timeline import draw_timeline as draw_timeline

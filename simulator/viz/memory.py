@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from numpy.typing import NDArray
 
+from distlab.plan.require import require_positive
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import byte_unit, format_bytes, percent
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
@@ -67,7 +68,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Pictu
     Raises:
         ValueError: the capacity is not above zero.
     """
-    check_capacity(capacity_bytes)
+    require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = new_figure(height)
     half = WIDTH_IN / 2
@@ -105,12 +106,6 @@ def _say(memory: Memory, capacity_bytes: float | None) -> str:
         text += f" The least full, {_name(memory, least)}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
     note = _capacity_note(memory, capacity_bytes)
     return f"{text} {note}." if note else text
-
-
-def check_capacity(capacity_bytes: float | None) -> None:
-    """Refuse a device's memory that is not above zero."""
-    if capacity_bytes is not None and not capacity_bytes > 0:
-        raise ValueError(f"capacity_bytes is {capacity_bytes}; pass the device's memory, above zero, or None")
 
 
 def memory_takeaway(memory: Memory, capacity_bytes: float | None) -> str:
@@ -171,15 +166,8 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     axes.add_collection(PolyCollection(np.concatenate(corners), facecolors=fills, **look), autolim=False)  # type: ignore[arg-type]
     behind: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # a line goes behind the figure
     for row in range(num_rows) if size >= 9 else ():
-        axes.text(
-            left[row] + 0.008 * limit,
-            row,
-            format_bytes(left[row]),
-            fontsize=SMALL_PT,
-            color=INK,
-            va="center",
-            bbox=behind,
-        )
+        text, look = format_bytes(left[row]), {"fontsize": SMALL_PT, "color": INK, "va": "center"}
+        axes.text(left[row] + 0.008 * limit, row, text, bbox=behind, **look)
     every = max(1, -(-num_rows * 20 // max(1, int(tall))))
     ticks = list(range(0, num_rows, every))
     draw_scale(axes, "y", {row: names[row] for row in ticks}, line=False)
@@ -249,14 +237,13 @@ def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float |
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
 
     Raises:
-        ValueError: there is no plan, or the capacity is not above zero.
+        ValueError: the capacity is not above zero.
     """
-    rows = _rows(plans, capacity_bytes)
+    require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
+    rows = np.array([memory.at_peak_bytes[memory.fullest_stage] for memory in plans.values()], np.int64)
     figure = new_figure(1.15 + BOTTOM_IN + min(max(1.6, 0.5 * len(rows)), 7.0))
-    longest = max(len(name) for name in plans)
-    axes = frame(
-        figure, left=min(0.5 + 0.095 * longest, 0.4 * WIDTH_IN), right=0.9, top=1.15, bottom=BOTTOM_IN, bare=True
-    )
+    left = min(0.5 + 0.095 * max(map(len, plans)), 0.4 * WIDTH_IN)
+    axes = frame(figure, left=left, right=0.9, top=1.15, bottom=BOTTOM_IN, bare=True)
     limit = float(rows.sum(axis=1).max()) * 1.1 or 1.0
     stack_bars(axes, rows, list(plans), limit)
     if capacity_bytes is not None and capacity_bytes < limit:
@@ -297,14 +284,12 @@ def draw_measured_memory(predicted: Curve, measured: Curve) -> Picture:
         measured: the same of the real run.
 
     Raises:
-        ValueError: a curve is empty, or its shapes do not belong together.
+        ValueError: the shapes of a curve do not belong together.
     """
     both = {"measured": measured, "predicted": predicted}
     for name, (times, rows) in both.items():
-        if len(times) == 0 or rows.shape != (len(times), len(KINDS)):
-            raise ValueError(
-                f"{name} has {len(times)} moments and bytes of shape {rows.shape}; pass [T] and [T, {len(KINDS)}]"
-            )
+        if rows.shape != (len(times), len(KINDS)):
+            raise ValueError(f"{name} has {len(times)} moments, bytes {rows.shape}; pass [T] and [T, {len(KINDS)}]")
     figure = new_figure(6.6)
     limit = 1.08 * max(float(rows.sum(axis=1).max()) for _, rows in both.values()) or 1.0
     bottoms = {"measured": 3.8, "predicted": BOTTOM_IN}
@@ -345,10 +330,3 @@ def measured_takeaway(predicted: Curve, measured: Curve) -> str:
 
 def _peak(rows: Ints) -> int:
     return int(rows.sum(axis=1).max())
-
-
-def _rows(plans: Mapping[str, Memory], capacity_bytes: float | None) -> Ints:
-    if not plans:
-        raise ValueError("there is no plan; pass at least one Memory by name")
-    check_capacity(capacity_bytes)
-    return np.array([memory.at_peak_bytes[memory.fullest_stage] for memory in plans.values()], np.int64)

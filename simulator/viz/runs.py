@@ -19,7 +19,7 @@ from simulator.runs.failures import Failures
 from simulator.runs.money import Bill, Curve
 from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import capitalised, counted, format_s, format_span, percent
-from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, sheet
+from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
     GRID,
@@ -30,7 +30,6 @@ from simulator.viz.drawing.plot import (
     name_line_ends,
     new_figure,
     put_heading,
-    put_title,
 )
 from simulator.viz.drawing.style import (
     FAINT,
@@ -67,21 +66,20 @@ def draw_cost_curve(costs: Curve) -> Picture:
     _mark(right, costs, is_price=True)
     put_heading(left, "days")
     put_heading(right, price_unit(costs))
-    put_title(figure, _fastest_and_cheapest(costs), _run_of(costs))
-    return Picture(figure, _say_costs(costs))
+    return finished(figure, _fastest_and_cheapest(costs), _run_of(costs), *_say_costs(costs, bills))
 
 
-def _say_costs(costs: Curve) -> str:
+def _say_costs(costs: Curve, bills: Sequence[Bill]) -> list[str]:
     """Say the days and the price on each number of devices in a line."""
-    lines = [f"{_fastest_and_cheapest(costs)}. {_run_of(costs)}"]
-    for each in sorted(costs.bills, key=lambda bill: bill.num_devices):
+    lines = []
+    for each in bills:
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
         mark = f": {' and '.join(names)}" if names else ""
         where = f" of {each.step.cluster.name}" if len({one.step.cluster.name for one in costs.bills}) > 1 else ""
         lines.append(
             f"{counted(each.num_devices, 'device')}{where}: {format_span(86_400 * each.days)}, {_price(each)}{mark}."
         )
-    return "\n".join(lines)
+    return lines
 
 
 def price_unit(costs: Curve) -> str:
@@ -181,38 +179,26 @@ def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: i
     Raises:
         ValueError: nothing fails, or failures leave almost no time.
     """
-    good = _with_failures(failures, num_devices, save_s)
+    good = failures.goodput(num_devices, save_s)
+    if math.isinf(good.mtbf_s):
+        raise ValueError('nothing fails in this run; pass failures, such as Failures("llama-3")')
     figure = new_figure(5.6)
     left = frame(figure, left=0.95, right=7.0, top=1.45, bottom=0.85)
     right = frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
     _draw_intervals(left, good, failures.restart_s, seed)
     _draw_devices(right, failures, num_devices, save_s)
-    put_title(figure, _time_that_counts(good), _checkpoints_of(failures, num_devices, save_s))
-    return Picture(figure, _say_goodput(good, failures, num_devices, save_s))
+    lines = _say_goodput(good, failures, num_devices, save_s)
+    return finished(figure, _time_that_counts(good), _checkpoints_of(failures, num_devices, save_s), *lines)
 
 
-def _say_goodput(good: Goodput, failures: Failures, num_devices: int, save_s: float) -> str:
+def _say_goodput(good: Goodput, failures: Failures, num_devices: int, save_s: float) -> list[str]:
     """Say the parts of the time, the best interval, and what other numbers of devices give."""
     both = (good.save_s, good.mtbf_s)
     parts = ", ".join(f"{name} {percent(getattr(good, name), 1)}" for name in PARTS if getattr(good, name) > 0)
-    lines = [
-        f"{_time_that_counts(good)}. {_checkpoints_of(failures, num_devices, save_s)}",
-        f"Parts of the time: {parts}.",
-    ]
-    lines.append(
-        f"Best interval: {format_span(best_s(*both))}; by Young {format_span(young_s(*both))}, by Daly "
-        f"{format_span(daly_s(*both))}."
-    )
-    for count, each in _by_devices(failures, num_devices, save_s):
-        lines.append(f"{counted(count, 'device')}: {percent(each.useful, 1)} useful.")
-    return "\n".join(lines)
-
-
-def _with_failures(failures: Failures, num_devices: int, save_s: float) -> Goodput:
-    good = failures.goodput(num_devices, save_s)
-    if math.isinf(good.mtbf_s):
-        raise ValueError('nothing fails in this run; pass failures, such as Failures("llama-3")')
-    return good
+    best, young, daly = (format_span(rule(*both)) for rule in (best_s, young_s, daly_s))
+    others = _by_devices(failures, num_devices, save_s)
+    lines = [f"Parts of the time: {parts}.", f"Best interval: {best}; by Young {young}, by Daly {daly}."]
+    return lines + [f"{counted(count, 'device')}: {percent(each.useful, 1)} useful." for count, each in others]
 
 
 def _useful(good: Goodput, restart_s: float, intervals: Floats) -> Floats:
@@ -315,18 +301,13 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
 
     Args:
         cells: what `strategy_map` returned.
-
-    Raises:
-        ValueError: there is no cell.
     """
-    if not cells:
-        raise ValueError("there is no field to draw; pass what strategy_map returned")
     models, counts = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.num_devices for cell in cells})
     used = [name for name in STRATEGIES if any(cell.strategy == name for cell in cells)]
     boxes = [LegendBox(STYLES[name].colour, "white", STYLES[name].letter, STYLES[name].words) for name in used]
     boxes += [NOTHING] if any(not cell.strategy for cell in cells) else []
     low = AXIS_IN + LEGEND_LINE_IN * len(legend_lines(boxes))
-    figure, pen = sheet(TOP_IN + ROW_IN * len(models) + low)
+    _, pen = sheet(TOP_IN + ROW_IN * len(models) + low)
     wide = (WIDTH_IN - LEFT_IN - RIGHT_IN) / len(counts)
     for row, model in enumerate(models):
         pen.words((LEFT_IN - 0.12, low + ROW_IN * (row + 0.5)), model, size=SMALL_PT, side="right")
@@ -343,14 +324,12 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
             pen.words((x + wide / 2, y + 0.43), letter, size=TEXT_PT, bold=True, colour=ink)
             pen.words((x + wide / 2, y + 0.18), _degrees(cell), size=SMALL_PT - 0.5, colour=ink)
     pen.legend(boxes)
-    pen.flush()
-    put_title(figure, _who_wins(cells), _question_of(cells))
-    return Picture(figure, _say_map(cells))
+    return pen.finish(_who_wins(cells), _question_of(cells), *_say_map(cells))
 
 
-def _say_map(cells: Sequence[MapCell]) -> str:
+def _say_map(cells: Sequence[MapCell]) -> list[str]:
     """Say each field in a line."""
-    lines = [f"{_who_wins(cells)}. {_question_of(cells)}"]
+    lines = []
     for cell in cells:
         where = f"{cell.model} on {counted(cell.num_devices, 'GPU')}: "
         if cell.choice is None:
@@ -359,7 +338,7 @@ def _say_map(cells: Sequence[MapCell]) -> str:
         step, words = cell.choice.step, STYLES[cell.strategy].words
         plan = words_of(cell.choice.plan, cell.choice.microbatch)
         lines.append(f"{where}{words} ({plan}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _degrees(cell: MapCell) -> str:

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from simulator.units import percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title, width_in
+from simulator.viz.drawing.plot import width_in
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
-    INK,
     RANK_COLOURS,
     SHARED,
     SMALL_PT,
@@ -87,82 +86,41 @@ class CutWeight(NamedTuple):
         return found
 
 
-def array_of(value: Any) -> NDArray[np.float64]:
-    """Return a value's numbers, also of a tensor that has a gradient."""
-    detach = getattr(value, "detach", None)
-    return np.asarray(value if detach is None else detach(), dtype=np.float64)
-
-
-def cut_weights(weights: Mapping[str, Any], splits: Mapping[str, SplitLike], num_ranks: int) -> list[dict[str, Any]]:
-    """Cut whole weights as `splits` say: what each rank would hold, rank 0 first.
-
-    Sections that the ranks do not divide are filled up with zeros.
-
-    Raises:
-        ValueError: less than one rank, or sections that are not the weight's length.
-    """
-    if num_ranks < 1:
-        raise ValueError(f"{num_ranks} ranks; pass at least 1")
-    parts: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
-    for name, value in weights.items():
-        whole = array_of(value)
-        for rank in range(num_ranks):
-            parts[rank][name] = _part(name, whole, splits[name], num_ranks, rank) if name in splits else whole
-    return parts
-
-
-def _part(name: str, whole: NDArray[np.float64], split: SplitLike, num_ranks: int, rank: int) -> NDArray[np.float64]:
-    if sum(split.sections) != whole.shape[split.dim]:
-        raise ValueError(
-            f"{name}: sections {tuple(split.sections)} sum to {sum(split.sections)}; expected the "
-            f"{whole.shape[split.dim]} of dim {split.dim} of shape {list(whole.shape)}"
-        )
-    pieces = []
-    for section in np.split(whole, np.cumsum(split.sections)[:-1], axis=split.dim):
-        width = -(-section.shape[split.dim] // num_ranks)
-        padding = [(0, 0)] * section.ndim
-        padding[split.dim] = (0, width * num_ranks - section.shape[split.dim])
-        filled = np.pad(section, padding)
-        pieces.append(np.take(filled, range(rank * width, (rank + 1) * width), axis=split.dim))
-    return np.concatenate(pieces, axis=split.dim)
-
-
 def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> dict[str, CutWeight]:
-    """Put the ranks' parts together, and say whose each is.
-
-    Args:
-        parts: what every rank holds, by name, rank 0 first; arrays or tensors.
-        splits: how those that are cut are cut; what is not named is whole on every rank.
+    """Put the ranks' parts together, and say whose each is; arguments as `draw_shards`.
 
     Raises:
-        ValueError: there is no rank, ranks hold different names, or a part has a different shape than its split says.
+        ValueError: there is no rank or more than 8, or a rank's weights have other names or shapes than expected.
     """
-    if not parts:
-        raise ValueError("there is no rank; pass what every rank holds, rank 0 first")
-    found: dict[str, CutWeight] = {}
-    for rank, part in enumerate(parts):
-        if set(part) != set(parts[0]):
-            odd = ", ".join(sorted(set(part) ^ set(parts[0])))
-            raise ValueError(f"rank {rank}: holds other weights than rank 0: {odd}; pass the same names of every rank")
-    for name in parts[0]:
-        arrays = [array_of(part[name]) for part in parts]
-        split = splits.get(name)
-        if split is None:
-            _require_shapes(name, arrays, arrays[0].shape)
-            found[name] = CutWeight(name, arrays[0], None, (), np.zeros(0, np.int64), len(parts))
-        else:
-            found[name] = _joined(name, arrays, split)
-    return found
+    if not 1 <= len(parts) <= MAX_RANKS:
+        raise ValueError(f"{len(parts)} ranks; pass what each of 1 to {MAX_RANKS} ranks holds: colours tell them apart")
+    arrays = [{name: _array(value) for name, value in part.items()} for part in parts]
+    shapes = {name: first.shape for name, first in arrays[0].items()}
+    for name in splits.keys() & shapes.keys():
+        whole = list(shapes[name])
+        whole[splits[name].dim] = sum(-(-size // len(parts)) for size in splits[name].sections)
+        shapes[name] = tuple(whole)
+    for rank, own in enumerate(arrays):
+        if wrong := sorted({(name, one.shape) for name, one in own.items()} ^ set(shapes.items())):
+            raise ValueError(
+                f"rank {rank}: {wrong[0][0]} has shape {list(np.shape(own.get(wrong[0][0])))}; expected "
+                f"{list(shapes.get(wrong[0][0], ()))}: pass each rank's own part of the same weights"
+            )
+    return {name: _joined(name, [own[name] for own in arrays], splits.get(name)) for name in shapes}
 
 
-def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike) -> CutWeight:
+def _array(value: Any) -> NDArray[np.float64]:
+    """Return a value's numbers, also of a tensor that has a gradient."""
+    return np.asarray(value.detach() if hasattr(value, "detach") else value, dtype=np.float64)
+
+
+def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike | None) -> CutWeight:
+    if split is None:
+        return CutWeight(name, arrays[0], None, (), np.zeros(0, np.int64), len(arrays))
     num_ranks, dim, sections = len(arrays), split.dim, tuple(split.sections)
-    widths = [-(-size // num_ranks) for size in sections]
-    expected = list(arrays[0].shape)
-    expected[dim] = sum(widths)
-    _require_shapes(name, arrays, tuple(expected))
     pieces, owners, begin = [], [], 0
-    for size, width in zip(sections, widths, strict=True):
+    for size in sections:
+        width = -(-size // num_ranks)
         pieces += [np.take(array, range(begin, begin + width), axis=dim) for array in arrays]
         owner = np.repeat(np.arange(num_ranks), width)
         owner[size:] = -1
@@ -171,22 +129,9 @@ def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike) 
     return CutWeight(name, np.concatenate(pieces, axis=dim), dim, sections, np.concatenate(owners), num_ranks)
 
 
-def _require_shapes(name: str, arrays: Sequence[NDArray[np.float64]], expected: tuple[int, ...]) -> None:
-    for rank, array in enumerate(arrays):
-        if array.shape != expected:
-            raise ValueError(
-                f"rank {rank}: {name} has shape {list(array.shape)}; expected {list(expected)}: pass each rank's own "
-                "part, or cut whole weights by cut_weights"
-            )
-
-
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3
-MARKS = ("f", "g")
-MEANINGS = {
-    "f": "f: forward nothing, backward an all-reduce",
-    "g": "g: forward an all-reduce, backward nothing",
-}
+MEANINGS = ("f: forward nothing, backward an all-reduce", "g: forward an all-reduce, backward nothing")
 MARK = "#1A1A1A"
 STRIP_IN, BIAS_IN = 0.4, 0.13
 FUSED = ("Q", "K", "V")
@@ -216,7 +161,7 @@ class _WeightCard(NamedTuple):
     @property
     def strip(self) -> float:
         """Room left of the weight for the names of its rows' owners."""
-        return 0.45 if not self.across and self.shards.dim is not None else 0.0
+        return 0.0 if self.across else 0.45
 
     @property
     def extent(self) -> float:
@@ -250,47 +195,41 @@ def draw_shards(
 
     Args:
         parts: what every rank holds by name, rank 0 first: arrays or tensors (as `state_dict` returns them on each
-            rank). `cut_weights` makes them of whole weights.
+            rank).
         splits: how they are cut (`splits_of(model)`); what is not named is whole on every rank.
         num_heads: attention heads of the whole model, to name those of each rank.
 
     Raises:
-        ValueError: as `shards_of`; more than 8 ranks; nothing is cut.
+        ValueError: as `shards_of`; nothing is cut.
     """
     found = shards_of(parts, splits)
     names = _chosen(found)
     lines = [_widened(line) for line in _lines(_regions(found, names))]
     height = TOP_IN + sum(HEAD_IN + max(region.tall for region in line) + 0.4 for line in lines) + FOOT_IN
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     top = height - TOP_IN
     for line in lines:
         x, tall = LEFT_IN, max(region.tall for region in line)
         for region in line:
-            _draw_region(pen, region, (x, top, tall), num_heads, MARKS)
+            _draw_region(pen, region, (x, top, tall), num_heads)
             x += region.wide + 0.3
         top -= HEAD_IN + tall + 0.4
     _draw_foot(pen, found, len(parts))
-    pen.flush()
-    put_title(figure, _share_that_is_cut(found, len(parts)), _whole_weights(found))
-    return Picture(figure, _say(found, names, len(parts)))
+    return pen.finish(_share_that_is_cut(found, len(parts)), _whole_weights(found), *_say(found, names))
 
 
-def _say(found: Mapping[str, CutWeight], names: Sequence[str], num_ranks: int) -> str:
+def _say(found: Mapping[str, CutWeight], names: Sequence[str]) -> list[str]:
     """Say which rank holds which rows or columns of each weight."""
-    lines = [f"{_share_that_is_cut(found, num_ranks)}. {_whole_weights(found)}"]
+    lines = []
     for name in names:
         one = found[name]
-        turned = _turned(name)
-        if one.dim is None:
-            lines.append(f"{name} {list(one.shape)}: whole on every rank.")
-            continue
-        what = ("outputs" if turned else "tokens") if one.dim == 0 else "inputs"
+        what = ("outputs" if _turned(name) else "tokens") if one.dim == 0 else "inputs"
         each = [
             f"rank {rank} {' and '.join(f'{low}-{high - 1}' for low, high in one.slices(rank) if high > low)}"
             for rank in range(one.num_ranks)
         ]
         lines.append(f"{name} {list(one.shape)}, cut by {what}: {'; '.join(each)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _turned(name: str) -> bool:
@@ -300,8 +239,6 @@ def _turned(name: str) -> bool:
 
 def _chosen(found: Mapping[str, CutWeight]) -> list[str]:
     """Return the weights of two dims that are cut, of several equal blocks those of the first."""
-    if next(iter(found.values())).num_ranks > MAX_RANKS:
-        raise ValueError(f"more than {MAX_RANKS} ranks cannot be told apart by colour; draw fewer")
     cut = [name for name, one in found.items() if one.dim is not None and one.values.ndim == 2]
     first = min((int(number) for name in cut for number in re.findall(r"\.(\d+)\.", f".{name}")), default=0)
     names = [name for name in cut if all(int(n) == first for n in re.findall(r"\.(\d+)\.", f".{name}"))]
@@ -360,9 +297,7 @@ def _whole_weights(found: Mapping[str, CutWeight]) -> str:
     return f"Drawn as y = x W: inputs down, outputs across; stronger is larger. In addition, {kept}."
 
 
-def _draw_region(
-    pen: Pen, region: _Region, place: tuple[float, float, float], num_heads: int | None, marks: tuple[str, str]
-) -> None:
+def _draw_region(pen: Pen, region: _Region, place: tuple[float, float, float], num_heads: int | None) -> None:
     """Draw a region's weights in a line, f before a column cut and g after a row cut or an embedding.
 
     `place` is the left end, the top, and the height that the line leaves for weights.
@@ -373,8 +308,8 @@ def _draw_region(
     x = left
     heads = num_heads if any(len(card.shards.sections) == len(FUSED) for card in region.cards) else None
     opens, closes = region.cards[0], region.cards[-1]
-    if opens.shards.dim is not None and opens.across and opens.turned:
-        _draw_mark(pen, (x + 0.3, base), marks[0])
+    if opens.across and opens.turned:
+        _draw_mark(pen, (x + 0.3, base), "f")
     x += MARK_IN
     for number, card in enumerate(region.cards):
         if number:
@@ -382,8 +317,8 @@ def _draw_region(
             x += 0.5
         _draw_card(pen, card, (x + card.strip, base - card.tall / 2), heads)
         x += card.extent
-    if closes.shards.dim is not None and not closes.across:
-        _draw_mark(pen, (x + 0.32, base), marks[1])
+    if not closes.across:
+        _draw_mark(pen, (x + 0.32, base), "g")
 
 
 def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
@@ -394,8 +329,8 @@ def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
 
 def _draw_foot(pen: Pen, found: Mapping[str, CutWeight], num_ranks: int) -> None:
     """Write what the marks mean, and a legend of ranks."""
-    for number, mark in enumerate(MARKS):
-        pen.words((LEFT_IN, 0.86 - 0.24 * number), MEANINGS[mark], side="left", colour=INK)
+    for number, meaning in enumerate(MEANINGS):
+        pen.words((LEFT_IN, 0.86 - 0.24 * number), meaning, side="left")
     boxes = [LegendBox(RANK_COLOURS[rank], "white", f"r{rank}", f"rank {rank}") for rank in range(num_ranks)]
     if any((one.owner < 0).any() for one in found.values()):
         boxes.append(LegendBox(IDLE, FAINT, "", "padding"))
@@ -419,8 +354,7 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_hea
     label = f"{name} {rows} x {columns}"
     size = min(SMALL_PT, SMALL_PT * (card.extent + 0.5) / max(width_in(label, SMALL_PT), 0.1))
     pen.words((x + card.wide / 2, below), label, size=size)
-    if one.dim is not None:
-        _draw_owners(pen, card, corner, num_heads)
+    _draw_owners(pen, card, corner, num_heads)
 
 
 def _stamp(

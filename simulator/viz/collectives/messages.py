@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -34,56 +34,27 @@ from simulator.viz.drawing.style import (
 PAIRS = ("send", "recv")
 
 
-class DiagramCall(RecordedCall, Protocol):
-    """One recorded call: what a diagram of messages needs to know about it. A `distlab.comm` Call has all of it."""
-
-    @property
-    def number(self) -> int:
-        """Its number among the calls that it can meet."""
-
-    @property
-    def group(self) -> tuple[int, ...]:
-        """Ranks of the group."""
-
-    @property
-    def wait_ns(self) -> int:
-        """When the rank began to wait for it, or 0."""
-
-    @property
-    def state(self) -> str:
-        """One of "issued", "waiting", "done" and "failed"."""
-
-    @property
-    def channel(self) -> int:
-        """What calls share that can meet: their group, or their pair of ranks and tag."""
-
-
 class CallEvent(NamedTuple):
-    """One call in the diagram; x in steps.
+    """One call in the diagram, and its place among all calls; x in steps.
 
     Attributes:
-        call: its number in the list of all calls.
-        rank: who made it.
-        op: the operation.
-        peer: the rank at the other end, or -1.
-        num_bytes: payload.
-        group: ranks of its group.
+        index: its place in the order in which calls were made.
+        call: the call.
         start_x: when it was made.
         wait_x: when the rank began to wait for it.
         end_x: when it was over; None: never.
-        waits: whether the rank still waits for it.
     """
 
-    call: int
-    rank: int
-    op: str
-    peer: int
-    num_bytes: int
-    group: tuple[int, ...]
+    index: int
+    call: RecordedCall
     start_x: float
     wait_x: float
     end_x: float | None
-    waits: bool
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank still waits for it."""
+        return _is_stuck(self.call)
 
 
 MAX_CALLS = 240
@@ -113,7 +84,7 @@ class Diagram(NamedTuple):
     num_left_out: int
 
 
-def read_diagram(records: Iterable[DiagramCall]) -> Diagram:
+def read_diagram(records: Iterable[RecordedCall]) -> Diagram:
     """Read the diagram of recorded calls.
 
     Where there are more than MAX_CALLS calls, it keeps the last ones if a rank hangs, else the first ones.
@@ -129,10 +100,7 @@ def read_diagram(records: Iterable[DiagramCall]) -> Diagram:
     calls = calls[left_out:] if stuck else calls[:MAX_CALLS]
     pairs, meetings = _meet(calls)
     times = _steps(calls, pairs, meetings)
-    events = tuple(
-        CallEvent(index, c.rank, c.op, c.peer, c.num_bytes, tuple(c.group), *times[index], _is_stuck(c))
-        for index, c in enumerate(calls)
-    )
+    events = tuple(CallEvent(index, call, *times[index]) for index, call in enumerate(calls))
     members = {rank for call in calls for rank in (call.rank, *call.group)}
     first = calls[0].start_ns
     last = max(max(call.start_ns, call.wait_ns, call.end_ns) for call in calls)
@@ -156,11 +124,11 @@ def cycle_of(waits_for: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
     return ()
 
 
-def _is_stuck(call: DiagramCall) -> bool:
+def _is_stuck(call: RecordedCall) -> bool:
     return not call.end_ns and call.state in ("waiting", "failed") and call.wait_ns > 0
 
 
-def _meet(calls: list[DiagramCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
+def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
     """Pair sends with receives in order, tag by tag, and collect the calls of each collective."""
     arrivals: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
     meetings: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -183,7 +151,7 @@ Place = tuple[float, float, float | None]
 
 
 def _steps(
-    calls: list[DiagramCall], pairs: tuple[tuple[int, int], ...], meetings: tuple[tuple[int, ...], ...]
+    calls: list[RecordedCall], pairs: tuple[tuple[int, int], ...], meetings: tuple[tuple[int, ...], ...]
 ) -> list[Place]:
     """Number what happens: after what the rank did before, and after what made it possible."""
     causes: dict[int, list[int]] = {receive: [send] for send, receive in pairs}
@@ -225,14 +193,14 @@ def _steps(
 
 def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
     """Return whom each stuck rank waits for: the other end, or the members that have not come."""
-    came = {index: {events[other].rank for other in met} for met in meetings for index in met}
+    came = {index: {events[other].call.rank for other in met} for met in meetings for index in met}
     waits: dict[int, tuple[int, ...]] = {}
     for event in events:
-        if event.waits and event.op in PAIRS and event.peer >= 0:
-            waits[event.rank] = (event.peer,)
+        if event.waits and event.call.op in PAIRS and event.call.peer >= 0:
+            waits[event.call.rank] = (event.call.peer,)
         elif event.waits:
-            missing = tuple(rank for rank in event.group if rank not in came.get(event.call, ()))
-            waits[event.rank] = tuple(rank for rank in missing or event.group if rank != event.rank)
+            missing = tuple(rank for rank in event.call.group if rank not in came.get(event.index, ()))
+            waits[event.call.rank] = tuple(rank for rank in missing or event.call.group if rank != event.call.rank)
     return dict(sorted(waits.items()))
 
 
@@ -242,7 +210,7 @@ HALF = 0.15  # half of a bar's height, in rows
 LABELLED = 24  # messages that still get their sizes written
 
 
-def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = None) -> Picture:
+def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None = None) -> Picture:
     """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
@@ -250,7 +218,7 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = 
     cross. Of more than 240 calls the last are drawn where a rank hangs, else the first.
 
     Args:
-        records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `DiagramCall`.
+        records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `RecordedCall`.
         title: replaces the takeaway, and begins the words.
 
     Raises:
@@ -271,7 +239,7 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = 
         axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
     _draw_collectives(axes, diagram, rows)
     for event in diagram.events:
-        _draw_wait(axes, diagram, event, rows[event.rank], edge)
+        _draw_wait(axes, diagram, event, rows[event.call.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
     words = "time runs to the right, in steps of cause and effect (not to scale)"
     draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
@@ -286,16 +254,16 @@ def _say(diagram: Diagram) -> list[str]:
     received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
-    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.rank)):
-        size = format_bytes(float(event.num_bytes))
-        if event.op == "send":
-            taken = event.call in received and diagram.events[received[event.call]].end_x is not None
+    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.call.rank)):
+        size = format_bytes(float(event.call.num_bytes))
+        if event.call.op == "send":
+            taken = event.index in received and diagram.events[received[event.index]].end_x is not None
             ending = "" if taken else " (not received)"
-            lines.append(f"rank {event.rank} -> rank {event.peer}: {size}{ending}")
-        elif event.op not in PAIRS and event.call not in told:
-            told.update(met[event.call])
-            came = sorted(diagram.events[index].rank for index in met[event.call])
-            lines.append(f"{event.op} of {name_ranks(came)}: {size}")
+            lines.append(f"rank {event.call.rank} -> rank {event.call.peer}: {size}{ending}")
+        elif event.call.op not in PAIRS and event.index not in told:
+            told.update(met[event.index])
+            came = sorted(diagram.events[index].call.rank for index in met[event.index])
+            lines.append(f"{event.call.op} of {name_ranks(came)}: {size}")
     for rank, others in diagram.waits_for.items():
         lines.append(f"rank {rank} waits for {name_ranks(others)}")
     if diagram.num_left_out:
@@ -313,8 +281,8 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
         rank, others = next(iter(diagram.waits_for.items()))
         more = f" (and {len(diagram.waits_for) - 1} more wait)" if len(diagram.waits_for) > 1 else ""
         return f"Rank {rank} waits for {name_ranks(others)}, forever{more}"
-    sends = [event for event in diagram.events if event.op == "send"]
-    total = format_bytes(float(sum(event.num_bytes for event in sends)))
+    sends = [event for event in diagram.events if event.call.op == "send"]
+    total = format_bytes(float(sum(event.call.num_bytes for event in sends)))
     parts = []
     if sends:
         parts.append(f"{len(sends)} message{'s' if len(sends) > 1 else ''} of {total} together")
@@ -332,14 +300,14 @@ def _duration(diagram: Diagram) -> str:
 
 def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
-    style = kind_styles([event.op])[event.op]
+    style = kind_styles([event.call.op])[event.call.op]
     look: dict[str, Any]
     if event.waits:
         wide = edge - event.wait_x
         look = {"facecolor": pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
         axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
-        others = diagram.waits_for[event.rank]
-        words = f" {event.op.replace('_', '-')}: waits for {name_ranks(others)} "
+        others = diagram.waits_for[event.call.rank]
+        words = f" {event.call.op.replace('_', '-')}: waits for {name_ranks(others)} "
         box: dict[str, Any] = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}
         axes.text(edge, row, words, fontsize=SMALL_PT, color=INK, ha="right", va="center", bbox=box, zorder=6)
     elif event.end_x is not None and event.end_x > event.wait_x:
@@ -356,13 +324,13 @@ def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: f
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
     """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
     received = dict(diagram.pairs)
-    sends = [event for event in diagram.events if event.op == "send" and event.peer in rows]
+    sends = [event for event in diagram.events if event.call.op == "send" and event.call.peer in rows]
     colour = kind_styles(["send"])["send"].colour
     taken_spots: list[tuple[float, float]] = []
     for event in sends:
-        low, high = rows[event.rank], rows[event.peer]
+        low, high = rows[event.call.rank], rows[event.call.peer]
         down = 1 if high > low else -1
-        taken = diagram.events[received[event.call]] if event.call in received else None
+        taken = diagram.events[received[event.index]] if event.index in received else None
         start = (event.start_x, float(low))
         axes.scatter([event.start_x], [low], s=34, c=colour, zorder=4)
         if taken is not None and taken.end_x is not None:
@@ -370,7 +338,7 @@ def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float
             look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 15, "linewidth": 1.8, "color": colour}
             axes.add_patch(FancyArrowPatch(start, end, shrinkA=0, shrinkB=0, zorder=3, **look))
             if len(sends) <= LABELLED:
-                _label_arrow(axes, start, end, format_bytes(float(event.num_bytes)), taken_spots)
+                _label_arrow(axes, start, end, format_bytes(float(event.call.num_bytes)), taken_spots)
         else:
             x = event.start_x + 0.03 * edge
             axes.plot([start[0], x], [low, low + 0.42 * down], color=STUCK, linewidth=1.8, linestyle="--", zorder=3)
@@ -409,13 +377,13 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
         if len(events) < 2 or any(event.end_x is None for event in events):
             continue
         x = max(event.start_x for event in events)
-        lines = [rows[event.rank] for event in events]
-        colour = kind_styles([events[0].op])[events[0].op].colour
+        lines = [rows[event.call.rank] for event in events]
+        colour = kind_styles([events[0].call.op])[events[0].call.op].colour
         axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
 
 
 def _legend(diagram: Diagram) -> list[LegendBox]:
-    styles = kind_styles([event.op for event in diagram.events])
+    styles = kind_styles([event.call.op for event in diagram.events])
     words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
     boxes = [LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
     if diagram.waits_for:

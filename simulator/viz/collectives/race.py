@@ -259,10 +259,7 @@ def _draw_band(figure: Figure, facts: Race) -> None:
     """Draw the band of winners on the same axis of sizes, each with its name where there is room, else its letter."""
     top = figure.get_size_inches()[1] - BOTTOM_IN - BAND_IN
     axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=BOTTOM_IN)
-    axes.set_xscale("log")
-    axes.set_xlim(SMALLEST_BYTES, LARGEST_BYTES)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
+    axes.set(xscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES), ylim=(0, 1), yticks=[])
     axes.spines["left"].set_visible(False)
     width_px = axes_pixels(axes)[0]
     decades = math.log10(LARGEST_BYTES / SMALLEST_BYTES)

@@ -1,4 +1,4 @@
-"""Read a ring collective from what was recorded, and draw it step by step: who sends which chunk, and whose parts it has.
+"""Read a ring collective from what was recorded, and draw it step by step: who sends which chunk to whom.
 
 The record knows senders, receivers, bytes and order. In each step a ring forwards what it received in the step before,
 so a chunk can be followed from rank to rank; it is named after the rank that sends it first.
@@ -6,7 +6,6 @@ so a chunk can be followed from rank to rank; it is named after the rank that se
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -14,11 +13,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.trace import Trace
 from simulator.units import format_bytes, format_s
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -33,35 +30,27 @@ from simulator.viz.drawing.style import (
     text_colour,
 )
 
-_PEER = re.compile(r"\b(?:to|from)\s+(?:rank\s+)?(\d+)")
-
 
 class RecordedCall(Protocol):
-    """One recorded call: what a picture of a ring needs to know about it."""
+    """One recorded call, as pictures read it; a `distlab.comm` Call has all of it.
 
-    @property
-    def rank(self) -> int:
-        """Who made the call."""
+    `op` is the operation, such as "send"; `peer` the rank at the other end, or the root, or -1; `number` counts the
+    calls that can meet, which share a `channel`: their group, or their pair of ranks and tag. `start_ns` is when it was
+    made, `wait_ns` when the rank began to wait for it, `end_ns` when it was known to be over, or 0. `state` is
+    "issued", "waiting", "done" or "failed".
+    """
 
-    @property
-    def op(self) -> str:
-        """The operation, such as "send" or "all_reduce"; a ring's picture reads "send" and "recv" only."""
-
-    @property
-    def peer(self) -> int:
-        """The rank at the other end, or the root, or -1."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload."""
-
-    @property
-    def start_ns(self) -> int:
-        """When the call was made."""
-
-    @property
-    def end_ns(self) -> int:
-        """When it was known to be over, or 0."""
+    rank: int
+    op: str
+    peer: int
+    num_bytes: int
+    number: int
+    group: tuple[int, ...]
+    channel: int
+    start_ns: int
+    wait_ns: int
+    end_ns: int
+    state: str
 
 
 class Delivery(NamedTuple):
@@ -74,15 +63,11 @@ class Delivery(NamedTuple):
     end_ns: int
 
 
-Record = Trace | Iterable[RecordedCall]
-
-
 class RingSteps(NamedTuple):
     """A ring's record, step by step.
 
     Attributes:
         ranks: in ring order: each sends to the next, the last to the first.
-        operation: "all_reduce" or "reduce_scatter".
         chunk: [steps, ranks] the chunk that each rank sends, an index into ranks (who sends it first).
         num_bytes: [steps, ranks] bytes that each rank sends.
         span_s: [steps] from the first send to the last receive of the step.
@@ -90,38 +75,37 @@ class RingSteps(NamedTuple):
     """
 
     ranks: tuple[int, ...]
-    operation: str
     chunk: NDArray[np.int64]
     num_bytes: NDArray[np.int64]
     span_s: NDArray[np.float64]
     fault: str
 
     @property
-    def held(self) -> NDArray[np.int64]:
-        """How many ranks' parts each chunk holds, as `provenance`: [steps + 1, ranks, chunks]; all are the full sum."""
-        return np.asarray(provenance(self).sum(axis=3), np.int64)
+    def parts(self) -> Masks:
+        """Whose parts are in each chunk: [steps + 1, ranks, chunks, parts], before each step and after the last."""
+        size = len(self.ranks)
+        state = np.zeros((size, size, size), dtype=bool)
+        state[np.arange(size), :, np.arange(size)] = True
+        states = [state]
+        for row in self.chunk:
+            state = state.copy()
+            for place, sent in enumerate(row.tolist()):
+                state[(place + 1) % size, sent] |= states[-1][place, sent]
+            states.append(state)
+        return np.array(states)
+
+    def copies(self, number: int) -> bool:
+        """Tell whether receivers copy full sums in this step; while sums are partial they add."""
+        places = np.arange(len(self.ranks))
+        return bool(self.parts[number][places, self.chunk[number]].all())
 
 
-class _End(NamedTuple):
-    """One end of a message, as a trace has it: a RecordedCall."""
-
-    rank: int
-    op: str
-    peer: int
-    num_bytes: int
-    start_ns: int
-    end_ns: int
-
-
-def messages_of(record: Record) -> list[Delivery]:
+def messages_of(calls: Iterable[RecordedCall]) -> list[Delivery]:
     """Pair sends with their receives, first in first out for each pair of ranks, in order of their starts.
 
-    In a trace the peer is read from the span's name, "send to 1 #3"; recorded calls have it as a field.
-
     Raises:
-        ValueError: there are no sends, a peer is unknown, or a send and its receive differ in bytes.
+        ValueError: there are no sends, or a send and its receive differ in bytes.
     """
-    calls: Iterable[RecordedCall] = _ends_of_trace(record) if isinstance(record, Trace) else record
     ends = sorted((call for call in calls if call.op in ("send", "recv")), key=lambda end: end.start_ns)
     arrivals: dict[tuple[int, int], deque[RecordedCall]] = {}
     for end in ends:
@@ -132,60 +116,39 @@ def messages_of(record: Record) -> list[Delivery]:
         waiting = arrivals.get((send.rank, send.peer))
         taken = waiting.popleft() if waiting else send
         if taken.num_bytes != send.num_bytes:
-            words = (
-                f"rank {send.rank} sends {send.num_bytes} bytes to rank {send.peer}, which receives {taken.num_bytes}"
-            )
-            raise ValueError(f"{words}; pass the sends and receives of one call only")
+            words = f"rank {send.rank} sends {send.num_bytes} bytes to rank {send.peer}, which receives"
+            raise ValueError(f"{words} {taken.num_bytes}; pass the sends and receives of one call only")
         messages.append(Delivery(send.rank, send.peer, send.num_bytes, send.start_ns, max(taken.end_ns, send.start_ns)))
     if not messages:
         raise ValueError("the record has no send; record an algorithm built on send and recv, with at least 2 ranks")
     return messages
 
 
-def _ends_of_trace(trace: Trace) -> list[_End]:
-    ends = []
-    for span in trace.select(trace.is_word("kind", "send", "recv")):
-        peer = _PEER.search(span.name)
-        if peer is None:
-            raise ValueError(
-                f"rank {span.rank}: span {span.name!r} does not name the other rank; pass the Records, not a Trace"
-            )
-        ends.append(_End(span.rank, span.kind, int(peer.group(1)), span.num_bytes, span.start_ns, span.end_ns))
-    return ends
-
-
-def ring_steps(record: Record) -> RingSteps:
+def ring_steps(calls: Iterable[RecordedCall]) -> RingSteps:
     """Follow the chunks of one ring collective through its steps.
 
-    The number of steps says which: 2(n-1) are an all_reduce, n-1 a reduce_scatter. An all_gather alone, which has as
-    many steps as a reduce_scatter, is not supported.
+    The number of steps says which: 2(n-1) are an all-reduce, n-1 a reduce-scatter. An all-gather alone, which has as
+    many steps as a reduce-scatter, is not supported.
 
     Raises:
         ValueError: the messages are not of a ring: a rank sends to several, counts differ, or the steps do not fit.
     """
-    ranks, sent = _ring_order(messages_of(record))
-    size, count = len(ranks), len(sent[0])
-    operation = "all_reduce" if count % (2 * (size - 1)) == 0 else "reduce_scatter"
-    num_steps = (size - 1) * (2 if operation == "all_reduce" else 1)
+    ranks, sent = _ring_order(messages_of(calls))
+    half, count = len(ranks) - 1, len(sent[0])
+    num_steps = half if count % (2 * half) else 2 * half
     if count % num_steps:
         raise ValueError(
-            f"each rank sends {count} messages; a ring {operation} of {size} ranks has {num_steps} steps: "
-            "pass the spans of one call only"
+            f"each rank sends {count} messages; a ring of {half + 1} ranks has {2 * half} steps, or {half} for a "
+            "reduce-scatter: pass the calls of one collective only"
         )
     pieces = count // num_steps  # a step may cut its chunk into several messages
     table = [[own[step * pieces : (step + 1) * pieces] for own in sent] for step in range(num_steps)]
     num_bytes = np.array([[sum(m.num_bytes for m in part) for part in row] for row in table], dtype=np.int64)
-    starts = [min(m.start_ns for part in row for m in part) for row in table]
-    ends = [max(m.end_ns for part in row for m in part) for row in table]
-    chunk, fault = _follow(ranks, num_bytes)
-    return RingSteps(
-        ranks=ranks,
-        operation=operation,
-        chunk=chunk,
-        num_bytes=num_bytes,
-        span_s=(np.array(ends) - np.array(starts)) / 1e9,
-        fault=fault,
-    )
+    spans = [
+        (min(m.start_ns for part in row for m in part), max(m.end_ns for part in row for m in part)) for row in table
+    ]
+    chunk = (np.arange(half + 1)[None, :] - np.arange(num_steps)[:, None]) % (half + 1)
+    return RingSteps(ranks, chunk, num_bytes, np.ptp(np.array(spans), axis=1) / 1e9, _fault(ranks, num_bytes))
 
 
 def _ring_order(messages: Sequence[Delivery]) -> tuple[tuple[int, ...], list[list[Delivery]]]:
@@ -202,41 +165,24 @@ def _ring_order(messages: Sequence[Delivery]) -> tuple[tuple[int, ...], list[lis
     ranks = [min(by_rank)]
     while after.get(ranks[-1], ranks[0]) not in ranks:
         ranks.append(after[ranks[-1]])
-    if len(ranks) != len(by_rank) or after.get(ranks[-1]) != ranks[0] or len(ranks) < 2:
-        raise ValueError(f"the messages go {after} (sender: receiver); that is not one ring through all ranks")
     counts = {rank: len(own) for rank, own in by_rank.items()}
-    if len(set(counts.values())) != 1:
-        raise ValueError(f"the ranks send different numbers of messages: {counts}; pass the spans of one call only")
+    if len(ranks) != len(by_rank) or after.get(ranks[-1]) != ranks[0] or len(set(counts.values())) != 1:
+        raise ValueError(
+            f"the messages go {after} (sender: receiver), {counts} of them (sender: number); that is not one ring "
+            "through all ranks: pass the calls of one collective only"
+        )
     return tuple(ranks), [by_rank[rank] for rank in ranks]
 
 
-def _follow(ranks: Sequence[int], num_bytes: NDArray[np.int64]) -> tuple[NDArray[np.int64], str]:
-    """Name each step's chunks: what a rank sends is what its left neighbour sent one step earlier."""
-    steps, size = num_bytes.shape
-    chunk = (np.arange(size)[None, :] - np.arange(steps)[:, None]) % size
+def _fault(ranks: Sequence[int], num_bytes: NDArray[np.int64]) -> str:
+    """Say where a rank does not send what its left neighbour sent one step earlier; "" where all do."""
     expected = np.roll(num_bytes, 1, axis=1)[:-1]
     wrong = np.argwhere(num_bytes[1:] != expected)
     if not len(wrong):
-        return chunk, ""
+        return ""
     step, place = (int(at) for at in wrong[0])
     got, sent = format_bytes(float(expected[step, place])), format_bytes(float(num_bytes[step + 1, place]))
-    return chunk, f"rank {ranks[place]} receives {got} in step {step + 1} and sends {sent} in step {step + 2}"
-
-
-def provenance(steps: RingSteps) -> NDArray[np.bool_]:
-    """Return whose parts are in each chunk: [steps + 1, ranks, chunks, parts], before each step and after the last."""
-    size = len(steps.ranks)
-    state = np.zeros((size, size, size), dtype=bool)
-    places = np.arange(size)
-    state[places, :, places] = True
-    states = [state]
-    for row in steps.chunk:
-        after = state.copy()
-        for place, sent in enumerate(row.tolist()):
-            after[(place + 1) % size, sent] |= state[place, sent]
-        state = after
-        states.append(state)
-    return np.array(states)
+    return f"rank {ranks[place]} receives {got} in step {step + 1} and sends {sent} in step {step + 2}"
 
 
 def chunk_name(index: int) -> str:
@@ -244,14 +190,9 @@ def chunk_name(index: int) -> str:
     return chr(65 + index) if index < 26 else chunk_name(index // 26 - 1) + chunk_name(index % 26)
 
 
-def step_verb(steps: RingSteps, number: int) -> str:
-    """Say what receivers do in a step: 'add' while sums are partial, 'copy' once they are full."""
-    sent = steps.held[number][np.arange(len(steps.ranks)), steps.chunk[number]]
-    return "copy" if (sent >= len(steps.ranks)).all() else "add"
-
-
 MAX_RANKS = 8
 HEIGHT_IN, TOP_IN, BOTTOM_IN = 6.9, 0.95, 0.5
+MIDDLE_IN = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
 ARROW = "#0072B2"
 Masks = NDArray[np.bool_]
 Point = NDArray[np.float64]
@@ -269,60 +210,39 @@ class _Card(NamedTuple):
         return np.array([self.column * self.size, self.slot * self.size])
 
 
-def draw_ring_frame(record: Record | RingSteps, step: int = 0) -> Picture:
+def draw_ring_frame(record: Iterable[RecordedCall] | RingSteps, step: int = 0) -> Picture:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
     A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
     chunk that has just arrived is framed; a chunk with every rank's part is the sum.
 
     Args:
-        record: what a recorder returns, or a trace whose spans name their peers. Steps that `ring_steps` has read
-            already are taken as they are.
+        record: what a recorder returns. Steps that `ring_steps` has read already are taken as they are.
         step: 1 for the first; 0 is what every rank holds before it.
 
     Raises:
         ValueError: the record is not of a ring, there is no such step, or more than 8 ranks.
     """
-    steps = _checked(record, step)
-    masks = provenance(steps)[step]
+    steps = record if isinstance(record, RingSteps) else ring_steps(record)
+    if not 0 <= step <= len(steps.chunk) or len(steps.ranks) > MAX_RANKS:
+        raise ValueError(
+            f"step {step} of {len(steps.ranks)} ranks; this ring has steps 1 to {len(steps.chunk)}, and 0 for the "
+            f"start; a frame shows at most {MAX_RANKS} ranks"
+        )
     size = len(steps.ranks)
-    figure, pen = sheet(HEIGHT_IN)
+    _, pen = sheet(HEIGHT_IN)
     card = _Card(min(0.8, 2.1 / size), min(0.36, 1.5 / size), size)
     places = _places(size, card)
     for place, spot in enumerate(places):
         arrived = int(steps.chunk[step - 1][place - 1]) if step else -1
-        _draw_card(pen, steps, masks[place], spot, card, name=f"rank {steps.ranks[place]}", arrived=arrived)
-    if step:
-        _draw_arrows(pen, steps, step, places, card)
+        _draw_card(pen, steps, steps.parts[step][place], spot, card, name=f"rank {steps.ranks[place]}", arrived=arrived)
+    sends = _draw_arrows(pen, steps, step, places, card) if step else []
     _draw_middle(pen, steps, step)
-    pen.legend(_legend(steps))
-    pen.flush()
-    put_title(figure, _what_ranks_send(steps, step), _what_cards_show(steps, step))
-    return Picture(figure, _say(steps, step))
-
-
-def _say(steps: RingSteps, step: int) -> str:
-    """Say which chunks go to whom."""
-    text = f"{_what_ranks_send(steps, step)}. {_what_cards_show(steps, step)}"
-    if not step:
-        return text
-    masks, size = provenance(steps), len(steps.ranks)
-    sends = []
-    for place, chunk in enumerate(steps.chunk[step - 1].tolist()):
-        parts = [str(steps.ranks[part]) for part in np.flatnonzero(masks[step - 1][place, chunk])]
-        whose = "the whole sum" if len(parts) == size else f"part{'s' if len(parts) > 1 else ''} {'+'.join(parts)}"
-        receiver = steps.ranks[(place + 1) % size]
-        sends.append(f"rank {steps.ranks[place]} sends {chunk_name(chunk)} ({whose}) to {receiver}")
-    return f"{text} {'; '.join(sends)}."
-
-
-def _checked(record: Record | RingSteps, step: int) -> RingSteps:
-    steps = record if isinstance(record, RingSteps) else ring_steps(record)
-    if not 0 <= step <= len(steps.chunk):
-        raise ValueError(f"step is {step}; the ring has steps 1 to {len(steps.chunk)}, and 0 for the start")
-    if len(steps.ranks) > MAX_RANKS:
-        raise ValueError(f"a frame shows at most {MAX_RANKS} ranks, this ring has {len(steps.ranks)}: record fewer")
-    return steps
+    shown = steps.ranks if size <= 4 else (steps.ranks[0], steps.ranks[-1])
+    boxes = [LegendBox(_colour(rank), "white", str(rank), f"rank {rank}'s part") for rank in shown]
+    pen.legend([*boxes, LegendBox(IDLE, "white", "", "not in it yet"), LegendBox(SHARED, "white", "", "the whole sum")])
+    picture = pen.finish(_what_ranks_send(steps, step), _what_cards_show(steps, step))
+    return picture._replace(words=f"{picture.words} {'; '.join(sends)}.") if sends else picture
 
 
 def _what_ranks_send(steps: RingSteps, step: int) -> str:
@@ -333,26 +253,19 @@ def _what_ranks_send(steps: RingSteps, step: int) -> str:
     if not step:
         return f"Before the first step: each of {size} ranks holds its own tensor, cut into {size} chunks"
     num_bytes = format_bytes(float(steps.num_bytes[step - 1].max()))
-    if step_verb(steps, step - 1) == "copy":
+    if steps.copies(step - 1):
         return f"Step {step} of {total}: every rank sends {num_bytes} of finished sums, and its neighbour copies them"
     return f"Step {step} of {total}: every rank sends {num_bytes}, and its neighbour adds its own part"
 
 
 def _what_cards_show(steps: RingSteps, step: int) -> str:
     size = len(steps.ranks)
-    whole = int(provenance(steps)[step].all(axis=2).sum(axis=1).min())
+    whole = int(steps.parts[step].all(axis=2).sum(axis=1).min())
     sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
     total = format_bytes(float(steps.num_bytes.sum(axis=0).max()))
     took = f" This step took {format_s(float(steps.span_s[step - 1]))}." if step else ""
     so_far = f"Sent so far: {format_bytes(float(sent))} of {total} per rank."
     return f"{so_far} Chunks summed on every rank: {whole} of {size}.{took}"
-
-
-def _legend(steps: RingSteps) -> list[LegendBox]:
-    """Return an entry for each rank's part, or for the first and the last where there are many."""
-    shown = steps.ranks if len(steps.ranks) <= 4 else (steps.ranks[0], steps.ranks[-1])
-    boxes = [LegendBox(_colour(rank), "white", str(rank), f"rank {rank}'s part") for rank in shown]
-    return [*boxes, LegendBox(IDLE, "white", "", "not in it yet"), LegendBox(SHARED, "white", "", "the whole sum")]
 
 
 def _colour(rank: int) -> str:
@@ -361,23 +274,22 @@ def _colour(rank: int) -> str:
 
 def _places(size: int, card: _Card) -> Point:
     """Put the ranks clockwise in two rows, the first from the left above, the rest from the right below."""
-    middle = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
     if size == 2:
-        return np.array([[3.1, middle], [WIDTH_IN - 3.1, middle]])
+        return np.array([[3.1, MIDDLE_IN], [WIDTH_IN - 3.1, MIDDLE_IN]])
     above = -(-size // 2)
     reach = min(WIDTH_IN / 2 - card.extent[0] / 2 - 0.45, 1.9 * above)
     up = (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - card.extent[1] / 2 - 0.34
     across = np.linspace(-reach, reach, above)
     below = across if size % 2 == 0 else (across[1:] + across[:-1]) / 2
-    first = np.stack([WIDTH_IN / 2 + across, np.full(above, middle + up)], axis=1)
-    second = np.stack([WIDTH_IN / 2 + below, np.full(size - above, middle - up)], axis=1)
+    first = np.stack([WIDTH_IN / 2 + across, np.full(above, MIDDLE_IN + up)], axis=1)
+    second = np.stack([WIDTH_IN / 2 + below, np.full(size - above, MIDDLE_IN - up)], axis=1)
     return np.concatenate([first, second[::-1]])
 
 
-def _draw_arrows(pen: Pen, steps: RingSteps, step: int, places: Point, card: _Card) -> None:
-    """Draw an arrow to each neighbour, with the chunk's letter and the ranks whose parts it carries."""
-    size = len(steps.ranks)
-    masks = provenance(steps)[step - 1]
+def _draw_arrows(pen: Pen, steps: RingSteps, step: int, places: Point, card: _Card) -> list[str]:
+    """Draw an arrow to each neighbour, with the chunk's letter and the ranks whose parts it carries; say each."""
+    size, sends = len(steps.ranks), []
+    masks = steps.parts[step - 1]
     for place, chunk in enumerate(steps.chunk[step - 1].tolist()):
         start, end = places[place], places[(place + 1) % size]
         along = (end - start) / np.linalg.norm(end - start)
@@ -388,6 +300,12 @@ def _draw_arrows(pen: Pen, steps: RingSteps, step: int, places: Point, card: _Ca
         aside = np.array([-along[1], along[0]]) * bend / 2 * np.linalg.norm(last - first)
         parts = [steps.ranks[part] for part in np.flatnonzero(masks[place, chunk])]
         _draw_parcel(pen, (first + last) / 2 + lift + aside, chunk, parts, size)
+        whose = (
+            f"part{'s' if len(parts) > 1 else ''} {'+'.join(map(str, parts))}" if len(parts) < size else "the whole sum"
+        )
+        receiver = steps.ranks[(place + 1) % size]
+        sends.append(f"rank {steps.ranks[place]} sends {chunk_name(chunk)} ({whose}) to {receiver}")
+    return sends
 
 
 def _draw_parcel(pen: Pen, spot: Point, chunk: int, parts: list[int], size: int) -> None:
@@ -440,14 +358,13 @@ def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Car
 def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
     """Write in the ring's middle which half it is, and draw one box per step with this one marked."""
     total = len(steps.chunk)
-    middle = BOTTOM_IN + (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - 0.05
-    words = {"add": "reduce-scatter: add up", "copy": "all-gather: hand round"}
-    text = words[step_verb(steps, step - 1)] if step else "the start"
-    pen.words((WIDTH_IN / 2, middle + 0.24), text, size=TEXT_PT, bold=True)
+    half = "all-gather: hand round" if step and steps.copies(step - 1) else "reduce-scatter: add up"
+    text = half if step else "the start"
+    pen.words((WIDTH_IN / 2, MIDDLE_IN + 0.24), text, size=TEXT_PT, bold=True)
     wide = min(0.34, 3.4 / total)
     left = WIDTH_IN / 2 - wide * total / 2
     for number in range(total):
         fill = ARROW if number + 1 == step else "#B9CBDD" if number + 1 < step else IDLE
-        pen.box((left + number * wide, middle - 0.2), wide * 0.9, 0.26, fill, line=0)
-        spot = (left + (number + 0.45) * wide, middle - 0.07)
+        pen.box((left + number * wide, MIDDLE_IN - 0.2), wide * 0.9, 0.26, fill, line=0)
+        spot = (left + (number + 0.45) * wide, MIDDLE_IN - 0.07)
         pen.words(spot, str(number + 1), size=LEAST_PT, colour=text_colour(fill))

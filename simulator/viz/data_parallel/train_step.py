@@ -30,7 +30,7 @@ from simulator.viz.data_parallel.step import (
 )
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import draw_time_scale, frame, put_title, width_in
+from simulator.viz.drawing.plot import draw_time_scale, frame, width_in
 from simulator.viz.drawing.style import (
     FAINT,
     IDLE,
@@ -139,13 +139,12 @@ def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | Non
     _draw_names(view, own)
     draw_step_timeline(figure, view.pen, step, own, moment)
     view.pen.legend(_legend(own))
-    view.pen.flush()
     note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
     note += f"; {text}" if (text := _microbatches(own)) else ""
     note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
     note += f"; rank {own.rank}'s communication: {_shares(own)}."
-    put_title(figure, title or _takeaway(own, held[0], moment), note)
-    return Picture(figure, (f"{title}. " if title else "") + _say(step, held, moment))
+    picture = view.pen.finish(title or _takeaway(own, held[0], moment), note)
+    return picture._replace(words=(f"{title}. " if title else "") + _say(step, held, moment))
 
 
 def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:

@@ -17,7 +17,7 @@ from simulator.units import counted, format_bytes, format_s, format_span, percen
 from simulator.viz.drawing.lanes import Side, place, shaded
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import frame, put_title, spread_evenly, width_in
+from simulator.viz.drawing.plot import frame, spread_evenly, width_in
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
     FAINT,
@@ -98,12 +98,10 @@ def draw_degrees(step: Step, *, num_devices: int | None = None) -> Picture:
     draw_equation(pen, step.plan, step, HEIGHT_IN - 1.3)
     _draw_time(pen, step)
     draw_memory_bars(figure, pen, step, top=2.9, bottom=MEMORY_LOW_IN)
-    pen.flush()
-    put_title(figure, fit_and_utilization(step), _speed_of_step(step, num_devices))
-    return Picture(figure, _say(step, num_devices))
+    return pen.finish(fit_and_utilization(step), _speed_of_step(step, num_devices), *_say(step))
 
 
-def _say(step: Step, num_devices: int | None) -> str:
+def _say(step: Step) -> list[str]:
     """Say a plan's equation, its step's time, its memory and what it sends."""
     parts = ", ".join(f"{part.words} {format_s(part.seconds)}" for part in parts_of(step) if part.seconds > 0)
     memory, capacity = step.memory, step.cluster.device.memory_bytes
@@ -114,19 +112,17 @@ def _say(step: Step, num_devices: int | None) -> str:
         if number
     )
     sent = ", ".join(f"{axis} {format_bytes(number)}" for axis, number in step.sent_bytes_by_axis.items() if number > 0)
-    lines = (
-        f"{fit_and_utilization(step)}. {_speed_of_step(step, num_devices)}",
+    return [
         f"{equation(step.plan)}.",
         f"Time: {parts}.",
         f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.",
         f"Sent per rank: {sent or 'nothing'}.",
-    )
-    return "\n".join(lines)
+    ]
 
 
 def draw_impossible(plan: Plan, reason: str) -> Picture:
     """Draw the degrees of a plan that cannot run, and say why."""
-    figure, pen = sheet(HEIGHT_IN)
+    _, pen = sheet(HEIGHT_IN)
     draw_equation(pen, plan, None, HEIGHT_IN - 1.3)
     lines = textwrap.wrap(reason, REASON_CHARACTERS)
     top = TIME_IN - 0.1
@@ -134,9 +130,8 @@ def draw_impossible(plan: Plan, reason: str) -> Picture:
     pen.box((LEFT_IN, top - tall), WIDTH_IN - 2 * LEFT_IN, tall, "#FBEDED", edge=BAD, line=1.6)
     for number, line in enumerate(lines):
         pen.words((LEFT_IN + 0.2, top - 0.35 - 0.3 * number), line, size=TEXT_PT + 1, side="left")
-    pen.flush()
-    put_title(figure, "This plan cannot run", "Drag a slider: the reason says which.")
-    return Picture(figure, f"This plan cannot run: {equation(plan)}. Why: {reason}.")
+    picture = pen.finish("This plan cannot run", "Drag a slider: the reason says which.")
+    return picture._replace(words=f"This plan cannot run: {equation(plan)}. Why: {reason}.")
 
 
 def equation(plan: Plan) -> str:
@@ -159,14 +154,13 @@ def fit_and_utilization(step: Step) -> str:
     return f"Fits, and {used}: {what} costs most, {percent(most.seconds / step.duration_s)} of the step"
 
 
-def _speed_of_step(step: Step, num_devices: int | None) -> str:
+def _speed_of_step(step: Step, num_devices: int | None = None) -> str:
     plan, cluster = step.plan, step.cluster
     rate = f"{step.samples_per_s:,.3g} samples/s"
     on = f"{step.workload.name} on {cluster.name}, nodes of {cluster.devices_per_node}"
     idle = 0 if num_devices is None else num_devices - plan.world_size
-    return f"{on}: {format_s(step.duration_s)} per step, {rate}." + (
-        f" {idle} of {num_devices} GPUs are idle." if idle > 0 else ""
-    )
+    unused = f" {idle} of {num_devices} GPUs are idle." if idle > 0 else ""
+    return f"{on}: {format_s(step.duration_s)} per step, {rate}.{unused}"
 
 
 def draw_equation(pen: Pen, plan: Plan, step: Step | None, y: float) -> None:
@@ -204,10 +198,9 @@ def _draw_time(pen: Pen, step: Step) -> None:
     ]
     pen.bar((LEFT_IN, y), BAR_IN, pieces)
     used = [part for part in parts_of(step) if part.seconds > 0]
-    pen.legend(
-        [LegendBox(part.colour, "white", part.letter, f"{part.words} {format_s(part.seconds)}") for part in used],
-        low=y - 0.4,
-    )
+    words = [f"{part.words} {format_s(part.seconds)}" for part in used]
+    boxes = [LegendBox(part.colour, "white", part.letter, text) for part, text in zip(used, words, strict=True)]
+    pen.legend(boxes, low=y - 0.4)
 
 
 def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom: float) -> None:
@@ -239,9 +232,9 @@ def draw_planner(bill: Bill) -> Picture:
     pen.heading((LEFT_IN, RUN_HEIGHT_IN - 2.0), cost_words(bill))
     _draw_step(figure, pen, bill)
     draw_memory_bars(figure, pen, bill.step, top=2.65, bottom=MEMORY_LOW_IN)
-    pen.flush()
-    put_title(figure, fit_and_utilization(bill.step), _setting(bill))
-    return Picture(figure, f"{_say(bill.step, None)}\nThe run: {cost_words(bill)}.")
+    takeaway, lines = fit_and_utilization(bill.step), [*_say(bill.step), f"The run: {cost_words(bill)}."]
+    picture = pen.finish(takeaway, _setting(bill))
+    return picture._replace(words="\n".join([f"{takeaway}. {_speed_of_step(bill.step)}", *lines]))
 
 
 def cost_words(bill: Bill) -> str:

@@ -16,7 +16,6 @@ from distlab.plan import Mesh
 from simulator.units import counted, listed
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
 from simulator.viz.drawing.style import (
     AXIS_STYLES,
     FAINT,
@@ -77,15 +76,13 @@ def draw_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | No
     tall = min(0.62, max(0.3 if box_wide > ONE_LINE_IN else 0.5, 4.2 / rows))
     block = HEAD_IN + rows * tall + FOOT_IN
     height = TOP_IN + block * -(-len(axes) // across) + 0.1
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     for number, axis in enumerate(axes):
         down, place = divmod(number, across)
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
-    pen.flush()
-    takeaway, note = _equation_and_nodes(mesh, devices_per_node), _how_to_read(mesh, devices_per_node, rank)
-    put_title(figure, takeaway, note)
-    return Picture(figure, "\n".join([f"{takeaway}. {note}", *_say_groups(mesh, axes, devices_per_node, rank)]))
+    lines = _say_groups(mesh, axes, devices_per_node, rank)
+    return pen.finish(_equation_and_nodes(mesh, devices_per_node), _how_to_read(devices_per_node, rank), *lines)
 
 
 def _say_groups(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, rank: int | None) -> list[str]:
@@ -147,7 +144,7 @@ def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
     return f"{ranks} = {equation}: {listed(inside)} {verb}, {listed(outside)} {leave}"
 
 
-def _how_to_read(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> str:
+def _how_to_read(devices_per_node: int | None, rank: int | None) -> str:
     rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
     one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
     own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
@@ -173,9 +170,8 @@ def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: i
         for node in range(-(-mesh.size // devices_per_node)):
             y = tile.top - (node + 0.5) * tile.tall
             pen.words((tile.left - 0.1, y), f"node {node}", colour=FAINT, side="right")
-            pen.outline(
-                (tile.left, y - tile.tall / 2 + 0.02), tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2
-            )
+            corner = (tile.left, y - tile.tall / 2 + 0.02)
+            pen.outline(corner, tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2)
     for number, group in enumerate(mesh.groups(axis)):
         shown = only is None or only in group
         fill = RANK_COLOURS[number % len(RANK_COLOURS)] if shown else IDLE

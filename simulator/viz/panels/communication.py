@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import ipywidgets as widgets
@@ -14,12 +14,12 @@ from distlab.trace import Trace
 from simulator.hardware import presets as hardware
 from simulator.sweeps.compression import CompressionSweep, bandwidths, replica_link, sweep_compression
 from simulator.viz.collectives.race import draw_race
-from simulator.viz.collectives.ring import Record, draw_ring_frame, ring_steps
+from simulator.viz.collectives.ring import RecordedCall, draw_ring_frame, ring_steps
 from simulator.viz.compression import compression_label, draw_compression
 from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.panels.panel import Panel, by_name
+from simulator.viz.panels.panel import Panel, by_name, choice, slider
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
 COMPRESSIONS = (
@@ -32,13 +32,13 @@ COMPRESSIONS = (
 ALL_COMPRESSIONS = "all"
 
 
-def ring_panel(record: Record) -> Panel:
+def ring_panel(record: Iterable[RecordedCall]) -> Panel:
     """Return a panel that plays the steps of a recorded ring; step 0 is what every rank holds before the first.
 
     In code: `panel.controls["step"].value = 3`.
 
     Args:
-        record: the records of one ring (`ranks.records()`), or a trace whose spans name their peers.
+        record: the records of one ring (`ranks.records()`).
 
     Raises:
         ValueError: the record is not of a ring; the text says why.
@@ -66,11 +66,8 @@ def race_panel(num_ranks: int = 8, algorithms: Sequence[str] | None = None) -> P
     def draw(link: str, num_ranks: int) -> Picture:
         return draw_race(table[link], num_ranks, algorithms)
 
-    return Panel(
-        draw,
-        link=widgets.Dropdown(options=list(table), value=next(iter(table)), description="link"),
-        num_ranks=widgets.IntSlider(value=num_ranks, min=2, max=max(64, num_ranks), description="ranks"),
-    )
+    ranks = widgets.IntSlider(value=num_ranks, min=2, max=max(64, num_ranks), description="ranks")
+    return Panel(draw, link=choice("link", table), num_ranks=ranks)
 
 
 def train_step_panel(trace: Trace | Mapping[str, Trace]) -> Panel:
@@ -90,24 +87,16 @@ def train_step_panel(trace: Trace | Mapping[str, Trace]) -> Panel:
     steps = {name: read_step(each) for name, each in traces.items()}
     ends_ms = {name: step.duration_s * 1e3 for name, step in steps.items()}
     first = next(iter(traces))
-    at_ms = widgets.FloatSlider(
-        value=best_moment(steps[first]) * 1e3,
-        min=0.0,
-        max=ends_ms[first],
-        step=ends_ms[first] / 200,
-        description="moment (ms)",
-        readout_format=".1f" if max(ends_ms.values()) >= 20 else ".2f",
-        style={"description_width": "initial"},
-        layout={"width": "32em"},
-    )
+    look = {"readout_format": ".1f" if max(ends_ms.values()) >= 20 else ".2f", "layout": {"width": "32em"}}
+    begin_ms, end_ms = best_moment(steps[first]) * 1e3, ends_ms[first]
+    at_ms = slider("moment (ms)", begin_ms, 0.0, end_ms, end_ms / 200, **look)
 
     def draw(at_ms: float, version: str = first) -> Picture:
         return draw_train_step(traces[version], at_ms / 1e3)
 
     if len(traces) == 1:
         return Panel(draw, at_ms=at_ms)
-    names = [(name.replace("_", " "), name) for name in traces]
-    version = widgets.Dropdown(options=names, value=first, description="gradients")
+    version = choice("gradients", [(name.replace("_", " "), name) for name in traces])
 
     def reach(change: Mapping[str, str]) -> None:
         end_ms = ends_ms[change["new"]]
@@ -151,20 +140,10 @@ def compression_panel(
         return sweep_compression(workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds)
 
     def draw(log_bytes_per_s: float, compressor: str, model: str = next(iter(workloads))) -> Picture:
-        return draw_compression(sweep_of(model, compressor), at_bytes_per_s=10**log_bytes_per_s)
+        return draw_compression(sweep_of(model, compressor), 10**log_bytes_per_s)
 
     low, high = math.log10(min(speeds)), math.log10(max(speeds))
     here = math.log10(max(protocol.bytes_per_s for protocol in replica_link(cluster, plan).protocols))
-    slider = widgets.FloatSlider(
-        value=min(max(here, low), high),
-        min=low,
-        max=high,
-        step=(high - low) / 80,
-        description="bandwidth: 10^x bytes/s",
-        readout_format=".2f",
-    )
-    compressor = widgets.Dropdown(options=[ALL_COMPRESSIONS, *named], value=ALL_COMPRESSIONS)
-    controls: dict[str, widgets.Widget] = {"log_bytes_per_s": slider, "compressor": compressor}
-    if len(workloads) > 1:
-        controls["model"] = widgets.Dropdown(options=list(workloads), value=next(iter(workloads)))
-    return Panel(draw, **controls)
+    speed = slider("bandwidth: 10^x bytes/s", min(max(here, low), high), low, high, (high - low) / 80)
+    model = {"model": choice("model", workloads)} if len(workloads) > 1 else {}
+    return Panel(draw, log_bytes_per_s=speed, compressor=choice("compressor", [ALL_COMPRESSIONS, *named]), **model)

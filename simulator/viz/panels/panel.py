@@ -6,7 +6,7 @@ moved by a slider, and a reader without a kernel still sees the last picture and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,8 +104,7 @@ class Panel(Redrawn):
         self.num_drawn = 0
         self._picture = Shown()
         shown = [self._adopt(name, control) for name, control in controls.items()]
-        row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
-        parts = [row, self._picture] if shown else [self._picture]
+        parts = [row_of(shown), self._picture] if shown else [self._picture]
         super().__init__(parts if len(shown) <= FEW else parts[::-1])
         self.redraw()
 
@@ -169,3 +168,21 @@ def dress(name: str, control: Any) -> Any:
     if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
         control.layout.width = CONTROL_WIDTH
     return control
+
+
+def slider(words: str, value: float, least: float, most: float, step: float, **look: Any) -> Any:
+    """Return a slider of numbers, named by the words."""
+    return ipywidgets.FloatSlider(value=value, min=least, max=most, step=step, description=words, **look)
+
+
+def choice(words: str, options: Iterable[Any], value: Any = None, *, is_slider: bool = False) -> Any:
+    """Return a drop-down, or a slider, of options (or pairs of a label and an option), named by the words."""
+    listed = list(options)
+    first = listed[0][1] if isinstance(listed[0], tuple) else listed[0]
+    kind = ipywidgets.SelectionSlider if is_slider else ipywidgets.Dropdown
+    return kind(options=listed, value=first if value is None else value, description=words)
+
+
+def row_of(controls: Iterable[Any]) -> Any:
+    """Put controls side by side, and more under them where a page is narrow."""
+    return ipywidgets.HBox(list(controls), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})

@@ -13,6 +13,7 @@ import ipywidgets as widgets
 
 from distlab.plan import AXES, Cluster, Device, Plan, Precision, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
+from distlab.plan.require import chosen
 from simulator.advisor.strategies import MapCell, strategy_map
 from simulator.hardware import presets as hardware
 from simulator.hardware.presets import cluster as cluster_by_name, link
@@ -28,7 +29,7 @@ from simulator.units import capitalised
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
-from simulator.viz.panels.panel import Panel, by_name
+from simulator.viz.panels.panel import Panel, by_name, choice, slider
 from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
 from simulator.viz.sharding import draw_sharding
 
@@ -58,10 +59,8 @@ def memory_panel(*, devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm")) -> P
         devices: names of presets.
 
     Raises:
-        ValueError: there is no device, or one is not known.
+        ValueError: a device is not known.
     """
-    if not devices:
-        raise ValueError("there is no device; pass at least one name")
     workload = cache(model_by_name)
     known = {name: hardware.device(name) for name in devices}
 
@@ -69,7 +68,19 @@ def memory_panel(*, devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm")) -> P
         pictures = _draw_stages if picture == "stages" else _draw_plan
         return pictures(workload(model, microbatch_size=microbatch), _plan(**degrees), known[device])
 
-    return Panel(draw, **_controls(devices))
+    return Panel(
+        draw,
+        model=choice("model", MEMORY_MODELS),
+        device=choice("device", devices),
+        data=_powers("data-parallel ranks", 1024, 8),
+        stage=choice("sharding", STAGES.items()),
+        recompute=choice("recompute", RECOMPUTES),
+        precision=choice("precision", PRECISIONS, list(PRECISIONS)[2]),
+        microbatch=_powers("samples per micro-batch", 32),
+        tensor=_powers("tensor-parallel ranks", 8),
+        pipeline=_powers("pipeline stages", 16),
+        picture=choice("show", [("this plan", "plan"), ("all stages", "stages")]),
+    )
 
 
 def _draw_plan(workload: Workload, plan: Plan, device: Device) -> Picture:
@@ -91,36 +102,14 @@ def _draw_stages(workload: Workload, plan: Plan, device: Device) -> Picture:
     return draw_memory_of_plans(plans, capacity_bytes=device.memory_bytes)
 
 
-def _plan(*, data: int, stage: int, recompute: str, precision: str, tensor: int, pipeline: int) -> Plan:
-    return Plan(
-        data=data,
-        pipeline=pipeline,
-        num_microbatches=4 * pipeline if pipeline > 1 else 1,
-        sharding=Sharding(stage),
-        precision=PRECISIONS[precision],
-        recompute=recompute,
-        tensor=tensor,
-        sequence_parallel=tensor > 1,
-    )
+def _plan(*, pipeline: int, tensor: int, stage: int, precision: str, **degrees: Any) -> Plan:
+    degrees |= {"num_microbatches": 4 * pipeline if pipeline > 1 else 1, "sequence_parallel": tensor > 1}
+    return Plan(pipeline=pipeline, tensor=tensor, sharding=Sharding(stage), precision=PRECISIONS[precision], **degrees)
 
 
-def _controls(devices: Sequence[str]) -> dict[str, widgets.Widget]:
-    def powers(description: str, most: int, value: int = 1) -> widgets.Widget:
-        options = [degree for degree in DEGREES if degree <= most]
-        return widgets.SelectionSlider(options=options, value=value, description=description)
-
-    return {
-        "model": widgets.Dropdown(options=list(MEMORY_MODELS), description="model"),
-        "device": widgets.Dropdown(options=list(devices), description="device"),
-        "data": powers("data-parallel ranks", 1024, 8),
-        "stage": widgets.Dropdown(options=list(STAGES.items()), value=0, description="sharding"),
-        "recompute": widgets.Dropdown(options=list(RECOMPUTES), description="recompute"),
-        "precision": widgets.Dropdown(options=list(PRECISIONS), value=list(PRECISIONS)[2], description="precision"),
-        "microbatch": powers("samples per micro-batch", 32),
-        "tensor": powers("tensor-parallel ranks", 8),
-        "pipeline": powers("pipeline stages", 16),
-        "picture": widgets.Dropdown(options=[("this plan", "plan"), ("all stages", "stages")], description="show"),
-    }
+def _powers(words: str, most: int, value: int = 1) -> Any:
+    """Return a slider of the powers of two up to the most."""
+    return choice(words, [degree for degree in DEGREES if degree <= most], value, is_slider=True)
 
 
 def sharding_panel(
@@ -153,25 +142,20 @@ def sharding_panel(
     def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> Picture:
         on = replace(machine, num_devices=gpus)
         replicas = max(1, gpus // machine.devices_per_node) if sets == NODE else 1
-        sharding = replace(
-            base.sharding, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas, reshard_after_forward=not keep
-        )
-        chosen = replace(base, data=gpus, sharding=sharding)
-        return draw_sharding(sweep_of(on, chosen), simulate(model, on, with_unit_layers(chosen, unit_layers)))
+        sharding = replace(base.sharding, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas)
+        sharding = replace(sharding, reshard_after_forward=not keep)
+        on_all = replace(base, data=gpus, sharding=sharding)
+        return draw_sharding(sweep_of(on, on_all), simulate(model, on, with_unit_layers(on_all, unit_layers)))
 
     return Panel(
         draw,
-        unit_layers=widgets.SelectionSlider(
-            options=list(sizes),
-            value=min(sizes, key=lambda s: abs(s - base.sharding.unit_layers)),
-            description="layers per unit",
+        unit_layers=choice(
+            "layers per unit", sizes, min(sizes, key=lambda s: abs(s - base.sharding.unit_layers)), is_slider=True
         ),
         prefetch=widgets.IntSlider(value=min(base.sharding.prefetch, MAX_PREFETCH), min=0, max=MAX_PREFETCH),
-        gpus=widgets.Dropdown(options=list(num_devices), value=num_devices[0], description="GPUs"),
-        sets=widgets.Dropdown(options=[OVER_ALL, NODE], value=OVER_ALL, description="shards"),
-        keep=widgets.Checkbox(
-            value=not base.sharding.reshard_after_forward, description="keep parameters after forward"
-        ),
+        gpus=choice("GPUs", num_devices),
+        sets=choice("shards", [OVER_ALL, NODE]),
+        keep=widgets.Checkbox(not base.sharding.reshard_after_forward, description="keep parameters after forward"),
     )
 
 
@@ -240,22 +224,17 @@ def planner_panel(
     Raises:
         ValueError: there is no model or no cluster, or one is not known; or a degree as in `degrees_panel`.
     """
-    if not models:
-        raise ValueError("there is no model; pass the name of one at least")
     clusters = _clusters(cluster, 512)
-    workloads = dict(models) if isinstance(models, Mapping) else {name: model_by_name(name) for name in models}
+    named = models if isinstance(models, Mapping) else {name: model_by_name(name) for name in models}
+    workloads = by_name(named, "model")
     first = next(iter(clusters))
 
     def draw(model: str, price: float, trillions: float, on: str = first, **values: Any) -> Picture:
         run = Run(10**trillions * 1e12, price, Failures("llama-3"))
         return _or_why_not(workloads[model], clusters[on], plan, values, lambda step: draw_planner(bill(step, run)))
 
-    return Panel(
-        draw,
-        model=widgets.Dropdown(options=list(workloads), description="model"),
-        **_degree_controls(plan, clusters),
-        **_price_and_tokens(tokens),
-    )
+    degrees = _degree_controls(plan, clusters)
+    return Panel(draw, model=choice("model", workloads), **degrees, **_price_and_tokens(tokens))
 
 
 def cost_panel() -> Panel:
@@ -274,8 +253,8 @@ def cost_panel() -> Panel:
     return Panel(
         draw,
         **_price_and_tokens(15e12),
-        failures=widgets.Dropdown(options=list(RATES), value="llama-3", description="failures"),
-        restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
+        failures=choice("failures", RATES, "llama-3"),
+        restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
     )
 
 
@@ -293,13 +272,11 @@ def goodput_panel() -> Panel:
 
     return Panel(
         draw,
-        num_devices=widgets.SelectionSlider(options=list(DEVICES), value=16_384, description="devices"),
-        failures=widgets.Dropdown(options=list(FAILING), description="failures"),
-        times_rate=widgets.FloatSlider(value=1.0, min=0.1, max=10, step=0.1, description="times as often"),
-        restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
-        log_save_s=widgets.FloatSlider(
-            value=log_first_s, min=-1.0, max=4.0, step=0.05, description="save: 10^x seconds"
-        ),
+        num_devices=choice("devices", DEVICES, 16_384, is_slider=True),
+        failures=choice("failures", FAILING),
+        times_rate=slider("times as often", 1.0, 0.1, 10, 0.1),
+        restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
+        log_save_s=slider("save: 10^x seconds", log_first_s, -1.0, 4.0, 0.05),
     )
 
 
@@ -314,10 +291,8 @@ def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = M
         counts: numbers of GPUs.
 
     Raises:
-        ValueError: a model is not known, or there is no model or no number of GPUs.
+        ValueError: a model is not known.
     """
-    if not models or not counts:
-        raise ValueError("there is no model or no number of GPUs; pass one of each at least")
     machine = cluster_by_name(CLUSTERS[0])
 
     @cache
@@ -327,11 +302,7 @@ def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = M
     def draw(wire: str, batch_size: int) -> Picture:
         return draw_strategy_map(cells(wire, batch_size))
 
-    return Panel(
-        draw,
-        wire=widgets.Dropdown(options=list(WIRES), description="between nodes"),
-        batch_size=widgets.Dropdown(options=[64, 256, 1024], value=256, description="samples per step"),
-    )
+    return Panel(draw, wire=choice("between nodes", WIRES), batch_size=choice("samples per step", [64, 256, 1024], 256))
 
 
 def _clusters(given: Cluster | Mapping[str, Cluster] | None, num_devices: int) -> dict[str, Cluster]:
@@ -357,34 +328,24 @@ def _or_why_not(
         return draw_impossible(plan, " ".join(str(error).split()))
 
 
-def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:
+def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
     """Return a slider for each degree and for micro-batches, and the controls of what else a plan says."""
     choices = [degree for degree in DEGREES if degree <= max(one.num_devices for one in clusters.values())]
     for axis in AXES:
-        if getattr(base, axis) not in choices:
-            known = ", ".join(map(str, choices))
-            raise ValueError(f"the plan has {axis} = {getattr(base, axis)}; choose one of {known}")
+        chosen(f"the plan's {axis}", getattr(base, axis), choices)
 
-    def slider(options: Sequence[int], name: str, description: str) -> widgets.Widget:
-        return widgets.SelectionSlider(options=list(options), value=getattr(base, name), description=description)
-
-    controls: dict[str, widgets.Widget] = {axis: slider(choices, axis, axis) for axis in reversed(AXES)}
-    controls |= {
-        "num_microbatches": slider(sorted({*DEGREES[:8], base.num_microbatches}), "num_microbatches", "micro-batches"),
-        "stage": widgets.Dropdown(options=list(STAGES.items()), value=base.sharding.stage, description="sharding"),
-        "recompute": widgets.Dropdown(options=list(RECOMPUTES), value=base.recompute, description="recompute"),
-        "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
-    }
-    if len(clusters) > 1:
-        controls["on"] = widgets.Dropdown(options=list(clusters), description="cluster")
-    return controls
-
-
-def _price_and_tokens(tokens: float) -> dict[str, widgets.Widget]:
-    begin = math.log10(tokens / 1e12)
+    microbatches = sorted({*DEGREES[:8], base.num_microbatches})
     return {
-        "price": widgets.FloatSlider(value=2.5, min=0.5, max=10, step=0.1, description="dollars per GPU hour"),
-        "trillions": widgets.FloatSlider(
-            value=begin, min=min(-3.0, begin), max=max(2.0, begin), step=0.05, description="tokens: 10^x trillion"
-        ),
+        **{axis: choice(axis, choices, getattr(base, axis), is_slider=True) for axis in reversed(AXES)},
+        "num_microbatches": choice("micro-batches", microbatches, base.num_microbatches, is_slider=True),
+        "stage": choice("sharding", STAGES.items(), base.sharding.stage),
+        "recompute": choice("recompute", RECOMPUTES, base.recompute),
+        "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
+        **({"on": choice("cluster", clusters)} if len(clusters) > 1 else {}),
     }
+
+
+def _price_and_tokens(tokens: float) -> dict[str, Any]:
+    begin = math.log10(tokens / 1e12)
+    trillions = slider("tokens: 10^x trillion", begin, min(-3.0, begin), max(2.0, begin), 0.05)
+    return {"price": slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1), "trillions": trillions}

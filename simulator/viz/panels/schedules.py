@@ -16,7 +16,7 @@ from simulator.units import format_s, name_ranks
 from simulator.viz.drawing.lanes import View
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import Picture, with_picture
-from simulator.viz.panels.panel import Redrawn, dress
+from simulator.viz.panels.panel import Redrawn, choice, dress, row_of, slider
 from simulator.viz.schedules import (
     NAMES,
     ScheduleRun,
@@ -121,30 +121,30 @@ def schedule_panel(
         microbatches: 1 to 1,024.
 
     Raises:
-        ValueError: a name that is not known or cannot be drawn, or a number out of range.
+        ValueError: a name that is not known.
     """
-    _check((schedule, compare) if compare else (schedule,), ranks, microbatches)
+    chosen("schedule", schedule, NAMES)
+    chosen("schedule", compare, (NOTHING, *NAMES))
     options = [(SCHEDULES[name].title, name) for name in NAMES]
-
-    chosen = widgets.Dropdown(options=options, value=schedule, description="schedule")
-    beside = widgets.Dropdown(options=[("nothing", NOTHING), *options], value=compare, description="compare with")
-    stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
-    limit = widgets.FloatSlider(
-        value=1.0, min=0.25, max=3.0, step=0.05, description="memory limit (1F1B: 1)", readout_format=".2f"
+    first, second = (
+        choice("schedule", options, schedule),
+        choice("compare with", [("nothing", NOTHING), *options], compare),
     )
+    stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
+    limit = slider("memory limit (1F1B: 1)", 1.0, 0.25, 3.0, 0.05)
 
     def enable(_change: object = None) -> None:
-        families = [SCHEDULES[name] for name in (chosen.value, beside.value) if name]
+        families = [SCHEDULES[name] for name in (first.value, second.value) if name]
         stages.disabled = all(family.placement != "loop" for family in families)
         limit.disabled = all(family.name not in AUTOMATIC for family in families)
 
-    for control in (chosen, beside):
+    for control in (first, second):
         control.observe(enable, "value")
     enable()
     return ScheduleTimeline(
         make_runs,
-        schedule=chosen,
-        compare=beside,
+        schedule=first,
+        compare=second,
         ranks=widgets.IntSlider(ranks, min=2, max=MAX_RANKS, description="ranks"),
         microbatches=widgets.IntSlider(microbatches, min=1, max=MAX_MICROBATCHES, description="micro-batches"),
         stages_per_rank=stages,
@@ -153,26 +153,12 @@ def schedule_panel(
     )
 
 
-def _check(names: Sequence[str], ranks: int, microbatches: int) -> None:
-    for name in names:
-        chosen("schedule", name, NAMES)
-    for what, number, least, most in (
-        ("ranks", ranks, 2, MAX_RANKS),
-        ("microbatches", microbatches, 1, MAX_MICROBATCHES),
-    ):
-        if not least <= number <= most:
-            raise ValueError(f"{what} is {number}; pass {least} to {most}")
-
-
-def _lengths(least: float) -> dict[str, widgets.Widget]:
+def _lengths(least: float) -> dict[str, Any]:
     """Return a slider for each of the times of ActionTimes; a pass takes `least` at least."""
-    look = {"max": 4.0, "step": 0.1, "readout_format": ".1f"}
-    sliders = {
-        name: widgets.FloatSlider(value=1.0, min=least, description=f"{letter}: {name.replace('_', ' ')} (ms)", **look)
-        for name, letter in (("forward", "F"), ("input_gradient", "I"), ("weight_gradient", "W"))
-    }
-    sliders["communication"] = widgets.FloatSlider(value=0.0, min=0.0, description="communication (ms)", **look)
-    return sliders
+    letters = {"forward": "F", "input_gradient": "I", "weight_gradient": "W"}
+    words = {name: f"{letter}: {name.replace('_', ' ')} (ms)" for name, letter in letters.items()}
+    passes = {name: slider(text, 1.0, least, 4.0, 0.1, readout_format=".1f") for name, text in words.items()}
+    return passes | {"communication": slider("communication (ms)", 0.0, 0.0, 4.0, 0.1, readout_format=".1f")}
 
 
 def make_runs(
@@ -186,17 +172,9 @@ def make_runs(
     **times: float,
 ) -> Sequence[ScheduleRun]:
     """Plan and run what the controls ask for; times are of a rank's whole share of the model, in milliseconds."""
-    return [
-        play(
-            name,
-            ranks,
-            microbatches,
-            stages_per_rank=stages_per_rank,
-            times=ActionTimes(**times),
-            memory_limit=max(1.0, memory_limit * ranks),
-        )
-        for name in (schedule, *([compare] if compare else []))
-    ]
+    most = max(1.0, memory_limit * ranks)
+    options = {"stages_per_rank": stages_per_rank, "times": ActionTimes(**times), "memory_limit": most}
+    return [play(name, ranks, microbatches, **options) for name in (schedule, compare) if name]
 
 
 def schedule_editor(text: str = "") -> ScheduleTimeline:
@@ -269,8 +247,7 @@ class ScheduleTimeline(Redrawn):
         for name, control in self.controls.items():
             control.observe(self._clock if name == "moment" else self.redraw, "value")
         self._play.observe(self._tick, "value")
-        row = widgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
-        parts = [row, widgets.HBox([self._play, clock]), self.timeline]
+        parts = [row_of(controls.values()), widgets.HBox([self._play, clock]), self.timeline]
         super().__init__(parts if "text" in controls else parts[::-1])
 
     @property
@@ -311,9 +288,8 @@ class ScheduleTimeline(Redrawn):
             if not everything:
                 self._clock()
         last = len(self._times) - 1
-        self._wind(
-            last, last if everything else min(clock.value, last - 1)
-        )  # after the picture, which waits for nothing
+        now = last if everything else min(clock.value, last - 1)
+        self._wind(last, now)  # after the picture, which waits for nothing
 
     def _wind(self, last: int, value: int) -> None:
         """Let the clock and its play buttons run to `last`, and set them to `value`."""

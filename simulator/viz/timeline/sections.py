@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from simulator.units import counted, format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title, spread_evenly
+from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.drawing.style import (
     FAINT,
     KINDS,
@@ -47,7 +47,7 @@ def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title:
     ranks = [list(measured)[index] for index in spread_evenly(len(measured), MAX_BARS)]
     row = ROW_IN * (1 if predicted is None else 1.75)
     height = TOP_IN + row * len(ranks) + LOW_IN
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     scale = (WIDTH_IN - LEFT_IN - RIGHT_IN) / longest
     for place, rank in enumerate(ranks):
         top = height - TOP_IN - row * place
@@ -58,10 +58,9 @@ def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title:
             _draw_bar(pen, _of_rank(predicted, rank), (LEFT_IN, top - 1.55 * ROW_IN), 0.6 * ROW_IN, scale, is_pale=True)
     used = _used([*measured.values(), *(() if predicted is None else predicted.values())])
     pen.legend([LegendBox(s.colour, "white", s.letter, s.words) for s in map(SECTION_STYLES.__getitem__, used)])
-    pen.flush()
     shown = f"{len(ranks)} of {len(measured)} ranks; " if len(ranks) < len(measured) else ""
-    put_title(figure, title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
-    return Picture(figure, (f"{title}. " if title else "") + _say(measured, predicted))
+    picture = pen.finish(title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
+    return picture._replace(words=(f"{title}. " if title else "") + _say(measured, predicted))
 
 
 def _say(measured: Seconds, predicted: Seconds | None) -> str:

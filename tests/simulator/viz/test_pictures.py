@@ -26,12 +26,12 @@ from viz_traces import (
     by_hand,
     call,
     choices,
+    cut,
     data_parallel,
     grid,
     ping,
     ring,
     two_stages,
-    weights,
 )
 
 from distlab.plan import AXES, ActionTimes, Link, Mesh, Plan, Protocol, Sharding, interleaved, zb_h1, zb_h2
@@ -118,20 +118,22 @@ def bills(name="dgx-a100", counts=None, run=None):
     return [bill(step, run or Run(1e12, 2.0, FAILURES)) for step in steps]
 
 
-def sweep(*which, at=None):
+def sweep(*which, at):
     lines = (
         CompressionLine(Compression("sign"), (0.2, 0.1, 0.09), 2e8),
         CompressionLine(Compression("quantize", bits=1), (2.0, 0.9, 0.3), 0.0),
         CompressionLine(Compression("top_k"), (0.2, 0.1, 0.04), float("inf")),
     )
     found = CompressionSweep((1e7, 1e8, 1e9), (1.0, 0.15, 0.05), tuple(lines[n] for n in which), 0.04)
-    return v.draw_compression(found, at_bytes_per_s=at)
+    return v.draw_compression(found, at)
 
 
 def every_method():
     machine = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
     each = [Compression(method) for method in METHODS]
-    return v.draw_compression(sweep_compression(TINY, machine, Plan(data=4), compressions=each, bytes_per_s=(1e7, 1e9)))
+    return v.draw_compression(
+        sweep_compression(TINY, machine, Plan(data=4), compressions=each, bytes_per_s=(1e7, 1e9)), 1e8
+    )
 
 
 THREE = {"group": (0, 1, 2)}
@@ -153,8 +155,18 @@ CALLS = {
 }
 
 
+def within(experts, places):
+    """Return which choices of one rank find room, first choices first: [T, K]."""
+    kept, taken = np.zeros(experts.shape, bool), np.zeros(6, int)
+    for choice in range(experts.shape[1]):
+        for token, expert in enumerate(experts[:, choice]):
+            kept[token, choice] = taken[expert] < places
+            taken[expert] += 1
+    return kept
+
+
 def shards(num_ranks, num_heads=None):
-    return v.draw_shards(v.cut_weights(weights(), SPLITS, num_ranks), SPLITS, num_heads=num_heads)
+    return v.draw_shards(cut(num_ranks), SPLITS, num_heads=num_heads)
 
 
 def spans_of(*ends, lane="communication", kind="send"):
@@ -248,10 +260,8 @@ PICTURES = {
     **{f"messages: {name}": lambda calls=calls: v.draw_message_diagram(calls) for name, calls in CALLS.items()},
     "messages: titled": lambda: v.draw_message_diagram(ping(1000), title="There and back"),
     **{f"routing: {places} places, {args}": lambda places=places, args=args: v.draw_routing(
-        choices(*args), num_experts=6, capacity=places)
-       for places, args in ((2, (3, 7, 2)), (None, (3, 7, 2)), (1, (6, 8, 3)), (0, (1, 4, 1)), (None, (1, 1, 1)))},
-    "routing: as a run kept it": lambda: v.draw_routing(
-        [np.array([[0], [0]])], num_experts=2, kept=[np.array([[False], [True]])]),
+        choices(*args), num_experts=6, capacity=places, kept=[within(one, places) for one in choices(*args)])
+       for places, args in ((2, (3, 7, 2)), (1, (6, 8, 3)), (0, (1, 4, 1)))},
     **{f"context: {n}, {order}": lambda n=n, order=order: v.draw_context(n, order)
        for n, order in ((1, "zigzag"), (2, "zigzag"), (4, "straight"), (8, "zigzag"), (5, "straight"))},
     "cost": lambda: v.draw_cost_curve(curve(bills())),
@@ -262,9 +272,7 @@ PICTURES = {
     "goodput: few": lambda: v.draw_goodput(FAILURES, 64, 3.0),
     "compression": lambda: sweep(0, 1, at=1e7),
     "compression: does not pay here": lambda: sweep(0, 1, at=1e9),
-    "compression: break-even": lambda: sweep(0, 1),
-    "compression: never": lambda: sweep(1),
-    "compression: always": lambda: sweep(2),
+    "compression: never and always": lambda: sweep(1, 2, at=1e8),
     "compression: every method": every_method,
     **{f"schedule: {name}": lambda name=name: v.draw_schedules([play(name, 4, 8)]) for name in NAMES},
     "schedules end together": lambda: v.draw_schedules([play("gpipe", 4, 8), play("one_f_one_b", 4, 8)]),

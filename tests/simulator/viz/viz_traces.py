@@ -50,29 +50,19 @@ def grid(num_ranks, num_microbatches):
 
 
 def ring(num_ranks=4, sizes=None, num_steps=None, whole=False, pieces=1):
+    """Calls of a ring; `whole`: rank 2 sends on whole tensors."""
     sizes = sizes or [4_000_000 + 4 * (index == 0) for index in range(num_ranks)]
-    spans, now = [], 0
+    calls, now = [], 0
     for step in range(num_steps or 2 * (num_ranks - 1)):
         for rank in range(num_ranks):
             right, num_bytes = (rank + 1) % num_ranks, sizes[(rank - step) % num_ranks] // pieces
             num_bytes = sum(sizes) if whole and step and rank == 2 else num_bytes
             for piece in range(pieces):
                 start = now + rank * 1000 + piece * 10_000
-                spans.append(
-                    Span(rank, "communication", f"send to {right} #{step}", "send", start, start + MS, num_bytes)
-                )
-                taken = (
-                    right,
-                    "communication",
-                    f"recv from {rank} #{step}",
-                    "recv",
-                    start,
-                    start + MS + 500,
-                    num_bytes,
-                )
-                spans.append(Span(*taken))
+                calls.append(call(rank, "send", right, (start, start, start + MS), num_bytes=num_bytes))
+                calls.append(call(right, "recv", rank, (start, start, start + MS + 500), num_bytes=num_bytes))
         now += 2 * MS
-    return Trace.from_spans(spans)
+    return calls
 
 
 def call(rank, op, peer, times, **other):
@@ -122,6 +112,22 @@ def weights():
         "blocks.1.feed_forward.output.weight": (4, 16),
     }
     return {name: generator.normal(size=shape) for name, shape in shapes_of.items()}
+
+
+def cut(num_ranks):
+    """Cut the weights as SPLITS say: what each rank holds; sections that the ranks do not divide end in zeros."""
+    parts = [weights() for _ in range(num_ranks)]
+    for name, one in SPLITS.items():
+        pieces = [[] for _ in range(num_ranks)]
+        for section in np.split(weights()[name], np.cumsum(one.sections)[:-1], axis=one.dim):
+            padding = [
+                (0, -section.shape[one.dim] % num_ranks) if dim == one.dim else (0, 0) for dim in range(section.ndim)
+            ]
+            for own, piece in zip(pieces, np.split(np.pad(section, padding), num_ranks, axis=one.dim), strict=True):
+                own.append(piece)
+        for part, own in zip(parts, pieces, strict=True):
+            part[name] = np.concatenate(own, axis=one.dim)
+    return parts
 
 
 def by_hand(rank=0, late=0):
