@@ -103,8 +103,8 @@ def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike
     for rank, own in enumerate(arrays):
         if wrong := sorted({(name, one.shape) for name, one in own.items()} ^ set(shapes.items())):
             raise ValueError(
-                f"rank {rank}: {wrong[0][0]} has shape {list(np.shape(own.get(wrong[0][0])))}; expected "
-                f"{list(shapes.get(wrong[0][0], ()))}: pass each rank's own part of the same weights"
+                f"rank {rank}: {wrong[0][0]} has shape {[list(one.shape) for name, one in own.items() if name == wrong[0][0]]}; "
+                f"expected {list(shapes.get(wrong[0][0], ()))}: pass each rank's own part of the same weights"
             )
     return {name: _joined(name, [own[name] for own in arrays], splits.get(name)) for name in shapes}
 

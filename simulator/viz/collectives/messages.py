@@ -38,14 +38,14 @@ class CallEvent(NamedTuple):
     """One call in the diagram, and its place among all calls; x in steps.
 
     Attributes:
-        index: its place in the order in which calls were made.
+        place: its place in the order in which calls were made.
         call: the call.
         start_x: when it was made.
         wait_x: when the rank began to wait for it.
         end_x: when it was over; None: never.
     """
 
-    index: int
+    place: int
     call: RecordedCall
     start_x: float
     wait_x: float
@@ -199,7 +199,7 @@ def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...])
         if event.waits and event.call.op in PAIRS and event.call.peer >= 0:
             waits[event.call.rank] = (event.call.peer,)
         elif event.waits:
-            missing = tuple(rank for rank in event.call.group if rank not in came.get(event.index, ()))
+            missing = tuple(rank for rank in event.call.group if rank not in came.get(event.place, ()))
             waits[event.call.rank] = tuple(rank for rank in missing or event.call.group if rank != event.call.rank)
     return dict(sorted(waits.items()))
 
@@ -257,12 +257,12 @@ def _say(diagram: Diagram) -> list[str]:
     for event in sorted(diagram.events, key=lambda event: (event.start_x, event.call.rank)):
         size = format_bytes(float(event.call.num_bytes))
         if event.call.op == "send":
-            taken = event.index in received and diagram.events[received[event.index]].end_x is not None
+            taken = event.place in received and diagram.events[received[event.place]].end_x is not None
             ending = "" if taken else " (not received)"
             lines.append(f"rank {event.call.rank} -> rank {event.call.peer}: {size}{ending}")
-        elif event.call.op not in PAIRS and event.index not in told:
-            told.update(met[event.index])
-            came = sorted(diagram.events[index].call.rank for index in met[event.index])
+        elif event.call.op not in PAIRS and event.place not in told:
+            told.update(met[event.place])
+            came = sorted(diagram.events[index].call.rank for index in met[event.place])
             lines.append(f"{event.call.op} of {name_ranks(came)}: {size}")
     for rank, others in diagram.waits_for.items():
         lines.append(f"rank {rank} waits for {name_ranks(others)}")
@@ -330,7 +330,7 @@ def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float
     for event in sends:
         low, high = rows[event.call.rank], rows[event.call.peer]
         down = 1 if high > low else -1
-        taken = diagram.events[received[event.index]] if event.index in received else None
+        taken = diagram.events[received[event.place]] if event.place in received else None
         start = (event.start_x, float(low))
         axes.scatter([event.start_x], [low], s=34, c=colour, zorder=4)
         if taken is not None and taken.end_x is not None:

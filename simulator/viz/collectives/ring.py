@@ -144,11 +144,10 @@ def ring_steps(calls: Iterable[RecordedCall]) -> RingSteps:
     pieces = count // num_steps  # a step may cut its chunk into several messages
     table = [[own[step * pieces : (step + 1) * pieces] for own in sent] for step in range(num_steps)]
     num_bytes = np.array([[sum(m.num_bytes for m in part) for part in row] for row in table], dtype=np.int64)
-    spans = [
-        (min(m.start_ns for part in row for m in part), max(m.end_ns for part in row for m in part)) for row in table
-    ]
+    starts = [min(m.start_ns for part in row for m in part) for row in table]
+    ends = [max(m.end_ns for part in row for m in part) for row in table]
     chunk = (np.arange(half + 1)[None, :] - np.arange(num_steps)[:, None]) % (half + 1)
-    return RingSteps(ranks, chunk, num_bytes, np.ptp(np.array(spans), axis=1) / 1e9, _fault(ranks, num_bytes))
+    return RingSteps(ranks, chunk, num_bytes, (np.array(ends) - np.array(starts)) / 1e9, _fault(ranks, num_bytes))
 
 
 def _ring_order(messages: Sequence[Delivery]) -> tuple[tuple[int, ...], list[list[Delivery]]]:

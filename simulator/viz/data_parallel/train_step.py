@@ -23,9 +23,7 @@ from simulator.viz.data_parallel.step import (
     RankMoment,
     RankStep,
     TrainStep,
-    best_moment,
     held_at,
-    passes,
     read_step,
 )
 from simulator.viz.drawing.pen import Pen, sheet
@@ -61,12 +59,9 @@ def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep,
     axes.set_ylim(2.0, -0.2)
     bars, inch = Pen(axes), end / (WIDTH_IN - LEFT_IN - RIGHT_IN)
     styles = kind_styles([span.kind for span in own.spans])
-    several = len(passes(own.spans, "B")) > 1
     for span in own.spans:
         style = styles[span.kind]
         texts: tuple[str, ...] = (span.name if len(span.name) < 14 else style.words, style.letter)
-        if several and span.microbatch >= 0:
-            texts = tuple(f"{text}{span.microbatch + 1}" for text in (f"{style.words} ", style.letter))
         _bar(bars, (span.start_ns / 1e9, span.end_ns / 1e9), 0.0, style.colour, texts, inch=inch)
     for intervals, colour, words in ((own.hidden, HIDDEN, "hidden"), (own.exposed, EXPOSED, "exposed")):
         for start, stop in intervals:
@@ -110,21 +105,21 @@ class _View(NamedTuple):
     cells: tuple[tuple[float, float], ...]
 
 
-def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | None = None) -> Picture:
+def draw_train_step(trace: Trace, at_s: float, *, title: str | None = None) -> Picture:
     """Draw what each rank of a data-parallel step holds at one moment, and the step's timeline under it.
 
     Args:
         trace: one step, predicted (`Step.trace`, or `Step.layer_trace` with each layer) or measured: "forward",
             "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on a different lane.
             `step_of` cuts one step out of a measured trace.
-        at_s: the moment, in seconds since the step began; None chooses one in which an all-reduce is under way.
+        at_s: the moment, in seconds since the step began.
         title: replaces the takeaway, and begins the words.
 
     Raises:
         ValueError: the trace is not a data-parallel step (the text says why).
     """
     step = read_step(trace)
-    moment = best_moment(step) if at_s is None else min(max(float(at_s), 0.0), step.duration_s)
+    moment = min(max(float(at_s), 0.0), step.duration_s)
     own, shown = step.ranks[0], step.ranks[:MAX_RANKS]
     held = [held_at(each, moment) for each in shown]
     rows_in = len(shown) * ROW_IN
@@ -140,7 +135,6 @@ def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | Non
     draw_step_timeline(figure, view.pen, step, own, moment)
     view.pen.legend(_legend(own))
     note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
-    note += f"; {text}" if (text := _microbatches(own)) else ""
     note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
     note += f"; rank {own.rank}'s communication: {_shares(own)}."
     picture = view.pen.finish(title or _takeaway(own, held[0], moment), note)
@@ -262,7 +256,6 @@ def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
     """Say what each rank does and holds in a line."""
     own = step.ranks[0]
     lines = [f"{_takeaway(own, shown[0], moment)}. Step {format_s(step.duration_s)}, {_shares(own)}."]
-    lines += [f"{text}."] if (text := _microbatches(own)) else []
     for each, held in zip(step.ranks, shown, strict=False):
         counts = {state: sum(s == state for s, _ in held.gradients) for state in (MEAN, SENT, OWN, FILLING, ABSENT)}
         words = {MEAN: "averaged", SENT: "being averaged", OWN: "its own, ready", FILLING: "being made"}
@@ -278,12 +271,6 @@ def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
     return "\n".join(lines)
 
 
-def _microbatches(own: RankStep) -> str:
-    """Say that gradients are accumulated, where they are."""
-    count = len(passes(own.spans, "B"))
-    return f"{count} micro-batches, only the last one's backward sends" if count > 1 else ""
-
-
 def _shares(own: RankStep) -> str:
     """Say how much of a rank's communication is hidden and how much exposed."""
     if not own.hidden_s + own.exposed_s:
@@ -295,15 +282,11 @@ def _shares(own: RankStep) -> str:
 def _takeaway(own: RankStep, held: RankMoment, moment: float) -> str:
     """Return the title: what is being averaged now and what the rank does meanwhile."""
     sent = [r for r, (state, _) in zip(own.reductions, held.gradients, strict=True) if state == SENT]
-    flying = [reduction for reduction in sent if moment < reduction.arrived_s]
     when = f"At {format_s(moment)}"
     if not sent:
         done = sum(state == MEAN for state, _ in held.gradients)
         now = {"step done": "the step is done"}.get(held.doing, f"rank {own.rank}: {held.doing}")
         return f"{when}: {now}, {done} of {len(held.gradients)} all-reduces done"
-    if not flying:
-        return f"{when}: {sent[0].name} has come; rank {own.rank}: {held.doing}"
-    sent = flying
     what = sent[0].name if len(sent) == 1 else f"{sent[0].name} and {len(sent) - 1} more"
     late = sent[0].missing(moment)
     waits = held.doing.startswith(("waits", "step"))

@@ -1,4 +1,4 @@
-"""What plots share: a figure and its title, level words, axes with margins in inches, ticks, and names that stand apart.
+"""What plots share: a figure and its title, level words, axes with margins in inches, ticks and names.
 
 Figures are made with matplotlib's objects; nothing here touches pyplot's global state.
 """

@@ -6,9 +6,9 @@ moved by a slider, and a reader without a kernel still sees the last picture and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anywidget
 import ipywidgets
@@ -22,22 +22,6 @@ Draw = Callable[..., Picture]
 CONTROL_WIDTH = "26em"
 SCRIPTS = (NAMES, Path(__file__).with_name("panel.js"))  # one module: the second uses what the first defines
 FEW = 4  # controls that stand above a picture; more stand under it, so that a low screen shows the picture
-
-
-Named = TypeVar("Named")
-
-
-def by_name(one_or_several: Named | Mapping[str, Named], what: str) -> dict[str, Named]:
-    """Return what a control chooses among, by name; a single one has the name "".
-
-    Raises:
-        ValueError: the mapping is empty.
-    """
-    if not isinstance(one_or_several, Mapping):
-        return {"": one_or_several}
-    if not one_or_several:
-        raise ValueError(f"there is no {what}; pass one, or a mapping from names to {what}s")
-    return dict(one_or_several)
 
 
 class Shown(anywidget.AnyWidget):

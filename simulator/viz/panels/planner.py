@@ -16,7 +16,6 @@ from distlab.plan.records import RECOMPUTES
 from distlab.plan.require import chosen
 from simulator.advisor.strategies import MapCell, strategy_map
 from simulator.hardware import presets as hardware
-from simulator.hardware.presets import cluster as cluster_by_name, link
 from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
@@ -29,7 +28,7 @@ from simulator.units import capitalised
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
-from simulator.viz.panels.panel import Panel, by_name, choice, slider
+from simulator.viz.panels.panel import Panel, choice, slider
 from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
 from simulator.viz.sharding import draw_sharding
 
@@ -42,14 +41,13 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     }
 )
 MEMORY_MODELS = ("llama-2-7b", "llama-2-70b", "gpt-3-175b", "gpt-2-1.5b")
-SHARDED_MODEL, CLUSTER, MAX_PREFETCH = "llama-2-7b", "dgx-h100", 3
-NUM_DEVICES = (8, 16, 32, 64)
+MAX_PREFETCH = 3
 OVER_ALL, NODE = "over all GPUs", "inside each node"
 STAGES = MappingProxyType({"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3})
 DEGREES = tuple(2**power for power in range(11))
 
 
-def memory_panel(*, devices: Sequence[str] = ("a100-sxm-80gb", "h200-sxm")) -> Panel:
+def memory_panel(*, devices: Sequence[str]) -> Panel:
     """Return a panel of models and plans: what the fullest rank holds, by kind and over the step.
 
     In code: `panel.controls["stage"].value = 3`, `panel.controls["picture"].value = "stages"` for all stages of
@@ -112,72 +110,52 @@ def _powers(words: str, most: int, value: int = 1) -> Any:
     return choice(words, [degree for degree in DEGREES if degree <= most], value, is_slider=True)
 
 
-def sharding_panel(
-    workload: Workload | None = None,
-    cluster: Cluster | None = None,
-    plan: Plan | None = None,
-    *,
-    num_devices: Sequence[int] = NUM_DEVICES,
-) -> Panel:
+def sharding_panel(workload: Workload, cluster: Cluster, plan: Plan, *, num_devices: Sequence[int]) -> Panel:
     """Return a panel with a slider of layers per unit, and controls of prefetch, GPUs, sets of shards and what is kept.
 
     In code: `panel.controls["unit_layers"].value = 4`, `panel.controls["prefetch"].value = 0`,
     `panel.controls["sets"].value = "inside each node"`.
 
     Args:
-        workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
-        cluster: what it runs on; its devices may be more or fewer than it has. By default H100s in nodes of eight.
-        plan: all that the controls do not set; by default layers are computed again in backward.
+        workload: the model.
+        cluster: what it runs on; the GPUs that are chosen may be more or fewer than it has.
+        plan: where the controls begin, and all that they do not set.
         num_devices: numbers of GPUs to choose from.
 
     Raises:
         ValueError: as `sweep_units`.
     """
-    model = model_by_name(SHARDED_MODEL, microbatch_size=1) if workload is None else workload
-    machine = hardware.cluster(CLUSTER, max(num_devices), stack="best-case") if cluster is None else cluster
-    base = Plan(data=1, sharding=Sharding(3), recompute="full") if plan is None else plan
-    sizes = unit_sizes(model)
-    sweep_of = cache(partial(sweep_units, model, sizes=sizes))
+    base, sizes = plan.sharding, unit_sizes(workload)
+    sweep_of = cache(partial(sweep_units, workload, sizes=sizes))
 
     def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> Picture:
-        on = replace(machine, num_devices=gpus)
-        replicas = max(1, gpus // machine.devices_per_node) if sets == NODE else 1
-        sharding = replace(base.sharding, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas)
-        sharding = replace(sharding, reshard_after_forward=not keep)
-        on_all = replace(base, data=gpus, sharding=sharding)
-        return draw_sharding(sweep_of(on, on_all), simulate(model, on, with_unit_layers(on_all, unit_layers)))
+        on = replace(cluster, num_devices=gpus)
+        replicas = max(1, gpus // cluster.devices_per_node) if sets == NODE else 1
+        chosen = {"stage": 3, "unit_layers": 1, "prefetch": prefetch, "replicas": replicas}
+        on_all = replace(plan, data=gpus, sharding=replace(base, **chosen, reshard_after_forward=not keep))
+        return draw_sharding(sweep_of(on, on_all), simulate(workload, on, with_unit_layers(on_all, unit_layers)))
+
+    nearest = min(sizes, key=lambda size: abs(size - base.unit_layers))
 
     return Panel(
         draw,
-        unit_layers=choice(
-            "layers per unit", sizes, min(sizes, key=lambda s: abs(s - base.sharding.unit_layers)), is_slider=True
-        ),
-        prefetch=widgets.IntSlider(value=min(base.sharding.prefetch, MAX_PREFETCH), min=0, max=MAX_PREFETCH),
+        unit_layers=choice("layers per unit", sizes, nearest, is_slider=True),
+        prefetch=widgets.IntSlider(value=min(base.prefetch, MAX_PREFETCH), min=0, max=MAX_PREFETCH),
         gpus=choice("GPUs", num_devices),
         sets=choice("shards", [OVER_ALL, NODE]),
-        keep=widgets.Checkbox(not base.sharding.reshard_after_forward, description="keep parameters after forward"),
+        keep=widgets.Checkbox(not base.reshard_after_forward, description="keep parameters after forward"),
     )
 
 
-CLUSTERS = ("dgx-h100", "dgx-a100")
-MODELS = ("llama-3-70b", "llama-3-8b", "llama-2-7b", "gpt-3-175b")
-OF_DEGREES = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective")
-OF_PLANNER = Plan(4, 2, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="full")
+MACHINE = "dgx-h100"
 OF_COST = Plan(8, 4, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective")
-MAP_MODELS = ("gpt-2-1.5b", "llama-2-7b", "llama-2-13b", "qwen-2.5-32b", "llama-2-70b", "gpt-3-175b")
-MAP_COUNTS = (1, 8, 16, 32, 64, 128, 256)
 WIRES = ("infiniband-ndr", "ethernet-100g", "ethernet-10g")
 DEVICES = tuple(2**power for power in range(3, 18))
 FAILING = tuple(name for name, rate in RATES.items() if rate.per_device_hour)
 
 
-def degrees_panel(
-    workload: Workload | None = None,
-    cluster: Cluster | Mapping[str, Cluster] | None = None,
-    *,
-    plan: Plan | None = None,
-) -> Panel:
-    """Return a panel with a slider for each degree, and controls of micro-batches, sharding, recompute and the cluster.
+def degrees_panel(workload: Workload, cluster: Cluster, *, plan: Plan) -> Panel:
+    """Return a panel with a slider for each degree, and controls of micro-batches, sharding and recompute.
 
     In code: `panel.controls["tensor"].value = 4`, `panel.controls["recompute"].value = "full"`,
     `panel.controls["sequence_parallel"].value = True`.
@@ -185,56 +163,43 @@ def degrees_panel(
     A plan that cannot run is drawn too: its equation, and in words why not.
 
     Args:
-        workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
-        cluster: what it runs on, or several by name; by default 64 H100s or A100s in nodes of eight.
+        workload: the model.
+        cluster: what it runs on.
         plan: where the controls begin, and all that they do not set.
 
     Raises:
-        ValueError: there is no cluster, or a degree of the plan is not among the slider's: powers of two, up to the
-            largest cluster's devices.
+        ValueError: a degree of the plan is not among the slider's: powers of two, up to the cluster's devices.
     """
-    model = model_by_name("llama-2-7b") if workload is None else workload
-    clusters, base = _clusters(cluster, 64), OF_DEGREES if plan is None else plan
 
-    def draw(on: str = next(iter(clusters)), **values: Any) -> Picture:
-        picture = partial(draw_degrees, num_devices=clusters[on].num_devices)
-        return _or_why_not(model, clusters[on], base, values, picture)
+    def draw(**values: Any) -> Picture:
+        picture = partial(draw_degrees, num_devices=cluster.num_devices)
+        return _or_why_not(workload, cluster, plan, values, picture)
 
-    return Panel(draw, **_degree_controls(base, clusters))
+    return Panel(draw, **_degree_controls(plan, cluster))
 
 
-def planner_panel(
-    models: Sequence[str] | Mapping[str, Workload] = MODELS,
-    cluster: Cluster | Mapping[str, Cluster] | None = None,
-    *,
-    plan: Plan = OF_PLANNER,
-    tokens: float = 1e12,
-) -> Panel:
-    """Return a panel that plans a run: model, cluster, degrees, price and tokens; memory, a step, days and dollars.
+def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Plan, tokens: float) -> Panel:
+    """Return a panel that plans a run: model, degrees, price and tokens; memory, a step, days and dollars.
 
-    In code: `panel.controls["model"].value = "llama-3-8b"`, `panel.controls["tensor"].value = 4`,
+    In code: `panel.controls["model"].value = "7B"`, `panel.controls["tensor"].value = 4`,
     `panel.controls["price"].value = 4.0`. Failures are those of Llama 3. A plan that cannot run is drawn too.
 
     Args:
-        models: names of published models, or models by name.
-        cluster: what the run is on, or several by name; by default 512 H100s or A100s in nodes of eight.
+        models: models by name.
+        cluster: what the run is on.
         plan: where the controls begin.
         tokens: of the run, where the slider begins.
 
     Raises:
-        ValueError: there is no model or no cluster, or one is not known; or a degree as in `degrees_panel`.
+        ValueError: as `degrees_panel`.
     """
-    clusters = _clusters(cluster, 512)
-    named = models if isinstance(models, Mapping) else {name: model_by_name(name) for name in models}
-    workloads = by_name(named, "model")
-    first = next(iter(clusters))
 
-    def draw(model: str, price: float, trillions: float, on: str = first, **values: Any) -> Picture:
+    def draw(model: str, price: float, trillions: float, **values: Any) -> Picture:
         run = Run(10**trillions * 1e12, price, Failures("llama-3"))
-        return _or_why_not(workloads[model], clusters[on], plan, values, lambda step: draw_planner(bill(step, run)))
+        return _or_why_not(models[model], cluster, plan, values, lambda step: draw_planner(bill(step, run)))
 
-    degrees = _degree_controls(plan, clusters)
-    return Panel(draw, model=choice("model", workloads), **degrees, **_price_and_tokens(tokens))
+    degrees = _degree_controls(plan, cluster)
+    return Panel(draw, model=choice("model", models), **degrees, **_price_and_tokens(tokens))
 
 
 def cost_panel() -> Panel:
@@ -244,7 +209,7 @@ def cost_panel() -> Panel:
     has more or fewer replicas, and the same batch.
     In code: `panel.controls["price"].value = 4.0`, `panel.controls["failures"].value = "llama-3"`.
     """
-    steps, _ = spread(model_by_name("llama-3-70b"), cluster_by_name(CLUSTERS[0]), OF_COST, counts_of(OF_COST))
+    steps, _ = spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST))
 
     def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> Picture:
         fails = Failures(failures, restart_s=60 * restart_minutes)
@@ -280,7 +245,7 @@ def goodput_panel() -> Panel:
     )
 
 
-def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = MAP_COUNTS) -> Panel:
+def strategy_panel(models: Sequence[str], counts: Sequence[int]) -> Panel:
     """Return a panel with the wire between nodes and the batch: which strategy is fastest where.
 
     In code: `panel.controls["wire"].value = "ethernet-10g"`, `panel.controls["batch_size"].value = 1024`. A map takes
@@ -293,21 +258,16 @@ def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = M
     Raises:
         ValueError: a model is not known.
     """
-    machine = cluster_by_name(CLUSTERS[0])
+    machine = hardware.cluster(MACHINE)
 
     @cache
     def cells(wire: str, batch_size: int) -> tuple[MapCell, ...]:
-        return strategy_map(models, replace(machine, inter_node=link(wire)), counts, batch_size=batch_size)
+        return strategy_map(models, replace(machine, inter_node=hardware.link(wire)), counts, batch_size=batch_size)
 
     def draw(wire: str, batch_size: int) -> Picture:
         return draw_strategy_map(cells(wire, batch_size))
 
     return Panel(draw, wire=choice("between nodes", WIRES), batch_size=choice("samples per step", [64, 256, 1024], 256))
-
-
-def _clusters(given: Cluster | Mapping[str, Cluster] | None, num_devices: int) -> dict[str, Cluster]:
-    presets = {name: cluster_by_name(name, num_devices) for name in CLUSTERS}
-    return by_name(presets if given is None else given, "cluster")
 
 
 def _or_why_not(
@@ -328,12 +288,11 @@ def _or_why_not(
         return draw_impossible(plan, " ".join(str(error).split()))
 
 
-def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
+def _degree_controls(base: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return a slider for each degree and for micro-batches, and the controls of what else a plan says."""
-    choices = [degree for degree in DEGREES if degree <= max(one.num_devices for one in clusters.values())]
+    choices = [degree for degree in DEGREES if degree <= cluster.num_devices]
     for axis in AXES:
         chosen(f"the plan's {axis}", getattr(base, axis), choices)
-
     microbatches = sorted({*DEGREES[:8], base.num_microbatches})
     return {
         **{axis: choice(axis, choices, getattr(base, axis), is_slider=True) for axis in reversed(AXES)},
@@ -341,7 +300,6 @@ def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, A
         "stage": choice("sharding", STAGES.items(), base.sharding.stage),
         "recompute": choice("recompute", RECOMPUTES, base.recompute),
         "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
-        **({"on": choice("cluster", clusters)} if len(clusters) > 1 else {}),
     }
 
 

@@ -117,8 +117,8 @@ def schedule_panel(
     Args:
         schedule: a name in SCHEDULES.
         compare: a second one, drawn under it on the same time axis; empty for none.
-        ranks: 2 to 64.
-        microbatches: 1 to 1,024.
+        ranks: 2 to 64, where the slider ends.
+        microbatches: 1 to 1,024, where the slider ends.
 
     Raises:
         ValueError: a name that is not known.
@@ -172,9 +172,12 @@ def make_runs(
     **times: float,
 ) -> Sequence[ScheduleRun]:
     """Plan and run what the controls ask for; times are of a rank's whole share of the model, in milliseconds."""
-    most = max(1.0, memory_limit * ranks)
-    options = {"stages_per_rank": stages_per_rank, "times": ActionTimes(**times), "memory_limit": most}
-    return [play(name, ranks, microbatches, **options) for name in (schedule, compare) if name]
+    most, each = max(1.0, memory_limit * ranks), ActionTimes(**times)
+    return [
+        play(name, ranks, microbatches, stages_per_rank=stages_per_rank, times=each, memory_limit=most)
+        for name in (schedule, compare)
+        if name
+    ]
 
 
 def schedule_editor(text: str = "") -> ScheduleTimeline:

@@ -224,14 +224,6 @@ class Timeline(anywidget.AnyWidget):
     ) -> None:
         self._scene: Scene | None = None
         super().__init__(height=height)
-        self.show(measured, predicted, title=title)
-
-    def show(self, measured: Trace | Overlay | None = None, predicted: Trace | None = None, *, title: str = "") -> None:
-        """Show other traces, or an overlay of two, as far as both can be read.
-
-        Raises:
-            ValueError: there is no trace, or a trace is empty.
-        """
         first = predicted if measured is None else measured
         if first is None:
             raise ValueError("Timeline got no trace; pass Timeline(measured), Timeline(predicted=...) or both")
