@@ -17,7 +17,7 @@ from simulator.sweeps.compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s, percent, time_unit
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, line_look
+from simulator.viz.drawing.theme import DPI, FAINT, INK, SMALL_PT, line_look
 
 NAME_CHARACTERS = 30
 TIME_ONLY = "Only time counts here, not what compression does to the loss."

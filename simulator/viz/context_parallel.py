@@ -20,7 +20,7 @@ from simulator.units import capitalised, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import width_in
-from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
+from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
 
 ORDERS = ("zigzag", "straight")
 MAX_RANKS = 8

@@ -23,7 +23,7 @@ from simulator.viz.drawing.plot import (
     put_heading,
     put_title,
 )
-from simulator.viz.drawing.style import FAINT, SMALL_PT, line_look
+from simulator.viz.drawing.theme import FAINT, SMALL_PT, line_look
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 

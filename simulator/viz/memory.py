@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from distlab.plan.require import require_positive
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import byte_unit, format_bytes, percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
@@ -30,34 +31,22 @@ from simulator.viz.drawing.plot import (
     put_heading,
     put_title,
 )
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    INK,
-    LEAST_PT,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    KindStyle,
-    LegendBox,
-    text_colour,
-)
 
-MEMORY_KINDS: Mapping[str, KindStyle] = MappingProxyType(
+MEMORY_KINDS: Mapping[str, theme.KindStyle] = MappingProxyType(
     {
-        "parameters": KindStyle("#0072B2", "P", "parameters"),
-        "gradients": KindStyle("#E69F00", "G", "gradients"),
-        "optimizer": KindStyle("#CC79A7", "O", "optimizer state"),
-        "master weights": KindStyle("#882255", "M", "master weights"),
-        "activations": KindStyle("#009E73", "A", "activations"),
-        "logits": KindStyle("#88CCEE", "L", "logits"),
-        "buffers": KindStyle("#F0E442", "B", "buffers"),
-        "temporary": KindStyle("#999999", "T", "temporary"),
-        "errors": KindStyle("#8C564B", "E", "errors kept by compression"),
+        "parameters": theme.KindStyle("#0072B2", "P", "parameters"),
+        "gradients": theme.KindStyle("#E69F00", "G", "gradients"),
+        "optimizer": theme.KindStyle("#CC79A7", "O", "optimizer state"),
+        "master weights": theme.KindStyle("#882255", "M", "master weights"),
+        "activations": theme.KindStyle("#009E73", "A", "activations"),
+        "logits": theme.KindStyle("#88CCEE", "L", "logits"),
+        "buffers": theme.KindStyle("#F0E442", "B", "buffers"),
+        "temporary": theme.KindStyle("#999999", "T", "temporary"),
+        "errors": theme.KindStyle("#8C564B", "E", "errors kept by compression"),
     }
 )
 TOP_IN, BOTTOM_IN = 1.35, 1.15
-CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
+CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": theme.INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
 
 
 def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Picture:
@@ -71,7 +60,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Pictu
     require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = new_figure(height)
-    half = WIDTH_IN / 2
+    half = theme.WIDTH_IN / 2
     bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
     time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
     limit = memory.max_bytes * 1.16 or 1.0
@@ -132,10 +121,10 @@ def name_kinds(row: NDArray[np.int64]) -> str:
     return ", ".join(f"{MEMORY_KINDS[KINDS[kind]].words} {format_bytes(row[kind])}" for kind in order if row[kind])
 
 
-def boxes_of_kinds(rows: NDArray[np.int64]) -> list[LegendBox]:
+def boxes_of_kinds(rows: NDArray[np.int64]) -> list[theme.LegendBox]:
     """Return a legend's entries for the kinds that some row [..., K] holds."""
     used = [style for kind, style in MEMORY_KINDS.items() if rows[..., KINDS.index(kind)].any()]
-    return [LegendBox(style.colour, "white", style.letter, style.words) for style in used]
+    return [theme.LegendBox(style.colour, "white", style.letter, style.words) for style in used]
 
 
 def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:
@@ -151,22 +140,22 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     axes.set_xlim(0, limit)
     axes.set_ylim(num_rows - 0.4, -0.6)
     wide, tall = axes_pixels(axes)
-    size = min(TEXT_PT, 0.6 * tall / num_rows * 72 / DPI)
+    size = min(theme.TEXT_PT, 0.6 * tall / num_rows * 72 / theme.DPI)
     left, corners, fills = np.zeros(num_rows), [], []
     for kind, style in MEMORY_KINDS.items():
         held = rows[:, KINDS.index(kind)].astype(float)
         corners.append(_bars(left, held))
         fills += [style.colour] * num_rows
-        for row in np.flatnonzero(held / limit * wide > 1.6 * CHARACTER_WIDTH * size * DPI / 72).tolist():
-            words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
-            if size >= LEAST_PT:
+        for row in np.flatnonzero(held / limit * wide > 1.6 * CHARACTER_WIDTH * size * theme.DPI / 72).tolist():
+            words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour)}
+            if size >= theme.LEAST_PT:
                 axes.text(left[row] + held[row] / 2, row, style.letter, fontsize=size, **words)
         left += held
     look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.8, "gid": "bars"}
     axes.add_collection(PolyCollection(np.concatenate(corners), facecolors=fills, **look), autolim=False)  # type: ignore[arg-type]
     behind: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # a line goes behind the figure
     for row in range(num_rows) if size >= 9 else ():
-        text, look = format_bytes(left[row]), {"fontsize": SMALL_PT, "color": INK, "va": "center"}
+        text, look = format_bytes(left[row]), {"fontsize": theme.SMALL_PT, "color": theme.INK, "va": "center"}
         axes.text(left[row] + 0.008 * limit, row, text, bbox=behind, **look)
     every = max(1, -(-num_rows * 20 // max(1, int(tall))))
     ticks = list(range(0, num_rows, every))
@@ -223,7 +212,7 @@ def fewer_moments(
 def draw_byte_scale(axes: Axes, which: str, limit: float) -> None:
     """Draw the axis of bytes along bare axes, in the unit that suits its end."""
     size, unit = byte_unit(limit)
-    label_pt = TEXT_PT if which == "x" else SMALL_PT
+    label_pt = theme.TEXT_PT if which == "x" else theme.SMALL_PT
     draw_scale(axes, which, even_ticks(0, limit, 5, 1 / size), f"memory ({unit})", label_pt=label_pt)
 
 
@@ -242,13 +231,13 @@ def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float |
     require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
     rows = np.array([memory.at_peak_bytes[memory.fullest_stage] for memory in plans.values()], np.int64)
     figure = new_figure(1.15 + BOTTOM_IN + min(max(1.6, 0.5 * len(rows)), 7.0))
-    left = min(0.5 + 0.095 * max(map(len, plans)), 0.4 * WIDTH_IN)
+    left = min(0.5 + 0.095 * max(map(len, plans)), 0.4 * theme.WIDTH_IN)
     axes = frame(figure, left=left, right=0.9, top=1.15, bottom=BOTTOM_IN, bare=True)
     limit = float(rows.sum(axis=1).max()) * 1.1 or 1.0
     stack_bars(axes, rows, list(plans), limit)
     if capacity_bytes is not None and capacity_bytes < limit:
         axes.axvline(capacity_bytes, **CAPACITY_LINE)
-        words: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": SMALL_PT, "color": FAINT}
+        words: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": theme.SMALL_PT, "color": theme.FAINT}
         axes.text(capacity_bytes, -0.6, f"device: {format_bytes(capacity_bytes)}", **words)
     put_legend(figure, boxes_of_kinds(rows))
     takeaway = plans_takeaway(plans, capacity_bytes)
@@ -300,7 +289,7 @@ def draw_measured_memory(predicted: Curve, measured: Curve) -> Picture:
         put_heading(axes, f"{name}: peak {format_bytes(_peak(rows))}")
         for other, (_, values) in both.items():
             if other != name:  # the other's peak, to read the difference
-                axes.axhline(_peak(values), color=INK, linestyle=(0, (2, 3)), linewidth=1.0)
+                axes.axhline(_peak(values), color=theme.INK, linestyle=(0, (2, 3)), linewidth=1.0)
     put_legend(figure, boxes_of_kinds(np.concatenate([rows for _, rows in both.values()])))
     put_title(figure, measured_takeaway(predicted, measured), "dotted: the other's peak")
     return Picture(figure, _say_measured(predicted, measured))

@@ -19,6 +19,7 @@ from simulator.runs.failures import Failures
 from simulator.runs.money import Bill, Curve
 from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import capitalised, counted, format_s, format_span, percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import (
@@ -31,22 +32,8 @@ from simulator.viz.drawing.plot import (
     new_figure,
     put_heading,
 )
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    LINE_COLOURS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    KindStyle,
-    LegendBox,
-    line_look,
-    text_colour,
-    text_on_white,
-)
 
-DAYS, PRICE = LINE_COLOURS[0], LINE_COLOURS[1]
+DAYS, PRICE = theme.LINE_COLOURS[0], theme.LINE_COLOURS[1]
 NAMES = ("shortest", "cheapest", "sweet spot")
 
 
@@ -104,11 +91,11 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
         own = [
             (each.num_devices, y) for each, y in zip(bills, values, strict=True) if each.step.cluster.name == cluster
         ]
-        look: dict[str, Any] = {"marker": "o", "color": colour} if len(clusters) == 1 else line_look(place)
+        look: dict[str, Any] = {"marker": "o", "color": colour} if len(clusters) == 1 else theme.line_look(place)
         look |= {"markersize": 7.5, "markeredgecolor": "white", "linewidth": 2.4, "zorder": 4, "label": cluster}
         axes.plot(*zip(*own, strict=True), gid=gid if len(clusters) == 1 else f"{gid} {cluster}", **look)
     if len(clusters) > 1:
-        axes.legend(frameon=False, fontsize=SMALL_PT, loc="upper right" if gid == "days" else "upper left")
+        axes.legend(frameon=False, fontsize=theme.SMALL_PT, loc="upper right" if gid == "days" else "upper left")
     low, high = min(values), max(values)
     axes.set_ylim(low / 1.6, high * 1.6)
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
@@ -134,8 +121,8 @@ def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
             continue
         ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}
         value = each.price if is_price else each.days
-        axes.plot(each.num_devices, value, markeredgecolor=INK, zorder=5, gid=name, linestyle="none", **ring)
-        words: dict[str, Any] = {"fontsize": SMALL_PT, "weight": "bold", "color": text_on_white(INK)}
+        axes.plot(each.num_devices, value, markeredgecolor=theme.INK, zorder=5, gid=name, linestyle="none", **ring)
+        words: dict[str, Any] = {"fontsize": theme.SMALL_PT, "weight": "bold", "color": theme.text_on_white(theme.INK)}
         left, right = axes.get_xlim()
         rises = is_price and each.num_devices**2 > left * right  # then the line is on the right of its point
         away = -9 if rises else 9
@@ -219,17 +206,17 @@ def _draw_intervals(axes: Axes, good: Goodput, restart_s: float, seed: int) -> N
     tried = np.geomspace(low, high, TRIALS)
     drawn = goodput_by_trial(good.save_s, good.mtbf_s, tried, restart_s=restart_s, seed=seed)
     axes.set_xscale("log")
-    axes.plot(intervals, useful, color=LINE_COLOURS[0], linewidth=2.4, gid="computed", label="computed", zorder=3)
-    dots: dict[str, Any] = {"marker": "o", "markersize": 7, "linestyle": "none", "color": LINE_COLOURS[1]}
+    axes.plot(intervals, useful, color=theme.LINE_COLOURS[0], linewidth=2.4, gid="computed", label="computed", zorder=3)
+    dots: dict[str, Any] = {"marker": "o", "markersize": 7, "linestyle": "none", "color": theme.LINE_COLOURS[1]}
     axes.plot(tried, drawn, gid="drawn", label="failures drawn", zorder=4, **dots)
-    axes.axvline(good.interval_s, color=INK, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
+    axes.axvline(good.interval_s, color=theme.INK, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
     axes.set_ylim(0, 1.02)
     axes.set_xlim(low, high)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     mark_ticks(axes.xaxis, [good.interval_s / 10, good.interval_s, good.interval_s * 10], format_span)
     name_axes(axes, "training between checkpoints")
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
-    axes.legend(loc="lower left", frameon=False, fontsize=SMALL_PT)
+    axes.legend(loc="lower left", frameon=False, fontsize=theme.SMALL_PT)
     put_heading(axes, "goodput")
 
 
@@ -254,7 +241,7 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
         below = tops[place - 1] if place else np.zeros(len(counts))
         axes.fill_between(counts, below, tops[place], color=colour, gid=name, linewidth=0, zorder=3)
-    axes.axvline(num_devices, color=INK, linewidth=1.4, linestyle=(0, (4, 3)), zorder=5)
+    axes.axvline(num_devices, color=theme.INK, linewidth=1.4, linestyle=(0, (4, 3)), zorder=5)
     axes.set_xlim(counts[0], max(counts[-1], counts[0] * 2))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -264,7 +251,10 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
         if parts[place].max() > 0
     ]
     name_line_ends(
-        axes, [at for *_, at in shown], [name for name, *_ in shown], [text_on_white(colour) for _, colour, _ in shown]
+        axes,
+        [at for *_, at in shown],
+        [name for name, *_ in shown],
+        [theme.text_on_white(colour) for _, colour, _ in shown],
     )
     put_heading(axes, "where the time goes, with these checkpoints")
 
@@ -279,19 +269,19 @@ def _checkpoints_of(failures: Failures, num_devices: int, save_s: float) -> str:
     return f"{counted(num_devices, 'device')}; {save} to save, {restart} to restart; {failures.published.source}."
 
 
-STYLES: Mapping[str, KindStyle] = MappingProxyType(
+STYLES: Mapping[str, theme.KindStyle] = MappingProxyType(
     {
-        "one device": KindStyle("#DDCC77", "1", "one device: do not distribute"),
-        "data": KindStyle("#88CCEE", "D", "data parallel"),
-        "ZeRO-1": KindStyle("#56B4E9", "Z1", "data parallel with ZeRO-1"),
-        "ZeRO-2": KindStyle("#44AA99", "Z2", "data parallel with ZeRO-2"),
-        "FSDP": KindStyle("#0072B2", "F", "FSDP (ZeRO-3)"),
-        "tensor": KindStyle("#D55E00", "T", "tensor"),
-        "pipeline": KindStyle("#E69F00", "P", "pipeline"),
-        "tensor and pipeline": KindStyle("#882255", "TP", "tensor and pipeline"),
+        "one device": theme.KindStyle("#DDCC77", "1", "one device: do not distribute"),
+        "data": theme.KindStyle("#88CCEE", "D", "data parallel"),
+        "ZeRO-1": theme.KindStyle("#56B4E9", "Z1", "data parallel with ZeRO-1"),
+        "ZeRO-2": theme.KindStyle("#44AA99", "Z2", "data parallel with ZeRO-2"),
+        "FSDP": theme.KindStyle("#0072B2", "F", "FSDP (ZeRO-3)"),
+        "tensor": theme.KindStyle("#D55E00", "T", "tensor"),
+        "pipeline": theme.KindStyle("#E69F00", "P", "pipeline"),
+        "tensor and pipeline": theme.KindStyle("#882255", "TP", "tensor and pipeline"),
     }
 )
-NOTHING = LegendBox(IDLE, FAINT, "", "does not fit, or does not divide")
+NOTHING = theme.LegendBox(theme.IDLE, theme.FAINT, "", "does not fit, or does not divide")
 TOP_IN, ROW_IN, LEFT_IN, RIGHT_IN, AXIS_IN = 1.05, 0.66, 1.75, 0.3, 0.75
 assert tuple(STYLES) == STRATEGIES
 
@@ -304,25 +294,25 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
     """
     models, counts = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.num_devices for cell in cells})
     used = [name for name in STRATEGIES if any(cell.strategy == name for cell in cells)]
-    boxes = [LegendBox(STYLES[name].colour, "white", STYLES[name].letter, STYLES[name].words) for name in used]
+    boxes = [theme.LegendBox(STYLES[name].colour, "white", STYLES[name].letter, STYLES[name].words) for name in used]
     boxes += [NOTHING] if any(not cell.strategy for cell in cells) else []
     low = AXIS_IN + LEGEND_LINE_IN * len(legend_lines(boxes))
     _, pen = sheet(TOP_IN + ROW_IN * len(models) + low)
-    wide = (WIDTH_IN - LEFT_IN - RIGHT_IN) / len(counts)
+    wide = (theme.WIDTH_IN - LEFT_IN - RIGHT_IN) / len(counts)
     for row, model in enumerate(models):
-        pen.words((LEFT_IN - 0.12, low + ROW_IN * (row + 0.5)), model, size=SMALL_PT, side="right")
+        pen.words((LEFT_IN - 0.12, low + ROW_IN * (row + 0.5)), model, size=theme.SMALL_PT, side="right")
     for column, count in enumerate(counts):
-        pen.words((LEFT_IN + wide * (column + 0.5), low - 0.18), f"{count:,}", size=SMALL_PT)
-    pen.words((LEFT_IN + wide * len(counts) / 2, low - 0.45), "GPUs", size=TEXT_PT)
+        pen.words((LEFT_IN + wide * (column + 0.5), low - 0.18), f"{count:,}", size=theme.SMALL_PT)
+    pen.words((LEFT_IN + wide * len(counts) / 2, low - 0.45), "GPUs", size=theme.TEXT_PT)
     for cell in cells:
         x, y = LEFT_IN + wide * counts.index(cell.num_devices), low + ROW_IN * models.index(cell.model)
-        fill = STYLES[cell.strategy].colour if cell.strategy else IDLE
+        fill = STYLES[cell.strategy].colour if cell.strategy else theme.IDLE
         pen.box((x, y), wide, ROW_IN, fill, line=2.0)
         if cell.choice is not None:
-            ink = text_colour(fill)
+            ink = theme.text_colour(fill)
             letter = f"{STYLES[cell.strategy].letter}  {percent(cell.choice.step.mfu)}"
-            pen.words((x + wide / 2, y + 0.43), letter, size=TEXT_PT, bold=True, colour=ink)
-            pen.words((x + wide / 2, y + 0.18), _degrees(cell), size=SMALL_PT - 0.5, colour=ink)
+            pen.words((x + wide / 2, y + 0.43), letter, size=theme.TEXT_PT, bold=True, colour=ink)
+            pen.words((x + wide / 2, y + 0.18), _degrees(cell), size=theme.SMALL_PT - 0.5, colour=ink)
     pen.legend(boxes)
     return pen.finish(_who_wins(cells), _question_of(cells), *_say_map(cells))
 

@@ -18,7 +18,7 @@ from simulator.viz.drawing.lanes import Side, add_boxes, add_pixels, lanes_of, p
 from simulator.viz.drawing.pen import finished, put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure
-from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
+from simulator.viz.drawing.theme import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2

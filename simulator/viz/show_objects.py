@@ -19,7 +19,7 @@ from simulator.memory.memory import Memory
 from simulator.step.simulate import Step
 from simulator.viz.drawing.paint import pack_png, pixels_of
 from simulator.viz.drawing.picture import Bundle, Picture, picture_html, with_picture
-from simulator.viz.drawing.style import DPI
+from simulator.viz.drawing.theme import DPI
 from simulator.viz.memory import draw_memory
 from simulator.viz.mesh.degrees import draw_degrees
 from simulator.viz.mesh.mesh import draw_mesh

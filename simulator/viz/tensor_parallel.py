@@ -15,20 +15,10 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from simulator.units import percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import width_in
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    RANK_COLOURS,
-    SHARED,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    text_colour,
-)
 
 
 class SplitLike(Protocol):
@@ -101,11 +91,13 @@ def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike
         whole[splits[name].dim] = sum(-(-size // len(parts)) for size in splits[name].sections)
         shapes[name] = tuple(whole)
     for rank, own in enumerate(arrays):
-        if wrong := sorted({(name, one.shape) for name, one in own.items()} ^ set(shapes.items())):
-            raise ValueError(
-                f"rank {rank}: {wrong[0][0]} has shape {[list(one.shape) for name, one in own.items() if name == wrong[0][0]]}; "
-                f"expected {list(shapes.get(wrong[0][0], ()))}: pass each rank's own part of the same weights"
-            )
+        for name in sorted(own.keys() | shapes.keys()):
+            got, expected = (own[name].shape if name in own else None, shapes.get(name))
+            if got != expected:
+                raise ValueError(
+                    f"rank {rank}: {name} has shape {got}; expected {expected}: pass each rank's own part of the same "
+                    "weights"
+                )
     return {name: _joined(name, [own[name] for own in arrays], splits.get(name)) for name in shapes}
 
 
@@ -266,7 +258,7 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
     lines: list[list[_Region]] = [[]]
     for region in regions:
         used = sum(other.wide + 0.3 for other in lines[-1])
-        if lines[-1] and LEFT_IN + used + region.wide > WIDTH_IN - 0.2:
+        if lines[-1] and LEFT_IN + used + region.wide > theme.WIDTH_IN - 0.2:
             lines.append([])
         lines[-1].append(region)
     return lines
@@ -274,7 +266,7 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
 
 def _widened(line: Sequence[_Region]) -> list[_Region]:
     """Give the weights of a line the width that is left, up to three times their own."""
-    left = WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
+    left = theme.WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
     factor = min(3.0, 1 + left / sum(card.wide for region in line for card in region.cards))
     return [
         region._replace(cards=tuple(card._replace(wide=factor * card.wide) for card in region.cards)) for region in line
@@ -313,7 +305,7 @@ def _draw_region(pen: Pen, region: _Region, place: tuple[float, float, float], n
     x += MARK_IN
     for number, card in enumerate(region.cards):
         if number:
-            pen.arrow((x + 0.06, base), (x + 0.42, base), FAINT, line=2.0)
+            pen.arrow((x + 0.06, base), (x + 0.42, base), theme.FAINT, line=2.0)
             x += 0.5
         _draw_card(pen, card, (x + card.strip, base - card.tall / 2), heads)
         x += card.extent
@@ -322,20 +314,22 @@ def _draw_region(pen: Pen, region: _Region, place: tuple[float, float, float], n
 
 
 def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
-    pen.arrow((spot[0] - 0.28, spot[1]), (spot[0] + 0.28, spot[1]), FAINT, line=2.0)
+    pen.arrow((spot[0] - 0.28, spot[1]), (spot[0] + 0.28, spot[1]), theme.FAINT, line=2.0)
     pen.box((spot[0] - 0.14, spot[1] - 0.16), 0.26, 0.32, MARK)
-    pen.words((spot[0] - 0.01, spot[1]), letter, size=TEXT_PT, bold=True, colour="white")
+    pen.words((spot[0] - 0.01, spot[1]), letter, size=theme.TEXT_PT, bold=True, colour="white")
 
 
 def _draw_foot(pen: Pen, found: Mapping[str, CutWeight], num_ranks: int) -> None:
     """Write what the marks mean, and a legend of ranks."""
     for number, meaning in enumerate(MEANINGS):
         pen.words((LEFT_IN, 0.86 - 0.24 * number), meaning, side="left")
-    boxes = [LegendBox(RANK_COLOURS[rank], "white", f"r{rank}", f"rank {rank}") for rank in range(num_ranks)]
+    boxes = [
+        theme.LegendBox(theme.RANK_COLOURS[rank], "white", f"r{rank}", f"rank {rank}") for rank in range(num_ranks)
+    ]
     if any((one.owner < 0).any() for one in found.values()):
-        boxes.append(LegendBox(IDLE, FAINT, "", "padding"))
+        boxes.append(theme.LegendBox(theme.IDLE, theme.FAINT, "", "padding"))
     if any(one.dim is None for one in found.values()):
-        boxes.append(LegendBox(SHARED, "white", "", "whole on every rank"))
+        boxes.append(theme.LegendBox(theme.SHARED, "white", "", "whole on every rank"))
     pen.legend(boxes)
 
 
@@ -344,7 +338,7 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_hea
     one, (x, y) = card.shards, corner
     image = _image(one)
     _stamp(pen, image.transpose(1, 0, 2) if card.turned else image, (x, y), card.wide, card.tall, gid=one.name)
-    pen.outline((x, y), card.wide, card.tall, FAINT, line=0.8)
+    pen.outline((x, y), card.wide, card.tall, theme.FAINT, line=0.8)
     rows, columns = one.shape[::-1] if card.turned else one.shape
     name = one.name.split(".")[-2]
     below = y - 0.14
@@ -352,7 +346,7 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_hea
         _stamp(pen, _image(card.bias)[None], (x, y - 0.05 - BIAS_IN), card.wide, BIAS_IN, gid=card.bias.name)
         below -= BIAS_IN + 0.05
     label = f"{name} {rows} x {columns}"
-    size = min(SMALL_PT, SMALL_PT * (card.extent + 0.5) / max(width_in(label, SMALL_PT), 0.1))
+    size = min(theme.SMALL_PT, theme.SMALL_PT * (card.extent + 0.5) / max(width_in(label, theme.SMALL_PT), 0.1))
     pen.words((x + card.wide / 2, below), label, size=size)
     _draw_owners(pen, card, corner, num_heads)
 
@@ -391,13 +385,18 @@ def _draw_owners(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_h
 
 def _draw_owner(pen: Pen, corner: tuple[float, float], room: tuple[float, float], rank: int, heads: str) -> None:
     """Draw a box in the rank's colour, with its name, and its heads in a second line."""
-    fill = RANK_COLOURS[rank]
+    fill = theme.RANK_COLOURS[rank]
     pen.box(corner, *room, fill)
     x, y = corner[0] + room[0] / 2, corner[1] + room[1] / 2
     apart = min(0.09, 0.23 * room[1]) if heads else 0.0
     for text, at in ((f"r{rank}", y + apart), (heads, y - apart)):
-        fits = SMALL_PT * (room[0] - 0.03) / max(width_in(text, SMALL_PT), 0.05)
-        pen.words((x, at), text, size=min(SMALL_PT, fits, 130 * apart if heads else SMALL_PT), colour=text_colour(fill))
+        fits = theme.SMALL_PT * (room[0] - 0.03) / max(width_in(text, theme.SMALL_PT), 0.05)
+        pen.words(
+            (x, at),
+            text,
+            size=min(theme.SMALL_PT, fits, 130 * apart if heads else theme.SMALL_PT),
+            colour=theme.text_colour(fill),
+        )
 
 
 def _heads_of(rank: int, num_ranks: int, num_heads: int | None) -> str:
@@ -414,9 +413,9 @@ def _image(one: CutWeight) -> NDArray[np.float64]:
     most = float(np.quantile(values, 0.99)) or float(values.max()) or 1.0
     share = 0.22 + 0.78 * np.clip(values / most, 0, 1)
     if one.dim is None:
-        colours = np.broadcast_to(np.array(to_rgb(SHARED)), (*values.shape, 3))
+        colours = np.broadcast_to(np.array(to_rgb(theme.SHARED)), (*values.shape, 3))
     else:
-        table = np.array([*[to_rgb(RANK_COLOURS[rank]) for rank in range(one.num_ranks)], to_rgb(IDLE)])
+        table = np.array([*[to_rgb(theme.RANK_COLOURS[rank]) for rank in range(one.num_ranks)], to_rgb(theme.IDLE)])
         shape = [1] * values.ndim + [3]
         shape[one.dim] = len(one.owner)
         colours = np.broadcast_to(table[one.owner].reshape(shape), (*values.shape, 3))

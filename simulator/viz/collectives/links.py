@@ -18,7 +18,7 @@ from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s, percent
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
+from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
 
 BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
 ROW_IN = 0.62

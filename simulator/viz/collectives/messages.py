@@ -16,20 +16,10 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from simulator.units import format_bytes, format_s, name_ranks
 from simulator.viz.collectives.ring import RecordedCall
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
-from simulator.viz.drawing.style import (
-    DPI,
-    INK,
-    LEAST_PT,
-    SMALL_PT,
-    WIDTH_IN,
-    LegendBox,
-    kind_styles,
-    pale,
-    text_colour,
-)
 
 PAIRS = ("send", "recv")
 
@@ -242,7 +232,7 @@ def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None =
         _draw_wait(axes, diagram, event, rows[event.call.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
     words = "time runs to the right, in steps of cause and effect (not to scale)"
-    draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
+    draw_scale(axes, "x", {}, words, line=False, label_pt=theme.SMALL_PT)
     put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
     put_legend(figure, _legend(diagram))
     return Picture(figure, "\n".join([*([title] if title else []), *_say(diagram)]))
@@ -300,32 +290,34 @@ def _duration(diagram: Diagram) -> str:
 
 def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
-    style = kind_styles([event.call.op])[event.call.op]
+    style = theme.kind_styles([event.call.op])[event.call.op]
     look: dict[str, Any]
     if event.waits:
         wide = edge - event.wait_x
-        look = {"facecolor": pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
+        look = {"facecolor": theme.pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
         axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
         others = diagram.waits_for[event.call.rank]
         words = f" {event.call.op.replace('_', '-')}: waits for {name_ranks(others)} "
         box: dict[str, Any] = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}
-        axes.text(edge, row, words, fontsize=SMALL_PT, color=INK, ha="right", va="center", bbox=box, zorder=6)
+        axes.text(
+            edge, row, words, fontsize=theme.SMALL_PT, color=theme.INK, ha="right", va="center", bbox=box, zorder=6
+        )
     elif event.end_x is not None and event.end_x > event.wait_x:
         wide = event.end_x - event.wait_x
         axes.add_patch(
             Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, facecolor=style.colour, edgecolor="white", zorder=2)
         )
-        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (WIDTH_IN - LEFT_IN - RIGHT_IN)
+        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN)
         if inches > 0.2:
-            look = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour), "zorder": 5}
-            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=SMALL_PT, **look)
+            look = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour), "zorder": 5}
+            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=theme.SMALL_PT, **look)
 
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
     """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
     received = dict(diagram.pairs)
     sends = [event for event in diagram.events if event.call.op == "send" and event.call.peer in rows]
-    colour = kind_styles(["send"])["send"].colour
+    colour = theme.kind_styles(["send"])["send"].colour
     taken_spots: list[tuple[float, float]] = []
     for event in sends:
         low, high = rows[event.call.rank], rows[event.call.peer]
@@ -353,7 +345,7 @@ def _label_arrow(
     taken: list[tuple[float, float]],
 ) -> None:
     """Write the size on the arrow, where no other size stands: first at a third of it, where fewer arrows cross."""
-    wide, tall = (pixels / DPI for pixels in axes_pixels(axes))
+    wide, tall = (pixels / theme.DPI for pixels in axes_pixels(axes))
     x_in = wide / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
     y_in = tall / abs(axes.get_ylim()[1] - axes.get_ylim()[0])
 
@@ -367,7 +359,7 @@ def _label_arrow(
     x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))
     taken.append((x, y))
     clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-    axes.text(x, y, words, fontsize=LEAST_PT, color=INK, ha="center", va="center", zorder=4.5, bbox=clear)
+    axes.text(x, y, words, fontsize=theme.LEAST_PT, color=theme.INK, ha="center", va="center", zorder=4.5, bbox=clear)
 
 
 def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> None:
@@ -378,14 +370,14 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
             continue
         x = max(event.start_x for event in events)
         lines = [rows[event.call.rank] for event in events]
-        colour = kind_styles([events[0].call.op])[events[0].call.op].colour
+        colour = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
         axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
 
 
-def _legend(diagram: Diagram) -> list[LegendBox]:
-    styles = kind_styles([event.call.op for event in diagram.events])
+def _legend(diagram: Diagram) -> list[theme.LegendBox]:
+    styles = theme.kind_styles([event.call.op for event in diagram.events])
     words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
-    boxes = [LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
+    boxes = [theme.LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
     if diagram.waits_for:
-        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits forever"))
+        boxes.append(theme.LegendBox(theme.pale(STUCK, 0.25), STUCK, "", "waits forever"))
     return boxes

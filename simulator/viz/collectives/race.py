@@ -29,7 +29,7 @@ from simulator.viz.drawing.plot import (
     new_figure,
     put_title,
 )
-from simulator.viz.drawing.style import DPI, INK, TEXT_PT, KindStyle, text_colour
+from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, KindStyle, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
 RANKS_PER_NODE = 8

@@ -14,21 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    LEAST_PT,
-    RANK_COLOURS,
-    SHARED,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    text_colour,
-)
 
 
 class RecordedCall(Protocol):
@@ -238,8 +226,14 @@ def draw_ring_frame(record: Iterable[RecordedCall] | RingSteps, step: int = 0) -
     sends = _draw_arrows(pen, steps, step, places, card) if step else []
     _draw_middle(pen, steps, step)
     shown = steps.ranks if size <= 4 else (steps.ranks[0], steps.ranks[-1])
-    boxes = [LegendBox(_colour(rank), "white", str(rank), f"rank {rank}'s part") for rank in shown]
-    pen.legend([*boxes, LegendBox(IDLE, "white", "", "not in it yet"), LegendBox(SHARED, "white", "", "the whole sum")])
+    boxes = [theme.LegendBox(_colour(rank), "white", str(rank), f"rank {rank}'s part") for rank in shown]
+    pen.legend(
+        [
+            *boxes,
+            theme.LegendBox(theme.IDLE, "white", "", "not in it yet"),
+            theme.LegendBox(theme.SHARED, "white", "", "the whole sum"),
+        ]
+    )
     picture = pen.finish(_what_ranks_send(steps, step), _what_cards_show(steps, step))
     return picture._replace(words=f"{picture.words} {'; '.join(sends)}.") if sends else picture
 
@@ -268,20 +262,20 @@ def _what_cards_show(steps: RingSteps, step: int) -> str:
 
 
 def _colour(rank: int) -> str:
-    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+    return theme.RANK_COLOURS[rank % len(theme.RANK_COLOURS)]
 
 
 def _places(size: int, card: _Card) -> Point:
     """Put the ranks clockwise in two rows, the first from the left above, the rest from the right below."""
     if size == 2:
-        return np.array([[3.1, MIDDLE_IN], [WIDTH_IN - 3.1, MIDDLE_IN]])
+        return np.array([[3.1, MIDDLE_IN], [theme.WIDTH_IN - 3.1, MIDDLE_IN]])
     above = -(-size // 2)
-    reach = min(WIDTH_IN / 2 - card.extent[0] / 2 - 0.45, 1.9 * above)
+    reach = min(theme.WIDTH_IN / 2 - card.extent[0] / 2 - 0.45, 1.9 * above)
     up = (HEIGHT_IN - TOP_IN - BOTTOM_IN) / 2 - card.extent[1] / 2 - 0.34
     across = np.linspace(-reach, reach, above)
     below = across if size % 2 == 0 else (across[1:] + across[:-1]) / 2
-    first = np.stack([WIDTH_IN / 2 + across, np.full(above, MIDDLE_IN + up)], axis=1)
-    second = np.stack([WIDTH_IN / 2 + below, np.full(size - above, MIDDLE_IN - up)], axis=1)
+    first = np.stack([theme.WIDTH_IN / 2 + across, np.full(above, MIDDLE_IN + up)], axis=1)
+    second = np.stack([theme.WIDTH_IN / 2 + below, np.full(size - above, MIDDLE_IN - up)], axis=1)
     return np.concatenate([first, second[::-1]])
 
 
@@ -314,13 +308,13 @@ def _draw_parcel(pen: Pen, spot: Point, chunk: int, parts: list[int], size: int)
     wide = 0.36 + (0.46 if whole else 0.04 + slot * len(parts)) + 0.08
     low = spot - np.array([wide / 2, 0.19])
     pen.box(low, wide, 0.38, "white", edge=ARROW, line=1.6)
-    pen.words((low[0] + 0.21, spot[1]), chunk_name(chunk), size=TEXT_PT + 1, bold=True)
+    pen.words((low[0] + 0.21, spot[1]), chunk_name(chunk), size=theme.TEXT_PT + 1, bold=True)
     if whole:
-        pen.words((low[0] + 0.6, spot[1]), "sum", colour=SHARED, bold=True)
+        pen.words((low[0] + 0.6, spot[1]), "sum", colour=theme.SHARED, bold=True)
         return
     for index, part in enumerate(parts):
         x = low[0] + 0.4 + index * slot
-        pen.block((x, low[1] + 0.06), slot, 0.26, _colour(part), str(part) if slot >= 0.13 else "", size=LEAST_PT)
+        pen.block((x, low[1] + 0.06), slot, 0.26, _colour(part), str(part) if slot >= 0.13 else "", size=theme.LEAST_PT)
 
 
 def _edge(centre: Point, direction: Point, card: _Card) -> Point:
@@ -337,21 +331,21 @@ def _draw_card(pen: Pen, steps: RingSteps, masks: Masks, spot: Point, card: _Car
         left = low[0] + chunk * card.column
         x = left + card.column / 2
         if masks[chunk].all():
-            pen.box((left, low[1]), card.column, card.extent[1], SHARED)
+            pen.box((left, low[1]), card.column, card.extent[1], theme.SHARED)
             words = "sum" if card.column >= 0.25 else ""
-            pen.words((x, spot[1]), words, size=SMALL_PT if card.column >= 0.4 else 8.5, colour="white")
+            pen.words((x, spot[1]), words, size=theme.SMALL_PT if card.column >= 0.4 else 8.5, colour="white")
         for part in range(0 if masks[chunk].all() else size):
             bottom = low[1] + (size - 1 - part) * card.slot
             rank, filled = steps.ranks[part], bool(masks[chunk, part])
-            pen.box((left, bottom), card.column, card.slot, _colour(rank) if filled else IDLE)
+            pen.box((left, bottom), card.column, card.slot, _colour(rank) if filled else theme.IDLE)
             if filled:
-                points = LEAST_PT if card.slot > 0.24 else 8.5
-                pen.words((x, bottom + card.slot / 2), str(rank), size=points, colour=text_colour(_colour(rank)))
+                points = theme.LEAST_PT if card.slot > 0.24 else 8.5
+                pen.words((x, bottom + card.slot / 2), str(rank), size=points, colour=theme.text_colour(_colour(rank)))
         new = chunk == arrived
-        pen.words((x, low[1] - 0.15), chunk_name(chunk), colour=INK if new else FAINT, bold=new)
+        pen.words((x, low[1] - 0.15), chunk_name(chunk), colour=theme.INK if new else theme.FAINT, bold=new)
         if new:
             pen.outline((left, low[1]), card.column, card.extent[1], ARROW)
-    pen.words((spot[0], low[1] + card.extent[1] + 0.17), name, size=TEXT_PT, bold=True)
+    pen.words((spot[0], low[1] + card.extent[1] + 0.17), name, size=theme.TEXT_PT, bold=True)
 
 
 def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
@@ -359,11 +353,11 @@ def _draw_middle(pen: Pen, steps: RingSteps, step: int) -> None:
     total = len(steps.chunk)
     half = "all-gather: hand round" if step and steps.copies(step - 1) else "reduce-scatter: add up"
     text = half if step else "the start"
-    pen.words((WIDTH_IN / 2, MIDDLE_IN + 0.24), text, size=TEXT_PT, bold=True)
+    pen.words((theme.WIDTH_IN / 2, MIDDLE_IN + 0.24), text, size=theme.TEXT_PT, bold=True)
     wide = min(0.34, 3.4 / total)
-    left = WIDTH_IN / 2 - wide * total / 2
+    left = theme.WIDTH_IN / 2 - wide * total / 2
     for number in range(total):
-        fill = ARROW if number + 1 == step else "#B9CBDD" if number + 1 < step else IDLE
+        fill = ARROW if number + 1 == step else "#B9CBDD" if number + 1 < step else theme.IDLE
         pen.box((left + number * wide, MIDDLE_IN - 0.2), wide * 0.9, 0.26, fill, line=0)
         spot = (left + (number + 0.45) * wide, MIDDLE_IN - 0.07)
-        pen.words(spot, str(number + 1), size=LEAST_PT, colour=text_colour(fill))
+        pen.words(spot, str(number + 1), size=theme.LEAST_PT, colour=theme.text_colour(fill))

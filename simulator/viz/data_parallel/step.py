@@ -75,7 +75,7 @@ class RankStep(NamedTuple):
 
     rank: int
     spans: tuple[Span, ...]
-    reductions: tuple[BucketSum, ...]
+    reductions: list[BucketSum]
     hidden: tuple[Interval, ...]
     exposed: tuple[Interval, ...]
 
@@ -204,14 +204,10 @@ def read_step(trace: Trace) -> TrainStep:
     counts = {own.rank: len(own.reductions) for own in ranks}
     if len(set(counts.values())) != 1:
         raise ValueError(f"the ranks made different numbers of all-reduces: {counts} (rank: number); pass one step")
-    came = [
-        tuple((own.rank, each.start_s) for own, each in zip(ranks, column, strict=True))
-        for column in zip(*(own.reductions for own in ranks), strict=True)
-    ]
-    met = [
-        tuple(each._replace(came_s=all_of) for each, all_of in zip(own.reductions, came, strict=True)) for own in ranks
-    ]
-    return TrainStep(tuple(own._replace(reductions=r) for own, r in zip(ranks, met, strict=True)), trace.duration_s)
+    came = [tuple((own.rank, own.reductions[index].start_s) for own in ranks) for index in range(max(counts.values()))]
+    for own in ranks:
+        own.reductions[:] = [each._replace(came_s=all_of) for each, all_of in zip(own.reductions, came, strict=True)]
+    return TrainStep(ranks, trace.duration_s)
 
 
 def _rank_step(trace: Trace, rank: int) -> RankStep:
@@ -220,8 +216,8 @@ def _rank_step(trace: Trace, rank: int) -> RankStep:
     updates = sum(span.kind == "optimizer" for span in spans)
     if "B" not in passes or "BF" in passes or updates > 1:
         raise ValueError(
-            f"rank {rank}: the trace has passes {passes[:9]!r} and {updates} updates on its compute lane; pass one step of "
-            "one micro-batch, marked with the kinds 'F', 'B' and 'optimizer': step_of(trace) cuts one out"
+            f"rank {rank}: the trace has passes {passes[:9]!r} and {updates} updates on its compute lane; pass one "
+            "step of one micro-batch, marked with the kinds 'F', 'B' and 'optimizer': step_of(trace) cuts one out"
         )
     moves = ~trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait")
     hidden, exposed = split(union(trace.select(moves)), union(trace.select(computes(trace))))
@@ -229,20 +225,20 @@ def _rank_step(trace: Trace, rank: int) -> RankStep:
     return RankStep(rank, spans, _reductions(sent, spans), hidden, exposed)
 
 
-def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> tuple[BucketSum, ...]:
+def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> list[BucketSum]:
     backward = [span for span in spans if span.kind == "B"]
     begin, end = backward[0].start_ns / 1e9, max(span.end_ns for span in backward) / 1e9
     ready = _ready(sent, spans, (begin, end))
     by_time = sorted(range(len(sent)), key=ready.__getitem__)
     fill = dict(zip(by_time, [begin, *(ready[index] for index in by_time)], strict=False))
-    return tuple(
+    return [
         BucketSum(
             re.sub(r"^all_reduce\s*(#\d+)?\s*", "", span.name) or f"all-reduce {index}",
             span.num_bytes,
             *(fill[index], ready[index], span.start_ns / 1e9, span.end_ns / 1e9),
         )
         for index, span in enumerate(sent)
-    )
+    ]
 
 
 def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_scale, even_ticks, frame, new_figure, put_title
-from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, WIDTH_IN, LegendBox, pale
+from simulator.viz.drawing.theme import INK, LINE_COLOURS, SMALL_PT, WIDTH_IN, LegendBox, pale
 
 Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 TOP_IN, RIGHT_IN, BAR_IN = 1.05, 1.3, 0.3

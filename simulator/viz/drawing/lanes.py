@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.viz.drawing.plot import Word, Words, axes_pixels
-from simulator.viz.drawing.style import DPI, IDLE, LEAST_PT, SHADE, TEXT_PT, KindStyle, pale, text_colour
+from simulator.viz.drawing.theme import DPI, IDLE, LEAST_PT, SHADE, TEXT_PT, KindStyle, pale, text_colour
 
 MAX_LEVELS = 6
 PASSES = ("F", "B", "I", "W")

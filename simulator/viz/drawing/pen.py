@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import Word, Words, new_figure, put_title, width_in
-from simulator.viz.drawing.style import INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
+from simulator.viz.drawing.theme import INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
 
 Point = tuple[float, float] | NDArray[np.float64]
 _UNIT = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])

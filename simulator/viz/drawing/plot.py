@@ -20,7 +20,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from simulator.units import time_unit
-from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, Colour, text_on_white
+from simulator.viz.drawing.theme import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, Colour, text_on_white
 
 HALF_CAPITAL = 0.37  # of the size: lines of text stand level, whatever their letters
 SIDES = {"left": 0.0, "center": 0.5, "right": 1.0}

@@ -15,7 +15,7 @@ from simulator.units import format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
-from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.theme import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.mesh.degrees import COMPUTE, parts_of
 from simulator.viz.mesh.mesh import axis_style
 

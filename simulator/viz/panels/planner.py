@@ -131,8 +131,8 @@ def sharding_panel(workload: Workload, cluster: Cluster, plan: Plan, *, num_devi
     def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> Picture:
         on = replace(cluster, num_devices=gpus)
         replicas = max(1, gpus // cluster.devices_per_node) if sets == NODE else 1
-        chosen = {"stage": 3, "unit_layers": 1, "prefetch": prefetch, "replicas": replicas}
-        on_all = replace(plan, data=gpus, sharding=replace(base, **chosen, reshard_after_forward=not keep))
+        sharding = replace(base, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas)
+        on_all = replace(plan, data=gpus, sharding=replace(sharding, reshard_after_forward=not keep))
         return draw_sharding(sweep_of(on, on_all), simulate(workload, on, with_unit_layers(on_all, unit_layers)))
 
     nearest = min(sizes, key=lambda size: abs(size - base.unit_layers))

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.units import format_s, percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.lanes import (
     Placement,
     Side,
@@ -31,21 +32,6 @@ from simulator.viz.drawing.lanes import (
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title, spread_evenly
-from simulator.viz.drawing.style import (
-    DPI,
-    FAINT,
-    IDLE,
-    INK,
-    LEAST_PT,
-    SMALL_PT,
-    TEXT_PT,
-    KindStyle,
-    LegendBox,
-    is_first_shade,
-    kind_styles,
-    lighter,
-    pale,
-)
 from simulator.viz.timeline.facts import Facts, Overlay, facts_of
 
 UNIT_IN = 0.36  # height of one lane where there is room
@@ -74,14 +60,14 @@ class Scene(NamedTuple):
 
     sides: tuple[Side, ...]
     placement: Placement
-    styles: dict[str, KindStyle]
+    styles: dict[str, theme.KindStyle]
     limit_s: float
     headings: tuple[Heading, ...] = ()
 
 
-def styles_of(sides: Sequence[Side]) -> dict[str, KindStyle]:
+def styles_of(sides: Sequence[Side]) -> dict[str, theme.KindStyle]:
     """Return the style of each kind that occurs."""
-    return kind_styles(
+    return theme.kind_styles(
         [side.trace.words[code] for side in sides for code in np.flatnonzero(np.bincount(side.trace.kind))]
     )
 
@@ -118,7 +104,9 @@ def draw_scene(scene: Scene, words: Caption, view: View, *, exact: bool) -> Figu
     axes = frame(figure, left=left, right=RIGHT_IN, top=above, bottom=below, bare=True)
     fill_axes(axes, scene, view, exact=exact, dim=words.dim)
     for heading in scene.headings:
-        axes.text(view[0], heading.at, heading.text, fontsize=TEXT_PT, weight="bold", color=INK, va="center")
+        axes.text(
+            view[0], heading.at, heading.text, fontsize=theme.TEXT_PT, weight="bold", color=theme.INK, va="center"
+        )
     _mark_ends(axes, sides, words)
     put_title(figure, words.title, words.note)
     put_legend(figure, boxes)
@@ -139,18 +127,20 @@ def fill_axes(axes: Axes, scene: Scene, view: View, *, exact: bool, dim: bool = 
     draw_time_scale(axes)
 
 
-def legend_boxes(styles: dict[str, KindStyle], both: bool) -> list[LegendBox]:
+def legend_boxes(styles: dict[str, theme.KindStyle], both: bool) -> list[theme.LegendBox]:
     """Return the legend's entries: each kind with its letter, what a lighter shade is, measured and predicted."""
     boxes = {
-        style.words: LegendBox(fill_of(style, False), "white", style.letter, style.words)
+        style.words: theme.LegendBox(fill_of(style, False), "white", style.letter, style.words)
         for kind, style in styles.items()
-        if is_first_shade(kind)
+        if theme.is_first_shade(kind)
     }
-    if not all(map(is_first_shade, styles)):
-        boxes["lighter"] = LegendBox(lighter(FAINT, 1), "white", "", "lighter: a later stage of the rank")
+    if not all(map(theme.is_first_shade, styles)):
+        boxes["lighter"] = theme.LegendBox(
+            theme.lighter(theme.FAINT, 1), "white", "", "lighter: a later stage of the rank"
+        )
     if both:
-        boxes["measured"] = LegendBox(FAINT, "white", "", "measured")
-        boxes["predicted"] = LegendBox(pale(FAINT), FAINT, "", "predicted")
+        boxes["measured"] = theme.LegendBox(theme.FAINT, "white", "", "measured")
+        boxes["predicted"] = theme.LegendBox(theme.pale(theme.FAINT), theme.FAINT, "", "predicted")
     return list(boxes.values())
 
 
@@ -160,7 +150,7 @@ def _shade(axes: Axes, placement: Placement) -> None:
     corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
     across = axes.get_yaxis_transform()
     axes.add_collection(
-        PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=0, transform=across),
+        PolyCollection(corners, facecolors=theme.IDLE, linewidths=0, zorder=0, transform=across),
         autolim=False,
     )
 
@@ -171,20 +161,20 @@ def _label_rows(axes: Axes, placement: Placement) -> None:
     unit = tall / placement.total_height
     look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     groups = [list(rows) for _, rows in groupby(placement.rows, lambda row: row.rank)]
-    lane_size = min(SMALL_PT, unit * 0.75 * 72 / DPI)
+    lane_size = min(theme.SMALL_PT, unit * 0.75 * 72 / theme.DPI)
     named = lane_size >= 7.5 and len(placement.rows) > len(groups)
-    near, far = -0.1 * DPI / wide, -(LEFT_IN - 0.16) * DPI / wide
-    size = TEXT_PT if len(groups) <= 16 else SMALL_PT
-    every = max(1, int(np.ceil(len(groups) * size * 1.5 * DPI / 72 / tall)))
+    near, far = -0.1 * theme.DPI / wide, -(LEFT_IN - 0.16) * theme.DPI / wide
+    size = theme.TEXT_PT if len(groups) <= 16 else theme.SMALL_PT
+    every = max(1, int(np.ceil(len(groups) * size * 1.5 * theme.DPI / 72 / tall)))
     weight = "bold" if unit >= 20 else "normal"
     for rows in groups[::every]:
         middle = (rows[0].top + rows[-1].top + rows[-1].height) / 2
         x, side = (far, "left") if named else (near, "right")
-        axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=INK, **look)
+        axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=theme.INK, **look)
     for row in placement.rows if named else ():
         words = "predicted" if row.predicted else row.lane
-        size = min(lane_size, LEAST_PT) if row.predicted else lane_size
-        axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=FAINT, **look)
+        size = min(lane_size, theme.LEAST_PT) if row.predicted else lane_size
+        axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=theme.FAINT, **look)
 
 
 def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
@@ -196,16 +186,20 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
     for which, end in enumerate(ends):
         if low <= end <= high:
             dashes = (0, (4, 3)) if which else "-"
-            axes.plot([end, end], [0, above], transform=up, color=INK, linestyle=dashes, linewidth=1.4, clip_on=False)
+            axes.plot(
+                [end, end], [0, above], transform=up, color=theme.INK, linestyle=dashes, linewidth=1.4, clip_on=False
+            )
     for (start, end), alpha in zip(words.bands, BAND_ALPHA, strict=False):
         if start >= high or end <= low:
             continue
-        axes.axvspan(max(start, low), min(end, high), color=INK, alpha=alpha, linewidth=0, gid="band")
+        axes.axvspan(max(start, low), min(end, high), color=theme.INK, alpha=alpha, linewidth=0, gid="band")
     for edge in words.bands[1] if words.bands else ():
         if low <= edge <= high:
-            axes.plot([edge, edge], [0, 1], transform=up, color=FAINT, linestyle=(0, (2, 3)), linewidth=1.0)
+            axes.plot([edge, edge], [0, 1], transform=up, color=theme.FAINT, linestyle=(0, (2, 3)), linewidth=1.0)
     x = max(ends) if low <= max(ends) <= high else high
-    text = axes.text(x, above, words.ends, transform=up, fontsize=TEXT_PT, color=INK, ha="right", va="bottom")
+    text = axes.text(
+        x, above, words.ends, transform=up, fontsize=theme.TEXT_PT, color=theme.INK, ha="right", va="bottom"
+    )
     if text.get_window_extent().x0 < 0:  # a step that ends early leaves too little room before its line
         text.set(x=low, ha="left")
 

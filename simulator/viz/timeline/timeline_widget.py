@@ -35,7 +35,7 @@ from simulator.viz.drawing.lanes import (
 )
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import NAMES, Picture, with_picture
-from simulator.viz.drawing.style import KindStyle, is_first_shade, pale, text_colour
+from simulator.viz.drawing.theme import KindStyle, is_first_shade, pale, text_colour
 from simulator.viz.timeline.facts import Overlay
 from simulator.viz.timeline.timeline import (
     MAX_BOXES,

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from simulator.viz.drawing.plot import Words
-from simulator.viz.drawing.style import LEAST_PT
+from simulator.viz.drawing.theme import LEAST_PT
 
 TOUCH_PX = 1.5  # two texts may touch by this much: the edges of letters are blurred
 LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3

@@ -20,7 +20,7 @@ from simulator.viz.drawing.paint import pack_png
 from simulator.viz.drawing.pen import Pen, put_legend, sheet
 from simulator.viz.drawing.picture import LEAST_SHOWN_PT, SHOWN_DPI
 from simulator.viz.drawing.plot import draw_scale, even_ticks, frame, spread_apart, width_in
-from simulator.viz.drawing.style import DPI, LEAST_PT, LegendBox
+from simulator.viz.drawing.theme import DPI, LEAST_PT, LegendBox
 
 PAGES_PX = {"5 inches": 480, "a usual notebook": 1000, "12 inches": 1152}
 

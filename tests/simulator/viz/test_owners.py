@@ -7,7 +7,7 @@ from viz_traces import SPLITS, weights
 
 from simulator.viz import cut_weights, draw_shards
 from simulator.viz.context_parallel import ring_work
-from simulator.viz.drawing.style import RANK_COLOURS
+from simulator.viz.drawing.theme import RANK_COLOURS
 from simulator.viz.expert_parallel import routes_of
 from simulator.viz.tensor_parallel import shards_of
 

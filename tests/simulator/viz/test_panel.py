@@ -10,7 +10,7 @@ from viz_traces import data_parallel
 from distlab.faces import public_names
 from simulator.viz import Panel, Picture, draw_timeline
 from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import DPI
+from simulator.viz.drawing.theme import DPI
 
 
 def picture(title):

@@ -9,7 +9,7 @@ from viz_traces import data_parallel, ring
 
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
-from distlab.plan import SCHEDULES, Plan  # noqa: E402
+from distlab.plan import SCHEDULES, Plan, Sharding  # noqa: E402
 from distlab.plan.compression import Compression  # noqa: E402
 from simulator import (  # noqa: E402
     cluster,
@@ -39,12 +39,12 @@ PANELS = {  # how it is made, what it says first, and what it says when its cont
         [("step", n, f"Step {n} of 4") for n in range(1, 5)],
     ),
     "step": (
-        lambda: v.train_step_panel(data_parallel(2)),
+        lambda: v.train_step_panel({"one": data_parallel(2)}),
         "",
         [("at_ms", 20.0, "At 20 ms: rank 0: forward 50 %"), ("at_ms", MOST, "the step is done")],
     ),
     "race": (
-        v.race_panel,
+        lambda: v.race_panel(8, ("ring", "tree", "halving_doubling")),
         "",
         [
             move
@@ -54,22 +54,21 @@ PANELS = {  # how it is made, what it says first, and what it says when its cont
     ),
     "race of two": (lambda: v.race_panel(4, ("naive", "ring")), "ring of whole tensors", []),
     "memory": (
-        v.memory_panel,
+        lambda: v.memory_panel(devices=("a100-sxm-80gb", "h200-sxm")),
         "Smallest change that fits",
         [("stage", 3, ""), ("recompute", "full", ""), ("precision", next(iter(PRECISIONS)), "")]
         + [("tensor", 2, "~Smallest change"), ("picture", "stages", "no sharding: ")],
     ),
     "degrees": (
-        lambda: v.degrees_panel(GPT, {"a": H100, "b": HALF}, plan=Plan(data=2)),
+        lambda: v.degrees_panel(GPT, H100, plan=Plan(data=2)),
         "",
         [("tensor", 8, ""), ("sequence_parallel", True, ""), ("num_microbatches", 4, ""), ("recompute", "full", "")]
         + [("stage", 1, ""), ("pipeline", 2, "Fits")]
-        + [("on", "b", "This plan cannot run: pipeline (2) x data (2) x expert (1) x context (1) x tensor (8) = 32")]
-        + [("context", 2, "half has 16 GPUs: lower a degree until it is at most 16"), ("context", 1, "is 32, and half")]
+        + [("context", 2, "has 32 GPUs: lower a degree until it is at most 32"), ("context", 1, "")]
         + [("data", 1, "Fits"), ("context", 32, "This plan cannot run")],
     ),
     "sharding": (
-        lambda: v.sharding_panel(MIDDLE, cluster("dgx-h100", 16), num_devices=(8, 16)),
+        lambda: v.sharding_panel(MIDDLE, cluster("dgx-h100", 16), Plan(sharding=Sharding(3), recompute="full"), num_devices=(8, 16)),
         "",
         [("unit_layers", 2, ""), ("gpus", 16, ""), ("sets", "inside each node", "in 2 sets of 8")]
         + [("keep", True, "parameters kept after forward")],
@@ -93,11 +92,11 @@ PANELS = {  # how it is made, what it says first, and what it says when its cont
     "strategy": (lambda: v.strategy_panel(("gpt-2-1.5b",), (1, 8)), "on 8 GPUs: ", [("batch_size", 64, "")]),
     "compression": (
         lambda: v.compression_panel(
-            {"small": SMALL, "large": LARGE}, LAPTOP, Plan(data=4), compressions=TWO, bytes_per_s=(1e6, 1e8, 1e13)
+            SMALL, LAPTOP, Plan(data=4), compressions=TWO, bytes_per_s=(1e6, 1e8, 1e13)
         ),
         "",
         [("log_bytes_per_s", 6.0, "is best"), ("log_bytes_per_s", 13.0, "At 10 TB/s no compression pays")]
-        + [("compressor", "sign", "~top-k"), ("model", "large", "~top-k")],
+        + [("compressor", "sign", "~top-k")],
     ),
 }
 

@@ -22,7 +22,6 @@ from sharding_cases import cluster_of, plan_of, workload_of
 from viz_traces import (
     MS,
     SPLITS,
-    accumulated,
     by_hand,
     call,
     choices,
@@ -182,16 +181,6 @@ def overlay(predicted_ms=(37, 38, 39), trouble=""):
     return v.Overlay(*steps, [0.069, 0.070, 0.071, 0.075], [ms / 1e3 * 1.8 for ms in predicted_ms], trouble)
 
 
-def compressed():
-    options = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
-    plan = Plan(data=4, bucket_bytes=100_000, first_bucket_bytes=30_000, compression=Compression("powersgd", rank=2))
-    return simulate(gpt_workload(**options, bytes_per_parameter=4), cluster("laptop", 4), plan).layer_trace
-
-
-def in_decode(trace):
-    return v.draw_train_step(trace, max(s.end_ns for s in trace if s.kind == "decode") / 1e9 - 1e-7)
-
-
 def scaled(**options):
     return v.draw_scaling({"fast": lambda n: 1.0 + 0.25 * (n > 1), "slow": lambda n: 1.0 + 3.0 * (n > 1)}, **options)
 
@@ -302,12 +291,10 @@ PICTURES = {
     "overlay: not calm": lambda: v.draw_timeline(overlay(trouble="The machine was busy.")),
     "train step": lambda: v.draw_train_step(data_parallel(4, jitter=0.05), 0.09),
     "train step: done": lambda: v.draw_train_step(data_parallel(4, jitter=0.05), 1.0),
-    "train step: 12 ranks": lambda: v.draw_train_step(data_parallel(12, num_buckets=2)),
+    "train step: 12 ranks": lambda: v.draw_train_step(data_parallel(12, num_buckets=2), 0.0855),
     "train step: hidden": lambda: v.draw_train_step(by_hand(), 0.02),
     "train step: a late rank": lambda: v.draw_train_step(
         Trace.concatenate([by_hand(), by_hand(1, late=4)]), 0.048),
-    "train step: micro-batches": lambda: v.draw_train_step(accumulated(), 0.035, title="Two micro-batches"),
-    "train step: compressed": lambda: in_decode(compressed()),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from distlab.plan import ActionTimes, gpipe, interleaved, one_f_one_b, parse_sch
 from simulator import simulate_schedule
 from simulator.viz import draw_schedule, draw_schedules, run_schedule
 from simulator.viz.drawing.lanes import shaded
-from simulator.viz.drawing.style import KINDS, kind_styles
+from simulator.viz.drawing.theme import KINDS, kind_styles
 from simulator.viz.panels.schedules import MAX_MOMENTS, describe_moment, moments_of
 from simulator.viz.schedules import NAMES, play, textbook_of
 

@@ -12,7 +12,7 @@ from viz_traces import MS, data_parallel, grid
 from distlab.trace import Span, Trace
 from simulator.viz import Overlay, Timeline, draw_timeline, facts_of, to_png
 from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, pixel_columns, place
-from simulator.viz.drawing.style import kind_styles
+from simulator.viz.drawing.theme import kind_styles
 from simulator.viz.timeline.timeline import legend_boxes
 
 
