@@ -115,7 +115,7 @@ def _best_and_worst(lines: Mapping[str, Sequence[Point]]) -> str:
     return f"With {batch:,} samples per batch {best} is left with {left}, {worst} with {least}"
 
 
-StepOf = Callable[[int], Step | float]
+StepOf = Callable[[int], Step]
 Claim = tuple[int, float, float]
 Floats = NDArray[np.float64]
 
@@ -131,7 +131,7 @@ class Scaling(NamedTuple):
         name: of the line, or "".
         num_ranks: numbers of ranks, rising.
         speed_up: samples per second over those of one rank.
-        exposed: share of each step that waits for communication; NaN where it is not known.
+        exposed: share of each step that waits for communication.
     """
 
     name: str
@@ -145,30 +145,15 @@ class Scaling(NamedTuple):
         return np.asarray(self.speed_up / np.array(self.num_ranks))
 
 
-def scaling(lines: Mapping[str, StepOf]) -> tuple[Scaling, ...]:
-    """Compute the speed-up of each line at NUM_RANKS, over its own speed on one rank.
-
-    Raises:
-        ValueError: no line, or a step that takes no time.
-    """
-    if not lines:
-        raise ValueError("there is no line; pass at least one")
-    return tuple(_line(name, step_of, NUM_RANKS) for name, step_of in lines.items())
-
-
 def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[str, Claim] | None = None) -> Picture:
     """Draw the speed-up against the number of ranks, with the ideal, and the efficiency, with claims as bars.
 
     Args:
-        step_of_n: what a step on n ranks is: a simulated Step, or its seconds where every rank does the same work
-            whatever n; a mapping from names to such functions draws several lines.
+        step_of_n: the simulated step on n ranks; a mapping from names to such functions draws several lines.
         claims: claims by their words, each (number of ranks, lowest speed-up, highest speed-up).
-
-    Raises:
-        ValueError: as `scaling`, or a claim's range is empty.
     """
     named = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
-    lines, claims = scaling(named), _checked(claims)
+    lines, claims = tuple(_line(name, step_of, NUM_RANKS) for name, step_of in named.items()), claims or {}
     figure = new_figure(5.9)
     left = frame(figure, left=0.95, right=7.55, top=1.45, bottom=0.8)
     right = frame(figure, left=6.55, right=2.75, top=1.45, bottom=0.8)
@@ -204,9 +189,8 @@ def _say(lines: Sequence[Scaling]) -> Iterator[str]:
             f"{count}: {speed:.3g}x" for count, speed in zip(line.num_ranks, line.speed_up.tolist(), strict=True)
         )
         name = f"{line.name}: " if line.name else ""
-        last = f"{percent(float(line.efficiency[-1]))} efficient at {line.num_ranks[-1]}"
-        if np.isfinite(line.exposed[-1]):
-            last += f", where {percent(float(line.exposed[-1]))} of the step waits for communication"
+        last = f"{percent(float(line.efficiency[-1]))} efficient at {line.num_ranks[-1]}, where "
+        last += f"{percent(float(line.exposed[-1]))} of the step waits for communication"
         yield f"{name}speed-up {points}; {last}."
 
 
@@ -221,29 +205,9 @@ def _judge(named: Mapping[str, StepOf], claims: Mapping[str, Claim]) -> Iterator
 
 
 def _line(name: str, step_of: StepOf, counts: tuple[int, ...]) -> Scaling:
-    alone = _speed(step_of, 1)[0]
-    rows = [_speed(step_of, count) for count in counts]
-    return Scaling(name, counts, np.array([speed for speed, _ in rows]) / alone, np.array([part for _, part in rows]))
-
-
-def _speed(step_of: StepOf, num_ranks: int) -> tuple[float, float]:
-    """Return samples (or equal shares of work) per second, and the share of the step that is exposed."""
-    step = step_of(num_ranks)
-    seconds = step.duration_s if isinstance(step, Step) else float(step)
-    if not seconds > 0:
-        raise ValueError(f"a step on {num_ranks} ranks takes {seconds!r} s; step_of_n must return a time above zero")
-    if isinstance(step, Step):
-        return step.samples_per_s, step.exposed_communication_s / seconds
-    return num_ranks / seconds, float("nan")
-
-
-def _checked(claims: Mapping[str, Claim] | None) -> dict[str, Claim]:
-    for words, (count, low, high) in (claims or {}).items():
-        if count < 1 or not 0 < low <= high:
-            raise ValueError(
-                f"claim {words!r} is {(count, low, high)}; pass (number of ranks, lowest, highest speed-up)"
-            )
-    return dict(claims or {})
+    alone, steps = step_of(1).samples_per_s, [step_of(count) for count in counts]
+    exposed = np.array([step.exposed_communication_s / step.duration_s for step in steps])
+    return Scaling(name, counts, np.array([step.samples_per_s for step in steps]) / alone, exposed)
 
 
 def _speed_up_of_most_ranks(lines: Sequence[Scaling]) -> str:

@@ -21,6 +21,7 @@ from distlab.plan import (
     naive,
     one_f_one_b,
 )
+from distlab.plan.require import chosen
 from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
@@ -49,6 +50,7 @@ from simulator.viz.timeline.timeline import (
     draw_scene,
     ends_text,
     limit_of,
+    sides_of,
     styles_of,
     view_of,
 )
@@ -158,22 +160,14 @@ def play(
     Raises:
         ValueError: the name is not known, or there is no such schedule of this size.
     """
-    family = SCHEDULES.get(name)
-    if family is None:
-        raise ValueError(f"schedule is {name!r}; choose one of {', '.join(NAMES)}")
+    chosen("schedule", name, NAMES)
+    family = SCHEDULES[name]
     stages = family.stages_per_rank(stages_per_rank if family.placement == "loop" else None)
-    if stages > 1:
-        forward, inputs, weights = (_share(part, stages) for part in times[:3])
-        times = ActionTimes(forward, inputs, weights, times.communication)
+    times = ActionTimes(*(part / stages for part in times[:3]), times.communication)
     plan = make_schedule(
         name, num_ranks, num_microbatches, stages_per_rank=stages, times=times, memory_limit=memory_limit
     )
     return run_schedule(family.title + (COPIES if family.placement == "copies" else ""), plan, times)
-
-
-def _share(part: float | Sequence[float], stages: int) -> float | list[float]:
-    """Cut a rank's time among its stages; times given a stage stay as they are."""
-    return part / stages if isinstance(part, int | float) else list(part)
 
 
 MAX_RANKS = 64  # of each schedule
@@ -316,9 +310,13 @@ def draw_schedule(
         ValueError: a trace has no compute span of kind F, B, I or W.
     """
     work = _pipeline(trace)
-    facts, known = facts_of(work), _textbook(work)
-    sides = [Side(work.from_zero(), False)]
-    ends = f"ends at {format_s(facts.duration_s)}"
+    facts, known = facts_of(work), ""
+    if textbook := textbook_of(work):
+        name, formula, share = textbook
+        known = (
+            f"{capitalised(name)} with equal stages and free communication would leave {formula} = {percent(share, 1)}"
+        )
+    ends, other = f"ends at {format_s(facts.duration_s)}", None if predicted is None else _pipeline(predicted)
     microbatches = len(np.unique(work.microbatch[work.microbatch >= 0]))
     bubble = percent(facts.bubble_fraction, 1)
     said = [
@@ -326,13 +324,12 @@ def draw_schedule(
         f"{format_s(facts.duration_s)}. The bubble is {bubble} of the ranks' time.",
         *([f"{known}."] if known else []),
     ]
-    if predicted is not None:
-        sides.append(Side(_pipeline(predicted).from_zero(), True))
-        expected = facts_of(sides[1].trace)
+    if other is not None:
+        expected = facts_of(other)
         ends = ends_text(facts, expected)
         said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
     words = Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
-    return Picture(draw_rows(sides, words, time_range_s=time_range_s), " ".join(said))
+    return Picture(draw_rows(sides_of(work, other), words, time_range_s=time_range_s), " ".join(said))
 
 
 def _pipeline(trace: Trace) -> Trace:
@@ -345,35 +342,14 @@ def _pipeline(trace: Trace) -> Trace:
     return work
 
 
-def _textbook(work: Trace) -> str:
-    """Return the closed form of the order that the trace follows, to compare with; empty where it has none."""
-    found = textbook_of(work)
-    if found is None:
-        return ""
-    share = percent(found.bubble_fraction, 1)
-    return f"{capitalised(found.name)} with equal stages and free communication would leave {found.formula} = {share}"
-
-
 MAX_SPANS = 20_000
 _CODES = {"F": 0, "B": 1, "I": 2, "W": 3}
 
 
-class Textbook(NamedTuple):
-    """A schedule with a closed form for p ranks, m micro-batches and v stages per rank.
+def textbook_of(trace: Trace) -> tuple[str, str, float] | None:
+    """Return the name, the bubble's closed form and its value, of the textbook schedule whose order the trace follows.
 
-    Attributes:
-        name: what people call it.
-        formula: the bubble over the total time, with equal stages and free communication.
-        bubble_fraction: its value.
-    """
-
-    name: str
-    formula: str
-    bubble_fraction: float
-
-
-def textbook_of(trace: Trace) -> Textbook | None:
-    """Return the textbook schedule whose order the trace follows, or None.
+    The bubble is over the total time, with p equal stages (v on each rank), m micro-batches and free communication.
 
     Source: bubbles of GPipe and 1F1B from Huang et al. 2019 (arXiv:1811.06965, section 2.3), of interleaved 1F1B from
         Narayanan et al. 2021 (arXiv:2104.04473, section 2.2.2), as shares of the total time, not of the ideal one.
@@ -392,8 +368,7 @@ def textbook_of(trace: Trace) -> Textbook | None:
         formula = "(p-1)/(vm+p-1)"
         known.append(("interleaved 1F1B", formula, looped, lambda: interleaved(p, m, stages_per_rank=v)))
         known.append(("looped BFS", formula, looped, lambda: looped_bfs(p, m, stages_per_rank=v)))
-    found = next((row for row in known if row[3]() == order), None)
-    return None if found is None else Textbook(*found[:3])
+    return next((row[:3] for row in known if row[3]() == order), None)
 
 
 def order_in(trace: Trace) -> Schedule | None:

@@ -292,7 +292,7 @@ def _degree_controls(base: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return a slider for each degree and for micro-batches, and the controls of what else a plan says."""
     choices = [degree for degree in DEGREES if degree <= cluster.num_devices]
     for axis in AXES:
-        chosen(f"the plan's {axis}", getattr(base, axis), choices)
+        chosen(f"the plan's {axis}", str(getattr(base, axis)), map(str, choices))
     microbatches = sorted({*DEGREES[:8], base.num_microbatches})
     return {
         **{axis: choice(axis, choices, getattr(base, axis), is_slider=True) for axis in reversed(AXES)},

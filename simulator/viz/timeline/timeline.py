@@ -227,12 +227,15 @@ def draw_timeline(
     Raises:
         ValueError: a trace is empty, the range holds no time.
     """
-    first, second = traces_of(measured, predicted)
-    sides = [Side(first.from_zero(), False)]
-    if second is not None:
-        sides.append(Side(second.from_zero(), True))
+    sides = sides_of(*traces_of(measured, predicted))
     figure = draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s)
     return Picture(figure, (f"{title}. " if title else "") + say_timeline(measured, predicted))
+
+
+def sides_of(first: Trace, second: Trace | None) -> tuple[Side, ...]:
+    """Return the traces with their clocks at zero, and each stage of a rank in its own shade."""
+    both = [(first, False)] + ([(second, True)] if second is not None else [])
+    return tuple(Side(shaded(trace.from_zero()), predicted) for trace, predicted in both)
 
 
 def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | None = None) -> Figure:
@@ -242,14 +245,20 @@ def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | Non
         ValueError: the range holds no time.
     """
     view = view_of(time_range_s, limit_of(sides, words.bands))
-    sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
     ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
     seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
     exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
     placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=exact)
-    scene = Scene(sides, placement, styles_of(sides), view[1])
-    note = "; ".join(part for part in (words.note, _drawn(sides, ranks, exact)) if part)
+    scene = Scene(tuple(sides), placement, styles_of(sides), view[1])
+    spans = "" if exact else f"{sum(len(side.trace) for side in sides):,} spans drawn in pixel columns"
+    note = "; ".join(part for part in (words.note, note_of(scene), spans) if part)
     return draw_scene(scene, words._replace(note=note), view, exact=exact)
+
+
+def note_of(scene: Scene) -> str:
+    """Return what the reader must know: that not all ranks are drawn."""
+    total, drawn = len(all_ranks(scene.sides)), len({row.rank for row in scene.placement.rows})
+    return f"{drawn} of {total} ranks" if drawn < total else ""
 
 
 def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace, Trace | None]:
@@ -344,13 +353,3 @@ def view_of(time_range_s: View | None, limit_s: float) -> View:
     if not low < high:
         raise ValueError(f"time_range_s is {time_range_s}; pass (start, end) in seconds with start before end")
     return float(low), float(high)
-
-
-def _drawn(sides: Sequence[Side], ranks: Sequence[int], exact: bool) -> str:
-    """Return what the reader must know about the drawing: how many of the ranks, and whether boxes are exact."""
-    total = len(all_ranks(sides))
-    notes = [f"{len(ranks)} of {total} ranks"] if len(ranks) < total else []
-    if not exact:
-        spans = sum(len(side.trace) for side in sides)
-        notes.append(f"{spans:,} spans drawn in pixel columns")
-    return "; ".join(notes)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from distlab.trace import Trace
 from simulator.units import format_s
 from simulator.viz.drawing.lanes import (
-    Side,
     View,
     fill_of,
     filled_columns,
@@ -31,7 +30,6 @@ from simulator.viz.drawing.lanes import (
     labels_of,
     lanes_of,
     place,
-    shaded,
 )
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import NAMES, Picture, with_picture
@@ -42,11 +40,12 @@ from simulator.viz.timeline.timeline import (
     MAX_RANKS,
     Caption,
     Scene,
-    all_ranks,
     chosen_ranks,
     draw_timeline,
     limit_of,
+    note_of,
     say_timeline,
+    sides_of,
     styles_of,
     traces_of,
     words_of,
@@ -60,20 +59,11 @@ MARGIN = 0.25  # of the view, sent on either side, so that a drag finds somethin
 
 def make_scene(first: Trace, second: Trace | None, bands: Sequence[View] = ()) -> Scene:
     """Place every span once, so that rows stay where they are while the view moves."""
-    sides = [Side(shaded(first.from_zero()), False)]
-    if second is not None:
-        sides.append(Side(shaded(second.from_zero()), True))
+    sides = sides_of(first, second)
     ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
     seen = [np.isin(side.trace.rank, ranks) for side in sides]
     placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=True)
-    return Scene(tuple(sides), placement, styles_of(sides), limit_of(sides, bands))
-
-
-def note_of(scene: Scene) -> str:
-    """Return what the reader must know: that not all ranks are drawn."""
-    total = len(all_ranks(scene.sides))
-    drawn = len({row.rank for row in scene.placement.rows})
-    return f"{drawn} of {total} ranks" if drawn < total else ""
+    return Scene(sides, placement, styles_of(sides), limit_of(sides, bands))
 
 
 def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:

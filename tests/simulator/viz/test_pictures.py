@@ -31,6 +31,7 @@ from viz_traces import (
     ping,
     ring,
     two_stages,
+    within,
 )
 
 from distlab.plan import AXES, ActionTimes, Link, Mesh, Plan, Protocol, Sharding, interleaved, zb_h1, zb_h2
@@ -154,16 +155,6 @@ CALLS = {
 }
 
 
-def within(experts, places):
-    """Return which choices of one rank find room, first choices first: [T, K]."""
-    kept, taken = np.zeros(experts.shape, bool), np.zeros(6, int)
-    for choice in range(experts.shape[1]):
-        for token, expert in enumerate(experts[:, choice]):
-            kept[token, choice] = taken[expert] < places
-            taken[expert] += 1
-    return kept
-
-
 def shards(num_ranks, num_heads=None):
     return v.draw_shards(cut(num_ranks), SPLITS, num_heads=num_heads)
 
@@ -182,7 +173,10 @@ def overlay(predicted_ms=(37, 38, 39), trouble=""):
 
 
 def scaled(**options):
-    return v.draw_scaling({"fast": lambda n: 1.0 + 0.25 * (n > 1), "slow": lambda n: 1.0 + 3.0 * (n > 1)}, **options)
+    def step(sync):
+        return lambda n: simulate(TINY, cluster("dgx-a100", n), Plan(data=n, gradient_sync=sync))
+
+    return v.draw_scaling({sync.replace("_", " "): step(sync) for sync in ("overlapped", "per_parameter")}, **options)
 
 
 CLAIMS = {"8 give 6-7x": (8, 6.0, 7.0), "4 give 2x": (4, 2.0, 2.0)}
@@ -240,7 +234,6 @@ PICTURES = {
     "fit": lambda: v.draw_fit(SIZES, TIMES, 50e-6, 2e9),
     "fit: off": lambda: v.draw_fit(SIZES, [*TIMES[:2], 2 * TIMES[2]], 50e-6, 2e9),
     "fit: no latency": lambda: v.draw_fit(SIZES, [s / 1e9 for s in SIZES], 0.0, 1e9),
-    "scaling": lambda: v.draw_scaling(lambda n: 1.0 + 0.25 * (n > 1)),
     "scaling: claims": lambda: scaled(claims=CLAIMS),
     "scaling: steps": lambda: v.draw_scaling(lambda n: simulate(TINY, cluster("dgx-a100", n), Plan(data=n))),
     **{f"ring of {n}, step {step}": lambda n=n, step=step: v.draw_ring_frame(ring(n), step)
@@ -298,11 +291,6 @@ PICTURES = {
 }  # fmt: skip
 
 
-def rounded(*values):
-    """Write numbers with three digits that count: the rest depends on the machine."""
-    return [float(f"{value:.3g}") for value in values]
-
-
 def shapes_of(figure):
     """Return what each kind of shape sums to: how many there are, their widths and heights, or a line's points."""
     found = {}
@@ -319,23 +307,18 @@ def shapes_of(figure):
                 row = (max(len(corners), len(places)), wide + places[:, 0].sum(), tall + places[:, 1].sum())
             elif isinstance(artist, AxesImage):
                 pixels = np.asarray(artist.get_array(), float)
-                row = (pixels.shape[0], pixels.shape[1], pixels.mean())
+                gid, row = gid or "image", (*pixels.shape[:2], pixels.mean())
             elif isinstance(artist, Patch) and artist is not axes.patch and not isinstance(artist, Spine):
                 box = artist.get_extents().transformed(axes.transData.inverted())
-                row = (1, abs(box.width), abs(box.height))
-                gid = gid or type(artist).__name__
+                gid, row = gid or type(artist).__name__, (1, abs(box.width), abs(box.height))
             if row:
-                before = found.get(gid or "image", (0.0, 0.0, 0.0))
-                found[gid or "image"] = tuple(a + b for a, b in zip(before, row, strict=True))
-    return {name: rounded(*row) for name, row in sorted(found.items())}
+                found[gid] = np.add(found.get(gid, (0.0, 0.0, 0.0)), row)
+    return {name: [float(f"{value:.3g}") for value in found[name]] for name in sorted(found)}
 
 
 def said(picture):
-    return {
-        "words": picture.words.split("\n"),
-        "texts": " | ".join(words(picture.figure)),
-        "shapes": shapes_of(picture.figure),
-    }
+    texts, shapes = " | ".join(words(picture.figure)), shapes_of(picture.figure)
+    return {"words": picture.words.split("\n"), "texts": texts, "shapes": shapes}
 
 
 KNOWN = json.loads(KEPT.read_text("utf-8")) if KEPT.is_file() else {}

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from distlab.comm.record.read import Call
 from distlab.trace import Span, Trace
 
 MS = 1_000_000
@@ -66,10 +67,10 @@ def ring(num_ranks=4, sizes=None, num_steps=None, whole=False, pieces=1):
 
 
 def call(rank, op, peer, times, **other):
-    start, wait, end = times
-    usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if end else "waiting", "channel": 7}
-    fields = {"rank": rank, "op": op, "peer": peer, "start_ns": start, "wait_ns": wait, "end_ns": end}
-    return SimpleNamespace(**(usual | fields | other))
+    """Return a recorded call; `times` are when it was made, when the rank began to wait, and its end (0: never)."""
+    usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if times[2] else "waiting", "channel": 7}
+    ends = dict(zip(("start_ns", "wait_ns", "end_ns"), times, strict=True))
+    return Call(**({"rank": rank, "op": op, "peer": peer, "what": "", "site": "", "via": ""} | usual | ends | other))
 
 
 def ping(delay=1):
@@ -143,25 +144,20 @@ def by_hand(rank=0, late=0):
     return Trace.from_spans(spans)
 
 
-def accumulated():
-    """One rank, two micro-batches: forward 10 ms, backward 20, again, one all-reduce halfway the second backward."""
-    spans = [
-        Span(0, "compute", "forward", "F", 0, 10 * MS, 0, 0, 0),
-        Span(0, "compute", "backward", "B", 10 * MS, 30 * MS, 0, 0, 0),
-        Span(0, "compute", "forward", "F", 30 * MS, 40 * MS, 0, 0, 1),
-        Span(0, "compute", "backward", "B", 40 * MS, 60 * MS, 0, 0, 1),
-        Span(0, "communication", "all_reduce bucket 0", "all_reduce", 50 * MS, 55 * MS, 100),
-        Span(0, "communication", "all_reduce bucket 1", "all_reduce", 60 * MS, 65 * MS, 100),
-        Span(0, "compute", "synchronize", "wait", 60 * MS, 65 * MS),
-        Span(0, "compute", "optimizer", "optimizer", 65 * MS, 70 * MS),
-    ]
-    return Trace.from_spans(spans)
-
-
 def choices(num_ranks=3, tokens=7, top_k=2):
     generator = np.random.default_rng(3)
     liked = np.linspace(1.5, 0, 6)
     return [np.argsort(-(liked + generator.gumbel(size=(tokens, 6))), axis=1)[:, :top_k] for _ in range(num_ranks)]
+
+
+def within(experts, places):
+    """Return which choices of one rank find room, first choices first: [T, K]."""
+    kept, taken = np.zeros(experts.shape, bool), np.zeros(6, int)
+    for choice in range(experts.shape[1]):
+        for token, expert in enumerate(experts[:, choice]):
+            kept[token, choice] = taken[expert] < places
+            taken[expert] += 1
+    return kept
 
 
 def two_stages():
