@@ -112,12 +112,10 @@ def _short(value: float) -> str:
 
 def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
     """Ring the bills that stand out, each with its names over it."""
-    names: dict[int, list[str]] = {}
-    for name, each in zip(NAMES, _three(costs), strict=True):
-        names.setdefault(id(each), []).append(name)
-    for name, each in zip(NAMES, _three(costs), strict=True):
-        own = names.pop(id(each), None)
-        if own is None:
+    named = list(zip(NAMES, _three(costs), strict=True))
+    for place, (name, each) in enumerate(named):
+        own = [other for other, bill in named if bill is each]
+        if any(bill is each for _, bill in named[:place]):
             continue
         ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}
         value = each.price if is_price else each.days
@@ -126,9 +124,13 @@ def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
         left, right = axes.get_xlim()
         rises = is_price and each.num_devices**2 > left * right  # then the line is on the right of its point
         away = -9 if rises else 9
-        place: dict[str, Any] = {"xytext": (away, 8), "textcoords": "offset points", "va": "bottom"}
-        place["ha"] = "right" if rises else "left"
-        axes.annotate("\n".join(own), (each.num_devices, value), zorder=6, **place, **words)
+        words |= {
+            "xytext": (away, 8),
+            "textcoords": "offset points",
+            "va": "bottom",
+            "ha": "right" if rises else "left",
+        }
+        axes.annotate("\n".join(own), (each.num_devices, value), zorder=6, **words)
 
 
 def _fastest_and_cheapest(costs: Curve) -> str:

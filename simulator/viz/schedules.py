@@ -111,16 +111,8 @@ def run_schedule(name: str, schedule: Schedule, times: ActionTimes) -> ScheduleR
     begins, stops = run.order.offsets[:-1], run.order.offsets[1:]
     works = stops > begins
     spans_ns = run.end_ns[stops[works] - 1] - run.start_ns[begins[works]]
-    return ScheduleRun(
-        name,
-        schedule,
-        trace,
-        run.duration_s,
-        int(spans_ns.max(initial=0)) / 1e9,
-        run.bubble_fraction,
-        peak,
-        run.speedup,
-    )
+    span_s = int(spans_ns.max(initial=0)) / 1e9
+    return ScheduleRun(name, schedule, trace, run.duration_s, span_s, run.bubble_fraction, peak, run.speedup)
 
 
 def _lean(run: PipelineRun) -> Trace:
@@ -163,7 +155,8 @@ def play(
     chosen("schedule", name, NAMES)
     family = SCHEDULES[name]
     stages = family.stages_per_rank(stages_per_rank if family.placement == "loop" else None)
-    times = ActionTimes(*(part / stages for part in times[:3]), times.communication)
+    forward, inputs, weights = (np.array(times[:3], float) / stages).tolist()
+    times = ActionTimes(forward, inputs, weights, times.communication)
     plan = make_schedule(
         name, num_ranks, num_microbatches, stages_per_rank=stages, times=times, memory_limit=memory_limit
     )
@@ -206,16 +199,14 @@ def sentence(run: ScheduleRun) -> str:
     if plan.num_stages > plan.num_ranks:
         size += f", {plan.num_stages // plan.num_ranks} stages per rank,"
     idle = percent(run.bubble_fraction, 1)
-    text = (
-        f"{capitalised(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for {idle} of it, a rank"
+    text = f"{capitalised(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for {idle} of it, "
+    text += (
+        f"a rank holds {count_of(run.peak)} at its peak, and it is {run.speedup:.2f} times as fast as one rank alone."
     )
-    text += f" holds {count_of(run.peak)} at its peak, and it is {run.speedup:.2f} times as fast as one rank alone."
     if run.ends_apart:
-        text += (
-            f" But no rank takes longer than {format_s(run.rank_span_s)} from its own first action to its last: where"
-        )
-        text += f" a rank may start its next step before the others end theirs, {percent(run.idle_of_span, 1)} is"
-        text += " idle."
+        text += f" But no rank takes longer than {format_s(run.rank_span_s)} from its own first action to its last: "
+        text += "where a rank may start its next step before the others end theirs, "
+        text += f"{percent(run.idle_of_span, 1)} is idle."
     return text
 
 
@@ -256,9 +247,7 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
     if not runs:
         raise ValueError("there is no schedule to draw; pass at least one run")
     rows: list[LaneRow] = []
-    headings = []
-    row_of = []
-    top = 0.0
+    headings, row_of, top = [], [], 0.0
     for run in runs:
         num_ranks = run.schedule.num_ranks
         drawn = spread_evenly(num_ranks, MAX_RANKS)

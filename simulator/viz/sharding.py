@@ -153,7 +153,7 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
     if few:
         add_boxes(axes, side, placement, 0, styles)
     else:
-        add_pixels(axes, [side], placement, styles, view)
+        add_pixels(axes, [side], placement, styles)
     draw_time_scale(axes, "on every rank: time since the step began", label_pt=TEXT_PT - 1)
     shown = [kind for kind in KINDS if kind in styles]
     put_legend(

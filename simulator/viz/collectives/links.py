@@ -155,23 +155,15 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
         mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")
-    takeaway, note = _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s)
-    put_title(figure, takeaway, note)
     errors = (alpha_s + sizes / bytes_per_s) / times - 1
+    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
+    takeaway = f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
+    note = f"Half of the time is latency at {format_bytes(half)}; the" if alpha_s else "The"
+    note += f" line is {percent(float(np.median(np.abs(errors))))} off the points (median of {len(sizes)})."
+    put_title(figure, takeaway, note)
     worst = int(np.abs(errors).argmax())
     furthest = f"Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))}"
     return Picture(figure, f"{takeaway}. {note} {furthest}, the line says {percent(float(errors[worst]), 0, '+')}.")
-
-
-def _cost_of_message(alpha_s: float, bytes_per_s: float) -> str:
-    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
-    return f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
-
-
-def _quality_of_fit(sizes: Floats, times: Floats, alpha_s: float, bytes_per_s: float) -> str:
-    error = float(np.median(np.abs((alpha_s + sizes / bytes_per_s) / times - 1)))
-    half = f"Half of the time is latency at {format_bytes(alpha_s * bytes_per_s)}; the" if alpha_s else "The"
-    return f"{half} line is {percent(error)} off the points (median of {len(sizes)})."
 
 
 def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:

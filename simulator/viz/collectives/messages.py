@@ -138,6 +138,7 @@ def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple
 
 
 Place = tuple[float, float, float | None]
+Spot = tuple[float, float]
 
 
 def _steps(
@@ -155,11 +156,8 @@ def _steps(
             moments.append((max(call.wait_ns, call.start_ns), 1, index))
         if call.end_ns:
             moments.append((max(call.end_ns, call.start_ns), 2, index))
-    start: dict[int, int] = {}
-    wait: dict[int, int] = {}
-    end: dict[int, int] = {}
-    here: dict[int, int] = {}
-    last: dict[int, tuple[int, int]] = {}
+    start, wait, end = dict[int, int](), dict[int, int](), dict[int, int]()
+    here, last = dict[int, int](), dict[int, tuple[int, int]]()
     for _, kind, index in sorted(moments):
         rank = calls[index].rank
         now = here.get(rank, -1)
@@ -171,14 +169,7 @@ def _steps(
         else:
             here[rank] = (start if kind == 0 else wait)[index] = now + 1
         last[rank] = (kind, index)
-    return [
-        (
-            float(start[index]),
-            float(wait.get(index, end.get(index, start[index]))),
-            float(end[index]) if index in end else None,
-        )
-        for index in range(len(calls))
-    ]
+    return [(at, wait.get(index, end.get(index, at)), end.get(index)) for index, at in sorted(start.items())]
 
 
 def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
@@ -304,9 +295,8 @@ def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: f
         )
     elif event.end_x is not None and event.end_x > event.wait_x:
         wide = event.end_x - event.wait_x
-        axes.add_patch(
-            Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, facecolor=style.colour, edgecolor="white", zorder=2)
-        )
+        look = {"facecolor": style.colour, "edgecolor": "white"}
+        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
         inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN)
         if inches > 0.2:
             look = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour), "zorder": 5}
@@ -318,7 +308,7 @@ def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float
     received = dict(diagram.pairs)
     sends = [event for event in diagram.events if event.call.op == "send" and event.call.peer in rows]
     colour = theme.kind_styles(["send"])["send"].colour
-    taken_spots: list[tuple[float, float]] = []
+    taken_spots: list[Spot] = []
     for event in sends:
         low, high = rows[event.call.rank], rows[event.call.peer]
         down = 1 if high > low else -1
@@ -337,13 +327,7 @@ def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float
             axes.scatter([x], [low + 0.42 * down], s=70, c=STUCK, marker="x", linewidths=2.2, zorder=4)
 
 
-def _label_arrow(
-    axes: Axes,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    words: str,
-    taken: list[tuple[float, float]],
-) -> None:
+def _label_arrow(axes: Axes, start: Spot, end: Spot, words: str, taken: list[Spot]) -> None:
     """Write the size on the arrow, where no other size stands: first at a third of it, where fewer arrows cross."""
     wide, tall = (pixels / theme.DPI for pixels in axes_pixels(axes))
     x_in = wide / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
@@ -353,7 +337,7 @@ def _label_arrow(
         x, y = place(share)
         return sum(abs(x - a) * x_in < 0.5 and abs(y - b) * y_in < 0.19 for a, b in taken)
 
-    def place(share: float) -> tuple[float, float]:
+    def place(share: float) -> Spot:
         return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
 
     x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))

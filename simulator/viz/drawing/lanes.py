@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,6 +25,11 @@ from numpy.typing import NDArray
 from distlab.trace import Trace
 from simulator.viz.drawing.plot import Word, Words, axes_pixels
 from simulator.viz.drawing.theme import DPI, IDLE, LEAST_PT, SHADE, TEXT_PT, KindStyle, pale, text_colour
+
+Mask = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+View = tuple[float, float]
 
 MAX_LEVELS = 6
 PASSES = ("F", "B", "I", "W")
@@ -63,8 +68,8 @@ class Placement(NamedTuple):
 
     rows: tuple[LaneRow, ...]
     total_height: float
-    row_of: tuple[NDArray[np.int64], ...]
-    level_of: tuple[NDArray[np.int64], ...]
+    row_of: tuple[Ints, ...]
+    level_of: tuple[Ints, ...]
 
 
 def lanes_of(sides: Sequence[Side]) -> tuple[str, ...]:
@@ -75,18 +80,13 @@ def lanes_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 def place(
-    sides: Sequence[Side],
-    ranks: Sequence[int],
-    lanes: Sequence[str],
-    *,
-    seen: Sequence[NDArray[np.bool_]],
-    levels: bool,
+    sides: Sequence[Side], ranks: Sequence[int], lanes: Sequence[str], *, seen: Sequence[Mask], levels: bool
 ) -> Placement:
     """Give each lane of each rank a row, and each span that `seen` marks its row and level.
 
     With `levels` false every span is on level 0, whatever overlaps.
     """
-    lane_of: list[NDArray[np.int64]] = []
+    lane_of: list[Ints] = []
     present: set[tuple[int, str, bool]] = set()
     for side in sides:
         trace = side.trace
@@ -99,8 +99,8 @@ def place(
         present |= {(ranks[cell // len(lanes)], lanes[cell % len(lanes)], side.predicted) for cell in cells}
     in_order = sorted(present, key=lambda key: (key[0], lanes.index(key[1]), key[2]))
     keys = {key: number for number, key in enumerate(in_order)}
-    row_of: list[NDArray[np.int64]] = []
-    level_of: list[NDArray[np.int64]] = []
+    row_of: list[Ints] = []
+    level_of: list[Ints] = []
     for side, cell, visible in zip(sides, lane_of, seen, strict=True):
         table = [keys.get((rank, lane, side.predicted), -1) for rank in ranks for lane in lanes]
         row = np.array([*table, -1], dtype=np.int64)[cell]  # cell -1 picks the last entry: not shown
@@ -116,7 +116,7 @@ def place(
     return Placement(rows, total, tuple(row_of), tuple(level_of))
 
 
-def pack(row: NDArray[np.int64], start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+def pack(row: Ints, start_ns: Ints, end_ns: Ints) -> Ints:
     """Give overlapping spans of a row different levels: each takes the lowest that is free when it starts.
 
     Beyond MAX_LEVELS spans share the last level.
@@ -176,7 +176,7 @@ def shaded(trace: Trace) -> Trace:
     return replace(trace, kind=trace.kind + shade * np.int32(num_words), words=tuple(words))
 
 
-def stages_of_ranks(rank: NDArray[np.int32], stage: NDArray[np.int32]) -> NDArray[np.bool_]:
+def stages_of_ranks(rank: NDArray[np.int32], stage: NDArray[np.int32]) -> Mask:
     """Return which stages each rank has: [ranks, stages]."""
     shape = int(rank.max(initial=-1)) + 1, int(stage.max(initial=-1)) + 1
     present = np.zeros(shape, bool)
@@ -188,11 +188,9 @@ MAX_LABELS = 500
 CHARACTER_WIDTH = 0.66  # of the font size; the widest digits and letters of the default font
 BARE_PT = LEAST_PT  # of a number that stands without its letter, so that it looks no larger than its neighbours
 WIDE = 0.5  # what a W takes beyond that
-Floats = NDArray[np.float64]
-View = tuple[float, float]
 
 
-def in_view(trace: Trace, view: View) -> NDArray[np.bool_]:
+def in_view(trace: Trace, view: View) -> Mask:
     """Mark the spans that touch the range of seconds."""
     return (trace.end_ns >= view[0] * 1e9) & (trace.start_ns <= view[1] * 1e9)
 
@@ -202,7 +200,7 @@ def fill_of(style: KindStyle, predicted: bool) -> tuple[float, float, float]:
     return pale(style.colour) if predicted else to_rgb(style.colour)
 
 
-def heights_of(placement: Placement, which: int, shown: NDArray[np.int64]) -> tuple[Floats, Floats]:
+def heights_of(placement: Placement, which: int, shown: Ints) -> tuple[Floats, Floats]:
     """Return where the boxes of one side's spans begin and how high they are, in the placement's units."""
     row = placement.row_of[which][shown]
     levels = np.array([r.num_levels for r in placement.rows])[row]
@@ -234,15 +232,9 @@ def add_boxes(
     edges = np.array([to_rgb(styles[word].colour) if side.predicted else (1.0, 1.0, 1.0) for word in words])
     narrow = (seen_end - start) * scale < 3
     edges[narrow] = fills[narrow]
+    colours: dict[str, Any] = {"facecolors": fills, "edgecolors": edges}
     axes.add_collection(
-        PolyCollection(
-            corners,  # type: ignore[arg-type]
-            facecolors=fills,
-            edgecolors=edges,
-            linewidths=np.where(narrow, 0.0, 0.8),
-            closed=True,
-            gid="boxes",
-        ),
+        PolyCollection(corners, gid="boxes", linewidths=np.where(narrow, 0.0, 0.8), **colours),  # type: ignore[arg-type]
         autolim=False,
     )
     free_end = np.minimum(seen_end, _next_start(row, placement.level_of[which][shown], start))
@@ -250,7 +242,7 @@ def add_boxes(
     _add_labels(axes, trace, shown, spots, fills, styles)
 
 
-def _next_start(row: NDArray[np.int64], level: NDArray[np.int64], start: Floats) -> Floats:
+def _next_start(row: Ints, level: Ints, start: Floats) -> Floats:
     """Return where the next box on the same level begins, which may cover this one; boxes are in order of start."""
     after = np.full(len(start), np.inf)
     order = np.lexsort((level, row))  # stable: within a level still by start
@@ -260,7 +252,7 @@ def _next_start(row: NDArray[np.int64], level: NDArray[np.int64], start: Floats)
 
 
 def _add_labels(
-    axes: Axes, trace: Trace, shown: NDArray[np.int64], spots: Floats, fills: Floats, styles: Mapping[str, KindStyle]
+    axes: Axes, trace: Trace, shown: Ints, spots: Floats, fills: Floats, styles: Mapping[str, KindStyle]
 ) -> None:
     """Write the longest label that fits into each box, the widest boxes first, at most MAX_LABELS."""
     low, high = axes.get_xlim()
@@ -309,9 +301,7 @@ def labels_of(name: str, letter: str, microbatch: int, largest: int) -> tuple[tu
     return tuple((text, len(text)) for text in texts if text)
 
 
-def pixel_columns(
-    cell: NDArray[np.int64], start_s: Floats, end_s: Floats, num_cells: int, num_columns: int, view: View
-) -> Floats:
+def pixel_columns(cell: Ints, start_s: Floats, end_s: Floats, num_cells: int, num_columns: int, view: View) -> Floats:
     """Return the seconds that the spans of each cell spend in each column of the view: [num_cells, num_columns].
 
     Spans outside the view add nothing; inside it no time is lost: a cell's columns sum to its spans' time.
@@ -323,7 +313,7 @@ def pixel_columns(
     last = np.minimum(end.astype(np.int64), num_columns - 1)
     stride = num_columns + 1
 
-    def total(column: NDArray[np.int64], weight: Floats) -> Floats:
+    def total(column: Ints, weight: Floats) -> Floats:
         sums = np.bincount(cell * stride + column, weights=weight, minlength=num_cells * stride).astype(np.float64)
         return sums.reshape(num_cells, stride)
 
@@ -353,15 +343,10 @@ def filled_columns(
 
 
 def add_pixels(
-    axes: Axes,
-    sides: Sequence[Side],
-    placement: Placement,
-    styles: Mapping[str, KindStyle],
-    view: View,
-    *,
-    dim: bool = False,
+    axes: Axes, sides: Sequence[Side], placement: Placement, styles: Mapping[str, KindStyle], *, dim: bool = False
 ) -> None:
-    """Draw all sides as one image of pixel columns; `dim` makes what was measured pale."""
+    """Draw all sides as one image of pixel columns over the axes; `dim` makes what was measured pale."""
+    view = axes.get_xlim()
     wide, tall = (int(size) for size in axes_pixels(axes))
     kinds = list(styles)
     filled = filled_columns(sides, placement, kinds, num_columns=wide, view=view)
@@ -377,8 +362,8 @@ def add_pixels(
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", origin="upper", gid="pixels")
 
 
-def kinds_at(filled: Floats, num_lines: int) -> NDArray[np.int64]:
+def kinds_at(filled: Floats, num_lines: int) -> Ints:
     """Return which kind each pixel of a row shows, from the top: [num_lines, columns]; the number of kinds is idle."""
     level = 1 - (np.arange(num_lines) + 0.5) / num_lines  # the top pixel needs the fullest column
-    shown: NDArray[np.int64] = (filled[:, None, :] <= level[None, :, None]).sum(axis=0)
+    shown: Ints = (filled[:, None, :] <= level[None, :, None]).sum(axis=0)
     return shown

@@ -122,7 +122,7 @@ def fill_axes(axes: Axes, scene: Scene, view: View, *, exact: bool, dim: bool = 
         for which, side in enumerate(scene.sides):
             add_boxes(axes, side, scene.placement, which, scene.styles, dim=dim)
     else:
-        add_pixels(axes, scene.sides, scene.placement, scene.styles, view, dim=dim)
+        add_pixels(axes, scene.sides, scene.placement, scene.styles, dim=dim)
     _label_rows(axes, scene.placement)
     draw_time_scale(axes)
 

@@ -12,10 +12,10 @@ from viz_traces import data_parallel, grid
 
 from simulator.viz import Picture, draw_timeline, to_png
 from simulator.viz.drawing.paint import pack_png
-from simulator.viz.drawing.pen import Pen, put_legend, sheet
+from simulator.viz.drawing.pen import sheet
 from simulator.viz.drawing.picture import LEAST_SHOWN_PT, SHOWN_DPI
 from simulator.viz.drawing.plot import draw_scale, frame, spread_apart, width_in
-from simulator.viz.drawing.theme import DPI, LEAST_PT, LegendBox
+from simulator.viz.drawing.theme import DPI, LEAST_PT
 
 
 def pixels(figure):
@@ -46,23 +46,6 @@ def test_shapes_and_words_stand_where_they_were_put():
         _, _, first, last = drawn("words", (6.0, 2.0), "rank 0", size=20, colour="#FF0000", side=side)
         start, wide = 6.0 * DPI - share * width_in("rank 0", 20) * DPI, width_in("rank 0", 20) * DPI
         assert (first, last) == pytest.approx((start, start + wide), abs=4)
-    pen = Pen(sheet(4.0)[0].axes[0])
-    for index in range(50):
-        pen.box((0.1 * index, 1.0), 0.08, 0.5, "#0072B2")
-        pen.words((0.1 * index, 0.5), str(index))
-    before = len(pen.surface.get_children())
-    pen.flush()
-    assert len(pen.surface.get_children()) == before + 2, "shapes of a kind are one artist"
-
-
-def test_a_legend_breaks_into_lines_inside_the_picture():
-    figure = Figure(figsize=(12.8, 2), dpi=DPI)
-    boxes = [LegendBox("#0072B2", "white", letter, f"kind {letter}, with many words in it") for letter in "ABCDE"]
-    put_legend(figure, boxes)
-    assert {box.words for box in boxes} <= set(words(figure))
-    low, high, left, right = where((pixels(figure) < 250).any(axis=2))
-    assert 0 < low < 0.4 * DPI < high < 2 * DPI - 1
-    assert 0 < left < right < 12.8 * DPI - 1
 
 
 @pytest.mark.parametrize("which", ["x", "y"])

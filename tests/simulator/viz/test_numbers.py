@@ -1,16 +1,13 @@
 """What pictures compute: winners, parts of a step, owners, chunks of a ring, who waits for whom, states of a step."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from viz_traces import MS, SPLITS, by_hand, call, choices, cut, data_parallel, ping, ring, weights, within
 
-from distlab.comm import RankError, Ranks
+import simulator as sim
 from distlab.plan import (
-    AXES,
     ActionTimes,
     Link,
     Plan,
@@ -22,92 +19,40 @@ from distlab.plan import (
     parse_schedule,
 )
 from distlab.trace import SpanWriter, Trace
-from simulator import (
-    Failures,
-    ModelDescription,
-    Question,
-    all_reduce_s,
-    cluster,
-    gpt_workload,
-    hierarchical_all_reduce_s,
-    link,
-    memory_of,
-    search,
-    simulate,
-    simulate_schedule,
-    strategy_map,
-    strategy_of,
-)
 from simulator.memory.memory import KINDS
 from simulator.viz import (
-    draw_goodput,
-    draw_memory,
     draw_message_diagram,
-    draw_shards,
     draw_train_step,
     facts_of,
     step_of,
 )
-from simulator.viz.collectives.messages import cycle_of, read_diagram
+from simulator.viz.collectives.messages import read_diagram
 from simulator.viz.collectives.race import race
 from simulator.viz.collectives.ring import chunk_name, ring_steps
 from simulator.viz.context_parallel import ring_work
 from simulator.viz.data_parallel.step import ABSENT, FILLING, MEAN, SENT, best_moment, held_at, read_step
 from simulator.viz.drawing.lanes import shaded
-from simulator.viz.drawing.theme import RANK_COLOURS
 from simulator.viz.expert_parallel import routes_of
 from simulator.viz.memory import MEMORY_KINDS, fewer_moments
-from simulator.viz.mesh.degrees import parts_of
 from simulator.viz.panels.schedules import MAX_MOMENTS, describe_moment, moments_of
 from simulator.viz.schedules import NAMES, play, run_schedule, textbook_of
 from simulator.viz.tensor_parallel import shards_of
 
-TINY = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
-GPT = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
-H100 = cluster("dgx-h100", 32)
+TINY = sim.gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
+GPT = sim.gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
+H100 = sim.cluster("dgx-h100", 32)
 PLAIN = Link("plain", (Protocol(1e-5, 1e9),))
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 
 
-def test_memory_bars_add_up_to_the_peaks_and_a_long_step_keeps_its_own():
+def test_every_kind_of_memory_has_a_letter_and_a_long_step_keeps_its_peak():
     assert tuple(MEMORY_KINDS) == KINDS
     assert len({style.letter for style in MEMORY_KINDS.values()}) == len(KINDS)
-    held = memory_of(TINY, Plan(pipeline=2, num_microbatches=4))
-    (bars,) = (artist for artist in draw_memory(held).figure.axes[0].collections if artist.get_gid() == "bars")
-    widths = np.array([np.ptp(path.vertices[:4, 0]) for path in bars.get_paths()]).reshape(-1, 2)
-    np.testing.assert_allclose(widths.sum(axis=0), held.total_bytes)
-    times, rows = memory_of(TINY, Plan(num_microbatches=400)).over_time()
+    times, rows = sim.memory_of(TINY, Plan(num_microbatches=400)).over_time()
     fewer, kept = fewer_moments(times, rows, 500)
     assert len(fewer) <= 502 < 5000 < len(times)
     assert kept.max() == rows.max()
     assert (np.diff(fewer) > 0).all()
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(data=4),
-        Plan(data=2, pipeline=4, tensor=4, num_microbatches=8),
-        Plan(context=4, tensor=2),
-    ],
-)
-def test_the_parts_sum_to_the_step_and_are_the_steps_own(plan):
-    step = simulate(GPT, H100, plan)
-    parts = {part.name: part.seconds for part in parts_of(step)}
-    assert sum(parts.values()) == pytest.approx(step.duration_s)
-    assert all(seconds >= 0 for seconds in parts.values())
-    assert {axis: parts[axis] for axis in AXES} == step.exposed_by_axis
-    assert (parts["bubble"] > 0) == (plan.pipeline > 1)
-
-
-def test_goodput_is_drawn_as_it_is_computed():
-    failures = Failures("llama-3-all", restart_s=600)
-    lines = {line.get_gid(): line.get_data() for line in draw_goodput(failures, 16_384, 30.0).figure.axes[0].lines}
-    (intervals, useful), (tried, drawn) = lines["computed"], lines["drawn"]
-    assert np.interp(np.log(tried), np.log(intervals), useful) == pytest.approx(drawn, abs=0.02)
-    best = failures.goodput(16_384, 30.0)
-    assert lines["chosen"][0][0] == best.interval_s
-    assert useful.max() == pytest.approx(best.useful, abs=1e-3)
 
 
 def test_a_plan_is_named_by_what_it_splits_and_the_map_has_what_a_whole_search_finds():
@@ -121,77 +66,55 @@ def test_a_plan_is_named_by_what_it_splits_and_the_map_has_what_a_whole_search_f
         (Plan(2, 2, 2), "pipeline"),
         (Plan(2, 2, 2, tensor=2), "tensor and pipeline"),
     ):
-        assert strategy_of(plan) == name
-    wires = [replace(H100, inter_node=link(wire)) for wire in ("infiniband-ndr", "ethernet-10g")]
-    fast, slow = (strategy_map(("llama-2-7b",), machine, (1, 32), batch_size=64) for machine in wires)
+        assert sim.strategy_of(plan) == name
+    wires = [replace(H100, inter_node=sim.link(wire)) for wire in ("infiniband-ndr", "ethernet-10g")]
+    fast, slow = (sim.strategy_map(("llama-2-7b",), machine, (1, 32), batch_size=64) for machine in wires)
     assert [(field.num_devices, field.strategy) for field in fast] == [(1, ""), (32, "tensor")]
     assert fast[1].choice.seconds < slow[1].choice.seconds
-    machine = cluster("dgx-h100", 128, stack="megatron")  # two samples per rank: bounds rank plain replicas last
-    (field,) = strategy_map(("gpt-2-1.5b",), machine, (128,), batch_size=256)
-    whole = search(Question(ModelDescription(model="gpt-2-1.5b"), machine, 256))
+    machine = sim.cluster("dgx-h100", 128, stack="megatron")  # two samples per rank: bounds rank plain replicas last
+    (field,) = sim.strategy_map(("gpt-2-1.5b",), machine, (128,), batch_size=256)
+    whole = sim.search(sim.Question(sim.ModelDescription(model="gpt-2-1.5b"), machine, 256))
     assert (field.choice.plan, field.strategy) == (whole.best(1)[0].plan, "data")
 
 
-def test_a_race_has_the_cost_models_times_and_winners_that_cover_all_sizes():
-    for wire, num_ranks in ((PLAIN, 2), (PLAIN, 6), (link("nvlink4"), 64), (link("infiniband-hdr"), 3)):
+def test_a_race_has_the_cost_models_times_and_the_crossing_where_lines_meet():
+    for wire, num_ranks in ((PLAIN, 2), (sim.link("nvlink4"), 64)):
         for name, times in race(wire, num_ranks).times_s.items():
-            for index, size in ((0, 1e3), (-1, 1e9)):
-                assert times[index] == pytest.approx(all_reduce_s(size, num_ranks, wire, name))
-    facts = race(PLAIN, 6, ("naive", "ring", "binomial_tree", "halving_doubling"))
-    ends = [(stretch.first_bytes, stretch.last_bytes) for stretch in facts.stretches]
-    assert (ends[0][0], ends[-1][1]) == (1e3, 1e9)
-    assert [end for _, end in ends[:-1]] == [begin for begin, _ in ends[1:]]
-    for stretch in facts.stretches:
-        middle = math.sqrt(stretch.first_bytes * stretch.last_bytes)
-        index = int(np.argmin(np.abs(np.log(facts.sizes_bytes / middle))))
-        assert min(facts.times_s, key=lambda name: facts.times_s[name][index]) == stretch.algorithm
-    first = race(PLAIN, 8, ("tree", "ring")).stretches[0]  # 14 a + 14/8 S/b = 6 a + 2 S/b: S = 8 a b / (1/4)
-    assert (first.algorithm, first.last_bytes) == ("tree", pytest.approx(8 * 1e-5 * 1e9 / 0.25, rel=2e-3))
+            assert times[-1] == pytest.approx(sim.all_reduce_s(1e9, num_ranks, wire, name))
+    first, last = race(PLAIN, 8, ("tree", "ring")).stretches  # 14 a + 14/8 S/b = 6 a + 2 S/b: S = 8 a b / (1/4)
+    assert (first.algorithm, first.first_bytes, last.last_bytes) == ("tree", 1e3, 1e9)
+    assert first.last_bytes == last.first_bytes == pytest.approx(8 * 1e-5 * 1e9 / 0.25, rel=2e-3)
     assert race(PLAIN, 2, ("halving_doubling", "ring")).stretches[0].algorithm == "halving_doubling", (
-        "of equals the first"
+        "the first of equals"
     )
-    facts, across = race("nvlink4", 64, inter_node="infiniband-ndr"), link("infiniband-ndr")
-    assert facts.times_s["ring"][-1] == pytest.approx(all_reduce_s(1e9, 64, across))
-    expected = hierarchical_all_reduce_s(1e9, 8, 8, intra_node=link("nvlink4"), inter_node=across)
-    assert facts.times_s["hierarchical"][-1] == pytest.approx(expected)
+    times = race("nvlink4", 64, inter_node="infiniband-ndr").times_s
+    wires = {"intra_node": sim.link("nvlink4"), "inter_node": sim.link("infiniband-ndr")}
+    assert times["ring"][-1] == pytest.approx(sim.all_reduce_s(1e9, 64, wires["inter_node"]))
+    assert times["hierarchical"][-1] == pytest.approx(sim.hierarchical_all_reduce_s(1e9, 8, 8, **wires))
     assert "hierarchical" not in race("nvlink4", 8, inter_node="infiniband-ndr").times_s
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
 def test_every_chunk_of_a_ring_collects_the_ranks_that_it_passed_until_it_is_the_sum(num_ranks):
-    steps = ring_steps(ring(num_ranks))
-    assert steps.chunk.shape == (2 * (num_ranks - 1), num_ranks)
-    assert (steps.chunk[1:] == np.roll(steps.chunk, 1, axis=1)[:-1]).all()
-    held = steps.parts.sum(axis=3)
+    steps, pieces = ring_steps(ring(num_ranks)), ring_steps(ring(num_ranks, sizes=[400] * num_ranks, pieces=4))
     for number, sent in enumerate(steps.chunk):
-        assert (held[number][np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
+        held = steps.parts[number].sum(axis=2)
+        assert (held[np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
         assert steps.copies(number) == (number >= num_ranks - 1)
-    assert steps.parts[-1].all()
-    assert steps.fault == ""
-    assert np.flatnonzero(steps.parts[1][1, 0]).tolist() == [0, 1]  # chunk A, one step after it left rank 0
-
-
-def test_pieces_of_chunks_and_half_a_ring_are_read_and_chunks_named_after_z():
-    whole, pieces = ring_steps(ring(4, sizes=[400] * 4)), ring_steps(ring(4, sizes=[400] * 4, pieces=4))
-    assert (whole.num_bytes == pieces.num_bytes).all()
+    assert (len(steps.chunk), steps.parts[-1].all(), steps.fault) == (2 * (num_ranks - 1), True, "")
+    assert (pieces.num_bytes == 400).all()
     assert ring_steps(ring(4, num_steps=3)).chunk.shape == (3, 4)
     assert [chunk_name(index) for index in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
 
 
-def test_a_diagram_follows_cause_and_effect_whatever_the_speed():
+def test_of_many_calls_the_first_are_drawn_and_the_last_of_a_hang_whatever_the_speed():
     slow, fast = read_diagram(ping(1000)), read_diagram(ping(1))
     assert [event[2:] for event in slow.events] == [event[2:] for event in fast.events]
-    assert fast.pairs == ((0, 1), (3, 2))
-    assert all(fast.events[receive].end_x > fast.events[send].start_x for send, receive in fast.pairs)
-    stuck = read_diagram(
-        [call(r, "recv", (r - 1) % 3, (r + 1, r + 1, 0), group=(0, 1, 2), channel=r) for r in range(3)]
-    )
-    assert (stuck.waits_for, cycle_of(stuck.waits_for)) == ({0: (2,), 1: (0,), 2: (1,)}, (0, 2, 1))
     calls = [call(0, "send", 1, (n, n, n + 1), channel=n) for n in range(0, 500, 2)]
     first = read_diagram(calls)
     assert (first.num_left_out, first.events[1].start_x) == (10, 2)
     stuck = [*calls, call(1, "recv", 0, (999, 999, 0), channel=1)]
-    assert read_diagram(stuck).waits_for == {1: (0,)}, "of a hang the last calls are kept"
+    assert read_diagram(stuck).waits_for == {1: (0,)}
     assert "11 calls are left out" in draw_message_diagram(stuck).words
 
 
@@ -234,37 +157,14 @@ def test_a_real_run_is_read_from_its_records(ranks):
     assert "3 all-reduces" in draw_train_step(step, step.duration_s).words
 
 
-def hang():
-    import torch
-    import torch.distributed as dist
-
-    (dist.send if dist.get_rank() == 0 else dist.recv)(torch.zeros(3), 1 - dist.get_rank())
-    dist.recv(torch.zeros(3), 1 - dist.get_rank())
-
-
-def test_a_real_hang_is_drawn_from_its_records():
-    with Ranks(2, timeout_s=30) as two:
-        with pytest.raises(RankError, match="deadlock"):
-            two.run(hang)
-        records = two.records()
-    said = ["Deadlock: rank 0 waits for 1, 1 waits for 0.", "rank 0 -> rank 1: 12 B"]
-    said += ["rank 0 waits for rank 1", "rank 1 waits for rank 0"]
-    assert draw_message_diagram(records).words.splitlines() == said
-
-
 @pytest.mark.parametrize("order", ["zigzag", "straight"])
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
-def test_every_pair_is_computed_once_by_the_rank_that_has_its_query(num_ranks, order):
-    ring = ring_work(num_ranks, order)
-    owner = np.repeat(ring.owner, ring.length // (2 * num_ranks))
-    seen = np.eye(num_ranks, dtype=int)[owner].cumsum(axis=0)  # keys of each rank that each query may attend to
-    expected = np.zeros((num_ranks, num_ranks), int)
-    for rank in range(num_ranks):
-        for other in range(num_ranks):
-            expected[rank, (rank - other) % num_ranks] = seen[owner == rank, other].sum()
-    assert (ring.work == expected).all()
-    assert (ring.slowdown == 1.0) == (order == "zigzag" or num_ranks == 1)
-    assert ring.merged(0) == ([0] if order == "straight" else list(range(num_ranks)))
+def test_every_pair_of_query_and_key_is_computed_once(order):
+    ring = ring_work(3, order)
+    owner = np.repeat(ring.owner, ring.length // 6)
+    seen = np.eye(3, dtype=int)[owner].cumsum(axis=0)  # keys of each rank that each query may attend to
+    work = [[seen[owner == rank, (rank - hop) % 3].sum() for hop in range(3)] for rank in range(3)]
+    assert (ring.work == work).all()
+    assert (ring.slowdown == 1.0) == (order == "zigzag")
 
 
 def test_owners_are_the_runners():
@@ -284,7 +184,7 @@ def test_owners_are_the_runners():
     assert routes.between[1, 0] == routes.rows[1, :3].sum()
 
 
-def test_parts_of_weights_go_back_to_where_they_came_from_and_are_drawn_in_their_owners_colour():
+def test_parts_of_weights_go_back_to_where_they_came_from():
     for num_ranks in (1, 2, 4):
         whole, parts = weights(), cut(num_ranks)
         found = shards_of(parts, SPLITS)
@@ -299,15 +199,6 @@ def test_parts_of_weights_go_back_to_where_they_came_from_and_are_drawn_in_their
                 assert (owned == np.take(whole[name], own, axis=one.dim)).all()
         held = sum(one.held for one in found.values())
         assert all(held == sum(np.size(value) for value in part.values()) for part in parts)
-    images = draw_shards(cut(2), SPLITS, num_heads=2).figure.axes[0].images
-    shown = {image.get_gid(): np.asarray(image.get_array()) for image in images}
-    assert "blocks.1.feed_forward.output.weight" not in shown, "of equal blocks the first"
-    widen, embedding = shown["blocks.0.feed_forward.widen.weight"], shown["token_embedding.weight"]
-    assert (widen.shape, embedding.shape) == ((4, 16, 3), (12, 4, 3))  # inputs down; eleven tokens and one of padding
-    for picture, axis in ((widen, 1), (embedding[:11], 0)):
-        for rank, part in enumerate(np.array_split(picture, 2, axis=axis)):
-            share = (1 - part) / (1 - np.array(to_rgb(RANK_COLOURS[rank])))
-            assert np.ptp(share, axis=-1).max() < 1e-9  # one colour, in shades of white
 
 
 def test_schedules_have_their_bubbles_and_a_closed_form_only_where_the_order_has_one():
@@ -323,10 +214,10 @@ def test_schedules_have_their_bubbles_and_a_closed_form_only_where_the_order_has
     own = run_schedule("own", parse_schedule("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0"), EQUAL).trace
     odd = play("interleaved", 2, 3).trace  # micro-batches that the ranks do not divide
     assert [textbook_of(trace) for trace in (own, odd, data_parallel(2))] == [None] * 3
-    kinds = shaded(simulate_schedule(interleaved(2, 4, stages_per_rank=3), EQUAL).trace)
+    kinds = shaded(sim.simulate_schedule(interleaved(2, 4, stages_per_rank=3), EQUAL).trace)
     for stage, kind in ((0, "F"), (2, "F~1"), (5, "F~2")):
         assert (kinds.is_word("kind", kind) & (kinds.stage == stage)).sum() == 4
-    one = simulate_schedule(gpipe(3, 2), EQUAL).trace
+    one = sim.simulate_schedule(gpipe(3, 2), EQUAL).trace
     assert shaded(one) is one
 
 
@@ -337,9 +228,6 @@ def test_a_moment_says_what_each_rank_does_and_for_whom_it_waits():
     assert "rank 1 waits for 0F0 of rank 0, which is on its way" in describe_moment(run, 1.25e-3)
     assert "rank 1 waits for 2B0 of rank 2" in describe_moment(run, 4.6e-3)
     assert describe_moment(run, run.duration_s).endswith("1F1B: ranks 0, 1 and 2 are done.")
-    many = describe_moment(play("gpipe", 16, 4), 0.5e-3)
-    assert "1 of 16 ranks work; rank 1 waits for 0F0 of rank 0" in many
-    assert "; 12 more wait" in many
     trace = run_schedule("1F1B", one_f_one_b(3, 4), EQUAL).trace
     assert set(moments_of(trace).tolist()) == set(trace.start_ns.tolist()) | set(trace.end_ns.tolist())
     moments = moments_of(play("gpipe", 8, 200, times=ActionTimes(1.0, 1.1, 0.7)).trace)
@@ -368,22 +256,20 @@ def test_a_gradient_is_made_then_sent_then_the_mean_and_ranks_say_what_they_do()
 
 def test_every_rung_of_the_ladder_is_read_and_agrees_with_the_timeline():
     sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
-    options = {"data": 4, "bucket_bytes": 100_000, "first_bucket_bytes": 30_000}
+    gpt, options = (
+        sim.gpt_workload(**sizes, bytes_per_parameter=4),
+        {"bucket_bytes": 100_000, "first_bucket_bytes": 30_000},
+    )
     for sync in ("per_parameter", "flat", "bucketed", "overlapped"):
-        step = simulate(
-            gpt_workload(**sizes, bytes_per_parameter=4), cluster("laptop", 4), Plan(**options, gradient_sync=sync)
-        )
+        step = sim.simulate(gpt, sim.cluster("laptop", 4), Plan(gradient_sync=sync, **options))
         for trace in (step.trace, step.layer_trace):
-            whole, facts = read_step(trace), facts_of(trace)
+            whole = read_step(trace)
             own = whole.ranks[0]
             assert len(own.reductions) == {"per_parameter": 38, "flat": 1}.get(sync, len(step.stages[0].buckets))
             assert all(r.fill_s <= r.ready_s <= r.start_s + 1e-9 < r.end_s for r in own.reductions)
             ready = [reduction.ready_s for reduction in own.reductions]
             assert ready == sorted(ready, reverse=sync == "per_parameter"), "sent first to last, made last to first"
-            assert np.mean([one.exposed_s for one in whole.ranks]) == pytest.approx(facts.exposed_s)
+            assert np.mean([one.exposed_s for one in whole.ranks]) == pytest.approx(facts_of(trace).exposed_s)
             assert SENT in states(own, best_moment(whole) * 1e3)
-        assert own.exposed_s == pytest.approx(
-            step.exposed_communication_s, abs=1e-9
-        )  # the detailed trace has the copies
     parts = [data_parallel(2, jitter=0.05).shifted(number * 200 * MS) for number in range(3)]
     assert sorted(step_of(Trace.concatenate(parts), 1)) == sorted(parts[1].from_zero())

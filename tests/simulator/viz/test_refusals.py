@@ -75,7 +75,7 @@ REFUSED = [
     says("different numbers of all-reduces", v.draw_train_step, data_parallel(2).select(np.arange(18) != 6), 0.0),
     says("2 updates", v.draw_train_step, Trace.concatenate([data_parallel(1), data_parallel(1).shifted(10**9)]), 0.0),
     says("there is no step 3", v.step_of, data_parallel(1), 3),
-    says("the plan's data is '3'; choose one of 1, 2, 4", v.degrees_panel, WORKLOAD, cluster("dgx-h100"), plan=Plan(data=3)),
+    says("the plan's data is '3'; choose one of 1, 2", v.degrees_panel, WORKLOAD, cluster("laptop"), plan=Plan(3)),
     says("schedule is 'pipe'; choose one of naive", v.schedule_panel, "pipe"),
     says("0B0", v.schedule_editor, "0F0"),
 ]  # fmt: skip

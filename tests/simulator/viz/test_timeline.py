@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 import traitlets
-from picture_facts import faults, with_gid, words
+from picture_facts import faults, with_gid
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
@@ -20,14 +20,6 @@ def trace_of(*rows):
     return Trace.from_spans(Span(rank, lane, kind, kind, start * MS, end * MS) for rank, lane, kind, start, end in rows)
 
 
-def test_error_of_the_end_is_written_and_the_clock_does_not_matter():
-    measured, predicted = data_parallel(2), data_parallel(2)
-    late = Trace.concatenate([measured, trace_of((0, "compute", "F", 134, 140))])
-    figure = draw_timeline(late.shifted(10**15), predicted).figure
-    assert any("measured 140 ms, predicted 134 ms: -4.3 %" in text for text in words(figure))
-    assert to_png(figure) == to_png(draw_timeline(late, predicted.shifted(-(10**15))).figure)
-
-
 def test_pixel_columns_keep_every_nanosecond():
     generator = np.random.default_rng(1)
     cell = generator.integers(0, 7, 5_000)
@@ -39,20 +31,6 @@ def test_pixel_columns_keep_every_nanosecond():
         inside = np.clip(end, low, high) - np.clip(start, low, high)
         np.testing.assert_allclose(columns.sum(axis=1), np.bincount(cell, weights=inside, minlength=7), rtol=1e-9)
         assert columns.min() >= -1e-9
-
-
-def test_pixels_are_coloured_where_a_rank_is_busy_and_only_there():
-    trace = grid(2, 2_000)
-    half_ns = int(trace.end_ns.max()) // 2
-    figure = draw_timeline(trace.select((trace.rank == 1) | (trace.end_ns <= half_ns))).figure
-    picture = np.asarray(with_gid(figure, "pixels")[0].get_array())
-    height, width, _ = picture.shape
-    empty = (picture == np.array([0xF1, 0xF1, 0xF1])).all(axis=2) | (picture == 255).all(axis=2)
-    upper, lower = empty[: height * 2 // 5], empty[-(height * 2 // 5) :]  # two rows of 1 and a gap of 0.5
-    busy = 1 - upper[:, 2 : width // 2 - 12].mean()
-    assert busy == pytest.approx(25 / 30, abs=0.04)  # 25 of each 30 ms
-    assert upper[:, width // 2 + 2 :].all()
-    assert 1 - lower[:, 2 : int(width * 0.97)].mean() == pytest.approx(busy, abs=0.02)
 
 
 def test_spans_of_a_lane_that_overlap_stand_on_levels_and_predicted_rows_under_measured_ones():

@@ -158,16 +158,3 @@ def within(experts, places):
             kept[token, choice] = taken[expert] < places
             taken[expert] += 1
     return kept
-
-
-def two_stages():
-    """Two stages, two micro-batches, 1F1B: 90 ms of which each rank works 60."""
-    rows = [(0, "F", 0, 0), (0, "F", 1, 10), (0, "B", 0, 40), (0, "B", 1, 70)]
-    rows += [(1, "F", 0, 10), (1, "B", 0, 20), (1, "F", 1, 40), (1, "B", 1, 50)]
-    spans = [
-        Span(rank, "compute", f"{rank}{kind}{m}", kind, at * MS, (at + 10 + 10 * (kind == "B")) * MS, 0, rank, m)
-        for rank, kind, m, at in rows
-    ]
-    spans.append(Span(0, "compute", "optimizer", "optimizer", 90 * MS, 99 * MS))
-    spans.append(Span(0, "send forward", "0SEND_F0", "send", 10 * MS, 11 * MS, 64, 0, 0))
-    return Trace.from_spans(spans)
