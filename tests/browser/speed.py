@@ -42,7 +42,8 @@ SCHEDULES = [
     "large = schedule_panel(ranks=64, microbatches=1023); large",
 ]
 DEGREES = [
-    "from distlab.plan import Plan\nfrom simulator import cluster, model_by_name\nfrom simulator.viz import degrees_panel\n"
+    "from distlab.plan import Plan\nfrom simulator import cluster, model_by_name\n"
+    "from simulator.viz import degrees_panel\n"
     "plan = Plan(data=8, tensor=8, sequence_parallel=True, recompute='selective')\n"
     "degrees = degrees_panel(model_by_name('llama-2-7b'), cluster('dgx-h100', 64), plan=plan); degrees"
 ]
