@@ -4,6 +4,10 @@ Each picture is a pure function (`draw_timeline`, `draw_mesh`). It makes a Pictu
 cost model: `.figure` is a matplotlib Figure, and `.words` are for readers who cannot see it. No window is ever opened.
 In a notebook a Picture shows itself, and so does a Mesh, Schedule, Trace, Memory, Plan or Step (`show_objects`).
 
+Read `drawing` (how every picture looks), then one of `collectives`, `data_parallel`, `large_batch`, `compression`,
+`memory`, `sharding`, `tensor_parallel`, `schedules`, `context_parallel`, `expert_parallel`, `mesh` and `runs` (days,
+dollars and strategies), or `timeline`.
+
 Panels have sliders and need ipywidgets: `Timeline`, `Panel`, and the functions `*_panel` and `schedule_editor`. They
 load on first use, so that importing the package does not load ipywidgets.
 """

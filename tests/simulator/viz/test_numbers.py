@@ -24,6 +24,7 @@ from simulator.viz import (
     draw_message_diagram,
     draw_train_step,
     facts_of,
+    run_schedule,
     step_of,
 )
 from simulator.viz.collectives.messages import read_diagram
@@ -35,7 +36,7 @@ from simulator.viz.drawing.lanes import shaded
 from simulator.viz.expert_parallel import routes_of
 from simulator.viz.memory import MEMORY_KINDS, fewer_moments
 from simulator.viz.panels.schedules import MAX_MOMENTS, describe_moment, moments_of
-from simulator.viz.schedules import NAMES, play, run_schedule, textbook_of
+from simulator.viz.schedules import NAMES, play, textbook_of
 from simulator.viz.tensor_parallel import shards_of
 
 TINY = sim.gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
@@ -168,7 +169,7 @@ def test_every_pair_of_query_and_key_is_computed_once(order):
 
 def test_owners_are_the_runners():
     torch = pytest.importorskip("torch")
-    from distlab.context_parallel.placement import zigzag_positions
+    from distlab.context_parallel import zigzag_positions
     from distlab.expert_parallel import Routing, assign, capacity_of
 
     owner = np.repeat(ring_work(4).owner, 3)
