@@ -20,25 +20,51 @@ from simulator.viz.drawing.picture import Picture
 
 
 class RecordedCall(Protocol):
-    """One recorded call, as pictures read it; a `distlab.comm` Call has all of it.
+    """One recorded call, as pictures read it; a `distlab.comm` Call has all of it."""
 
-    `op` is the operation, such as "send"; `peer` the rank at the other end, or the root, or -1; `number` counts the
-    calls that can meet, which share a `channel`: their group, or their pair of ranks and tag. `start_ns` is when it was
-    made, `wait_ns` when the rank began to wait for it, `end_ns` when it was known to be over, or 0. `state` is
-    "issued", "waiting", "done" or "failed".
-    """
+    @property
+    def rank(self) -> int:
+        """Who made it."""
 
-    rank: int
-    op: str
-    peer: int
-    num_bytes: int
-    number: int
-    group: tuple[int, ...]
-    channel: int
-    start_ns: int
-    wait_ns: int
-    end_ns: int
-    state: str
+    @property
+    def op(self) -> str:
+        """The operation, such as "send" or "all_reduce"."""
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end, or the root, or -1."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload."""
+
+    @property
+    def number(self) -> int:
+        """Its number among the calls of its channel."""
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Ranks of the group."""
+
+    @property
+    def channel(self) -> int:
+        """What calls share that can meet: their group, or their pair of ranks and tag."""
+
+    @property
+    def start_ns(self) -> int:
+        """When it was made."""
+
+    @property
+    def wait_ns(self) -> int:
+        """When the rank began to wait for it, or 0."""
+
+    @property
+    def end_ns(self) -> int:
+        """When it was known to be over, or 0."""
+
+    @property
+    def state(self) -> str:
+        """One of "issued", "waiting", "done" and "failed"."""
 
 
 class Delivery(NamedTuple):
