@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from picture_facts import clashes, colours, look_at, pale_texts, plain, small_texts, words
 from viz_traces import data_parallel, grid
 
-from simulator.viz import Picture, draw_timeline, to_png
+from simulator.viz import draw_timeline, to_png
 from simulator.viz.drawing.paint import pack_png
 from simulator.viz.drawing.pen import sheet
 from simulator.viz.drawing.picture import LEAST_SHOWN_PT, SHOWN_DPI
-from simulator.viz.drawing.plot import draw_scale, frame, spread_apart, width_in
+from simulator.viz.drawing.plot import draw_scale, frame, width_in
 from simulator.viz.drawing.theme import DPI, LEAST_PT
 
 
@@ -59,13 +59,6 @@ def test_ticks_and_their_texts_stand_at_their_values_outside_the_axes(which):
     strip, length = (ink[DPI - 4, :], 4 * DPI) if which == "x" else (ink[:, DPI - 4], 2 * DPI)
     assert np.flatnonzero(strip).tolist() == pytest.approx([DPI + 0.25 * length, DPI + 0.75 * length], abs=1)
     assert set(words(figure)) == {"one", "two", "label"}
-
-
-def test_names_keep_near_their_ends_and_apart_from_each_other():
-    places = spread_apart([0.5, 0.52, 0.99, 0.1], [0.1] * 4)
-    assert (places[0], places[3]) == (0.5, 0.1)
-    assert min(np.diff(sorted(places))) >= 0.1 - 1e-12
-    assert max(places) <= 0.95 + 1e-12
 
 
 def texts(size=20.0, colour="black", angle=0.0, text="Rank 0 agqp"):
@@ -122,13 +115,10 @@ def test_a_notebook_gets_one_picture_its_title_as_alt_text_and_the_words():
 
 
 def test_the_measure_finds_texts_that_touch_are_cut_pale_or_small():
-    for place in ((0.42, 0.5), (-0.1, 0.5), (0.9, 0.5)):
-        figure = Figure(figsize=(4, 3))
-        figure.text(0.4, 0.5, "one text")
-        figure.text(*place, "a different text")
-        assert clashes(look_at(figure))
-        whole = clashes(look_at(figure, lambda figure: Picture(figure, "two texts").png()))
-        assert bool(whole) == (place[0] == 0.42), "a notebook's picture keeps what stands outside"
+    figure = Figure(figsize=(4, 3))
+    for x in (0.4, 0.42, 0.9):
+        figure.text(x, 0.5, "one text")
+    assert [text.split()[-1] for text in clashes(look_at(figure))] == ["text'", "cut"]
     figure = Figure(figsize=(4, 3))
     for y, text, look in ((0.2, "pale", {"color": "#999999"}), (0.5, "small", {"fontsize": 7}), (0.8, "right", {})):
         figure.text(0.1, y, text, **({"fontsize": 12} | look))

@@ -59,8 +59,6 @@ def test_every_kind_of_memory_has_a_letter_and_a_long_step_keeps_its_peak():
 def test_a_plan_is_named_by_what_it_splits_and_the_map_has_what_a_whole_search_finds():
     for plan, name in (
         (Plan(), "one device"),
-        (Plan(2), "data"),
-        (Plan(2, sharding=Sharding(1)), "ZeRO-1"),
         (Plan(2, sharding=Sharding(2)), "ZeRO-2"),
         (Plan(2, sharding=Sharding(3)), "FSDP"),
         (Plan(2, tensor=2, sharding=Sharding(3)), "tensor"),
@@ -88,10 +86,6 @@ def test_a_race_has_the_cost_models_times_and_the_crossing_where_lines_meet():
     assert race(PLAIN, 2, ("halving_doubling", "ring")).stretches[0].algorithm == "halving_doubling", (
         "the first of equals"
     )
-    times = race("nvlink4", 64, inter_node="infiniband-ndr").times_s
-    wires = {"intra_node": sim.link("nvlink4"), "inter_node": sim.link("infiniband-ndr")}
-    assert times["ring"][-1] == pytest.approx(sim.all_reduce_s(1e9, 64, wires["inter_node"]))
-    assert times["hierarchical"][-1] == pytest.approx(sim.hierarchical_all_reduce_s(1e9, 8, 8, **wires))
     assert "hierarchical" not in race("nvlink4", 8, inter_node="infiniband-ndr").times_s
 
 
@@ -228,8 +222,6 @@ def test_a_moment_says_what_each_rank_does_and_for_whom_it_waits():
     assert "rank 1 waits for 0F0 of rank 0, which is on its way" in describe_moment(run, 1.25e-3)
     assert "rank 1 waits for 2B0 of rank 2" in describe_moment(run, 4.6e-3)
     assert describe_moment(run, run.duration_s).endswith("1F1B: ranks 0, 1 and 2 are done.")
-    trace = run_schedule("1F1B", one_f_one_b(3, 4), EQUAL).trace
-    assert set(moments_of(trace).tolist()) == set(trace.start_ns.tolist()) | set(trace.end_ns.tolist())
     moments = moments_of(play("gpipe", 8, 200, times=ActionTimes(1.0, 1.1, 0.7)).trace)
     assert len(moments) == MAX_MOMENTS + 1
     assert (np.diff(moments) > 0).all()
