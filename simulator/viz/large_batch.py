@@ -13,55 +13,14 @@ from numpy.typing import NDArray
 
 from simulator.step.simulate import Step
 from simulator.units import percent
+from simulator.viz.drawing import plot
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import (
-    count_axis,
-    frame,
-    mark_ticks,
-    name_line_ends,
-    new_figure,
-    put_heading,
-    put_title,
-)
 from simulator.viz.drawing.theme import FAINT, SMALL_PT, line_look
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]
 
 
-class Point(NamedTuple):
-    """The runs of one optimizer with one batch.
-
-    Attributes:
-        batch: samples per update.
-        mean: mean accuracy of the runs.
-        low: of the worst run.
-        high: of the best.
-    """
-
-    batch: int
-    mean: float
-    low: float
-    high: float
-
-
-def points(results: Results) -> dict[str, tuple[Point, ...]]:
-    """Return each line's points, by rising batch.
-
-    Raises:
-        ValueError: no line, no batch, no run, or an accuracy outside 0 to 1.
-    """
-    if not results:
-        raise ValueError("no lines to draw; pass a mapping from names to accuracies by batch")
-    found: dict[str, tuple[Point, ...]] = {}
-    for name, by_batch in results.items():
-        if not by_batch or any(len(runs) == 0 for runs in by_batch.values()):
-            raise ValueError(f"{name!r} has a batch without runs, or no batch; pass at least one accuracy each")
-        if any(not 0.0 <= run <= 1.0 for runs in by_batch.values() for run in runs):
-            raise ValueError(f"{name!r} has an accuracy outside 0 to 1; pass shares, not percentages")
-        found[name] = tuple(
-            Point(batch, float(np.mean(runs)), min(runs), max(runs)) for batch, runs in sorted(by_batch.items())
-        )
-    return found
+Run = tuple[int, float, float, float]  # a batch, and the mean, the worst and the best accuracy of its runs
 
 
 def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Picture:
@@ -72,42 +31,48 @@ def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Picture:
         subtitle: what was trained.
 
     Raises:
-        ValueError: as `points`.
+        ValueError: there is no line, batch or run, or an accuracy outside 0 to 1.
     """
-    lines = points(results)
-    figure = new_figure(5.6)
-    axes = frame(figure, left=0.95, right=3.4, top=1.35, bottom=0.85)
-    batches = sorted({point.batch for line in lines.values() for point in line})
+    every = [runs for by_batch in results.values() for runs in by_batch.values()]
+    if not every or not all(results.values()) or not all(runs and 0 <= min(runs) <= max(runs) <= 1 for runs in every):
+        raise ValueError(f"accuracies are {results}; pass shares from 0 to 1, at least one for each batch of each line")
+    lines = {name: [_run(batch, runs) for batch, runs in sorted(line.items())] for name, line in results.items()}
+    figure = plot.new_figure(5.6)
+    axes = plot.frame(figure, left=0.95, right=3.4, top=1.35, bottom=0.85)
+    batches = sorted({batch for line in lines.values() for batch, *_ in line})
     for index, line in enumerate(lines.values()):
         shift = 1.0 + 0.03 * (index - (len(lines) - 1) / 2)  # bars of one batch stand side by side
-        x = [point.batch * shift for point in line]
+        x, means, lows, highs = zip(*((batch * shift, *rest) for batch, *rest in line), strict=True)
         look = line_look(index) | {"clip_on": False, "zorder": 4}
-        axes.plot(x, [p.mean for p in line], markersize=7.5, linewidth=2.2, **look)
+        axes.plot(x, means, markersize=7.5, linewidth=2.2, **look)
         del look["marker"]
-        axes.vlines(x, [p.low for p in line], [p.high for p in line], linewidth=1.6, **look)
-    count_axis(axes, batches, "samples in a batch (the number of epochs stays)")
+        axes.vlines(x, lows, highs, linewidth=1.6, **look)
+    plot.count_axis(axes, batches, "samples in a batch (the number of epochs stays)")
     axes.set_xlim(batches[0] / 1.15, batches[-1] * 1.15)
-    lowest = min(point.low for line in lines.values() for point in line)
+    lowest = min(low for line in lines.values() for _, _, low, _ in line)
     axes.set_ylim(max(0.0, lowest - 0.05 * (1.0 - lowest)), 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
-    put_heading(axes, "test accuracy: mean, worst and best run")
-    last = [line[-1].mean for line in lines.values()]
+    plot.put_heading(axes, "test accuracy: mean, worst and best run")
+    last = [line[-1][1] for line in lines.values()]
     names = [f"{percent(end, 1)}  {name}" for end, name in zip(last, lines, strict=True)]
-    name_line_ends(axes, last, names, [line_look(index)["color"] for index in range(len(lines))])
+    plot.name_line_ends(axes, last, names, [line_look(index)["color"] for index in range(len(lines))])
     takeaway = _best_and_worst(lines)
-    put_title(figure, takeaway, subtitle)
+    plot.put_title(figure, takeaway, subtitle)
     said = [
-        f"{name}: {', '.join(f'{p.batch:,}: {p.mean:.1%} ({p.low:.1%} to {p.high:.1%})' for p in line)}."
+        f"{name}: {', '.join(f'{batch:,}: {mean:.1%} ({low:.1%} to {high:.1%})' for batch, mean, low, high in line)}."
         for name, line in lines.items()
     ]
     return Picture(figure, "\n".join([f"{takeaway}.", *said]))
 
 
-def _best_and_worst(lines: Mapping[str, Sequence[Point]]) -> str:
+def _run(batch: int, runs: Sequence[float]) -> Run:
+    return batch, float(np.mean(runs)), min(runs), max(runs)
+
+
+def _best_and_worst(lines: Mapping[str, Sequence[Run]]) -> str:
     """Return the title: who is best and worst with the largest batch."""
-    last = {name: line[-1] for name, line in lines.items()}
-    batch = max(point.batch for point in last.values())
-    ends = {name: point.mean for name, point in last.items() if point.batch == batch}
+    batch = max(line[-1][0] for line in lines.values())
+    ends = {name: line[-1][1] for name, line in lines.items() if line[-1][0] == batch}
     best, worst = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
     if best == worst:
         return f"{best}: {ends[best]:.1%} with {batch:,} samples per batch"
@@ -154,9 +119,9 @@ def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[st
     """
     named = dict(step_of_n) if isinstance(step_of_n, Mapping) else {"": step_of_n}
     lines, claims = tuple(_line(name, step_of, NUM_RANKS) for name, step_of in named.items()), claims or {}
-    figure = new_figure(5.9)
-    left = frame(figure, left=0.95, right=7.55, top=1.45, bottom=0.8)
-    right = frame(figure, left=6.55, right=2.75, top=1.45, bottom=0.8)
+    figure = plot.new_figure(5.9)
+    left = plot.frame(figure, left=0.95, right=7.55, top=1.45, bottom=0.8)
+    right = plot.frame(figure, left=6.55, right=2.75, top=1.45, bottom=0.8)
     counts = lines[0].num_ranks
     ends = (counts[0], counts[-1])
     left.plot(ends, ends, color=FAINT, linewidth=1.6, linestyle=(0, (5, 4)), zorder=2)
@@ -172,8 +137,8 @@ def draw_scaling(step_of_n: StepOf | Mapping[str, StepOf], *, claims: Mapping[st
     last = [float(line.efficiency[-1]) for line in lines]
     names = [f"{percent(end)}  {line.name}".strip() for end, line in zip(last, lines, strict=True)]
     wrapped = [textwrap.fill(name, NAME_CHARACTERS) for name in names]
-    name_line_ends(right, last, wrapped, [line_look(index)["color"] for index in range(len(lines))])
-    put_title(
+    plot.name_line_ends(right, last, wrapped, [line_look(index)["color"] for index in range(len(lines))])
+    plot.put_title(
         figure,
         _speed_up_of_most_ranks(lines),
         "Speed-up over one rank; every rank has the same batch, whatever their number.",
@@ -235,20 +200,20 @@ def _draw_claims(left: Axes, right: Axes, claims: Mapping[str, Claim]) -> None:
 def _label(left: Axes, right: Axes, lines: Sequence[Scaling], claims: Mapping[str, Claim]) -> None:
     counts = sorted({*lines[0].num_ranks, *(count for count, _, _ in claims.values())})
     for axes in (left, right):
-        count_axis(axes, lines[0].num_ranks, "ranks")
+        plot.count_axis(axes, lines[0].num_ranks, "ranks")
         axes.set_xlim(counts[0] / 1.12, counts[-1] * 1.12)
     left.set_yscale("log", base=2)
     slowest = min(float(line.speed_up.min()) for line in lines)
     left.set_ylim(min(1.0, slowest) / 1.25, counts[-1] * 1.25)
     low = min(0, int(np.floor(np.log2(slowest))))
     powers = range(low, 1 + int(np.log2(counts[-1])))
-    mark_ticks(left.yaxis, [2.0**power for power in powers], lambda value: f"{value:.2g}x")
+    plot.mark_ticks(left.yaxis, [2.0**power for power in powers], lambda value: f"{value:.2g}x")
     lowest = min(float(line.efficiency.min()) for line in lines)
     floor = 0.0 if lowest < 0.55 else 0.5
     right.set_ylim(floor, 1.04)
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
     for axes, words in ((left, "speed-up"), (right, "efficiency: speed-up / ranks")):
-        put_heading(axes, words)
+        plot.put_heading(axes, words)
     for number, words in enumerate(claims):
         text = f"{chr(97 + number)}  claim: {words}"
         left.text(0.03, 0.97 - 0.075 * number, text, transform=left.transAxes, fontsize=SMALL_PT, color=CLAIM, va="top")

@@ -17,20 +17,10 @@ from numpy.typing import NDArray
 from distlab.plan.require import require_positive
 from simulator.memory.memory import KINDS, Memory
 from simulator.units import byte_unit, format_bytes, percent
-from simulator.viz.drawing import theme
+from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import (
-    axes_pixels,
-    draw_scale,
-    draw_time_scale,
-    even_ticks,
-    frame,
-    new_figure,
-    put_heading,
-    put_title,
-)
 
 MEMORY_KINDS: Mapping[str, theme.KindStyle] = MappingProxyType(
     {
@@ -59,24 +49,24 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Pictu
     """
     require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
-    figure = new_figure(height)
+    figure = plot.new_figure(height)
     half = theme.WIDTH_IN / 2
-    bars = frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
-    time = frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
+    bars = plot.frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
+    time = plot.frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
     limit = memory.max_bytes * 1.16 or 1.0
     if capacity_bytes is not None and capacity_bytes <= 1.6 * memory.max_bytes:
         limit = max(limit, capacity_bytes * 1.08)
     rank, several = memory.fullest_stage, len(memory.peak_bytes) > 1
     names = [_name(memory, each) if several else "each rank" for each in range(len(memory.peak_bytes))]
     stack_bars(bars, memory.at_peak_bytes, names, limit)
-    put_heading(bars, "at the peak")
+    plot.put_heading(bars, "at the peak")
     stack_area(time, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
-    put_heading(time, f"{_name(memory, rank)} over the step" if several else "over the step")
+    plot.put_heading(time, f"{_name(memory, rank)} over the step" if several else "over the step")
     if capacity_bytes is not None and capacity_bytes <= limit:
         bars.axvline(capacity_bytes, **CAPACITY_LINE)
         time.axhline(capacity_bytes, **CAPACITY_LINE)
     put_legend(figure, boxes_of_kinds(memory.peak_bytes))
-    put_title(figure, memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
+    plot.put_title(figure, memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
     return Picture(figure, _say(memory, capacity_bytes))
 
 
@@ -139,7 +129,7 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     num_rows = len(rows)
     axes.set_xlim(0, limit)
     axes.set_ylim(num_rows - 0.4, -0.6)
-    wide, tall = axes_pixels(axes)
+    wide, tall = plot.axes_pixels(axes)
     size = min(theme.TEXT_PT, 0.6 * tall / num_rows * 72 / theme.DPI)
     left, corners, fills = np.zeros(num_rows), [], []
     for kind, style in MEMORY_KINDS.items():
@@ -159,7 +149,7 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
         axes.text(left[row] + 0.008 * limit, row, text, bbox=behind, **look)
     every = max(1, -(-num_rows * 20 // max(1, int(tall))))
     ticks = list(range(0, num_rows, every))
-    draw_scale(axes, "y", {row: names[row] for row in ticks}, line=False)
+    plot.draw_scale(axes, "y", {row: names[row] for row in ticks}, line=False)
     draw_byte_scale(axes, "x", limit)
 
 
@@ -176,7 +166,7 @@ def stack_area(
 
     Where there are more moments than pixels, a pixel shows the most of each kind.
     """
-    times_ns, rows = fewer_moments(times_ns, rows, int(axes_pixels(axes)[0]))
+    times_ns, rows = fewer_moments(times_ns, rows, int(plot.axes_pixels(axes)[0]))
     end = float(times_ns[-1]) / 1e9
     times = np.append(times_ns / 1e9, end * 1.04 if end else 1e-6)  # what is held after the last change goes on
     below = np.zeros(len(times))
@@ -191,10 +181,10 @@ def stack_area(
     axes.set_xlim(0, times[-1])
     axes.set_ylim(0, limit)
     if timed:
-        draw_time_scale(axes)
+        plot.draw_time_scale(axes)
     else:
-        ticks = even_ticks(0, times[-1], 6, 1e9)
-        draw_scale(axes, "x", ticks, "work since the step began (forwards of a layer)")
+        ticks = plot.even_ticks(0, times[-1], 6, 1e9)
+        plot.draw_scale(axes, "x", ticks, "work since the step began (forwards of a layer)")
     draw_byte_scale(axes, "y", limit)
 
 
@@ -213,7 +203,7 @@ def draw_byte_scale(axes: Axes, which: str, limit: float) -> None:
     """Draw the axis of bytes along bare axes, in the unit that suits its end."""
     size, unit = byte_unit(limit)
     label_pt = theme.TEXT_PT if which == "x" else theme.SMALL_PT
-    draw_scale(axes, which, even_ticks(0, limit, 5, 1 / size), f"memory ({unit})", label_pt=label_pt)
+    plot.draw_scale(axes, which, plot.even_ticks(0, limit, 5, 1 / size), f"memory ({unit})", label_pt=label_pt)
 
 
 Ints = NDArray[np.int64]
@@ -230,9 +220,9 @@ def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float |
     """
     require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
     rows = np.array([memory.at_peak_bytes[memory.fullest_stage] for memory in plans.values()], np.int64)
-    figure = new_figure(1.15 + BOTTOM_IN + min(max(1.6, 0.5 * len(rows)), 7.0))
+    figure = plot.new_figure(1.15 + BOTTOM_IN + min(max(1.6, 0.5 * len(rows)), 7.0))
     left = min(0.5 + 0.095 * max(map(len, plans)), 0.4 * theme.WIDTH_IN)
-    axes = frame(figure, left=left, right=0.9, top=1.15, bottom=BOTTOM_IN, bare=True)
+    axes = plot.frame(figure, left=left, right=0.9, top=1.15, bottom=BOTTOM_IN, bare=True)
     limit = float(rows.sum(axis=1).max()) * 1.1 or 1.0
     stack_bars(axes, rows, list(plans), limit)
     if capacity_bytes is not None and capacity_bytes < limit:
@@ -241,7 +231,7 @@ def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float |
         axes.text(capacity_bytes, -0.6, f"device: {format_bytes(capacity_bytes)}", **words)
     put_legend(figure, boxes_of_kinds(rows))
     takeaway = plans_takeaway(plans, capacity_bytes)
-    put_title(figure, takeaway, "memory of the fullest rank at its peak")
+    plot.put_title(figure, takeaway, "memory of the fullest rank at its peak")
     parts = [
         f"{name}: {format_bytes(int(row.sum()))} ({name_kinds(row)})" for name, row in zip(plans, rows, strict=True)
     ]
@@ -279,19 +269,19 @@ def draw_measured_memory(predicted: Curve, measured: Curve) -> Picture:
     for name, (times, rows) in both.items():
         if rows.shape != (len(times), len(KINDS)):
             raise ValueError(f"{name} has {len(times)} moments, bytes {rows.shape}; pass [T] and [T, {len(KINDS)}]")
-    figure = new_figure(6.6)
+    figure = plot.new_figure(6.6)
     limit = 1.08 * max(float(rows.sum(axis=1).max()) for _, rows in both.values()) or 1.0
     bottoms = {"measured": 3.8, "predicted": BOTTOM_IN}
     tops = {"measured": 1.15, "predicted": 3.8}
     for name, (times, rows) in both.items():
-        axes = frame(figure, left=1.15, right=0.35, top=tops[name], bottom=bottoms[name], bare=True)
+        axes = plot.frame(figure, left=1.15, right=0.35, top=tops[name], bottom=bottoms[name], bare=True)
         stack_area(axes, times, rows, limit=limit)
-        put_heading(axes, f"{name}: peak {format_bytes(_peak(rows))}")
+        plot.put_heading(axes, f"{name}: peak {format_bytes(_peak(rows))}")
         for other, (_, values) in both.items():
             if other != name:  # the other's peak, to read the difference
                 axes.axhline(_peak(values), color=theme.INK, linestyle=(0, (2, 3)), linewidth=1.0)
     put_legend(figure, boxes_of_kinds(np.concatenate([rows for _, rows in both.values()])))
-    put_title(figure, measured_takeaway(predicted, measured), "dotted: the other's peak")
+    plot.put_title(figure, measured_takeaway(predicted, measured), "dotted: the other's peak")
     return Picture(figure, _say_measured(predicted, measured))
 
 

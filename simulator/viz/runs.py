@@ -19,19 +19,9 @@ from simulator.runs.failures import Failures
 from simulator.runs.money import Bill, Curve
 from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import capitalised, counted, format_s, format_span, percent
-from simulator.viz.drawing import theme
+from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import (
-    GRID,
-    count_axis,
-    frame,
-    mark_ticks,
-    name_axes,
-    name_line_ends,
-    new_figure,
-    put_heading,
-)
 
 DAYS, PRICE = theme.LINE_COLOURS[0], theme.LINE_COLOURS[1]
 NAMES = ("shortest", "cheapest", "sweet spot")
@@ -44,15 +34,15 @@ def draw_cost_curve(costs: Curve) -> Picture:
         costs: what `curve` returned.
     """
     bills = sorted(costs.bills, key=lambda each: each.num_devices)
-    figure = new_figure(5.6)
-    left = frame(figure, left=1.05, right=6.9, top=1.45, bottom=0.85)
-    right = frame(figure, left=7.3, right=0.6, top=1.45, bottom=0.85)
+    figure = plot.new_figure(5.6)
+    left = plot.frame(figure, left=1.05, right=6.9, top=1.45, bottom=0.85)
+    right = plot.frame(figure, left=7.3, right=0.6, top=1.45, bottom=0.85)
     _draw_line(left, bills, [each.days for each in bills], DAYS, "days")
     _draw_line(right, bills, [each.price for each in bills], PRICE, price_unit(costs))
     _mark(left, costs, is_price=False)
     _mark(right, costs, is_price=True)
-    put_heading(left, "days")
-    put_heading(right, price_unit(costs))
+    plot.put_heading(left, "days")
+    plot.put_heading(right, price_unit(costs))
     return finished(figure, _fastest_and_cheapest(costs), _run_of(costs), *_say_costs(costs, bills))
 
 
@@ -84,7 +74,7 @@ def _price(each: Bill) -> str:
 
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
     counts = sorted({each.num_devices for each in bills})
-    count_axis(axes, counts[:: -(-len(counts) // 8)], "devices")
+    plot.count_axis(axes, counts[:: -(-len(counts) // 8)], "devices")
     axes.set_yscale("log")
     clusters = list(dict.fromkeys(each.step.cluster.name for each in bills))
     for place, cluster in enumerate(clusters):
@@ -101,7 +91,7 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
     ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
-    mark_ticks(axes.yaxis, ticks, _short)
+    plot.mark_ticks(axes.yaxis, ticks, _short)
 
 
 def _short(value: float) -> str:
@@ -171,9 +161,9 @@ def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: i
     good = failures.goodput(num_devices, save_s)
     if math.isinf(good.mtbf_s):
         raise ValueError('nothing fails in this run; pass failures, such as Failures("llama-3")')
-    figure = new_figure(5.6)
-    left = frame(figure, left=0.95, right=7.0, top=1.45, bottom=0.85)
-    right = frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
+    figure = plot.new_figure(5.6)
+    left = plot.frame(figure, left=0.95, right=7.0, top=1.45, bottom=0.85)
+    right = plot.frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
     _draw_intervals(left, good, failures.restart_s, seed)
     _draw_devices(right, failures, num_devices, save_s)
     lines = _say_goodput(good, failures, num_devices, save_s)
@@ -215,11 +205,11 @@ def _draw_intervals(axes: Axes, good: Goodput, restart_s: float, seed: int) -> N
     axes.set_ylim(0, 1.02)
     axes.set_xlim(low, high)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    mark_ticks(axes.xaxis, [good.interval_s / 10, good.interval_s, good.interval_s * 10], format_span)
-    name_axes(axes, "training between checkpoints")
-    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    plot.mark_ticks(axes.xaxis, [good.interval_s / 10, good.interval_s, good.interval_s * 10], format_span)
+    plot.name_axes(axes, "training between checkpoints")
+    axes.grid(color=plot.GRID, linewidth=0.6, zorder=0)
     axes.legend(loc="lower left", frameon=False, fontsize=theme.SMALL_PT)
-    put_heading(axes, "goodput")
+    plot.put_heading(axes, "goodput")
 
 
 def _by_devices(failures: Failures, num_devices: int, save_s: float) -> list[tuple[int, Goodput]]:
@@ -239,7 +229,7 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     counts = [count for count, _ in rows]
     parts = np.array([[getattr(each, name) for each in (good for _, good in rows)] for name in PARTS])
     tops = parts.cumsum(axis=0)
-    count_axis(axes, counts[:: -(-len(counts) // 5)], "devices", grid=False)
+    plot.count_axis(axes, counts[:: -(-len(counts) // 5)], "devices", grid=False)
     for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
         below = tops[place - 1] if place else np.zeros(len(counts))
         axes.fill_between(counts, below, tops[place], color=colour, gid=name, linewidth=0, zorder=3)
@@ -252,13 +242,13 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
         for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True))
         if parts[place].max() > 0
     ]
-    name_line_ends(
+    plot.name_line_ends(
         axes,
         [at for *_, at in shown],
         [name for name, *_ in shown],
         [theme.text_on_white(colour) for _, colour, _ in shown],
     )
-    put_heading(axes, "where the time goes, with these checkpoints")
+    plot.put_heading(axes, "where the time goes, with these checkpoints")
 
 
 def _time_that_counts(good: Goodput) -> str:

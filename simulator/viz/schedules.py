@@ -40,20 +40,8 @@ from simulator.viz.drawing.lanes import (
 )
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
+from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import facts_of
-from simulator.viz.timeline.timeline import (
-    MAX_BOXES,
-    Caption,
-    Heading,
-    Scene,
-    draw_rows,
-    draw_scene,
-    ends_text,
-    limit_of,
-    sides_of,
-    styles_of,
-    view_of,
-)
 
 UNIT_S = 1e-3  # a time of 1 is a millisecond on screen
 
@@ -174,9 +162,11 @@ def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = N
         ValueError: there is no run, or the range holds no time.
     """
     scene = stack(runs)
-    view = view_of(time_range_s, scene.limit_s)
+    view = timeline.view_of(time_range_s, scene.limit_s)
     seen = [int(in_view(side.trace, view).sum()) for side in scene.sides]
-    return Picture(draw_scene(scene, words_of(runs), view, exact=sum(seen) <= MAX_BOXES), say_schedules(runs))
+    return Picture(
+        timeline.draw_scene(scene, words_of(runs), view, exact=sum(seen) <= timeline.MAX_BOXES), say_schedules(runs)
+    )
 
 
 def say_schedules(runs: Sequence[ScheduleRun]) -> str:
@@ -215,7 +205,7 @@ def count_of(peak: float) -> str:
     return f"{peak:.4g} micro-batch{'' if peak == 1 else 'es'} of activations"
 
 
-def words_of(runs: Sequence[ScheduleRun]) -> Caption:
+def words_of(runs: Sequence[ScheduleRun]) -> timeline.Caption:
     """Return the takeaway, the note under it and the words at the ends."""
     first = runs[0]
     if len(runs) == 1:
@@ -225,7 +215,7 @@ def words_of(runs: Sequence[ScheduleRun]) -> Caption:
         if first.ends_apart:
             title += f", and {percent(first.idle_of_span, 1)} where steps need not end together"
             ends += f", no rank works longer than {format_s(first.rank_span_s)}"
-        return Caption(title, _notes(runs), ends)
+        return timeline.Caption(title, _notes(runs), ends)
     second = runs[1]
     change = second.duration_s / first.duration_s - 1
     title = f"{second.name} ends {percent(abs(change), 1)} {'earlier' if change < 0 else 'later'} than {first.name}"
@@ -235,10 +225,10 @@ def words_of(runs: Sequence[ScheduleRun]) -> Caption:
     title += f"; both hold {held[0]}" if held[0] == held[1] else f"; {second.name} holds {held[1]} instead of {held[0]}"
     title += " micro-batches" if held != ["1", "1"] else " micro-batch"
     ends = f"{first.name} {format_s(first.duration_s)}, {second.name} {format_s(second.duration_s)}"
-    return Caption(capitalised(title), _notes(runs), ends)
+    return timeline.Caption(capitalised(title), _notes(runs), ends)
 
 
-def stack(runs: Sequence[ScheduleRun]) -> Scene:
+def stack(runs: Sequence[ScheduleRun]) -> timeline.Scene:
     """Place the ranks of one schedule under those of the other.
 
     Raises:
@@ -252,7 +242,7 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
         num_ranks = run.schedule.num_ranks
         drawn = spread_evenly(num_ranks, MAX_RANKS)
         if len(runs) > 1:
-            headings.append(Heading(top + HEADING / 2, heading(run)))
+            headings.append(timeline.Heading(top + HEADING / 2, heading(run)))
             top += HEADING
         place = np.full(num_ranks, -1, np.int64)
         place[drawn] = len(rows) + np.arange(len(drawn))
@@ -264,7 +254,7 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
     levels = tuple(np.zeros_like(row) for row in row_of)
     placement = Placement(tuple(rows), top, tuple(row_of), levels)
     sides = tuple(Side(shaded(run.trace), False) for run in runs)
-    return Scene(sides, placement, styles_of(sides), limit_of(sides), tuple(headings))
+    return timeline.Scene(sides, placement, timeline.styles_of(sides), timeline.limit_of(sides), tuple(headings))
 
 
 def heading(run: ScheduleRun) -> str:
@@ -282,7 +272,7 @@ def _notes(runs: Sequence[ScheduleRun]) -> str:
     ranks = max(run.schedule.num_ranks for run in runs)
     notes = [f"{MAX_RANKS} of {ranks} ranks are drawn"] if ranks > MAX_RANKS else []
     spans = sum(len(run.trace) for run in runs)
-    return "; ".join([*notes, *([f"{spans:,} actions in pixel columns"] if spans > MAX_BOXES else [])])
+    return "; ".join([*notes, *([f"{spans:,} actions in pixel columns"] if spans > timeline.MAX_BOXES else [])])
 
 
 _PIPELINE_KINDS = ("F", "B", "I", "W")
@@ -315,10 +305,10 @@ def draw_schedule(
     ]
     if other is not None:
         expected = facts_of(other)
-        ends = ends_text(facts, expected)
+        ends = timeline.ends_text(facts, expected)
         said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
-    words = Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
-    return Picture(draw_rows(sides_of(work, other), words, time_range_s=time_range_s), " ".join(said))
+    words = timeline.Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
+    return Picture(timeline.draw_rows(timeline.sides_of(work, other), words, time_range_s=time_range_s), " ".join(said))
 
 
 def _pipeline(trace: Trace) -> Trace:

@@ -224,7 +224,9 @@ def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None =
     _draw_arrows(axes, diagram, rows, edge)
     words = "time runs to the right, in steps of cause and effect (not to scale)"
     draw_scale(axes, "x", {}, words, line=False, label_pt=theme.SMALL_PT)
-    put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
+    left_out = f"; {diagram.num_left_out} calls left out" if diagram.num_left_out else ""
+    note = f"{format_s(diagram.duration_s)} from the first call to the last that is known{left_out}."
+    put_title(figure, title or _deadlock_or_traffic(diagram), note)
     put_legend(figure, _legend(diagram))
     return Picture(figure, "\n".join([*([title] if title else []), *_say(diagram)]))
 
@@ -270,13 +272,6 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
     if diagram.meetings:
         parts.append(f"{len(diagram.meetings)} collective{'s' if len(diagram.meetings) > 1 else ''}")
     return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
-
-
-def _duration(diagram: Diagram) -> str:
-    note = f"{format_s(diagram.duration_s)} from the first call to the last that is known"
-    if diagram.num_left_out:
-        note += f"; {diagram.num_left_out} calls left out"
-    return note + "."
 
 
 def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:

@@ -18,18 +18,9 @@ from distlab.plan.require import chosen
 from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import capitalised, format_bytes, format_s, percent
+from simulator.viz.drawing import plot
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import (
-    GRID,
-    axes_pixels,
-    frame,
-    mark_ticks,
-    name_axes,
-    name_line_ends,
-    new_figure,
-    put_title,
-)
 from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, KindStyle, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
@@ -206,8 +197,8 @@ def draw_race(
         ValueError: as `race`.
     """
     facts = race(link, num_ranks, algorithms, inter_node=inter_node)
-    figure = new_figure(6.4)
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN + BAND_IN + 0.1)
+    figure = plot.new_figure(6.4)
+    axes = plot.frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN + BAND_IN + 0.1)
     axes.set(xscale="log", yscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES))
     table = np.stack(list(facts.times_s.values()))
     points = [time for _, times in (measured or {}).values() for time in times]
@@ -223,16 +214,16 @@ def draw_race(
         axes.scatter(np.asarray(sizes), np.asarray(points_s), c=STYLES[name].colour, gid=f"measured {name}", **look)
     last = [float(times[-1]) for times in facts.times_s.values()]
     names = [f"{STYLES[name].words}\n{format_s(time)}" for name, time in zip(facts.times_s, last, strict=True)]
-    name_line_ends(axes, last, names, [STYLES[name].colour for name in facts.times_s])
-    mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
-    mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
-    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    plot.name_line_ends(axes, last, names, [STYLES[name].colour for name in facts.times_s])
+    plot.mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
+    plot.mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
+    axes.grid(color=plot.GRID, linewidth=0.6, zorder=0)
     axes.set_ylabel("time of one all-reduce", fontsize=TEXT_PT, color=INK)
     _draw_band(figure, facts)
     note = f"All-reduce among {num_ranks} ranks over {facts.link}"
     words = f"{f'{title}. ' if title else ''}{note}: {_say(facts, measured or {})}"
     note += "; lines predicted, points measured." if measured else "; predicted by latency and bandwidth."
-    put_title(figure, title or race_takeaway(facts), note)
+    plot.put_title(figure, title or race_takeaway(facts), note)
     return Picture(figure, words)
 
 
@@ -253,10 +244,10 @@ def _say(facts: Race, measured: Mapping[str, Points]) -> str:
 def _draw_band(figure: Figure, facts: Race) -> None:
     """Draw the band of winners on the same axis of sizes, each with its name where there is room, else its letter."""
     top = figure.get_size_inches()[1] - BOTTOM_IN - BAND_IN
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=BOTTOM_IN)
+    axes = plot.frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=BOTTOM_IN)
     axes.set(xscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES), ylim=(0, 1), yticks=[])
     axes.spines["left"].set_visible(False)
-    width_px = axes_pixels(axes)[0]
+    width_px = plot.axes_pixels(axes)[0]
     decades = math.log10(LARGEST_BYTES / SMALLEST_BYTES)
     for stretch in facts.stretches:
         style = STYLES[stretch.algorithm]
@@ -268,5 +259,5 @@ def _draw_band(figure: Figure, facts: Race) -> None:
         middle = math.sqrt(stretch.first_bytes * stretch.last_bytes)
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
         axes.text(middle, 0.46, label, fontsize=TEXT_PT, weight="bold", **look)
-    mark_ticks(axes.xaxis, [10.0**power for power in range(3, 10)], format_bytes)
-    name_axes(axes, "size of the tensor that every rank holds")
+    plot.mark_ticks(axes.xaxis, [10.0**power for power in range(3, 10)], format_bytes)
+    plot.name_axes(axes, "size of the tensor that every rank holds")

@@ -34,22 +34,8 @@ from simulator.viz.drawing.lanes import (
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import NAMES, Picture, with_picture
 from simulator.viz.drawing.theme import KindStyle, is_first_shade, pale, text_colour
+from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import Overlay
-from simulator.viz.timeline.timeline import (
-    MAX_BOXES,
-    MAX_RANKS,
-    Caption,
-    Scene,
-    chosen_ranks,
-    draw_timeline,
-    limit_of,
-    note_of,
-    say_timeline,
-    sides_of,
-    styles_of,
-    traces_of,
-    words_of,
-)
 
 MAX_LINES = 12  # of a row of pixel columns
 AROUND_PX = 66  # of the height: the words over the rows and the axis under them
@@ -57,13 +43,13 @@ FIELDS = ("start", "end", "top", "height", "kind", "row", "bytes", "name", "labe
 MARGIN = 0.25  # of the view, sent on either side, so that a drag finds something there
 
 
-def make_scene(first: Trace, second: Trace | None, bands: Sequence[View] = ()) -> Scene:
+def make_scene(first: Trace, second: Trace | None, bands: Sequence[View] = ()) -> timeline.Scene:
     """Place every span once, so that rows stay where they are while the view moves."""
-    sides = sides_of(first, second)
-    ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
+    sides = timeline.sides_of(first, second)
+    ranks = timeline.chosen_ranks(sides, timeline.MAX_RANKS[len(sides) - 1])
     seen = [np.isin(side.trace.rank, ranks) for side in sides]
     placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=True)
-    return Scene(sides, placement, styles_of(sides), limit_of(sides, bands))
+    return timeline.Scene(sides, placement, timeline.styles_of(sides), timeline.limit_of(sides, bands))
 
 
 def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
@@ -82,20 +68,20 @@ def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
     ]
 
 
-def pack(scene: Scene, view: View, columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
+def pack(scene: timeline.Scene, view: View, columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
     """Pack the boxes of a view with some room on both sides; where they are too many, pixel columns."""
     room = MARGIN * (view[1] - view[0])
     span = max(0.0, view[0] - room), min(scene.limit_s, view[1] + room)
     total = sum(len(side.trace) for side in scene.sides)
-    everything = total <= MAX_BOXES
+    everything = total <= timeline.MAX_BOXES
     if everything:
         span = (0.0, scene.limit_s)
     seen = _seen(scene, span)
-    if sum(len(rows) for rows in seen) > MAX_BOXES:
+    if sum(len(rows) for rows in seen) > timeline.MAX_BOXES:
         inside = _seen(scene, view)
-        if sum(len(rows) for rows in inside) <= MAX_BOXES:
+        if sum(len(rows) for rows in inside) <= timeline.MAX_BOXES:
             span, seen = view, inside
-    if sum(len(rows) for rows in seen) <= MAX_BOXES:
+    if sum(len(rows) for rows in seen) <= timeline.MAX_BOXES:
         packed, packet = _boxes(scene, seen)
     else:
         share = (span[1] - span[0]) / (view[1] - view[0])
@@ -103,7 +89,7 @@ def pack(scene: Scene, view: View, columns: int, height_px: int) -> tuple[dict[s
     return packed | {"everything": everything, "span": span, "view": view}, packet
 
 
-def _seen(scene: Scene, span: View) -> list[NDArray[np.int64]]:
+def _seen(scene: timeline.Scene, span: View) -> list[NDArray[np.int64]]:
     """Return which spans of each side have a row and touch the range of seconds."""
     if span[0] <= 0.0 and span[1] >= scene.limit_s:
         return [np.flatnonzero(row >= 0) for row in scene.placement.row_of]
@@ -113,7 +99,7 @@ def _seen(scene: Scene, span: View) -> list[NDArray[np.int64]]:
     ]
 
 
-def _boxes(scene: Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[str, Any], bytes]:
+def _boxes(scene: timeline.Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[str, Any], bytes]:
     """Pack spans as boxes, by start, one float64 for each of FIELDS.
 
     A label is the texts that may stand in a box, longest first, each with the characters to leave room for.
@@ -146,7 +132,7 @@ def _boxes(scene: Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[str, Any],
     return packed, table.astype("<f8", copy=False).tobytes()
 
 
-def _pixels(scene: Scene, span: View, num_columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
+def _pixels(scene: timeline.Scene, span: View, num_columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
     """Pack a range of seconds as lines of kinds, one byte per pixel, the rows one under the other."""
     kinds = list(scene.styles)
     filled = filled_columns(scene.sides, scene.placement, kinds, num_columns=num_columns, view=span)
@@ -164,7 +150,7 @@ SHORTEST_VIEW_S = 1e-8
 MOST_TIMES_LONGER = 3.0  # one trace than the other, in the view that is shown first
 
 
-def readable_s(scene: Scene) -> float:
+def readable_s(scene: timeline.Scene) -> float:
     """Return where the first view ends: at the end, or earlier where one trace is much longer than the other."""
     shorter_s = min(side.trace.duration_s for side in scene.sides)
     return min(scene.limit_s, MOST_TIMES_LONGER * shorter_s) if shorter_s else scene.limit_s
@@ -212,23 +198,25 @@ class Timeline(anywidget.AnyWidget):
         title: str = "",
         height: int = 460,
     ) -> None:
-        self._scene: Scene | None = None
+        self._scene: timeline.Scene | None = None
         super().__init__(height=height)
         first = predicted if measured is None else measured
         if first is None:
             raise ValueError("Timeline got no trace; pass Timeline(measured), Timeline(predicted=...) or both")
         second = None if measured is None else predicted
-        words = words_of(first, second, title=title)
-        scene = make_scene(*traces_of(first, second), words.bands)
-        words = words._replace(note="; ".join(filter(None, [words.note, note_of(scene)])))
-        summary = say_timeline(first, second)
+        words = timeline.words_of(first, second, title=title)
+        scene = make_scene(*timeline.traces_of(first, second), words.bands)
+        words = words._replace(note="; ".join(filter(None, [words.note, timeline.note_of(scene)])))
+        summary = timeline.say_timeline(first, second)
 
         def picture(view: View | None) -> Picture:
-            return draw_timeline(first, second, title=title or None, time_range_s=view)
+            return timeline.draw_timeline(first, second, title=title or None, time_range_s=view)
 
         self.put(scene, words, summary, picture)
 
-    def put(self, scene: Scene, words: Caption, summary: str, picture: Callable[[View | None], Picture]) -> None:
+    def put(
+        self, scene: timeline.Scene, words: timeline.Caption, summary: str, picture: Callable[[View | None], Picture]
+    ) -> None:
         """Show a scene that is made already, as far as both of its traces can be read.
 
         `picture` draws a view of it for readers without a kernel.
