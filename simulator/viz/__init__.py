@@ -4,6 +4,10 @@ Each picture is a pure function (`draw_timeline`, `draw_mesh`). It makes a Pictu
 cost model: `.figure` is a matplotlib Figure, and `.words` are for readers who cannot see it. No window is ever opened.
 In a notebook a Picture shows itself, and so does a Mesh, Schedule, Trace, Memory, Plan or Step (`show_objects`).
 
+Read `drawing` (how every picture looks), then one of `collectives`, `data_parallel`, `large_batch`, `compression`,
+`memory`, `sharding`, `tensor_parallel`, `schedules`, `context_parallel`, `expert_parallel`, `mesh` and `runs` (days,
+dollars and strategies), or `timeline`.
+
 Panels have sliders and need ipywidgets: `Timeline`, `Panel`, and the functions `*_panel` and `schedule_editor`. They
 load on first use, so that importing the package does not load ipywidgets.
 """
@@ -16,38 +20,39 @@ from distlab.faces import lazy
 from simulator.viz.collectives.links import draw_fit as draw_fit, draw_link_times as draw_link_times
 from simulator.viz.collectives.messages import draw_message_diagram as draw_message_diagram
 from simulator.viz.collectives.race import draw_race as draw_race
-from simulator.viz.collectives.ring_frame import draw_ring_frame as draw_ring_frame
-from simulator.viz.collectives.ring_record import RecordedCall as RecordedCall
-from simulator.viz.compression.compression import draw_compression as draw_compression
-from simulator.viz.context_parallel.context import draw_context as draw_context
-from simulator.viz.data_parallel.step_read import step_of as step_of
+from simulator.viz.collectives.ring import RecordedCall as RecordedCall, draw_ring_frame as draw_ring_frame
+from simulator.viz.compression import draw_compression as draw_compression
+from simulator.viz.context_parallel import draw_context as draw_context
+from simulator.viz.data_parallel.step import step_of as step_of
 from simulator.viz.data_parallel.train_step import draw_train_step as draw_train_step
 from simulator.viz.drawing.bars import draw_bars as draw_bars
 from simulator.viz.drawing.paint import to_png as to_png
 from simulator.viz.drawing.picture import Picture as Picture
-from simulator.viz.expert_parallel.routing import draw_routing as draw_routing
-from simulator.viz.large_batch.learning_curves import draw_batch_sizes as draw_batch_sizes
-from simulator.viz.large_batch.scaling import draw_scaling as draw_scaling
-from simulator.viz.memory.compare import (
+from simulator.viz.expert_parallel import draw_routing as draw_routing
+from simulator.viz.large_batch import draw_batch_sizes as draw_batch_sizes, draw_scaling as draw_scaling
+from simulator.viz.memory import (
     draw_measured_memory as draw_measured_memory,
+    draw_memory as draw_memory,
     draw_memory_of_plans as draw_memory_of_plans,
 )
-from simulator.viz.memory.memory import draw_memory as draw_memory
-from simulator.viz.memory.unit_size import draw_sharding as draw_sharding
 from simulator.viz.mesh.axis_order import draw_placement as draw_placement
 from simulator.viz.mesh.degrees import draw_degrees as draw_degrees, draw_planner as draw_planner
 from simulator.viz.mesh.mesh import draw_mesh as draw_mesh
-from simulator.viz.runs.cost_curve import draw_cost_curve as draw_cost_curve
-from simulator.viz.runs.goodput import draw_goodput as draw_goodput
-from simulator.viz.runs.strategies import draw_strategy_map as draw_strategy_map
-from simulator.viz.schedules.compare import draw_schedules as draw_schedules
-from simulator.viz.schedules.run import ScheduleRun as ScheduleRun, run_schedule as run_schedule
-from simulator.viz.schedules.schedule import draw_schedule as draw_schedule
+from simulator.viz.runs import (
+    draw_cost_curve as draw_cost_curve,
+    draw_goodput as draw_goodput,
+    draw_strategy_map as draw_strategy_map,
+)
+from simulator.viz.schedules import (
+    ScheduleRun as ScheduleRun,
+    draw_schedule as draw_schedule,
+    draw_schedules as draw_schedules,
+    run_schedule as run_schedule,
+)
+from simulator.viz.sharding import draw_sharding as draw_sharding
 from simulator.viz.show_objects import show_objects
-from simulator.viz.tensor_parallel.shard_parts import cut_weights as cut_weights
-from simulator.viz.tensor_parallel.shards import draw_shards as draw_shards
-from simulator.viz.timeline.facts import facts_of as facts_of
-from simulator.viz.timeline.overlay import Overlay as Overlay
+from simulator.viz.tensor_parallel import draw_shards as draw_shards
+from simulator.viz.timeline.facts import Overlay as Overlay, facts_of as facts_of
 from simulator.viz.timeline.sections import draw_sections as draw_sections
 from simulator.viz.timeline.timeline import draw_timeline as draw_timeline
 
@@ -58,13 +63,14 @@ if TYPE_CHECKING:
         ring_panel as ring_panel,
         train_step_panel as train_step_panel,
     )
-    from simulator.viz.panels.memory import memory_panel as memory_panel, sharding_panel as sharding_panel
     from simulator.viz.panels.panel import Panel as Panel
     from simulator.viz.panels.planner import (
         cost_panel as cost_panel,
         degrees_panel as degrees_panel,
         goodput_panel as goodput_panel,
+        memory_panel as memory_panel,
         planner_panel as planner_panel,
+        sharding_panel as sharding_panel,
         strategy_panel as strategy_panel,
     )
     from simulator.viz.panels.schedules import schedule_editor as schedule_editor, schedule_panel as schedule_panel

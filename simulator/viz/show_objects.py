@@ -13,26 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from distlab.plan import AXES, SCHEDULES, ActionTimes, Mesh, Plan, Schedule, make_schedule
+from distlab.plan import AXES, SCHEDULES, Mesh, Plan, Schedule, make_schedule
 from distlab.trace import Trace
 from simulator.memory.memory import Memory
 from simulator.step.simulate import Step
 from simulator.viz.drawing.paint import pack_png, pixels_of
 from simulator.viz.drawing.picture import Bundle, Picture, picture_html, with_picture
-from simulator.viz.drawing.style import DPI
-from simulator.viz.memory.memory import draw_memory
+from simulator.viz.drawing.theme import DPI
+from simulator.viz.memory import draw_memory
 from simulator.viz.mesh.degrees import draw_degrees
 from simulator.viz.mesh.mesh import draw_mesh
-from simulator.viz.schedules.compare import draw_schedules
-from simulator.viz.schedules.run import run_schedule
+from simulator.viz.schedules import EQUAL, draw_schedules, run_schedule
 from simulator.viz.timeline.timeline import draw_timeline
-
-EQUAL_TIMES = ActionTimes(1.0, 1.0, 1.0)
 
 
 def _schedule(schedule: Schedule, name: str = "this schedule") -> Picture:
     """Draw the schedule with 1 ms for each forward, input gradient and weight gradient, and free communication."""
-    return draw_schedules([run_schedule(f"{name} (1 ms per F, I and W)", schedule, EQUAL_TIMES)])
+    return draw_schedules([run_schedule(f"{name} (1 ms per F, I and W)", schedule, EQUAL)])
 
 
 def _plan(plan: Plan) -> list[Picture]:

@@ -41,7 +41,12 @@ SCHEDULES = [
     "from simulator.viz import schedule_panel\nsmall = schedule_panel(ranks=16, microbatches=63); small",
     "large = schedule_panel(ranks=64, microbatches=1023); large",
 ]
-DEGREES = ["from simulator.viz import degrees_panel\ndegrees = degrees_panel(); degrees"]
+DEGREES = [
+    "from distlab.plan import Plan\nfrom simulator import cluster, model_by_name\n"
+    "from simulator.viz import degrees_panel\n"
+    "plan = Plan(data=8, tensor=8, sequence_parallel=True, recompute='selective')\n"
+    "degrees = degrees_panel(model_by_name('llama-2-7b'), cluster('dgx-h100', 64), plan=plan); degrees"
+]
 RECORDER = """() => {
     const pressed = (event) => { window.pressedAt = performance.timeOrigin + event.timeStamp; };
     window.addEventListener("keydown", pressed, true);

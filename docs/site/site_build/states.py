@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from simulator.viz import Panel, Timeline, to_png
-from simulator.viz.panels.schedules import ScheduleTimeline
-from simulator.viz.schedules.moment import moments_of, tell_moment
+from simulator.viz.panels.schedules import ScheduleTimeline, moments_of, tell_moment
 
 MOST_STATES, MOST_VALUES, COLOURS = 24, 8, 128
 SENT = ("title", "note", "summary", "height", "rows", "total_height", "kinds", "ends", "limit_s", "packed", "headings")

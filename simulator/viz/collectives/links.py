@@ -12,12 +12,13 @@ from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
 
 from distlab.plan import Link, Protocol
+from distlab.plan.require import require_positive
 from simulator.hardware.cost import message_s
 from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s, percent
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
+from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
 
 BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
 ROW_IN = 0.62
@@ -36,7 +37,9 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     Raises:
         ValueError: no links, an unknown preset, or a size or a compute time that is not above zero.
     """
-    rows = _rows(num_bytes, links, compute_s)
+    require_positive("links", num_bytes=num_bytes, compute_s=1 if compute_s is None else compute_s, links=len(links))
+    found = [preset(link) if isinstance(link, str) else link for link in links]
+    rows = sorted(((link, message_s(num_bytes, link)) for link in found), key=lambda row: row[1])
     figure = new_figure(1.95 + ROW_IN * len(rows))
     axes = frame(figure, left=2.0, right=3.1, top=1.05, bottom=0.8)
     times = [seconds for _, seconds in rows]
@@ -56,39 +59,21 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
         words = f"compute of a step: {format_s(compute_s)} "
         look: dict[str, Any] = {"fontsize": SMALL_PT, "color": text_on_white(LIMIT), "weight": "bold"}
         axes.text(compute_s, -0.5, words, ha="right", va="bottom", **look)
-    axes.set_yticks(
-        range(len(rows)),
-        [f"{link.name}\n{_rate(link, num_bytes)}" for link, _ in rows],
-    )
+    axes.set_yticks(range(len(rows)), [f"{link.name}\n{_rate(link, num_bytes)}" for link, _ in rows])
     axes.tick_params(axis="y", length=0, labelsize=SMALL_PT)
     mark_ticks(axes.xaxis, LogLocator(10, numticks=15), format_s)
     name_axes(axes, "time of one message, latency + size / bandwidth")
     axes.grid(axis="x", color=GRID, linewidth=0.6, zorder=0)
     axes.set_axisbelow(True)
     slow = "Pink: more than half of the time is latency" if late else "Nearly all of the time is bandwidth"
-    put_title(figure, _fastest_and_slowest(num_bytes, rows, compute_s), f"{slow}. Speeds are one way.")
     axes.spines["left"].set_color(FAINT)
-    return Picture(figure, _say_times(num_bytes, rows, compute_s))
-
-
-def _say_times(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
-    """Say each link's time in a line."""
-    lines = [f"{_fastest_and_slowest(num_bytes, rows, compute_s)}."]
+    takeaway = _fastest_and_slowest(num_bytes, rows, compute_s)
+    put_title(figure, takeaway, f"{slow}. Speeds are one way.")
+    lines = [f"{takeaway}."]
     for link, seconds in rows:
         share = "" if compute_s is None else f" ({_share(seconds, compute_s)} the step's compute)"
         lines.append(f"{link.name}, {_rate(link, num_bytes)}: {format_s(seconds)}{share}")
-    return "\n".join(lines)
-
-
-def _rows(num_bytes: float, links: Sequence[Link | str], compute_s: float | None) -> list[tuple[Link, float]]:
-    if not links:
-        raise ValueError("no links; pass at least one Link or the name of a preset")
-    if not (num_bytes > 0 and math.isfinite(num_bytes)):
-        raise ValueError(f"a message has {num_bytes!r} bytes; pass a finite number above 0")
-    if compute_s is not None and not (compute_s > 0 and math.isfinite(compute_s)):
-        raise ValueError(f"compute_s is {compute_s!r}; pass a time above 0, or None")
-    found = [preset(link) if isinstance(link, str) else link for link in links]
-    return sorted(((link, message_s(num_bytes, link)) for link in found), key=lambda row: row[1])
+    return Picture(figure, "\n".join(lines))
 
 
 def _fastest_and_slowest(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
@@ -137,7 +122,13 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
     Raises:
         ValueError: no points, sizes and times of different number, a number that is not above zero, or alpha below 0.
     """
-    sizes, times = _checked(sizes_bytes, times_s, alpha_s, bytes_per_s)
+    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(times_s, dtype=float)
+    if sizes.ndim != 1 or sizes.shape != times.shape or not sizes.size:
+        raise ValueError(f"{sizes.size} sizes and {times.size} times; give one time for each size, at least one")
+    least = {"sizes_bytes": float(sizes.min()), "times_s": float(times.min()), "bytes_per_s": bytes_per_s}
+    require_positive("fit", **least, alpha_s=1 + alpha_s if alpha_s >= 0 else alpha_s)
+    order = np.argsort(sizes, kind="stable")
+    sizes, times = sizes[order], times[order]
     figure = new_figure(5.6)
     axes = frame(figure, left=1.15, right=0.45, top=1.0, bottom=0.8)
     axes.set_xscale("log")
@@ -164,40 +155,15 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
         mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")
-    takeaway, note = _cost_of_message(alpha_s, bytes_per_s), _quality_of_fit(sizes, times, alpha_s, bytes_per_s)
-    put_title(figure, takeaway, note)
     errors = (alpha_s + sizes / bytes_per_s) / times - 1
+    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
+    takeaway = f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
+    note = f"Half of the time is latency at {format_bytes(half)}; the" if alpha_s else "The"
+    note += f" line is {percent(float(np.median(np.abs(errors))))} off the points (median of {len(sizes)})."
+    put_title(figure, takeaway, note)
     worst = int(np.abs(errors).argmax())
     furthest = f"Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))}"
     return Picture(figure, f"{takeaway}. {note} {furthest}, the line says {percent(float(errors[worst]), 0, '+')}.")
-
-
-def _checked(
-    sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: float, bytes_per_s: float
-) -> tuple[Floats, Floats]:
-    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(times_s, dtype=float)
-    if sizes.ndim != 1 or sizes.shape != times.shape or not sizes.size:
-        raise ValueError(f"{sizes.size} sizes and {times.size} times; give one time for each size, at least one")
-    if not ((sizes > 0).all() and (times > 0).all() and np.isfinite(sizes).all() and np.isfinite(times).all()):
-        raise ValueError("a size or a time is not a positive number; leave such a measurement out")
-    if not (alpha_s >= 0 and math.isfinite(alpha_s) and bytes_per_s > 0 and math.isfinite(bytes_per_s)):
-        raise ValueError(
-            f"alpha_s is {alpha_s!r} and bytes_per_s {bytes_per_s!r}; pass a latency in seconds (>= 0) and a "
-            "bandwidth in bytes per second (> 0)"
-        )
-    order = np.argsort(sizes, kind="stable")
-    return sizes[order], times[order]
-
-
-def _cost_of_message(alpha_s: float, bytes_per_s: float) -> str:
-    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
-    return f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
-
-
-def _quality_of_fit(sizes: Floats, times: Floats, alpha_s: float, bytes_per_s: float) -> str:
-    error = float(np.median(np.abs((alpha_s + sizes / bytes_per_s) / times - 1)))
-    half = f"Half of the time is latency at {format_bytes(alpha_s * bytes_per_s)}; the" if alpha_s else "The"
-    return f"{half} line is {percent(error)} off the points (median of {len(sizes)})."
 
 
 def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:

@@ -1,29 +1,189 @@
-"""Draw who sent what to whom: a line per rank, an arrow per message, a bar where a rank waits."""
+"""Draw who sent what to whom: a line per rank, an arrow per message, a bar where a rank waits.
+
+Read from recorded calls is which message met which receive, in what order, and who waits for whom forever. Time is put
+in steps of cause and effect: what a rank does next stands one step further right, and a message arrives at least one
+step after it was sent. The picture then does not depend on how fast the ranks are.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from simulator.units import format_bytes, format_s, name_ranks
-from simulator.viz.collectives.message_record import PAIRS, CallEvent, Diagram, DiagramCall, cycle_of, read_diagram
+from simulator.viz.collectives.ring import RecordedCall
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
-from simulator.viz.drawing.style import (
-    DPI,
-    INK,
-    LEAST_PT,
-    SMALL_PT,
-    WIDTH_IN,
-    LegendBox,
-    kind_styles,
-    pale,
-    text_colour,
-)
+
+PAIRS = ("send", "recv")
+
+
+class CallEvent(NamedTuple):
+    """One call in the diagram, and its place among all calls; x in steps.
+
+    Attributes:
+        place: its place in the order in which calls were made.
+        call: the call.
+        start_x: when it was made.
+        wait_x: when the rank began to wait for it.
+        end_x: when it was over; None: never.
+    """
+
+    place: int
+    call: RecordedCall
+    start_x: float
+    wait_x: float
+    end_x: float | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank still waits for it."""
+        return _is_stuck(self.call)
+
+
+MAX_CALLS = 240
+
+
+class Diagram(NamedTuple):
+    """Calls on lines of ranks, and which of them meet.
+
+    Attributes:
+        ranks: all that made a call, or were to take part in one.
+        events: in the order in which they were made.
+        pairs: numbers of a send and the receive that it met.
+        meetings: numbers of the calls of one collective.
+        waits_for: for each rank that never went on, the ranks that it waits for.
+        duration_s: from the first call to the last that is known.
+        last_x: where the last known thing happened.
+        num_left_out: calls that are not shown.
+    """
+
+    ranks: tuple[int, ...]
+    events: tuple[CallEvent, ...]
+    pairs: tuple[tuple[int, int], ...]
+    meetings: tuple[tuple[int, ...], ...]
+    waits_for: dict[int, tuple[int, ...]]
+    duration_s: float
+    last_x: float
+    num_left_out: int
+
+
+def read_diagram(records: Iterable[RecordedCall]) -> Diagram:
+    """Read the diagram of recorded calls.
+
+    Where there are more than MAX_CALLS calls, it keeps the last ones if a rank hangs, else the first ones.
+
+    Raises:
+        ValueError: there are no calls.
+    """
+    calls = sorted(records, key=lambda call: call.start_ns)
+    if not calls:
+        raise ValueError("the records hold no call; run something that sends or receives, with record=True")
+    stuck = any(_is_stuck(call) for call in calls)
+    left_out = max(0, len(calls) - MAX_CALLS)
+    calls = calls[left_out:] if stuck else calls[:MAX_CALLS]
+    pairs, meetings = _meet(calls)
+    times = _steps(calls, pairs, meetings)
+    events = tuple(CallEvent(index, call, *times[index]) for index, call in enumerate(calls))
+    members = {rank for call in calls for rank in (call.rank, *call.group)}
+    first = calls[0].start_ns
+    last = max(max(call.start_ns, call.wait_ns, call.end_ns) for call in calls)
+    last_x = max(x for place in times for x in place if x is not None)
+    waits = _waits(events, meetings)
+    return Diagram(tuple(sorted(members)), events, pairs, meetings, waits, (last - first) / 1e9, last_x, left_out)
+
+
+def cycle_of(waits_for: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return ranks of which each waits for the next, and the last for the first; nothing where there is no cycle."""
+    for first in waits_for:
+        path: list[int] = []
+        rank = first
+        while rank in waits_for and rank not in path:
+            path.append(rank)
+            rank = waits_for[rank][0]
+        if rank in path:
+            cycle = path[path.index(rank) :]
+            low = cycle.index(min(cycle))
+            return tuple(cycle[low:] + cycle[:low])
+    return ()
+
+
+def _is_stuck(call: RecordedCall) -> bool:
+    return not call.end_ns and call.state in ("waiting", "failed") and call.wait_ns > 0
+
+
+def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
+    """Pair sends with receives in order, tag by tag, and collect the calls of each collective."""
+    arrivals: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
+    meetings: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        if call.op == "recv":
+            channel = call.channel if call.peer >= 0 else 0  # from anyone: the record cannot say from which channel
+            arrivals[call.peer, call.rank, channel].append(index)
+        elif call.op != "send":
+            meetings[call.channel, call.number].append(index)
+    pairs = []
+    for index, call in enumerate(calls):
+        if call.op == "send":
+            waiting = arrivals.get((call.rank, call.peer, call.channel)) or arrivals.get((-1, call.peer, 0))
+            if waiting:
+                pairs.append((index, waiting.popleft()))
+    return tuple(pairs), tuple(tuple(met) for met in meetings.values())
+
+
+Place = tuple[float, float, float | None]
+Spot = tuple[float, float]
+
+
+def _steps(
+    calls: list[RecordedCall], pairs: tuple[tuple[int, int], ...], meetings: tuple[tuple[int, ...], ...]
+) -> list[Place]:
+    """Number what happens: after what the rank did before, and after what made it possible."""
+    causes: dict[int, list[int]] = {receive: [send] for send, receive in pairs}
+    for met in meetings:
+        for index in met:
+            causes[index] = [other for other in met if other != index]
+    moments = []
+    for index, call in enumerate(calls):
+        moments.append((call.start_ns, 0, index))
+        if call.wait_ns and not 0 < call.end_ns < call.wait_ns:  # no rank stands still for what is over
+            moments.append((max(call.wait_ns, call.start_ns), 1, index))
+        if call.end_ns:
+            moments.append((max(call.end_ns, call.start_ns), 2, index))
+    start, wait, end = dict[int, int](), dict[int, int](), dict[int, int]()
+    here, last = dict[int, int](), dict[int, tuple[int, int]]()
+    for _, kind, index in sorted(moments):
+        rank = calls[index].rank
+        now = here.get(rank, -1)
+        if kind == 1 and last.get(rank) == (0, index):  # waits at once: the call blocks
+            wait[index] = start[index]
+        elif kind == 2:
+            reached = max([start[cause] for cause in causes.get(index, ()) if cause in start], default=-1)
+            here[rank] = end[index] = max(now, reached) + 1
+        else:
+            here[rank] = (start if kind == 0 else wait)[index] = now + 1
+        last[rank] = (kind, index)
+    return [(at, wait.get(index, end.get(index, at)), end.get(index)) for index, at in sorted(start.items())]
+
+
+def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
+    """Return whom each stuck rank waits for: the other end, or the members that have not come."""
+    came = {index: {events[other].call.rank for other in met} for met in meetings for index in met}
+    waits: dict[int, tuple[int, ...]] = {}
+    for event in events:
+        if event.waits and event.call.op in PAIRS and event.call.peer >= 0:
+            waits[event.call.rank] = (event.call.peer,)
+        elif event.waits:
+            missing = tuple(rank for rank in event.call.group if rank not in came.get(event.place, ()))
+            waits[event.call.rank] = tuple(rank for rank in missing or event.call.group if rank != event.call.rank)
+    return dict(sorted(waits.items()))
+
 
 STUCK = "#D55E00"
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.2, 0.4, 1.0, 1.05
@@ -31,7 +191,7 @@ HALF = 0.15  # half of a bar's height, in rows
 LABELLED = 24  # messages that still get their sizes written
 
 
-def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = None) -> Picture:
+def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None = None) -> Picture:
     """Draw recorded calls, one line per rank: an arrow from each send to its receive, and bars where ranks wait.
 
     Time runs to the right, in steps of cause and effect, so that the picture does not depend on how fast the ranks are.
@@ -39,7 +199,7 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = 
     cross. Of more than 240 calls the last are drawn where a rank hangs, else the first.
 
     Args:
-        records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `DiagramCall`.
+        records: `ranks.records()`, also after a run that hung; or any calls with the fields of a `RecordedCall`.
         title: replaces the takeaway, and begins the words.
 
     Raises:
@@ -60,11 +220,13 @@ def draw_message_diagram(records: Iterable[DiagramCall], *, title: str | None = 
         axes.plot([0, edge], [row, row], color="#9A9A9A", linewidth=1.4, zorder=1)
     _draw_collectives(axes, diagram, rows)
     for event in diagram.events:
-        _draw_wait(axes, diagram, event, rows[event.rank], edge)
+        _draw_wait(axes, diagram, event, rows[event.call.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
     words = "time runs to the right, in steps of cause and effect (not to scale)"
-    draw_scale(axes, "x", {}, words, line=False, label_pt=SMALL_PT)
-    put_title(figure, title or _deadlock_or_traffic(diagram), _duration(diagram))
+    draw_scale(axes, "x", {}, words, line=False, label_pt=theme.SMALL_PT)
+    left_out = f"; {diagram.num_left_out} calls left out" if diagram.num_left_out else ""
+    note = f"{format_s(diagram.duration_s)} from the first call to the last that is known{left_out}."
+    put_title(figure, title or _deadlock_or_traffic(diagram), note)
     put_legend(figure, _legend(diagram))
     return Picture(figure, "\n".join([*([title] if title else []), *_say(diagram)]))
 
@@ -75,16 +237,16 @@ def _say(diagram: Diagram) -> list[str]:
     received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
-    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.rank)):
-        size = format_bytes(float(event.num_bytes))
-        if event.op == "send":
-            taken = event.call in received and diagram.events[received[event.call]].end_x is not None
+    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.call.rank)):
+        size = format_bytes(float(event.call.num_bytes))
+        if event.call.op == "send":
+            taken = event.place in received and diagram.events[received[event.place]].end_x is not None
             ending = "" if taken else " (not received)"
-            lines.append(f"rank {event.rank} -> rank {event.peer}: {size}{ending}")
-        elif event.op not in PAIRS and event.call not in told:
-            told.update(met[event.call])
-            came = sorted(diagram.events[index].rank for index in met[event.call])
-            lines.append(f"{event.op} of {name_ranks(came)}: {size}")
+            lines.append(f"rank {event.call.rank} -> rank {event.call.peer}: {size}{ending}")
+        elif event.call.op not in PAIRS and event.place not in told:
+            told.update(met[event.place])
+            came = sorted(diagram.events[index].call.rank for index in met[event.place])
+            lines.append(f"{event.call.op} of {name_ranks(came)}: {size}")
     for rank, others in diagram.waits_for.items():
         lines.append(f"rank {rank} waits for {name_ranks(others)}")
     if diagram.num_left_out:
@@ -102,8 +264,8 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
         rank, others = next(iter(diagram.waits_for.items()))
         more = f" (and {len(diagram.waits_for) - 1} more wait)" if len(diagram.waits_for) > 1 else ""
         return f"Rank {rank} waits for {name_ranks(others)}, forever{more}"
-    sends = [event for event in diagram.events if event.op == "send"]
-    total = format_bytes(float(sum(event.num_bytes for event in sends)))
+    sends = [event for event in diagram.events if event.call.op == "send"]
+    total = format_bytes(float(sum(event.call.num_bytes for event in sends)))
     parts = []
     if sends:
         parts.append(f"{len(sends)} message{'s' if len(sends) > 1 else ''} of {total} together")
@@ -112,46 +274,40 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
     return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
 
 
-def _duration(diagram: Diagram) -> str:
-    note = f"{format_s(diagram.duration_s)} from the first call to the last that is known"
-    if diagram.num_left_out:
-        note += f"; {diagram.num_left_out} calls left out"
-    return note + "."
-
-
 def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
-    style = kind_styles([event.op])[event.op]
+    style = theme.kind_styles([event.call.op])[event.call.op]
     look: dict[str, Any]
     if event.waits:
         wide = edge - event.wait_x
-        look = {"facecolor": pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
+        look = {"facecolor": theme.pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
         axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
-        others = diagram.waits_for[event.rank]
-        words = f" {event.op.replace('_', '-')}: waits for {name_ranks(others)} "
+        others = diagram.waits_for[event.call.rank]
+        words = f" {event.call.op.replace('_', '-')}: waits for {name_ranks(others)} "
         box: dict[str, Any] = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}
-        axes.text(edge, row, words, fontsize=SMALL_PT, color=INK, ha="right", va="center", bbox=box, zorder=6)
+        axes.text(
+            edge, row, words, fontsize=theme.SMALL_PT, color=theme.INK, ha="right", va="center", bbox=box, zorder=6
+        )
     elif event.end_x is not None and event.end_x > event.wait_x:
         wide = event.end_x - event.wait_x
-        axes.add_patch(
-            Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, facecolor=style.colour, edgecolor="white", zorder=2)
-        )
-        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (WIDTH_IN - LEFT_IN - RIGHT_IN)
+        look = {"facecolor": style.colour, "edgecolor": "white"}
+        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
+        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN)
         if inches > 0.2:
-            look = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour), "zorder": 5}
-            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=SMALL_PT, **look)
+            look = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour), "zorder": 5}
+            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=theme.SMALL_PT, **look)
 
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
     """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
     received = dict(diagram.pairs)
-    sends = [event for event in diagram.events if event.op == "send" and event.peer in rows]
-    colour = kind_styles(["send"])["send"].colour
-    taken_spots: list[tuple[float, float]] = []
+    sends = [event for event in diagram.events if event.call.op == "send" and event.call.peer in rows]
+    colour = theme.kind_styles(["send"])["send"].colour
+    taken_spots: list[Spot] = []
     for event in sends:
-        low, high = rows[event.rank], rows[event.peer]
+        low, high = rows[event.call.rank], rows[event.call.peer]
         down = 1 if high > low else -1
-        taken = diagram.events[received[event.call]] if event.call in received else None
+        taken = diagram.events[received[event.place]] if event.place in received else None
         start = (event.start_x, float(low))
         axes.scatter([event.start_x], [low], s=34, c=colour, zorder=4)
         if taken is not None and taken.end_x is not None:
@@ -159,22 +315,16 @@ def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float
             look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 15, "linewidth": 1.8, "color": colour}
             axes.add_patch(FancyArrowPatch(start, end, shrinkA=0, shrinkB=0, zorder=3, **look))
             if len(sends) <= LABELLED:
-                _label_arrow(axes, start, end, format_bytes(float(event.num_bytes)), taken_spots)
+                _label_arrow(axes, start, end, format_bytes(float(event.call.num_bytes)), taken_spots)
         else:
             x = event.start_x + 0.03 * edge
             axes.plot([start[0], x], [low, low + 0.42 * down], color=STUCK, linewidth=1.8, linestyle="--", zorder=3)
             axes.scatter([x], [low + 0.42 * down], s=70, c=STUCK, marker="x", linewidths=2.2, zorder=4)
 
 
-def _label_arrow(
-    axes: Axes,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    words: str,
-    taken: list[tuple[float, float]],
-) -> None:
+def _label_arrow(axes: Axes, start: Spot, end: Spot, words: str, taken: list[Spot]) -> None:
     """Write the size on the arrow, where no other size stands: first at a third of it, where fewer arrows cross."""
-    wide, tall = (pixels / DPI for pixels in axes_pixels(axes))
+    wide, tall = (pixels / theme.DPI for pixels in axes_pixels(axes))
     x_in = wide / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
     y_in = tall / abs(axes.get_ylim()[1] - axes.get_ylim()[0])
 
@@ -182,13 +332,13 @@ def _label_arrow(
         x, y = place(share)
         return sum(abs(x - a) * x_in < 0.5 and abs(y - b) * y_in < 0.19 for a, b in taken)
 
-    def place(share: float) -> tuple[float, float]:
+    def place(share: float) -> Spot:
         return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
 
     x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))
     taken.append((x, y))
     clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-    axes.text(x, y, words, fontsize=LEAST_PT, color=INK, ha="center", va="center", zorder=4.5, bbox=clear)
+    axes.text(x, y, words, fontsize=theme.LEAST_PT, color=theme.INK, ha="center", va="center", zorder=4.5, bbox=clear)
 
 
 def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> None:
@@ -198,15 +348,15 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
         if len(events) < 2 or any(event.end_x is None for event in events):
             continue
         x = max(event.start_x for event in events)
-        lines = [rows[event.rank] for event in events]
-        colour = kind_styles([events[0].op])[events[0].op].colour
+        lines = [rows[event.call.rank] for event in events]
+        colour = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
         axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
 
 
-def _legend(diagram: Diagram) -> list[LegendBox]:
-    styles = kind_styles([event.op for event in diagram.events])
+def _legend(diagram: Diagram) -> list[theme.LegendBox]:
+    styles = theme.kind_styles([event.call.op for event in diagram.events])
     words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
-    boxes = [LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
+    boxes = [theme.LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
     if diagram.waits_for:
-        boxes.append(LegendBox(pale(STUCK, 0.25), STUCK, "", "waits forever"))
+        boxes.append(theme.LegendBox(theme.pale(STUCK, 0.25), STUCK, "", "waits forever"))
     return boxes

@@ -14,22 +14,14 @@ from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
 
 from distlab.plan import Link
+from distlab.plan.require import chosen
 from simulator.hardware import presets as hardware
 from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_reduce_s, steps_s
 from simulator.units import capitalised, format_bytes, format_s, percent
-from simulator.viz.drawing.boxes import CHARACTER_WIDTH
+from simulator.viz.drawing import plot
+from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import (
-    GRID,
-    axes_pixels,
-    frame,
-    mark_ticks,
-    name_axes,
-    name_line_ends,
-    new_figure,
-    put_title,
-)
-from simulator.viz.drawing.style import DPI, INK, TEXT_PT, KindStyle, text_colour
+from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, KindStyle, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
 RANKS_PER_NODE = 8
@@ -105,14 +97,10 @@ def race(
     spans = across is not None and num_ranks > RANKS_PER_NODE
     if algorithms is None:
         algorithms = ("ring", "tree", "halving_doubling", *((HIERARCHICAL,) if spans else ()))
-    wrong = [name for name in algorithms if name not in STYLES]
-    if wrong or not algorithms:
-        raise ValueError(f"all-reduce algorithm is {wrong[0] if wrong else None!r}; choose of {', '.join(STYLES)}")
+    for name in algorithms:
+        chosen("all-reduce algorithm", name, STYLES)
     if HIERARCHICAL in algorithms and (not spans or num_ranks % RANKS_PER_NODE):
-        raise ValueError(
-            f"hierarchical wants whole nodes and a link between them: {num_ranks} ranks in nodes of {RANKS_PER_NODE}, "
-            f"inter_node {across.name if across else None!r}; pass inter_node, and a multiple of {RANKS_PER_NODE} ranks"
-        )
+        raise ValueError(f"hierarchical: {num_ranks} ranks; pass inter_node, and a multiple of {RANKS_PER_NODE} ranks")
     sizes = np.logspace(math.log10(SMALLEST_BYTES), math.log10(LARGEST_BYTES), NUM_SIZES)
     links = [inside] if across is None or not spans else [inside, across]
 
@@ -201,15 +189,16 @@ def draw_race(
             (whole tensors around the ring) and "binomial_tree"; by default ring, tree and halving_doubling, and
             hierarchical where there are several nodes.
         inter_node: the link between nodes; None is one node, however many ranks.
-        measured: for each algorithm its sizes in bytes and its times in seconds, drawn as points over the lines.
+        measured: for each algorithm its sizes in bytes and its times in seconds, drawn as points over the lines, and
+            compared with them.
         title: replaces the takeaway, and begins the words.
 
     Raises:
-        ValueError: as `race`, or a measured algorithm that does not take part.
+        ValueError: as `race`.
     """
     facts = race(link, num_ranks, algorithms, inter_node=inter_node)
-    figure = new_figure(6.4)
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN + BAND_IN + 0.1)
+    figure = plot.new_figure(6.4)
+    axes = plot.frame(figure, left=LEFT_IN, right=RIGHT_IN, top=TOP_IN, bottom=BOTTOM_IN + BAND_IN + 0.1)
     axes.set(xscale="log", yscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES))
     table = np.stack(list(facts.times_s.values()))
     points = [time for _, times in (measured or {}).values() for time in times]
@@ -222,22 +211,19 @@ def draw_race(
         axes.plot(facts.sizes_bytes, times, color=STYLES[name].colour, gid=f"line {name}", **look)
     look = {"s": 70, "edgecolors": INK, "linewidths": 1.0, "zorder": 4, "clip_on": False}
     for name, (sizes, points_s) in (measured or {}).items():
-        if name not in facts.times_s:
-            race_of = ", ".join(facts.times_s)
-            raise ValueError(f"measured has {name!r}, which is not in the race of {race_of}; add it there")
         axes.scatter(np.asarray(sizes), np.asarray(points_s), c=STYLES[name].colour, gid=f"measured {name}", **look)
     last = [float(times[-1]) for times in facts.times_s.values()]
     names = [f"{STYLES[name].words}\n{format_s(time)}" for name, time in zip(facts.times_s, last, strict=True)]
-    name_line_ends(axes, last, names, [STYLES[name].colour for name in facts.times_s])
-    mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
-    mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
-    axes.grid(color=GRID, linewidth=0.6, zorder=0)
+    plot.name_line_ends(axes, last, names, [STYLES[name].colour for name in facts.times_s])
+    plot.mark_ticks(axes.xaxis, LogLocator(10), lambda _: "")
+    plot.mark_ticks(axes.yaxis, LogLocator(10, numticks=12), format_s)
+    axes.grid(color=plot.GRID, linewidth=0.6, zorder=0)
     axes.set_ylabel("time of one all-reduce", fontsize=TEXT_PT, color=INK)
     _draw_band(figure, facts)
     note = f"All-reduce among {num_ranks} ranks over {facts.link}"
     words = f"{f'{title}. ' if title else ''}{note}: {_say(facts, measured or {})}"
     note += "; lines predicted, points measured." if measured else "; predicted by latency and bandwidth."
-    put_title(figure, title or race_takeaway(facts), note)
+    plot.put_title(figure, title or race_takeaway(facts), note)
     return Picture(figure, words)
 
 
@@ -258,13 +244,10 @@ def _say(facts: Race, measured: Mapping[str, Points]) -> str:
 def _draw_band(figure: Figure, facts: Race) -> None:
     """Draw the band of winners on the same axis of sizes, each with its name where there is room, else its letter."""
     top = figure.get_size_inches()[1] - BOTTOM_IN - BAND_IN
-    axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=BOTTOM_IN)
-    axes.set_xscale("log")
-    axes.set_xlim(SMALLEST_BYTES, LARGEST_BYTES)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
+    axes = plot.frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=BOTTOM_IN)
+    axes.set(xscale="log", xlim=(SMALLEST_BYTES, LARGEST_BYTES), ylim=(0, 1), yticks=[])
     axes.spines["left"].set_visible(False)
-    width_px = axes_pixels(axes)[0]
+    width_px = plot.axes_pixels(axes)[0]
     decades = math.log10(LARGEST_BYTES / SMALLEST_BYTES)
     for stretch in facts.stretches:
         style = STYLES[stretch.algorithm]
@@ -276,5 +259,5 @@ def _draw_band(figure: Figure, facts: Race) -> None:
         middle = math.sqrt(stretch.first_bytes * stretch.last_bytes)
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_colour(style.colour)}
         axes.text(middle, 0.46, label, fontsize=TEXT_PT, weight="bold", **look)
-    mark_ticks(axes.xaxis, [10.0**power for power in range(3, 10)], format_bytes)
-    name_axes(axes, "size of the tensor that every rank holds")
+    plot.mark_ticks(axes.xaxis, [10.0**power for power in range(3, 10)], format_bytes)
+    plot.name_axes(axes, "size of the tensor that every rank holds")

@@ -1,4 +1,1 @@
-"""A data-parallel step at every moment.
-
-Read `train_step`, `step_read` (find the step in a trace) and `step_state` (what each rank holds).
-"""
+"""A data-parallel step at every moment: `step` reads it from a trace, `train_step` draws it."""

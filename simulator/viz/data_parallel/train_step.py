@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.units import counted, format_bytes, format_s, name_ranks, percent
-from simulator.viz.data_parallel.step_read import read_step
-from simulator.viz.data_parallel.step_state import (
+from simulator.viz.data_parallel.step import (
     ABSENT,
     FILLING,
     MEAN,
@@ -24,33 +23,17 @@ from simulator.viz.data_parallel.step_state import (
     RankMoment,
     RankStep,
     TrainStep,
-    best_moment,
     held_at,
-    passes,
+    read_step,
 )
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import draw_time_scale, frame, put_title
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    KINDS,
-    LEAST_PT,
-    RANK_COLOURS,
-    SHARED,
-    SMALL_PT,
-    WIDTH_IN,
-    LegendBox,
-    kind_styles,
-    pale,
-    text_colour,
-)
-from simulator.viz.drawing.words import width_in
+from simulator.viz.drawing.plot import draw_time_scale, frame, width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35
 HIDDEN, EXPOSED = "#0072B2", "#D55E00"
-NAME_PT = LEAST_PT
+NAME_PT = theme.LEAST_PT
 
 
 def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep, moment: float) -> None:
@@ -60,28 +43,25 @@ def draw_step_timeline(figure: Figure, pen: Pen, step: TrainStep, own: RankStep,
     end = step.duration_s * 1.004 or 1e-6
     axes.set_xlim(0, end)
     axes.set_ylim(2.0, -0.2)
-    bars, inch = Pen(axes), end / (WIDTH_IN - LEFT_IN - RIGHT_IN)
-    styles = kind_styles([span.kind for span in own.spans])
-    several = len(passes(own.spans, "B")) > 1
+    bars, inch = Pen(axes), end / (theme.WIDTH_IN - LEFT_IN - RIGHT_IN)
+    styles = theme.kind_styles([span.kind for span in own.spans])
     for span in own.spans:
         style = styles[span.kind]
         texts: tuple[str, ...] = (span.name if len(span.name) < 14 else style.words, style.letter)
-        if several and span.microbatch >= 0:
-            texts = tuple(f"{text}{span.microbatch + 1}" for text in (f"{style.words} ", style.letter))
         _bar(bars, (span.start_ns / 1e9, span.end_ns / 1e9), 0.0, style.colour, texts, inch=inch)
     for intervals, colour, words in ((own.hidden, HIDDEN, "hidden"), (own.exposed, EXPOSED, "exposed")):
         for start, stop in intervals:
             longest = f"{words} {format_s(stop - start)}"
             _bar(bars, (start, stop), 1.0, colour, (longest, words, words[0].upper()), inch=inch)
     bars.flush()
-    axes.plot([moment, moment], [-0.2, 2.0], color=INK, linewidth=2.2, zorder=7, clip_on=False, gid="cursor")
-    axes.plot([moment], [-0.2], marker="v", markersize=9, color=INK, zorder=7, clip_on=False)
+    axes.plot([moment, moment], [-0.2, 2.0], color=theme.INK, linewidth=2.2, zorder=7, clip_on=False, gid="cursor")
+    axes.plot([moment], [-0.2], marker="v", markersize=9, color=theme.INK, zorder=7, clip_on=False)
     row = TIMELINE_IN / 2.2
     for number, words in enumerate(("compute", "communication")):
         y = FOOT_IN + TIMELINE_IN - (0.63 + number) * row
-        pen.words((LEFT_IN - 0.12, y), words, colour=FAINT, side="right")
+        pen.words((LEFT_IN - 0.12, y), words, colour=theme.FAINT, side="right")
     pen.heading((0.16, FOOT_IN + TIMELINE_IN - 1.13 * row), f"rank {own.rank}")
-    draw_time_scale(axes, label_pt=SMALL_PT)
+    draw_time_scale(axes, label_pt=theme.SMALL_PT)
 
 
 def _bar(pen: Pen, ends: tuple[float, float], row: float, colour: str, texts: Sequence[str], *, inch: float) -> None:
@@ -89,7 +69,7 @@ def _bar(pen: Pen, ends: tuple[float, float], row: float, colour: str, texts: Se
     wide = ends[1] - ends[0]
     pen.box((ends[0], row), wide, 0.86, colour, line=0.8 if wide > 0.04 * inch else 0.0)
     words = fitting(wide / inch, *texts)
-    pen.words(((ends[0] + ends[1]) / 2, row + 0.43), words, size=NAME_PT, colour=text_colour(colour))
+    pen.words(((ends[0] + ends[1]) / 2, row + 0.43), words, size=NAME_PT, colour=theme.text_colour(colour))
 
 
 def fitting(room_in: float, *texts: str) -> str:
@@ -111,21 +91,21 @@ class _View(NamedTuple):
     cells: tuple[tuple[float, float], ...]
 
 
-def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | None = None) -> Picture:
+def draw_train_step(trace: Trace, at_s: float, *, title: str | None = None) -> Picture:
     """Draw what each rank of a data-parallel step holds at one moment, and the step's timeline under it.
 
     Args:
         trace: one step, predicted (`Step.trace`, or `Step.layer_trace` with each layer) or measured: "forward",
             "backward", "optimizer" on the compute lane (kinds F, B, optimizer) and all-reduces on a different lane.
             `step_of` cuts one step out of a measured trace.
-        at_s: the moment, in seconds since the step began; None chooses one in which an all-reduce is under way.
+        at_s: the moment, in seconds since the step began.
         title: replaces the takeaway, and begins the words.
 
     Raises:
         ValueError: the trace is not a data-parallel step (the text says why).
     """
     step = read_step(trace)
-    moment = best_moment(step) if at_s is None else min(max(float(at_s), 0.0), step.duration_s)
+    moment = min(max(float(at_s), 0.0), step.duration_s)
     own, shown = step.ranks[0], step.ranks[:MAX_RANKS]
     held = [held_at(each, moment) for each in shown]
     rows_in = len(shown) * ROW_IN
@@ -140,13 +120,11 @@ def draw_train_step(trace: Trace, at_s: float | None = None, *, title: str | Non
     _draw_names(view, own)
     draw_step_timeline(figure, view.pen, step, own, moment)
     view.pen.legend(_legend(own))
-    view.pen.flush()
     note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
-    note += f"; {text}" if (text := _microbatches(own)) else ""
     note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
     note += f"; rank {own.rank}'s communication: {_shares(own)}."
-    put_title(figure, title or _takeaway(own, held[0], moment), note)
-    return Picture(figure, (f"{title}. " if title else "") + _say(step, held, moment))
+    picture = view.pen.finish(title or _takeaway(own, held[0], moment), note)
+    return picture._replace(words=(f"{title}. " if title else "") + _say(step, held, moment))
 
 
 def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
@@ -154,7 +132,7 @@ def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
     count = len(own.reductions)
     if not count:
         return ()
-    room = WIDTH_IN - RIGHT_IN - GRADIENTS_IN
+    room = theme.WIDTH_IN - RIGHT_IN - GRADIENTS_IN
     sizes = np.array([max(1, reduction.num_bytes) for reduction in own.reductions], dtype=float)
     least = min(0.62, 0.6 * room / count)
     widths = least + (room - least * count) * sizes / sizes.sum()
@@ -171,7 +149,7 @@ def _draw_header(view: _View, top: float, own: RankStep) -> None:
         (GRADIENTS_IN, words if count else "nothing is sent"),
     )
     for x, title in titles:
-        view.pen.words((x, top + 0.16), title, colour=FAINT, side="left")
+        view.pen.words((x, top + 0.16), title, colour=theme.FAINT, side="left")
 
 
 def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
@@ -183,32 +161,32 @@ def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
         (0.16, middle - 0.13),
         fitting(LEFT_IN - 0.3, held.doing, held.doing.split()[0]),
         size=NAME_PT,
-        colour=FAINT,
+        colour=theme.FAINT,
         side="left",
     )
-    fill = SHARED if held.updated else "#D9D2C5"
+    fill = theme.SHARED if held.updated else "#D9D2C5"
     pen.box((LEFT_IN, low), 0.72, tall, fill)
-    pen.words((LEFT_IN + 0.36, middle), "new" if held.updated else "old", colour=text_colour(fill))
-    pen.box((ACTIVATIONS_IN, low), 1.2, tall, IDLE)
+    pen.words((LEFT_IN + 0.36, middle), "new" if held.updated else "old", colour=theme.text_colour(fill))
+    pen.box((ACTIVATIONS_IN, low), 1.2, tall, theme.IDLE)
     if held.activations > 0.005:
-        pen.box((ACTIVATIONS_IN, low), 1.2 * held.activations, tall, KINDS["F"].colour)
+        pen.box((ACTIVATIONS_IN, low), 1.2 * held.activations, tall, theme.KINDS["F"].colour)
         pen.words((ACTIVATIONS_IN + 0.6, middle), percent(held.activations))
-    colour = RANK_COLOURS[own.rank % len(RANK_COLOURS)]
+    colour = theme.RANK_COLOURS[own.rank % len(theme.RANK_COLOURS)]
     for (left, wide), (state, share) in zip(view.cells, held.gradients, strict=True):
-        fill = {OWN: colour, SENT: colour, MEAN: SHARED}.get(state, IDLE)
+        fill = {OWN: colour, SENT: colour, MEAN: theme.SHARED}.get(state, theme.IDLE)
         line = 0.8 if wide > 0.04 else 0.0
         pen.box((left, low), wide, tall, fill, line=line)
         if state == FILLING:
-            pen.box((left, low), wide * share, tall, pale(colour, 0.55), line=0)
+            pen.box((left, low), wide * share, tall, theme.pale(colour, 0.55), line=0)
         elif state == SENT:
-            pen.box((left, low), wide * share, tall, SHARED, line=0)
+            pen.box((left, low), wide * share, tall, theme.SHARED, line=0)
         label = {OWN: f"g{own.rank}", SENT: f"g{own.rank}", MEAN: "mean"}.get(state, "")
         place, room = left + wide / 2, wide
         if state == SENT and share < 0.6:  # the label stands on what is not done yet, else on what is
             place, room = left + wide * (1 + share) / 2, wide * (1 - share)
         elif state == SENT:
-            place, room, fill = left + wide * share / 2, wide * share, SHARED
-        pen.words((place, middle), fitting(room, label), size=NAME_PT, colour=text_colour(fill))
+            place, room, fill = left + wide * share / 2, wide * share, theme.SHARED
+        pen.words((place, middle), fitting(room, label), size=NAME_PT, colour=theme.text_colour(fill))
 
 
 def _draw_all_reduces(view: _View, held: Sequence[RankMoment]) -> None:
@@ -219,7 +197,7 @@ def _draw_all_reduces(view: _View, held: Sequence[RankMoment]) -> None:
         if not any(state == SENT and share < 1 for state, share in (each.gradients[column] for each in held)):
             continue
         met = all(state in (SENT, MEAN) for state in states)
-        look = (HIDDEN, 2.8) if met else (FAINT, 1.6)
+        look = (HIDDEN, 2.8) if met else (theme.FAINT, 1.6)
         view.pen.outline((left, bottom + 0.05), wide, top - bottom - 0.1, look[0], line=look[1])
         if len(held) > 1 and met:
             middle = left + wide / 2
@@ -236,35 +214,34 @@ def _draw_names(view: _View, own: RankStep) -> None:
         if name and len(own.reductions) <= MAX_NAMED:
             named = True
             for line, words in enumerate((name, format_bytes(float(reduction.num_bytes)))):
-                view.pen.words((left + wide / 2, low - 0.09 - 0.18 * line), words, size=NAME_PT, colour=FAINT)
+                view.pen.words((left + wide / 2, low - 0.09 - 0.18 * line), words, size=NAME_PT, colour=theme.FAINT)
     if own.reductions and not named:
         total = format_bytes(float(sum(reduction.num_bytes for reduction in own.reductions)))
         words = f"each column is one all-reduce; {len(own.reductions)} of them carry {total} together"
-        view.pen.words((GRADIENTS_IN, low - 0.09), words, size=NAME_PT, colour=FAINT, side="left")
+        view.pen.words((GRADIENTS_IN, low - 0.09), words, size=NAME_PT, colour=theme.FAINT, side="left")
 
 
-def _legend(own: RankStep) -> list[LegendBox]:
+def _legend(own: RankStep) -> list[theme.LegendBox]:
     """Return what the colours mean; passes are named in their bars."""
-    colour = RANK_COLOURS[own.rank % len(RANK_COLOURS)]
+    colour = theme.RANK_COLOURS[own.rank % len(theme.RANK_COLOURS)]
     boxes = [
-        LegendBox(IDLE, "white", "", "not there yet"),
-        LegendBox(pale(colour, 0.55), "white", "", "being made"),
-        LegendBox(colour, "white", f"g{own.rank}", "a rank's own"),
-        LegendBox("white", FAINT, "", "sent, not by all"),
-        LegendBox("white", HIDDEN, "", "being averaged"),
-        LegendBox(SHARED, "white", "m", "mean, the same everywhere"),
-        LegendBox(HIDDEN, "white", "H", "communication, hidden"),
-        LegendBox(EXPOSED, "white", "E", "communication, exposed"),
+        theme.LegendBox(theme.IDLE, "white", "", "not there yet"),
+        theme.LegendBox(theme.pale(colour, 0.55), "white", "", "being made"),
+        theme.LegendBox(colour, "white", f"g{own.rank}", "a rank's own"),
+        theme.LegendBox("white", theme.FAINT, "", "sent, not by all"),
+        theme.LegendBox("white", HIDDEN, "", "being averaged"),
+        theme.LegendBox(theme.SHARED, "white", "m", "mean, the same everywhere"),
+        theme.LegendBox(HIDDEN, "white", "H", "communication, hidden"),
+        theme.LegendBox(EXPOSED, "white", "E", "communication, exposed"),
     ]
-    styles = kind_styles([span.kind for span in own.spans if span.kind not in ("F", "B")])
-    return boxes + [LegendBox(style.colour, "white", style.letter, style.words) for style in styles.values()]
+    styles = theme.kind_styles([span.kind for span in own.spans if span.kind not in ("F", "B")])
+    return boxes + [theme.LegendBox(style.colour, "white", style.letter, style.words) for style in styles.values()]
 
 
 def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
     """Say what each rank does and holds in a line."""
     own = step.ranks[0]
     lines = [f"{_takeaway(own, shown[0], moment)}. Step {format_s(step.duration_s)}, {_shares(own)}."]
-    lines += [f"{text}."] if (text := _microbatches(own)) else []
     for each, held in zip(step.ranks, shown, strict=False):
         counts = {state: sum(s == state for s, _ in held.gradients) for state in (MEAN, SENT, OWN, FILLING, ABSENT)}
         words = {MEAN: "averaged", SENT: "being averaged", OWN: "its own, ready", FILLING: "being made"}
@@ -280,12 +257,6 @@ def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
     return "\n".join(lines)
 
 
-def _microbatches(own: RankStep) -> str:
-    """Say that gradients are accumulated, where they are."""
-    count = len(passes(own.spans, "B"))
-    return f"{count} micro-batches, only the last one's backward sends" if count > 1 else ""
-
-
 def _shares(own: RankStep) -> str:
     """Say how much of a rank's communication is hidden and how much exposed."""
     if not own.hidden_s + own.exposed_s:
@@ -297,15 +268,11 @@ def _shares(own: RankStep) -> str:
 def _takeaway(own: RankStep, held: RankMoment, moment: float) -> str:
     """Return the title: what is being averaged now and what the rank does meanwhile."""
     sent = [r for r, (state, _) in zip(own.reductions, held.gradients, strict=True) if state == SENT]
-    flying = [reduction for reduction in sent if moment < reduction.arrived_s]
     when = f"At {format_s(moment)}"
     if not sent:
         done = sum(state == MEAN for state, _ in held.gradients)
         now = {"step done": "the step is done"}.get(held.doing, f"rank {own.rank}: {held.doing}")
         return f"{when}: {now}, {done} of {len(held.gradients)} all-reduces done"
-    if not flying:
-        return f"{when}: {sent[0].name} has come; rank {own.rank}: {held.doing}"
-    sent = flying
     what = sent[0].name if len(sent) == 1 else f"{sent[0].name} and {len(sent) - 1} more"
     late = sent[0].missing(moment)
     waits = held.doing.startswith(("waits", "step"))

@@ -9,7 +9,7 @@ from typing import Any
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_scale, even_ticks, frame, new_figure, put_title
-from simulator.viz.drawing.style import INK, LINE_COLOURS, SMALL_PT, WIDTH_IN, LegendBox, pale
+from simulator.viz.drawing.theme import INK, LINE_COLOURS, SMALL_PT, WIDTH_IN, LegendBox, pale
 
 Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 TOP_IN, RIGHT_IN, BAR_IN = 1.05, 1.3, 0.3
@@ -64,10 +64,10 @@ def _rows(numbers: Numbers) -> dict[str, dict[str, float]]:
     """Return each name's numbers by series; one number without a series has the series ""."""
     rows = {name: dict(row) if isinstance(row, Mapping) else {"": float(row)} for name, row in numbers.items()}
     values = [number for row in rows.values() for number in row.values()]
-    if not values or not all(rows.values()):
-        raise ValueError(f"there is nothing to draw in {dict(numbers)!r}; pass a number, or numbers, for each name")
-    if wrong := [number for number in values if not math.isfinite(number) or number < 0]:
-        raise ValueError(f"a bar cannot show {wrong[0]!r}; pass numbers of 0 or more")
+    if not all(rows.values()) or not values or not all(math.isfinite(number) and number >= 0 for number in values):
+        raise ValueError(
+            f"bars cannot show {dict(numbers)!r}; pass a number of 0 or more, or such numbers, for each name"
+        )
     return rows
 
 

@@ -1,21 +1,35 @@
-"""Where each lane of each rank stands: measured above, its prediction right under it.
+"""Spans of time in rows: where each lane of each rank stands, and its boxes.
 
 A row belongs to one rank, one lane and one side (measured or predicted). Spans of one row that overlap in time, such as
 gradient buckets that wait their turn on the wire, stand on levels within the row. If a rank has several stages, the
 actions of its second stage are a lighter shade of the same colours, and so on.
+
+Exact boxes with letters are one PolyCollection. Where there are too many, columns of pixels are one image: each column
+of each row is filled from the bottom with the kinds that were active there, in proportion to their time. So a busy lane
+looks full and a bubble stays empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.viz.drawing.style import SHADE
+from simulator.viz.drawing.plot import Word, Words, axes_pixels
+from simulator.viz.drawing.theme import DPI, IDLE, LEAST_PT, SHADE, TEXT_PT, KindStyle, pale, text_colour
+
+Mask = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+View = tuple[float, float]
 
 MAX_LEVELS = 6
 PASSES = ("F", "B", "I", "W")
@@ -54,8 +68,8 @@ class Placement(NamedTuple):
 
     rows: tuple[LaneRow, ...]
     total_height: float
-    row_of: tuple[NDArray[np.int64], ...]
-    level_of: tuple[NDArray[np.int64], ...]
+    row_of: tuple[Ints, ...]
+    level_of: tuple[Ints, ...]
 
 
 def lanes_of(sides: Sequence[Side]) -> tuple[str, ...]:
@@ -66,18 +80,13 @@ def lanes_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 def place(
-    sides: Sequence[Side],
-    ranks: Sequence[int],
-    lanes: Sequence[str],
-    *,
-    seen: Sequence[NDArray[np.bool_]],
-    levels: bool,
+    sides: Sequence[Side], ranks: Sequence[int], lanes: Sequence[str], *, seen: Sequence[Mask], levels: bool
 ) -> Placement:
     """Give each lane of each rank a row, and each span that `seen` marks its row and level.
 
     With `levels` false every span is on level 0, whatever overlaps.
     """
-    lane_of: list[NDArray[np.int64]] = []
+    lane_of: list[Ints] = []
     present: set[tuple[int, str, bool]] = set()
     for side in sides:
         trace = side.trace
@@ -90,8 +99,8 @@ def place(
         present |= {(ranks[cell // len(lanes)], lanes[cell % len(lanes)], side.predicted) for cell in cells}
     in_order = sorted(present, key=lambda key: (key[0], lanes.index(key[1]), key[2]))
     keys = {key: number for number, key in enumerate(in_order)}
-    row_of: list[NDArray[np.int64]] = []
-    level_of: list[NDArray[np.int64]] = []
+    row_of: list[Ints] = []
+    level_of: list[Ints] = []
     for side, cell, visible in zip(sides, lane_of, seen, strict=True):
         table = [keys.get((rank, lane, side.predicted), -1) for rank in ranks for lane in lanes]
         row = np.array([*table, -1], dtype=np.int64)[cell]  # cell -1 picks the last entry: not shown
@@ -107,7 +116,7 @@ def place(
     return Placement(rows, total, tuple(row_of), tuple(level_of))
 
 
-def pack(row: NDArray[np.int64], start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+def pack(row: Ints, start_ns: Ints, end_ns: Ints) -> Ints:
     """Give overlapping spans of a row different levels: each takes the lowest that is free when it starts.
 
     Beyond MAX_LEVELS spans share the last level.
@@ -167,9 +176,194 @@ def shaded(trace: Trace) -> Trace:
     return replace(trace, kind=trace.kind + shade * np.int32(num_words), words=tuple(words))
 
 
-def stages_of_ranks(rank: NDArray[np.int32], stage: NDArray[np.int32]) -> NDArray[np.bool_]:
+def stages_of_ranks(rank: NDArray[np.int32], stage: NDArray[np.int32]) -> Mask:
     """Return which stages each rank has: [ranks, stages]."""
     shape = int(rank.max(initial=-1)) + 1, int(stage.max(initial=-1)) + 1
     present = np.zeros(shape, bool)
     present[rank, stage] = True
     return present
+
+
+MAX_LABELS = 500
+CHARACTER_WIDTH = 0.66  # of the font size; the widest digits and letters of the default font
+BARE_PT = LEAST_PT  # of a number that stands without its letter, so that it looks no larger than its neighbours
+WIDE = 0.5  # what a W takes beyond that
+
+
+def in_view(trace: Trace, view: View) -> Mask:
+    """Mark the spans that touch the range of seconds."""
+    return (trace.end_ns >= view[0] * 1e9) & (trace.start_ns <= view[1] * 1e9)
+
+
+def fill_of(style: KindStyle, predicted: bool) -> tuple[float, float, float]:
+    """Return the colour of a box: full when measured, pale when predicted."""
+    return pale(style.colour) if predicted else to_rgb(style.colour)
+
+
+def heights_of(placement: Placement, which: int, shown: Ints) -> tuple[Floats, Floats]:
+    """Return where the boxes of one side's spans begin and how high they are, in the placement's units."""
+    row = placement.row_of[which][shown]
+    levels = np.array([r.num_levels for r in placement.rows])[row]
+    height = np.array([r.height for r in placement.rows])[row] / levels
+    top = np.array([r.top for r in placement.rows])[row] + placement.level_of[which][shown] * height
+    return top, height
+
+
+def add_boxes(
+    axes: Axes, side: Side, placement: Placement, which: int, styles: Mapping[str, KindStyle], *, dim: bool = False
+) -> None:
+    """Draw one exact box per span of one side, with the longest label that fits; `dim` makes measured boxes pale."""
+    shown = np.flatnonzero(placement.row_of[which] >= 0)
+    if not shown.size:
+        return
+    trace = side.trace
+    shown = shown[np.argsort(trace.start_ns[shown], kind="stable")]  # later boxes lie on top
+    low, high = axes.get_xlim()
+    scale = axes_pixels(axes)[0] / (high - low)
+    row = placement.row_of[which][shown]
+    top, height = heights_of(placement, which, shown)
+    start, end = trace.start_ns[shown] / 1e9, trace.end_ns[shown] / 1e9
+    seen_end = np.maximum(end, start + 1 / scale)  # an instant is still one pixel wide
+    corners = np.empty((len(shown), 4, 2))
+    corners[:, (0, 3), 0], corners[:, (1, 2), 0] = start[:, None], seen_end[:, None]
+    corners[:, (0, 1), 1], corners[:, (2, 3), 1] = (top + 0.03)[:, None], (top + height - 0.03)[:, None]
+    words = [trace.words[code] for code in trace.kind[shown].tolist()]
+    fills = np.array([fill_of(styles[word], side.predicted or dim) for word in words])
+    edges = np.array([to_rgb(styles[word].colour) if side.predicted else (1.0, 1.0, 1.0) for word in words])
+    narrow = (seen_end - start) * scale < 3
+    edges[narrow] = fills[narrow]
+    colours: dict[str, Any] = {"facecolors": fills, "edgecolors": edges}
+    axes.add_collection(
+        PolyCollection(corners, gid="boxes", linewidths=np.where(narrow, 0.0, 0.8), **colours),  # type: ignore[arg-type]
+        autolim=False,
+    )
+    free_end = np.minimum(seen_end, _next_start(row, placement.level_of[which][shown], start))
+    spots = np.stack([np.maximum(start, low), np.minimum(free_end, high), top, height], axis=1)
+    _add_labels(axes, trace, shown, spots, fills, styles)
+
+
+def _next_start(row: Ints, level: Ints, start: Floats) -> Floats:
+    """Return where the next box on the same level begins, which may cover this one; boxes are in order of start."""
+    after = np.full(len(start), np.inf)
+    order = np.lexsort((level, row))  # stable: within a level still by start
+    same = (np.diff(row[order]) == 0) & (np.diff(level[order]) == 0)
+    after[order[:-1][same]] = start[order[1:][same]]
+    return after
+
+
+def _add_labels(
+    axes: Axes, trace: Trace, shown: Ints, spots: Floats, fills: Floats, styles: Mapping[str, KindStyle]
+) -> None:
+    """Write the longest label that fits into each box, the widest boxes first, at most MAX_LABELS."""
+    low, high = axes.get_xlim()
+    wide, tall = axes_pixels(axes)
+    x_scale, y_scale = wide / (high - low), tall / abs(axes.get_ylim()[0] - axes.get_ylim()[1])
+    widths = (spots[:, 1] - spots[:, 0]) * x_scale
+    sizes = np.minimum(TEXT_PT, spots[:, 3] * y_scale * 0.78 * 72 / DPI)
+    order = np.argsort(-widths, kind="stable")
+    largest = int(trace.microbatch.max(initial=0))
+    words: list[Word] = []
+    for index in order.tolist():
+        size, width = float(sizes[index]), float(widths[index])
+        if len(words) >= MAX_LABELS or width < CHARACTER_WIDTH * LEAST_PT * DPI / 72:
+            break
+        span = trace[int(shown[index])]
+        texts = labels_of(span.name, styles[span.kind].letter, span.microbatch, largest)
+        label, size = _fitting(texts, (width - 3) * 72 / DPI / CHARACTER_WIDTH, size)
+        if not label:
+            continue
+        x, y = (spots[index, 0] + spots[index, 1]) / 2, spots[index, 2] + spots[index, 3] / 2
+        red, green, blue = fills[index].tolist()
+        words.append(Word(x, y, label, size, text_colour((red, green, blue))))
+    axes.add_artist(Words(words))
+
+
+def _fitting(texts: Sequence[tuple[str, int]], room: float, size: float) -> tuple[str, float]:
+    """Return the first text that fits into the room (characters x points) and its size; a short one may shrink."""
+    for text, length in texts:
+        fits = min(size, room / (length + WIDE * text.count("W")), BARE_PT if text.isdigit() else size)
+        if fits >= (LEAST_PT if length <= 4 else max(LEAST_PT, 0.9 * size)):
+            return text, fits
+    return "", size
+
+
+def labels_of(name: str, letter: str, microbatch: int, largest: int) -> tuple[tuple[str, int], ...]:
+    """Return what may stand in a box and the room to leave for it: the name, the letter and number, one of both.
+
+    In a trace of several micro-batches the number is the micro-batch's, and all leave room for the digits of the
+    largest, so that equal boxes look alike. Else it is the number at the end of the name.
+    """
+    if microbatch >= 0 and largest > 0:
+        digits = len(str(largest))
+        return ((f"{letter}{microbatch}", len(letter) + digits), (str(microbatch), digits))
+    number = re.search(r"(\d+)$", name)
+    texts = (name.replace("_", "-"), *((f"{letter}{number.group()}",) if number else ()), letter)
+    return tuple((text, len(text)) for text in texts if text)
+
+
+def pixel_columns(cell: Ints, start_s: Floats, end_s: Floats, num_cells: int, num_columns: int, view: View) -> Floats:
+    """Return the seconds that the spans of each cell spend in each column of the view: [num_cells, num_columns].
+
+    Spans outside the view add nothing; inside it no time is lost: a cell's columns sum to its spans' time.
+    """
+    width = (view[1] - view[0]) / num_columns
+    start = np.clip((start_s - view[0]) / width, 0, num_columns)
+    end = np.clip((end_s - view[0]) / width, 0, num_columns)
+    first = np.minimum(start.astype(np.int64), num_columns - 1)
+    last = np.minimum(end.astype(np.int64), num_columns - 1)
+    stride = num_columns + 1
+
+    def total(column: Ints, weight: Floats) -> Floats:
+        sums = np.bincount(cell * stride + column, weights=weight, minlength=num_cells * stride).astype(np.float64)
+        return sums.reshape(num_cells, stride)
+
+    # Every column from first on counts as full, from last on no more; then the two ends are put right.
+    steps = total(first, np.ones(len(cell))) - total(last, np.ones(len(cell)))
+    full = np.cumsum(steps, axis=1)
+    return ((full - total(first, start - first) + total(last, end - last))[:, :num_columns]) * width
+
+
+def filled_columns(
+    sides: Sequence[Side], placement: Placement, kinds: Sequence[str], *, num_columns: int, view: View
+) -> Floats:
+    """Return how far each column of each row is filled up to and with each kind: [rows, kinds, num_columns], 0 to 1."""
+    seconds = np.zeros((len(placement.rows), len(kinds), num_columns))
+    for which, side in enumerate(sides):
+        trace = side.trace
+        codes = np.array([kinds.index(word) if word in kinds else 0 for word in trace.words], dtype=np.int64)
+        keep = np.flatnonzero(placement.row_of[which] >= 0)
+        cell = placement.row_of[which][keep] * len(kinds) + codes[trace.kind[keep]]
+        start, end = trace.start_ns[keep] / 1e9, trace.end_ns[keep] / 1e9
+        part = pixel_columns(cell, start, end, len(placement.rows) * len(kinds), num_columns, view)
+        seconds += part.reshape(seconds.shape)
+    busy = seconds.sum(axis=1, keepdims=True)
+    share = seconds / np.maximum(busy, (view[1] - view[0]) / num_columns)  # spans that overlap share the column
+    filled: Floats = np.cumsum(share, axis=1)
+    return filled
+
+
+def add_pixels(
+    axes: Axes, sides: Sequence[Side], placement: Placement, styles: Mapping[str, KindStyle], *, dim: bool = False
+) -> None:
+    """Draw all sides as one image of pixel columns over the axes; `dim` makes what was measured pale."""
+    view = axes.get_xlim()
+    wide, tall = (int(size) for size in axes_pixels(axes))
+    kinds = list(styles)
+    filled = filled_columns(sides, placement, kinds, num_columns=wide, view=view)
+    picture = np.ones((tall, wide, 3))
+    y_scale = tall / placement.total_height
+    for index, row in enumerate(placement.rows):
+        low = round(row.top * y_scale)
+        high = max(low + 1, min(tall, round((row.top + row.height) * y_scale) - (row.height * y_scale > 3)))
+        colours = np.array([*[fill_of(styles[kind], row.predicted or dim) for kind in kinds], to_rgb(IDLE)])
+        picture[low:high] = colours[kinds_at(filled[index], high - low)]
+    image = (picture * 255).astype(np.uint8)
+    extent = (view[0], view[1], placement.total_height, 0.0)
+    axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", origin="upper", gid="pixels")
+
+
+def kinds_at(filled: Floats, num_lines: int) -> Ints:
+    """Return which kind each pixel of a row shows, from the top: [num_lines, columns]; the number of kinds is idle."""
+    level = 1 - (np.arange(num_lines) + 0.5) / num_lines  # the top pixel needs the fullest column
+    shown: Ints = (filled[:, None, :] <= level[None, :, None]).sum(axis=0)
+    return shown

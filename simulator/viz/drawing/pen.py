@@ -16,9 +16,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from simulator.viz.drawing.plot import new_figure
-from simulator.viz.drawing.style import INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
-from simulator.viz.drawing.words import Word, Words, width_in
+from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.plot import Word, Words, new_figure, put_title, width_in
+from simulator.viz.drawing.theme import INK, LEAST_PT, SMALL_PT, TEXT_PT, WIDTH_IN, Colour, LegendBox, text_colour
 
 Point = tuple[float, float] | NDArray[np.float64]
 _UNIT = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
@@ -135,6 +135,16 @@ class Pen:
         if self._words:
             self._add(Words(self._words))
 
+    def finish(self, title: str, note: str, *lines: str) -> Picture:
+        """Draw what was collected, and return the whole figure as a picture.
+
+        Its title and the note under it begin the words; the lines follow.
+        """
+        self.flush()
+        figure = self.surface.get_figure(root=True)
+        assert figure is not None, "a pen draws on a figure, or on axes of one"
+        return finished(figure, title, note, *lines)
+
     def _add_shapes(
         self, gid: str, shapes: Sequence[tuple[NDArray[np.float64], Any, Any, float]], zorder: float
     ) -> None:
@@ -157,6 +167,12 @@ def sheet(height_in: float) -> tuple[Figure, Pen]:
     axes.set_ylim(0, height_in)
     axes.set_axis_off()
     return figure, Pen(axes)
+
+
+def finished(figure: Figure, title: str, note: str, *lines: str) -> Picture:
+    """Write the takeaway over a figure and a note under it, and say both, then the lines."""
+    put_title(figure, title, note)
+    return Picture(figure, "\n".join([f"{title}. {note}", *lines]))
 
 
 def put_legend(figure: Figure, boxes: Sequence[LegendBox]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from simulator.viz.drawing.style import LEAST_PT
+from simulator.viz.drawing.theme import LEAST_PT
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 SHOWN_DPI = 110  # a little more than a screen's, so that a wide page shows a sharp picture

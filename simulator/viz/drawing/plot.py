@@ -1,4 +1,4 @@
-"""What plots share: a figure and its title, axes with margins in inches, ticks, and names that stand apart.
+"""What plots share: a figure and its title, level words, axes with margins in inches, ticks and names.
 
 Figures are made with matplotlib's objects; nothing here touches pyplot's global state.
 """
@@ -6,18 +6,89 @@ Figures are made with matplotlib's objects; nothing here touches pyplot's global
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from simulator.units import time_unit
-from simulator.viz.drawing.style import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, text_on_white
-from simulator.viz.drawing.words import Word, Words, width_in
+from simulator.viz.drawing.theme import DPI, FAINT, INK, SMALL_PT, TEXT_PT, TITLE_PT, WIDTH_IN, Colour, text_on_white
+
+HALF_CAPITAL = 0.37  # of the size: lines of text stand level, whatever their letters
+SIDES = {"left": 0.0, "center": 0.5, "right": 1.0}
+
+
+class Word(NamedTuple):
+    """A line of text and its place.
+
+    Attributes:
+        x: where its left end, its middle or its right end stands, by `side`, in the artist's units.
+        y: where the middle of a capital letter stands, in the artist's units.
+        text: what is written.
+        size: in points.
+        colour: of the letters.
+        bold: whether they are bold.
+        side: "left", "center" or "right".
+    """
+
+    x: float
+    y: float
+    text: str
+    size: float = SMALL_PT
+    colour: Colour = INK
+    bold: bool = False
+    side: str = "center"
+
+
+class Words(Artist):
+    """Draws level words over everything else.
+
+    Attributes:
+        words: what is drawn, in this order.
+    """
+
+    def __init__(self, words: Sequence[Word]) -> None:
+        super().__init__()
+        self.words = tuple(words)
+        self.set_zorder(6)
+
+    def draw(self, renderer: Any) -> None:
+        """Write every word."""
+        if not self.get_visible() or not self.words:
+            return
+        places = self.get_transform().transform([(word.x, word.y) for word in self.words])
+        pen = renderer.new_gc()
+        self._set_gc_clip(pen)  # type: ignore[attr-defined]
+        canvas_height = renderer.get_canvas_width_height()[1]
+        for word, (x, y) in zip(self.words, places.tolist(), strict=True):
+            font = _font(word.size, word.bold)
+            wide = renderer.get_text_width_height_descent(word.text, font, False)[0]
+            low = y - renderer.points_to_pixels(HALF_CAPITAL * word.size)
+            pen.set_foreground(word.colour)
+            left = x - SIDES[word.side] * wide
+            renderer.draw_text(pen, left, canvas_height - low if renderer.flipy() else low, word.text, font, 0)
+        pen.restore()
+
+
+@lru_cache(maxsize=4096)
+def width_in(text: str, size: float, bold: bool = False) -> float:
+    """Return how wide a text is, in inches."""
+    wide: float = text_to_path.get_text_width_height_descent(text, _font(size, bold), False)[0]
+    return wide / 72 if text.strip() else 0.0
+
+
+@lru_cache(maxsize=256)
+def _font(size: float, bold: bool) -> FontProperties:
+    return FontProperties(size=size, weight="bold" if bold else "normal")
+
 
 TICK_PT, PAD_PT, GRID = 4.0, 3.5, "#E4E4E4"
 

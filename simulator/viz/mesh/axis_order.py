@@ -14,8 +14,8 @@ from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import format_s, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title, spread_evenly
-from simulator.viz.drawing.style import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
+from simulator.viz.drawing.plot import spread_evenly
+from simulator.viz.drawing.theme import FAINT, TEXT_PT, WIDTH_IN, LegendBox, text_colour
 from simulator.viz.mesh.degrees import COMPUTE, parts_of
 from simulator.viz.mesh.mesh import axis_style
 
@@ -52,7 +52,7 @@ def draw_placement(orders: Sequence[tuple[Order, Step]]) -> Picture:
     rows = _rows(orders)
     shown = [rows[index] for index in spread_evenly(len(rows), MOST)]
     height = TOP_IN + LINE_IN * len(shown) + FOOT_IN
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     left = LEFT_IN + CHIP_IN * max(len(row.axes) for row in shown) + 0.35
     room, longest = WIDTH_IN - left - RIGHT_IN, shown[-1].step.duration_s
     top = height - TOP_IN
@@ -68,12 +68,10 @@ def draw_placement(orders: Sequence[tuple[Order, Step]]) -> Picture:
         pen.words((end + 0.1, y + LINE_IN / 2), _figures(row, shown[0]), side="left", bold=not number)
     used = {part.name: part for row in shown for part in parts_of(row.step) if part.seconds > 0}
     pen.legend([LegendBox(part.colour, "white", part.letter, part.words) for part in used.values()])
-    pen.words(
-        (LEFT_IN, 0.6), "a filled letter: the axis stays inside a node; a hollow one: it leaves the node", side="left"
-    )
-    pen.flush()
-    put_title(figure, _fastest_order(rows), _what_is_compared(rows, len(shown)))
-    return Picture(figure, _say(rows))
+    legend = "a filled letter: the axis stays inside a node; a hollow one: it leaves the node"
+    pen.words((LEFT_IN, 0.6), legend, side="left")
+    picture = pen.finish(_fastest_order(rows), _what_is_compared(rows, len(shown)))
+    return picture._replace(words=_say(rows))
 
 
 def _say(rows: Sequence[_Row]) -> str:

@@ -14,27 +14,14 @@ from simulator.runs.money import Bill
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import counted, format_bytes, format_s, format_span, percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.lanes import Side, place, shaded
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import frame, put_title, spread_evenly
-from simulator.viz.drawing.style import (
-    AXIS_STYLES,
-    FAINT,
-    IDLE,
-    INK,
-    LEAST_PT,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    text_colour,
-)
-from simulator.viz.drawing.words import width_in
-from simulator.viz.memory.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
+from simulator.viz.drawing.plot import frame, spread_evenly, width_in
+from simulator.viz.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style
-from simulator.viz.timeline.draw_rows import Scene, fill_axes, legend_boxes, limit_of, styles_of
-from simulator.viz.timeline.timeline import MAX_BOXES
+from simulator.viz.timeline.timeline import MAX_BOXES, Scene, fill_axes, legend_boxes, limit_of, styles_of
 
 COMPUTE, BUBBLE = "compute", "bubble"
 COMPUTE_COLOUR, BUBBLE_COLOUR = "#56B4E9", "#D0D0D0"
@@ -58,7 +45,7 @@ def parts_of(step: Step) -> list[TimePart]:
     """
     exposed, bubble = step.exposed_by_axis, _bubble_s(step)
     by_axis = [
-        TimePart(axis, AXIS_STYLES[axis].letter, f"{axis} exposed", AXIS_STYLES[axis].colour, exposed[axis])
+        TimePart(axis, theme.AXIS_STYLES[axis].letter, f"{axis} exposed", theme.AXIS_STYLES[axis].colour, exposed[axis])
         for axis in reversed(AXES)
     ]
     rest = step.duration_s - bubble - sum(part.seconds for part in by_axis)
@@ -100,12 +87,10 @@ def draw_degrees(step: Step, *, num_devices: int | None = None) -> Picture:
     draw_equation(pen, step.plan, step, HEIGHT_IN - 1.3)
     _draw_time(pen, step)
     draw_memory_bars(figure, pen, step, top=2.9, bottom=MEMORY_LOW_IN)
-    pen.flush()
-    put_title(figure, fit_and_utilization(step), _speed_of_step(step, num_devices))
-    return Picture(figure, _say(step, num_devices))
+    return pen.finish(fit_and_utilization(step), _speed_of_step(step, num_devices), *_say(step))
 
 
-def _say(step: Step, num_devices: int | None) -> str:
+def _say(step: Step) -> list[str]:
     """Say a plan's equation, its step's time, its memory and what it sends."""
     parts = ", ".join(f"{part.words} {format_s(part.seconds)}" for part in parts_of(step) if part.seconds > 0)
     memory, capacity = step.memory, step.cluster.device.memory_bytes
@@ -116,29 +101,26 @@ def _say(step: Step, num_devices: int | None) -> str:
         if number
     )
     sent = ", ".join(f"{axis} {format_bytes(number)}" for axis, number in step.sent_bytes_by_axis.items() if number > 0)
-    lines = (
-        f"{fit_and_utilization(step)}. {_speed_of_step(step, num_devices)}",
+    return [
         f"{equation(step.plan)}.",
         f"Time: {parts}.",
         f"Memory of the fullest rank: {format_bytes(memory.max_bytes)} of {format_bytes(capacity)}: {held}.",
         f"Sent per rank: {sent or 'nothing'}.",
-    )
-    return "\n".join(lines)
+    ]
 
 
 def draw_impossible(plan: Plan, reason: str) -> Picture:
     """Draw the degrees of a plan that cannot run, and say why."""
-    figure, pen = sheet(HEIGHT_IN)
+    _, pen = sheet(HEIGHT_IN)
     draw_equation(pen, plan, None, HEIGHT_IN - 1.3)
     lines = textwrap.wrap(reason, REASON_CHARACTERS)
     top = TIME_IN - 0.1
     tall = 0.3 * len(lines) + 0.4
-    pen.box((LEFT_IN, top - tall), WIDTH_IN - 2 * LEFT_IN, tall, "#FBEDED", edge=BAD, line=1.6)
+    pen.box((LEFT_IN, top - tall), theme.WIDTH_IN - 2 * LEFT_IN, tall, "#FBEDED", edge=BAD, line=1.6)
     for number, line in enumerate(lines):
-        pen.words((LEFT_IN + 0.2, top - 0.35 - 0.3 * number), line, size=TEXT_PT + 1, side="left")
-    pen.flush()
-    put_title(figure, "This plan cannot run", "Drag a slider: the reason says which.")
-    return Picture(figure, f"This plan cannot run: {equation(plan)}. Why: {reason}.")
+        pen.words((LEFT_IN + 0.2, top - 0.35 - 0.3 * number), line, size=theme.TEXT_PT + 1, side="left")
+    picture = pen.finish("This plan cannot run", "Drag a slider: the reason says which.")
+    return picture._replace(words=f"This plan cannot run: {equation(plan)}. Why: {reason}.")
 
 
 def equation(plan: Plan) -> str:
@@ -161,14 +143,13 @@ def fit_and_utilization(step: Step) -> str:
     return f"Fits, and {used}: {what} costs most, {percent(most.seconds / step.duration_s)} of the step"
 
 
-def _speed_of_step(step: Step, num_devices: int | None) -> str:
+def _speed_of_step(step: Step, num_devices: int | None = None) -> str:
     plan, cluster = step.plan, step.cluster
     rate = f"{step.samples_per_s:,.3g} samples/s"
     on = f"{step.workload.name} on {cluster.name}, nodes of {cluster.devices_per_node}"
     idle = 0 if num_devices is None else num_devices - plan.world_size
-    return f"{on}: {format_s(step.duration_s)} per step, {rate}." + (
-        f" {idle} of {num_devices} GPUs are idle." if idle > 0 else ""
-    )
+    unused = f" {idle} of {num_devices} GPUs are idle." if idle > 0 else ""
+    return f"{on}: {format_s(step.duration_s)} per step, {rate}.{unused}"
 
 
 def draw_equation(pen: Pen, plan: Plan, step: Step | None, y: float) -> None:
@@ -178,21 +159,21 @@ def draw_equation(pen: Pen, plan: Plan, step: Step | None, y: float) -> None:
     for number, axis in enumerate(AXES):
         style, degree = axis_style(axis), getattr(plan, axis)
         if number:
-            pen.words((x + 0.12, y), "x", size=TEXT_PT)
+            pen.words((x + 0.12, y), "x", size=theme.TEXT_PT)
             x += 0.24
         text = f"{axis} {degree}"
-        wide = width_in(text, TEXT_PT, True) + 0.25
-        fill = style.colour if degree > 1 else IDLE
+        wide = width_in(text, theme.TEXT_PT, True) + 0.25
+        fill = style.colour if degree > 1 else theme.IDLE
         pen.box((x, y - 0.18), wide, 0.36, fill)
-        ink = text_colour(fill) if degree > 1 else FAINT
-        pen.words((x + wide / 2, y), text, size=TEXT_PT, bold=degree > 1, colour=ink)
+        ink = theme.text_colour(fill) if degree > 1 else theme.FAINT
+        pen.words((x + wide / 2, y), text, size=theme.TEXT_PT, bold=degree > 1, colour=ink)
         if step is not None and degree > 1:
             where = "inside a node" if axis in inside else "between nodes"
-            pen.words((x + wide / 2, y - 0.32), where, size=LEAST_PT, colour=FAINT)
+            pen.words((x + wide / 2, y - 0.32), where, size=theme.LEAST_PT, colour=theme.FAINT)
         x += wide
     pen.heading((x + 0.15, y), f"=  {counted(plan.world_size, 'rank')}")
     rest = counted(plan.num_microbatches, "micro-batch")
-    pen.words((WIDTH_IN - 0.25, y), rest, size=TEXT_PT, side="right", colour=FAINT)
+    pen.words((theme.WIDTH_IN - 0.25, y), rest, size=theme.TEXT_PT, side="right", colour=theme.FAINT)
 
 
 def _draw_time(pen: Pen, step: Step) -> None:
@@ -201,15 +182,18 @@ def _draw_time(pen: Pen, step: Step) -> None:
     y = TIME_IN - 0.2 - BAR_IN
     shares = [(part, part.seconds / step.duration_s) for part in parts_of(step)]
     pieces = [
-        (share * (WIDTH_IN - 2 * LEFT_IN), part.colour, (f"{part.words} {percent(share)}", percent(share), part.letter))
+        (
+            share * (theme.WIDTH_IN - 2 * LEFT_IN),
+            part.colour,
+            (f"{part.words} {percent(share)}", percent(share), part.letter),
+        )
         for part, share in shares
     ]
     pen.bar((LEFT_IN, y), BAR_IN, pieces)
     used = [part for part in parts_of(step) if part.seconds > 0]
-    pen.legend(
-        [LegendBox(part.colour, "white", part.letter, f"{part.words} {format_s(part.seconds)}") for part in used],
-        low=y - 0.4,
-    )
+    words = [f"{part.words} {format_s(part.seconds)}" for part in used]
+    boxes = [theme.LegendBox(part.colour, "white", part.letter, text) for part, text in zip(used, words, strict=True)]
+    pen.legend(boxes, low=y - 0.4)
 
 
 def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom: float) -> None:
@@ -224,7 +208,7 @@ def draw_memory_bars(figure: Figure, pen: Pen, step: Step, *, top: float, bottom
     if capacity <= limit:
         axes.axvline(capacity, gid="capacity", **CAPACITY_LINE)
         text = f"the device's {format_bytes(capacity)} "
-        axes.text(capacity, -0.5, text, ha="right", va="bottom", fontsize=SMALL_PT, color=INK)
+        axes.text(capacity, -0.5, text, ha="right", va="bottom", fontsize=theme.SMALL_PT, color=theme.INK)
     heading = f"memory at each rank's peak; a device has {format_bytes(capacity)}"
     pen.heading((LEFT_IN, top + 0.15), heading)
     pen.legend(boxes_of_kinds(memory.at_peak_bytes[ranks]))
@@ -241,9 +225,9 @@ def draw_planner(bill: Bill) -> Picture:
     pen.heading((LEFT_IN, RUN_HEIGHT_IN - 2.0), cost_words(bill))
     _draw_step(figure, pen, bill)
     draw_memory_bars(figure, pen, bill.step, top=2.65, bottom=MEMORY_LOW_IN)
-    pen.flush()
-    put_title(figure, fit_and_utilization(bill.step), _setting(bill))
-    return Picture(figure, f"{_say(bill.step, None)}\nThe run: {cost_words(bill)}.")
+    takeaway, lines = fit_and_utilization(bill.step), [*_say(bill.step), f"The run: {cost_words(bill)}."]
+    picture = pen.finish(takeaway, _setting(bill))
+    return picture._replace(words="\n".join([f"{takeaway}. {_speed_of_step(bill.step)}", *lines]))
 
 
 def cost_words(bill: Bill) -> str:

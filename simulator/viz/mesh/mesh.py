@@ -14,23 +14,9 @@ from numpy.typing import NDArray
 
 from distlab.plan import Mesh
 from simulator.units import counted, listed
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import (
-    AXIS_STYLES,
-    FAINT,
-    IDLE,
-    INK,
-    LEAST_PT,
-    RANK_COLOURS,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    KindStyle,
-    kind_styles,
-    text_colour,
-)
 
 MAX_RANKS, MAX_COLUMNS = 256, 16
 TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75
@@ -71,21 +57,19 @@ def draw_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | No
     rows = -(-mesh.size // columns)
     across = min(len(axes), 3 if columns <= 8 and mesh.size <= 100 else 2 if columns <= 12 else 1)
     margin = MARGIN_IN + (NODE_IN if devices_per_node else 0.0)
-    room = (WIDTH_IN - MARGIN_IN) / across
+    room = (theme.WIDTH_IN - MARGIN_IN) / across
     wide = min(0.85, (room - margin - 0.1) / columns)
     box_wide = wide * (BOX_WIDE if mesh.size <= 100 else BOX_WIDER)
     tall = min(0.62, max(0.3 if box_wide > ONE_LINE_IN else 0.5, 4.2 / rows))
     block = HEAD_IN + rows * tall + FOOT_IN
     height = TOP_IN + block * -(-len(axes) // across) + 0.1
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     for number, axis in enumerate(axes):
         down, place = divmod(number, across)
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
-    pen.flush()
-    takeaway, note = _equation_and_nodes(mesh, devices_per_node), _how_to_read(mesh, devices_per_node, rank)
-    put_title(figure, takeaway, note)
-    return Picture(figure, "\n".join([f"{takeaway}. {note}", *_say_groups(mesh, axes, devices_per_node, rank)]))
+    lines = _say_groups(mesh, axes, devices_per_node, rank)
+    return pen.finish(_equation_and_nodes(mesh, devices_per_node), _how_to_read(devices_per_node, rank), *lines)
 
 
 def _say_groups(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, rank: int | None) -> list[str]:
@@ -102,9 +86,9 @@ def _say_groups(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, r
     return lines
 
 
-def axis_style(axis: str) -> KindStyle:
+def axis_style(axis: str) -> theme.KindStyle:
     """Return the colour, letter and word of an axis, also of one with a name of its own."""
-    return AXIS_STYLES[axis] if axis in AXIS_STYLES else kind_styles([axis])[axis]
+    return theme.AXIS_STYLES[axis] if axis in theme.AXIS_STYLES else theme.kind_styles([axis])[axis]
 
 
 def _checked(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> Sequence[str]:
@@ -147,7 +131,7 @@ def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
     return f"{ranks} = {equation}: {listed(inside)} {verb}, {listed(outside)} {leave}"
 
 
-def _how_to_read(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> str:
+def _how_to_read(devices_per_node: int | None, rank: int | None) -> str:
     rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
     one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
     own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
@@ -166,19 +150,18 @@ def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:
 def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: int | None, only: int | None) -> None:
     style = axis_style(axis)
     spot = (tile.left, tile.top + 0.4)
-    pen.block((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour, style.letter, size=TEXT_PT, bold=True)
+    pen.block((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour, style.letter, size=theme.TEXT_PT, bold=True)
     pen.heading((spot[0] + 0.38, spot[1]), f"{axis} ({mesh.axis_size(axis)})")
-    pen.words((spot[0], spot[1] - 0.25), _kind_of(mesh, axis, devices_per_node), colour=FAINT, side="left")
+    pen.words((spot[0], spot[1] - 0.25), _kind_of(mesh, axis, devices_per_node), colour=theme.FAINT, side="left")
     if devices_per_node is not None and devices_per_node == tile.columns:
         for node in range(-(-mesh.size // devices_per_node)):
             y = tile.top - (node + 0.5) * tile.tall
-            pen.words((tile.left - 0.1, y), f"node {node}", colour=FAINT, side="right")
-            pen.outline(
-                (tile.left, y - tile.tall / 2 + 0.02), tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2
-            )
+            pen.words((tile.left - 0.1, y), f"node {node}", colour=theme.FAINT, side="right")
+            corner = (tile.left, y - tile.tall / 2 + 0.02)
+            pen.outline(corner, tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2)
     for number, group in enumerate(mesh.groups(axis)):
         shown = only is None or only in group
-        fill = RANK_COLOURS[number % len(RANK_COLOURS)] if shown else IDLE
+        fill = theme.RANK_COLOURS[number % len(theme.RANK_COLOURS)] if shown else theme.IDLE
         letter = GROUP_LETTERS[number] if number < len(GROUP_LETTERS) else str(number)
         if shown:
             for one, other in zip(group[:-1], group[1:], strict=True):
@@ -207,13 +190,13 @@ def _draw_rank(pen: Pen, tile: _Tile, rank: int, fill: str, letter: str, *, fram
     spot, wide, tall = tile.middle(rank), tile.box_wide, BOX_TALL * tile.tall
     pen.box(spot - np.array([wide / 2, tall / 2]), wide, tall, fill)
     if framed:
-        pen.outline(spot - np.array([wide / 2, tall / 2]), wide, tall, INK, line=2.2)
-    ink, size = text_colour(fill), TEXT_PT if rank < 100 and tall > 0.3 else LEAST_PT
+        pen.outline(spot - np.array([wide / 2, tall / 2]), wide, tall, theme.INK, line=2.2)
+    ink, size = theme.text_colour(fill), theme.TEXT_PT if rank < 100 and tall > 0.3 else theme.LEAST_PT
     if not letter:
-        pen.words(spot, str(rank), size=size if wide > ONE_LINE_IN else LEAST_PT, colour=FAINT)
+        pen.words(spot, str(rank), size=size if wide > ONE_LINE_IN else theme.LEAST_PT, colour=theme.FAINT)
     elif wide > ONE_LINE_IN:
         pen.words(spot - np.array([0.24 * wide, 0]), str(rank), size=size, colour=ink)
-        pen.words(spot + np.array([0.28 * wide, 0]), letter, size=min(SMALL_PT, size), bold=True, colour=ink)
+        pen.words(spot + np.array([0.28 * wide, 0]), letter, size=min(theme.SMALL_PT, size), bold=True, colour=ink)
     else:
-        pen.words(spot + np.array([0, 0.23 * tall]), str(rank), size=LEAST_PT, colour=ink)
-        pen.words(spot - np.array([0, 0.25 * tall]), letter, size=LEAST_PT, bold=True, colour=ink)
+        pen.words(spot + np.array([0, 0.23 * tall]), str(rank), size=theme.LEAST_PT, colour=ink)
+        pen.words(spot - np.array([0, 0.25 * tall]), letter, size=theme.LEAST_PT, bold=True, colour=ink)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import ipywidgets as widgets
@@ -12,35 +12,26 @@ from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
 from simulator.hardware import presets as hardware
-from simulator.sweeps.compression import CompressionSweep, bandwidths, replica_link, sweep_compression
+from simulator.sweeps.compression import CompressionSweep, replica_link, sweep_compression
 from simulator.viz.collectives.race import draw_race
-from simulator.viz.collectives.ring_frame import draw_ring_frame
-from simulator.viz.collectives.ring_record import Record, ring_steps
-from simulator.viz.compression.compression import compression_label, draw_compression
-from simulator.viz.data_parallel.step_read import read_step
-from simulator.viz.data_parallel.step_state import best_moment
+from simulator.viz.collectives.ring import RecordedCall, draw_ring_frame, ring_steps
+from simulator.viz.compression import compression_label, draw_compression
+from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.panels.panel import Panel, by_name
+from simulator.viz.panels.panel import Panel, choice, slider
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
-COMPRESSIONS = (
-    Compression("top_k", ratio=0.01),
-    Compression("random_k", ratio=0.01),
-    Compression("quantize", bits=8),
-    Compression("sign"),
-    Compression("powersgd", rank=4),
-)
 ALL_COMPRESSIONS = "all"
 
 
-def ring_panel(record: Record) -> Panel:
+def ring_panel(record: Iterable[RecordedCall]) -> Panel:
     """Return a panel that plays the steps of a recorded ring; step 0 is what every rank holds before the first.
 
     In code: `panel.controls["step"].value = 3`.
 
     Args:
-        record: the records of one ring (`ranks.records()`), or a trace whose spans name their peers.
+        record: the records of one ring (`ranks.records()`).
 
     Raises:
         ValueError: the record is not of a ring; the text says why.
@@ -54,7 +45,7 @@ def ring_panel(record: Record) -> Panel:
     return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
 
 
-def race_panel(num_ranks: int = 8, algorithms: Sequence[str] | None = None) -> Panel:
+def race_panel(num_ranks: int, algorithms: Sequence[str]) -> Panel:
     """Return a panel with a drop-down of links and a slider of ranks, 2 to 64.
 
     In code: `panel.controls["link"].value = "nvlink4"` and `panel.controls["num_ranks"].value = 16`.
@@ -68,48 +59,33 @@ def race_panel(num_ranks: int = 8, algorithms: Sequence[str] | None = None) -> P
     def draw(link: str, num_ranks: int) -> Picture:
         return draw_race(table[link], num_ranks, algorithms)
 
-    return Panel(
-        draw,
-        link=widgets.Dropdown(options=list(table), value=next(iter(table)), description="link"),
-        num_ranks=widgets.IntSlider(value=num_ranks, min=2, max=max(64, num_ranks), description="ranks"),
-    )
+    ranks = widgets.IntSlider(value=num_ranks, min=2, max=64, description="ranks")
+    return Panel(draw, link=choice("link", table), num_ranks=ranks)
 
 
-def train_step_panel(trace: Trace | Mapping[str, Trace]) -> Panel:
-    """Return a panel with a slider for the moment, in milliseconds since the step began.
+def train_step_panel(traces: Mapping[str, Trace]) -> Panel:
+    """Return a panel that moves through one of several data-parallel steps: a drop-down of steps, a slider of moments.
 
-    A mapping from names to traces (such as the four ways to average gradients, or "predicted" and "measured") adds a
-    drop-down that switches between them; the slider then reaches to the end of the one that is shown.
+    The slider counts milliseconds since the step began, and reaches to the end of the step that is shown.
     In code: `panel.controls["at_ms"].value = 12.5` and `panel.controls["version"].value = "flat"`.
 
     Args:
-        trace: one step, or several by name; see `draw_train_step`.
+        traces: steps by name, such as the four ways to average gradients; see `draw_train_step`.
 
     Raises:
-        ValueError: a trace is not a data-parallel step, or there is none.
+        ValueError: a trace is not a data-parallel step.
     """
-    traces = by_name(trace, "trace")
     steps = {name: read_step(each) for name, each in traces.items()}
     ends_ms = {name: step.duration_s * 1e3 for name, step in steps.items()}
     first = next(iter(traces))
-    at_ms = widgets.FloatSlider(
-        value=best_moment(steps[first]) * 1e3,
-        min=0.0,
-        max=ends_ms[first],
-        step=ends_ms[first] / 200,
-        description="moment (ms)",
-        readout_format=".1f" if max(ends_ms.values()) >= 20 else ".2f",
-        style={"description_width": "initial"},
-        layout={"width": "32em"},
-    )
+    look = {"readout_format": ".1f" if max(ends_ms.values()) >= 20 else ".2f", "layout": {"width": "32em"}}
+    begin_ms, end_ms = best_moment(steps[first]) * 1e3, ends_ms[first]
+    at_ms = slider("moment (ms)", begin_ms, 0.0, end_ms, end_ms / 200, **look)
 
-    def draw(at_ms: float, version: str = first) -> Picture:
+    def draw(at_ms: float, version: str) -> Picture:
         return draw_train_step(traces[version], at_ms / 1e3)
 
-    if len(traces) == 1:
-        return Panel(draw, at_ms=at_ms)
-    names = [(name.replace("_", " "), name) for name in traces]
-    version = widgets.Dropdown(options=names, value=first, description="gradients")
+    version = choice("gradients", [(name.replace("_", " "), name) for name in traces])
 
     def reach(change: Mapping[str, str]) -> None:
         end_ms = ends_ms[change["new"]]
@@ -121,52 +97,39 @@ def train_step_panel(trace: Trace | Mapping[str, Trace]) -> Panel:
 
 
 def compression_panel(
-    workload: Workload | Mapping[str, Workload],
+    workload: Workload,
     cluster: Cluster,
     plan: Plan,
     *,
-    compressions: Sequence[Compression] = COMPRESSIONS,
-    bytes_per_s: Sequence[float] | None = None,
+    compressions: Sequence[Compression],
+    bytes_per_s: Sequence[float],
 ) -> Panel:
-    """Return a panel with a slider of bandwidths and drop-downs of compressors and, where there are several, models.
+    """Return a panel with a slider of bandwidths and a drop-down of compressors.
 
     In code: `panel.controls["log_bytes_per_s"].value = 9.0` (the power of ten: 1 GB/s) and
     `panel.controls["compressor"].value = "sign"`.
 
     Args:
-        workload: the model, or several by name.
+        workload: the model.
         cluster: the devices; the bandwidth of the link between replicas is what the slider changes.
         plan: how; its own compression is left aside.
         compressions: what to compare.
-        bytes_per_s: bandwidths of the picture, 10 MB/s to 100 GB/s by default.
+        bytes_per_s: bandwidths of the picture, such as `bandwidths()` returns.
 
     Raises:
-        ValueError: there is no model, or as `sweep_compression`.
+        ValueError: as `sweep_compression`.
     """
-    workloads = by_name(workload, "model")
-    speeds = tuple(bandwidths() if bytes_per_s is None else bytes_per_s)
     named = {compression_label(each): each for each in compressions}
 
     @cache
-    def sweep_of(model: str, compressor: str) -> CompressionSweep:
-        chosen = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
-        return sweep_compression(workloads[model], cluster, plan, compressions=chosen, bytes_per_s=speeds)
+    def sweep_of(compressor: str) -> CompressionSweep:
+        some = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
+        return sweep_compression(workload, cluster, plan, compressions=some, bytes_per_s=bytes_per_s)
 
-    def draw(log_bytes_per_s: float, compressor: str, model: str = next(iter(workloads))) -> Picture:
-        return draw_compression(sweep_of(model, compressor), at_bytes_per_s=10**log_bytes_per_s)
+    def draw(log_bytes_per_s: float, compressor: str) -> Picture:
+        return draw_compression(sweep_of(compressor), 10**log_bytes_per_s)
 
-    low, high = math.log10(min(speeds)), math.log10(max(speeds))
+    low, high = math.log10(min(bytes_per_s)), math.log10(max(bytes_per_s))
     here = math.log10(max(protocol.bytes_per_s for protocol in replica_link(cluster, plan).protocols))
-    slider = widgets.FloatSlider(
-        value=min(max(here, low), high),
-        min=low,
-        max=high,
-        step=(high - low) / 80,
-        description="bandwidth: 10^x bytes/s",
-        readout_format=".2f",
-    )
-    compressor = widgets.Dropdown(options=[ALL_COMPRESSIONS, *named], value=ALL_COMPRESSIONS)
-    controls: dict[str, widgets.Widget] = {"log_bytes_per_s": slider, "compressor": compressor}
-    if len(workloads) > 1:
-        controls["model"] = widgets.Dropdown(options=list(workloads), value=next(iter(workloads)))
-    return Panel(draw, **controls)
+    speed = slider("bandwidth: 10^x bytes/s", min(max(here, low), high), low, high, (high - low) / 80)
+    return Panel(draw, log_bytes_per_s=speed, compressor=choice("compressor", [ALL_COMPRESSIONS, *named]))

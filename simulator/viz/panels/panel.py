@@ -6,9 +6,9 @@ moved by a slider, and a reader without a kernel still sees the last picture and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anywidget
 import ipywidgets
@@ -22,22 +22,6 @@ Draw = Callable[..., Picture]
 CONTROL_WIDTH = "26em"
 SCRIPTS = (NAMES, Path(__file__).with_name("panel.js"))  # one module: the second uses what the first defines
 FEW = 4  # controls that stand above a picture; more stand under it, so that a low screen shows the picture
-
-
-Named = TypeVar("Named")
-
-
-def by_name(one_or_several: Named | Mapping[str, Named], what: str) -> dict[str, Named]:
-    """Return what a control chooses among, by name; a single one has the name "".
-
-    Raises:
-        ValueError: the mapping is empty.
-    """
-    if not isinstance(one_or_several, Mapping):
-        return {"": one_or_several}
-    if not one_or_several:
-        raise ValueError(f"there is no {what}; pass one, or a mapping from names to {what}s")
-    return dict(one_or_several)
 
 
 class Shown(anywidget.AnyWidget):
@@ -104,8 +88,7 @@ class Panel(Redrawn):
         self.num_drawn = 0
         self._picture = Shown()
         shown = [self._adopt(name, control) for name, control in controls.items()]
-        row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
-        parts = [row, self._picture] if shown else [self._picture]
+        parts = [row_of(shown), self._picture] if shown else [self._picture]
         super().__init__(parts if len(shown) <= FEW else parts[::-1])
         self.redraw()
 
@@ -169,3 +152,21 @@ def dress(name: str, control: Any) -> Any:
     if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
         control.layout.width = CONTROL_WIDTH
     return control
+
+
+def slider(words: str, value: float, least: float, most: float, step: float, **look: Any) -> Any:
+    """Return a slider of numbers, named by the words."""
+    return ipywidgets.FloatSlider(value=value, min=least, max=most, step=step, description=words, **look)
+
+
+def choice(words: str, options: Iterable[Any], value: Any = None, *, is_slider: bool = False) -> Any:
+    """Return a drop-down, or a slider, of options (or pairs of a label and an option), named by the words."""
+    listed = list(options)
+    first = listed[0][1] if isinstance(listed[0], tuple) else listed[0]
+    kind = ipywidgets.SelectionSlider if is_slider else ipywidgets.Dropdown
+    return kind(options=listed, value=first if value is None else value, description=words)
+
+
+def row_of(controls: Iterable[Any]) -> Any:
+    """Put controls side by side, and more under them where a page is narrow."""
+    return ipywidgets.HBox(list(controls), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})

@@ -1,4 +1,4 @@
-"""Plan a run: drag degrees, and see memory, a step over time, the price, where time goes, and which strategy wins."""
+"""Plan a run: choose a plan and see what fills memory, a step over time, the price, and which strategy wins."""
 
 from __future__ import annotations
 
@@ -6,45 +6,155 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import ipywidgets as widgets
 
-from distlab.plan import AXES, Cluster, Plan, Sharding, Workload
+from distlab.plan import AXES, Cluster, Device, Plan, Precision, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
+from distlab.plan.require import chosen
 from simulator.advisor.strategies import MapCell, strategy_map
-from simulator.hardware.presets import cluster as cluster_by_name, link
+from simulator.hardware import presets as hardware
+from simulator.memory.advice import DoesNotFitError, check_fit
+from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
 from simulator.runs.failures import RATES, Failures, checkpoint_bytes
 from simulator.runs.money import Run, bill, counts_of, curve, spread
 from simulator.step.simulate import Step, simulate
+from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
+from simulator.units import capitalised
 from simulator.viz.drawing.picture import Picture
+from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
-from simulator.viz.panels.memory import DEGREES, STAGES
-from simulator.viz.panels.panel import Panel, by_name
-from simulator.viz.runs.cost_curve import draw_cost_curve
-from simulator.viz.runs.goodput import draw_goodput
-from simulator.viz.runs.strategies import draw_strategy_map
+from simulator.viz.panels.panel import Panel, choice, slider
+from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
+from simulator.viz.sharding import draw_sharding
 
-CLUSTERS = ("dgx-h100", "dgx-a100")
-MODELS = ("llama-3-70b", "llama-3-8b", "llama-2-7b", "gpt-3-175b")
-OF_DEGREES = Plan(data=8, tensor=8, sequence_parallel=True, recompute="selective")
-OF_PLANNER = Plan(4, 2, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="full")
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "float32 (16 bytes a parameter)": Precision(),
+        "bfloat16, all in it (8)": Precision("bfloat16", master=False, reduce="bfloat16", gradients="bfloat16"),
+        "bfloat16, float32 master weights (16)": Precision("bfloat16", reduce="bfloat16", gradients="bfloat16"),
+        "bfloat16, float32 master and gradients (18)": Precision("bfloat16"),
+    }
+)
+MEMORY_MODELS = ("llama-2-7b", "llama-2-70b", "gpt-3-175b", "gpt-2-1.5b")
+MAX_PREFETCH = 3
+OVER_ALL, NODE = "over all GPUs", "inside each node"
+STAGES = MappingProxyType({"none": 0, "ZeRO-1: optimizer": 1, "ZeRO-2: + gradients": 2, "ZeRO-3: + parameters": 3})
+DEGREES = tuple(2**power for power in range(11))
+
+
+def memory_panel(*, devices: Sequence[str]) -> Panel:
+    """Return a panel of models and plans: what the fullest rank holds, by kind and over the step.
+
+    In code: `panel.controls["stage"].value = 3`, `panel.controls["picture"].value = "stages"` for all stages of
+    sharding side by side.
+
+    Args:
+        devices: names of presets.
+
+    Raises:
+        ValueError: a device is not known.
+    """
+    workload = cache(model_by_name)
+    known = {name: hardware.device(name) for name in devices}
+
+    def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> Picture:
+        pictures = _draw_stages if picture == "stages" else _draw_plan
+        return pictures(workload(model, microbatch_size=microbatch), _plan(**degrees), known[device])
+
+    return Panel(
+        draw,
+        model=choice("model", MEMORY_MODELS),
+        device=choice("device", devices),
+        data=_powers("data-parallel ranks", 1024, 8),
+        stage=choice("sharding", STAGES.items()),
+        recompute=choice("recompute", RECOMPUTES),
+        precision=choice("precision", PRECISIONS, list(PRECISIONS)[2]),
+        microbatch=_powers("samples per micro-batch", 32),
+        tensor=_powers("tensor-parallel ranks", 8),
+        pipeline=_powers("pipeline stages", 16),
+        picture=choice("show", [("this plan", "plan"), ("all stages", "stages")]),
+    )
+
+
+def _draw_plan(workload: Workload, plan: Plan, device: Device) -> Picture:
+    """Draw one plan's memory against the device; the text says what to change where it does not fit."""
+    picture = draw_memory(memory_of(workload, plan), capacity_bytes=device.memory_bytes)
+    try:
+        check_fit(workload, plan, device)
+    except DoesNotFitError as error:
+        return picture._replace(words=f"{picture.words} {capitalised(error.advice)}.")
+    return picture
+
+
+def _draw_stages(workload: Workload, plan: Plan, device: Device) -> Picture:
+    """Draw the plan with every stage of sharding, side by side."""
+    plans = {
+        name if stage else "no sharding": memory_of(workload, replace(plan, sharding=Sharding(stage)))
+        for name, stage in STAGES.items()
+    }
+    return draw_memory_of_plans(plans, capacity_bytes=device.memory_bytes)
+
+
+def _plan(*, pipeline: int, tensor: int, stage: int, precision: str, **degrees: Any) -> Plan:
+    degrees |= {"num_microbatches": 4 * pipeline if pipeline > 1 else 1, "sequence_parallel": tensor > 1}
+    return Plan(pipeline=pipeline, tensor=tensor, sharding=Sharding(stage), precision=PRECISIONS[precision], **degrees)
+
+
+def _powers(words: str, most: int, value: int = 1) -> Any:
+    """Return a slider of the powers of two up to the most."""
+    return choice(words, [degree for degree in DEGREES if degree <= most], value, is_slider=True)
+
+
+def sharding_panel(workload: Workload, cluster: Cluster, plan: Plan, *, num_devices: Sequence[int]) -> Panel:
+    """Return a panel with a slider of layers per unit, and controls of prefetch, GPUs, sets of shards and what is kept.
+
+    In code: `panel.controls["unit_layers"].value = 4`, `panel.controls["prefetch"].value = 0`,
+    `panel.controls["sets"].value = "inside each node"`.
+
+    Args:
+        workload: the model.
+        cluster: what it runs on; the GPUs that are chosen may be more or fewer than it has.
+        plan: where the controls begin, and all that they do not set.
+        num_devices: numbers of GPUs to choose from.
+
+    Raises:
+        ValueError: as `sweep_units`.
+    """
+    base, sizes = plan.sharding, unit_sizes(workload)
+    sweep_of = cache(partial(sweep_units, workload, sizes=sizes))
+
+    def draw(unit_layers: int, prefetch: int, gpus: int, sets: str, keep: bool) -> Picture:
+        on = replace(cluster, num_devices=gpus)
+        replicas = max(1, gpus // cluster.devices_per_node) if sets == NODE else 1
+        sharding = replace(base, stage=3, unit_layers=1, prefetch=prefetch, replicas=replicas)
+        on_all = replace(plan, data=gpus, sharding=replace(sharding, reshard_after_forward=not keep))
+        return draw_sharding(sweep_of(on, on_all), simulate(workload, on, with_unit_layers(on_all, unit_layers)))
+
+    nearest = min(sizes, key=lambda size: abs(size - base.unit_layers))
+
+    return Panel(
+        draw,
+        unit_layers=choice("layers per unit", sizes, nearest, is_slider=True),
+        prefetch=widgets.IntSlider(value=min(base.prefetch, MAX_PREFETCH), min=0, max=MAX_PREFETCH),
+        gpus=choice("GPUs", num_devices),
+        sets=choice("shards", [OVER_ALL, NODE]),
+        keep=widgets.Checkbox(not base.reshard_after_forward, description="keep parameters after forward"),
+    )
+
+
+MACHINE = "dgx-h100"
 OF_COST = Plan(8, 4, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective")
-MAP_MODELS = ("gpt-2-1.5b", "llama-2-7b", "llama-2-13b", "qwen-2.5-32b", "llama-2-70b", "gpt-3-175b")
-MAP_COUNTS = (1, 8, 16, 32, 64, 128, 256)
 WIRES = ("infiniband-ndr", "ethernet-100g", "ethernet-10g")
 DEVICES = tuple(2**power for power in range(3, 18))
 FAILING = tuple(name for name, rate in RATES.items() if rate.per_device_hour)
 
 
-def degrees_panel(
-    workload: Workload | None = None,
-    cluster: Cluster | Mapping[str, Cluster] | None = None,
-    *,
-    plan: Plan | None = None,
-) -> Panel:
-    """Return a panel with a slider for each degree, and controls of micro-batches, sharding, recompute and the cluster.
+def degrees_panel(workload: Workload, cluster: Cluster, *, plan: Plan) -> Panel:
+    """Return a panel with a slider for each degree, and controls of micro-batches, sharding and recompute.
 
     In code: `panel.controls["tensor"].value = 4`, `panel.controls["recompute"].value = "full"`,
     `panel.controls["sequence_parallel"].value = True`.
@@ -52,61 +162,43 @@ def degrees_panel(
     A plan that cannot run is drawn too: its equation, and in words why not.
 
     Args:
-        workload: the model; a Llama 2 of 7 billion parameters by default, in 16 bits.
-        cluster: what it runs on, or several by name; by default 64 H100s or A100s in nodes of eight.
+        workload: the model.
+        cluster: what it runs on.
         plan: where the controls begin, and all that they do not set.
 
     Raises:
-        ValueError: there is no cluster, or a degree of the plan is not among the slider's: powers of two, up to the
-            largest cluster's devices.
+        ValueError: a degree of the plan is not among the slider's: powers of two, up to the cluster's devices.
     """
-    model = model_by_name("llama-2-7b") if workload is None else workload
-    clusters, base = _clusters(cluster, 64), OF_DEGREES if plan is None else plan
 
-    def draw(on: str = next(iter(clusters)), **values: Any) -> Picture:
-        picture = partial(draw_degrees, num_devices=clusters[on].num_devices)
-        return _or_why_not(model, clusters[on], base, values, picture)
+    def draw(**values: Any) -> Picture:
+        picture = partial(draw_degrees, num_devices=cluster.num_devices)
+        return _or_why_not(workload, cluster, plan, values, picture)
 
-    return Panel(draw, **_degree_controls(base, clusters))
+    return Panel(draw, **_degree_controls(plan, cluster))
 
 
-def planner_panel(
-    models: Sequence[str] | Mapping[str, Workload] = MODELS,
-    cluster: Cluster | Mapping[str, Cluster] | None = None,
-    *,
-    plan: Plan = OF_PLANNER,
-    tokens: float = 1e12,
-) -> Panel:
-    """Return a panel that plans a run: model, cluster, degrees, price and tokens; memory, a step, days and dollars.
+def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Plan, tokens: float) -> Panel:
+    """Return a panel that plans a run: model, degrees, price and tokens; memory, a step, days and dollars.
 
-    In code: `panel.controls["model"].value = "llama-3-8b"`, `panel.controls["tensor"].value = 4`,
+    In code: `panel.controls["model"].value = "7B"`, `panel.controls["tensor"].value = 4`,
     `panel.controls["price"].value = 4.0`. Failures are those of Llama 3. A plan that cannot run is drawn too.
 
     Args:
-        models: names of published models, or models by name.
-        cluster: what the run is on, or several by name; by default 512 H100s or A100s in nodes of eight.
+        models: models by name.
+        cluster: what the run is on.
         plan: where the controls begin.
         tokens: of the run, where the slider begins.
 
     Raises:
-        ValueError: there is no model or no cluster, or one is not known; or a degree as in `degrees_panel`.
+        ValueError: as `degrees_panel`.
     """
-    if not models:
-        raise ValueError("there is no model; pass the name of one at least")
-    clusters = _clusters(cluster, 512)
-    workloads = dict(models) if isinstance(models, Mapping) else {name: model_by_name(name) for name in models}
-    first = next(iter(clusters))
 
-    def draw(model: str, price: float, trillions: float, on: str = first, **values: Any) -> Picture:
+    def draw(model: str, price: float, trillions: float, **values: Any) -> Picture:
         run = Run(10**trillions * 1e12, price, Failures("llama-3"))
-        return _or_why_not(workloads[model], clusters[on], plan, values, lambda step: draw_planner(bill(step, run)))
+        return _or_why_not(models[model], cluster, plan, values, lambda step: draw_planner(bill(step, run)))
 
-    return Panel(
-        draw,
-        model=widgets.Dropdown(options=list(workloads), description="model"),
-        **_degree_controls(plan, clusters),
-        **_price_and_tokens(tokens),
-    )
+    degrees = _degree_controls(plan, cluster)
+    return Panel(draw, model=choice("model", models), **degrees, **_price_and_tokens(tokens))
 
 
 def cost_panel() -> Panel:
@@ -116,7 +208,7 @@ def cost_panel() -> Panel:
     has more or fewer replicas, and the same batch.
     In code: `panel.controls["price"].value = 4.0`, `panel.controls["failures"].value = "llama-3"`.
     """
-    steps, _ = spread(model_by_name("llama-3-70b"), cluster_by_name(CLUSTERS[0]), OF_COST, counts_of(OF_COST))
+    steps, _ = spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST))
 
     def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> Picture:
         fails = Failures(failures, restart_s=60 * restart_minutes)
@@ -125,8 +217,8 @@ def cost_panel() -> Panel:
     return Panel(
         draw,
         **_price_and_tokens(15e12),
-        failures=widgets.Dropdown(options=list(RATES), value="llama-3", description="failures"),
-        restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
+        failures=choice("failures", RATES, "llama-3"),
+        restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
     )
 
 
@@ -144,17 +236,15 @@ def goodput_panel() -> Panel:
 
     return Panel(
         draw,
-        num_devices=widgets.SelectionSlider(options=list(DEVICES), value=16_384, description="devices"),
-        failures=widgets.Dropdown(options=list(FAILING), description="failures"),
-        times_rate=widgets.FloatSlider(value=1.0, min=0.1, max=10, step=0.1, description="times as often"),
-        restart_minutes=widgets.FloatSlider(value=10, min=1, max=120, step=1, description="minutes to restart"),
-        log_save_s=widgets.FloatSlider(
-            value=log_first_s, min=-1.0, max=4.0, step=0.05, description="save: 10^x seconds"
-        ),
+        num_devices=choice("devices", DEVICES, 16_384, is_slider=True),
+        failures=choice("failures", FAILING),
+        times_rate=slider("times as often", 1.0, 0.1, 10, 0.1),
+        restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
+        log_save_s=slider("save: 10^x seconds", log_first_s, -1.0, 4.0, 0.05),
     )
 
 
-def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = MAP_COUNTS) -> Panel:
+def strategy_panel(models: Sequence[str], counts: Sequence[int]) -> Panel:
     """Return a panel with the wire between nodes and the batch: which strategy is fastest where.
 
     In code: `panel.controls["wire"].value = "ethernet-10g"`, `panel.controls["batch_size"].value = 1024`. A map takes
@@ -165,29 +255,18 @@ def strategy_panel(models: Sequence[str] = MAP_MODELS, counts: Sequence[int] = M
         counts: numbers of GPUs.
 
     Raises:
-        ValueError: a model is not known, or there is no model or no number of GPUs.
+        ValueError: a model is not known.
     """
-    if not models or not counts:
-        raise ValueError("there is no model or no number of GPUs; pass one of each at least")
-    machine = cluster_by_name(CLUSTERS[0])
+    machine = hardware.cluster(MACHINE)
 
     @cache
     def cells(wire: str, batch_size: int) -> tuple[MapCell, ...]:
-        return strategy_map(models, replace(machine, inter_node=link(wire)), counts, batch_size=batch_size)
+        return strategy_map(models, replace(machine, inter_node=hardware.link(wire)), counts, batch_size=batch_size)
 
     def draw(wire: str, batch_size: int) -> Picture:
         return draw_strategy_map(cells(wire, batch_size))
 
-    return Panel(
-        draw,
-        wire=widgets.Dropdown(options=list(WIRES), description="between nodes"),
-        batch_size=widgets.Dropdown(options=[64, 256, 1024], value=256, description="samples per step"),
-    )
-
-
-def _clusters(given: Cluster | Mapping[str, Cluster] | None, num_devices: int) -> dict[str, Cluster]:
-    presets = {name: cluster_by_name(name, num_devices) for name in CLUSTERS}
-    return by_name(presets if given is None else given, "cluster")
+    return Panel(draw, wire=choice("between nodes", WIRES), batch_size=choice("samples per step", [64, 256, 1024], 256))
 
 
 def _or_why_not(
@@ -208,34 +287,22 @@ def _or_why_not(
         return draw_impossible(plan, " ".join(str(error).split()))
 
 
-def _degree_controls(base: Plan, clusters: Mapping[str, Cluster]) -> dict[str, widgets.Widget]:
+def _degree_controls(base: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return a slider for each degree and for micro-batches, and the controls of what else a plan says."""
-    choices = [degree for degree in DEGREES if degree <= max(one.num_devices for one in clusters.values())]
+    choices = [degree for degree in DEGREES if degree <= cluster.num_devices]
     for axis in AXES:
-        if getattr(base, axis) not in choices:
-            known = ", ".join(map(str, choices))
-            raise ValueError(f"the plan has {axis} = {getattr(base, axis)}; choose one of {known}")
-
-    def slider(options: Sequence[int], name: str, description: str) -> widgets.Widget:
-        return widgets.SelectionSlider(options=list(options), value=getattr(base, name), description=description)
-
-    controls: dict[str, widgets.Widget] = {axis: slider(choices, axis, axis) for axis in reversed(AXES)}
-    controls |= {
-        "num_microbatches": slider(sorted({*DEGREES[:8], base.num_microbatches}), "num_microbatches", "micro-batches"),
-        "stage": widgets.Dropdown(options=list(STAGES.items()), value=base.sharding.stage, description="sharding"),
-        "recompute": widgets.Dropdown(options=list(RECOMPUTES), value=base.recompute, description="recompute"),
+        chosen(f"the plan's {axis}", str(getattr(base, axis)), map(str, choices))
+    microbatches = sorted({*DEGREES[:8], base.num_microbatches})
+    return {
+        **{axis: choice(axis, choices, getattr(base, axis), is_slider=True) for axis in reversed(AXES)},
+        "num_microbatches": choice("micro-batches", microbatches, base.num_microbatches, is_slider=True),
+        "stage": choice("sharding", STAGES.items(), base.sharding.stage),
+        "recompute": choice("recompute", RECOMPUTES, base.recompute),
         "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
     }
-    if len(clusters) > 1:
-        controls["on"] = widgets.Dropdown(options=list(clusters), description="cluster")
-    return controls
 
 
-def _price_and_tokens(tokens: float) -> dict[str, widgets.Widget]:
+def _price_and_tokens(tokens: float) -> dict[str, Any]:
     begin = math.log10(tokens / 1e12)
-    return {
-        "price": widgets.FloatSlider(value=2.5, min=0.5, max=10, step=0.1, description="dollars per GPU hour"),
-        "trillions": widgets.FloatSlider(
-            value=begin, min=min(-3.0, begin), max=max(2.0, begin), step=0.05, description="tokens: 10^x trillion"
-        ),
-    }
+    trillions = slider("tokens: 10^x trillion", begin, min(-3.0, begin), max(2.0, begin), 0.05)
+    return {"price": slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1), "trillions": trillions}

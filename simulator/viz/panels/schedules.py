@@ -7,17 +7,96 @@ from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
+from numpy.typing import NDArray
 
 from distlab.plan import SCHEDULES, ActionTimes, ScheduleError, one_f_one_b, parse_schedule, validate
 from distlab.plan.require import chosen
-from simulator.viz.drawing.boxes import View
+from distlab.trace import Trace
+from simulator.units import format_s, name_ranks
+from simulator.viz.drawing.lanes import View
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import Picture, with_picture
-from simulator.viz.panels.panel import Redrawn, dress
-from simulator.viz.schedules.compare import draw_schedules, say_schedules, stack, words_of
-from simulator.viz.schedules.moment import moments_of, tell_moment
-from simulator.viz.schedules.run import NAMES, ScheduleRun, play, run_schedule
+from simulator.viz.panels.panel import Redrawn, choice, dress, row_of, slider
+from simulator.viz.schedules import (
+    NAMES,
+    ScheduleRun,
+    draw_schedules,
+    play,
+    run_schedule,
+    say_schedules,
+    stack,
+    words_of,
+)
 from simulator.viz.timeline.timeline_widget import Timeline
+
+MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range
+ALL_RANKS = 8  # up to this many ranks, each is described by itself
+SOME_RANKS = 3
+
+
+def moments_of(trace: Trace) -> NDArray[np.int64]:
+    """Return the times in ns at which something starts or ends, at most MAX_MOMENTS of them, spread evenly."""
+    if len(trace) > 100 * MAX_MOMENTS:
+        return np.linspace(0, trace.end_ns.max(), MAX_MOMENTS + 1).astype(np.int64)
+    times = np.unique(np.concatenate([trace.start_ns, trace.end_ns]))
+    if len(times) > MAX_MOMENTS + 1:
+        times = times[np.linspace(0, len(times) - 1, MAX_MOMENTS + 1).round().astype(np.int64)]
+    return times
+
+
+def tell_moment(runs: Sequence[ScheduleRun], at_s: float) -> str:
+    """Say what each rank of each schedule does at a time."""
+    return " ".join(describe_moment(run, at_s) for run in runs)
+
+
+def describe_moment(run: ScheduleRun, at_s: float) -> str:
+    """Say what each rank does at a time, and for whom an idle one waits; of many ranks only some."""
+    trace, at_ns = run.trace, round(at_s * 1e9)
+    offsets = np.searchsorted(trace.rank, np.arange(run.schedule.num_ranks + 1))
+    busy, idle, done = [], [], []
+    for rank in range(run.schedule.num_ranks):
+        first, stop = int(offsets[rank]), int(offsets[rank + 1])
+        after = first + int(np.searchsorted(trace.start_ns[first:stop], at_ns, side="right"))
+        if after > first and trace.end_ns[after - 1] > at_ns:
+            busy.append((rank, f"runs {_name(trace, after - 1)}"))
+        elif after < stop:
+            idle.append((rank, after))
+        else:
+            done.append(rank)
+    many = run.schedule.num_ranks > ALL_RANKS
+    told = idle[:SOME_RANKS] if many else idle
+    waits = [(rank, _wait(run, row, at_ns)) for rank, row in told]
+    parts = [f"{len(busy)} of {run.schedule.num_ranks} ranks work"] if many else []
+    parts += [f"rank {rank} {what}" for rank, what in sorted(waits + ([] if many else busy))]
+    if len(told) < len(idle):
+        parts.append(f"{len(idle) - len(told)} more wait")
+    if done:
+        parts.append(
+            f"{name_ranks(done) if len(done) <= ALL_RANKS else f'{len(done)} ranks'} "
+            f"{'is' if len(done) == 1 else 'are'} done"
+        )
+    return f"At {format_s(at_s)}, {run.name}: {'; '.join(parts)}."
+
+
+def _wait(run: ScheduleRun, row: int, at_ns: int) -> str:
+    """Say what the idle rank's next action needs, and where that is."""
+    trace, name = run.trace, _name(run.trace, row)
+    forward = trace.words[trace.kind[row]] == "F"
+    stage = int(trace.stage[row]) + (-1 if forward else 1)
+    kinds = ("F",) if forward else ("B", "I")
+    maker = np.flatnonzero(
+        (trace.stage == stage) & (trace.microbatch == trace.microbatch[row]) & trace.is_word("kind", *kinds)
+    )
+    if not maker.size:  # the first stage's forward pass, the last one's backward pass: they need no message
+        return f"is about to run {name}"
+    needed = int(maker[0])
+    source = f"{_name(trace, needed)} of rank {trace.rank[needed]}"
+    return f"waits for {source}" + (", which is on its way" if trace.end_ns[needed] <= at_ns else "")
+
+
+def _name(trace: Trace, row: int) -> str:
+    return f"{trace.stage[row]}{trace.words[trace.kind[row]]}{trace.microbatch[row]}"
+
 
 MAX_LINES = 24  # of the grid under a fault
 Make = Callable[..., Sequence[ScheduleRun]]
@@ -38,34 +117,34 @@ def schedule_panel(
     Args:
         schedule: a name in SCHEDULES.
         compare: a second one, drawn under it on the same time axis; empty for none.
-        ranks: 2 to 64.
-        microbatches: 1 to 1,024.
+        ranks: 2 to 64, where the slider ends.
+        microbatches: 1 to 1,024, where the slider ends.
 
     Raises:
-        ValueError: a name that is not known or cannot be drawn, or a number out of range.
+        ValueError: a name that is not known.
     """
-    _check((schedule, compare) if compare else (schedule,), ranks, microbatches)
+    chosen("schedule", schedule, NAMES)
+    chosen("schedule", compare, (NOTHING, *NAMES))
     options = [(SCHEDULES[name].title, name) for name in NAMES]
-
-    chosen = widgets.Dropdown(options=options, value=schedule, description="schedule")
-    beside = widgets.Dropdown(options=[("nothing", NOTHING), *options], value=compare, description="compare with")
-    stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
-    limit = widgets.FloatSlider(
-        value=1.0, min=0.25, max=3.0, step=0.05, description="memory limit (1F1B: 1)", readout_format=".2f"
+    first, second = (
+        choice("schedule", options, schedule),
+        choice("compare with", [("nothing", NOTHING), *options], compare),
     )
+    stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
+    limit = slider("memory limit (1F1B: 1)", 1.0, 0.25, 3.0, 0.05)
 
     def enable(_change: object = None) -> None:
-        families = [SCHEDULES[name] for name in (chosen.value, beside.value) if name]
+        families = [SCHEDULES[name] for name in (first.value, second.value) if name]
         stages.disabled = all(family.placement != "loop" for family in families)
         limit.disabled = all(family.name not in AUTOMATIC for family in families)
 
-    for control in (chosen, beside):
+    for control in (first, second):
         control.observe(enable, "value")
     enable()
     return ScheduleTimeline(
         make_runs,
-        schedule=chosen,
-        compare=beside,
+        schedule=first,
+        compare=second,
         ranks=widgets.IntSlider(ranks, min=2, max=MAX_RANKS, description="ranks"),
         microbatches=widgets.IntSlider(microbatches, min=1, max=MAX_MICROBATCHES, description="micro-batches"),
         stages_per_rank=stages,
@@ -74,26 +153,12 @@ def schedule_panel(
     )
 
 
-def _check(names: Sequence[str], ranks: int, microbatches: int) -> None:
-    for name in names:
-        chosen("schedule", name, NAMES)
-    for what, number, least, most in (
-        ("ranks", ranks, 2, MAX_RANKS),
-        ("microbatches", microbatches, 1, MAX_MICROBATCHES),
-    ):
-        if not least <= number <= most:
-            raise ValueError(f"{what} is {number}; pass {least} to {most}")
-
-
-def _lengths(least: float) -> dict[str, widgets.Widget]:
+def _lengths(least: float) -> dict[str, Any]:
     """Return a slider for each of the times of ActionTimes; a pass takes `least` at least."""
-    look = {"max": 4.0, "step": 0.1, "readout_format": ".1f"}
-    sliders = {
-        name: widgets.FloatSlider(value=1.0, min=least, description=f"{letter}: {name.replace('_', ' ')} (ms)", **look)
-        for name, letter in (("forward", "F"), ("input_gradient", "I"), ("weight_gradient", "W"))
-    }
-    sliders["communication"] = widgets.FloatSlider(value=0.0, min=0.0, description="communication (ms)", **look)
-    return sliders
+    letters = {"forward": "F", "input_gradient": "I", "weight_gradient": "W"}
+    words = {name: f"{letter}: {name.replace('_', ' ')} (ms)" for name, letter in letters.items()}
+    passes = {name: slider(text, 1.0, least, 4.0, 0.1, readout_format=".1f") for name, text in words.items()}
+    return passes | {"communication": slider("communication (ms)", 0.0, 0.0, 4.0, 0.1, readout_format=".1f")}
 
 
 def make_runs(
@@ -107,16 +172,11 @@ def make_runs(
     **times: float,
 ) -> Sequence[ScheduleRun]:
     """Plan and run what the controls ask for; times are of a rank's whole share of the model, in milliseconds."""
+    most, each = max(1.0, memory_limit * ranks), ActionTimes(**times)
     return [
-        play(
-            name,
-            ranks,
-            microbatches,
-            stages_per_rank=stages_per_rank,
-            times=ActionTimes(**times),
-            memory_limit=max(1.0, memory_limit * ranks),
-        )
-        for name in (schedule, *([compare] if compare else []))
+        play(name, ranks, microbatches, stages_per_rank=stages_per_rank, times=each, memory_limit=most)
+        for name in (schedule, compare)
+        if name
     ]
 
 
@@ -190,8 +250,7 @@ class ScheduleTimeline(Redrawn):
         for name, control in self.controls.items():
             control.observe(self._clock if name == "moment" else self.redraw, "value")
         self._play.observe(self._tick, "value")
-        row = widgets.HBox(list(controls.values()), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})
-        parts = [row, widgets.HBox([self._play, clock]), self.timeline]
+        parts = [row_of(controls.values()), widgets.HBox([self._play, clock]), self.timeline]
         super().__init__(parts if "text" in controls else parts[::-1])
 
     @property
@@ -232,9 +291,8 @@ class ScheduleTimeline(Redrawn):
             if not everything:
                 self._clock()
         last = len(self._times) - 1
-        self._wind(
-            last, last if everything else min(clock.value, last - 1)
-        )  # after the picture, which waits for nothing
+        now = last if everything else min(clock.value, last - 1)
+        self._wind(last, now)  # after the picture, which waits for nothing
 
     def _wind(self, last: int, value: int) -> None:
         """Let the clock and its play buttons run to `last`, and set them to `value`."""

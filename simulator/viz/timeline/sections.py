@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from simulator.units import counted, format_s, percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title, spread_evenly
-from simulator.viz.drawing.style import (
-    FAINT,
-    KINDS,
-    TEXT_PT,
-    WIDTH_IN,
-    KindStyle,
-    LegendBox,
-    pale,
-)
+from simulator.viz.drawing.plot import spread_evenly
 
 Seconds = Mapping[int, Mapping[str, float]]
-SECTION_STYLES: Mapping[str, KindStyle] = {
-    "data": KINDS["data"],
-    "forward": KINDS["F"],
-    "backward": KINDS["B"],
-    "sync": KINDS["all_reduce"]._replace(letter="S", words="sync: bytes travel, nothing hides them"),
-    "optimizer": KINDS["optimizer"],
-    "other": KINDS["copy"]._replace(letter="?", words="other"),
-    "idle": KINDS["wait"]._replace(letter="i", words="idle: waits for a different rank, or has nothing to do"),
+SECTION_STYLES: Mapping[str, theme.KindStyle] = {
+    "data": theme.KINDS["data"],
+    "forward": theme.KINDS["F"],
+    "backward": theme.KINDS["B"],
+    "sync": theme.KINDS["all_reduce"]._replace(letter="S", words="sync: bytes travel, nothing hides them"),
+    "optimizer": theme.KINDS["optimizer"],
+    "other": theme.KINDS["copy"]._replace(letter="?", words="other"),
+    "idle": theme.KINDS["wait"]._replace(letter="i", words="idle: waits for a different rank, or has nothing to do"),
 }
 MAX_BARS = 16
 LEFT_IN, RIGHT_IN, TOP_IN, LOW_IN, ROW_IN = 1.15, 1.15, 1.05, 0.85, 0.46
@@ -47,21 +39,20 @@ def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title:
     ranks = [list(measured)[index] for index in spread_evenly(len(measured), MAX_BARS)]
     row = ROW_IN * (1 if predicted is None else 1.75)
     height = TOP_IN + row * len(ranks) + LOW_IN
-    figure, pen = sheet(height)
-    scale = (WIDTH_IN - LEFT_IN - RIGHT_IN) / longest
+    _, pen = sheet(height)
+    scale = (theme.WIDTH_IN - LEFT_IN - RIGHT_IN) / longest
     for place, rank in enumerate(ranks):
         top = height - TOP_IN - row * place
-        pen.words((LEFT_IN - 0.12, top - 0.5 * ROW_IN), f"rank {rank}", size=TEXT_PT, bold=True, side="right")
+        pen.words((LEFT_IN - 0.12, top - 0.5 * ROW_IN), f"rank {rank}", size=theme.TEXT_PT, bold=True, side="right")
         _draw_bar(pen, measured[rank], (LEFT_IN, top - 0.92 * ROW_IN), 0.84 * ROW_IN, scale, is_pale=False)
         if predicted is not None:
-            pen.words((LEFT_IN - 0.12, top - 1.25 * ROW_IN), "predicted", colour=FAINT, side="right")
+            pen.words((LEFT_IN - 0.12, top - 1.25 * ROW_IN), "predicted", colour=theme.FAINT, side="right")
             _draw_bar(pen, _of_rank(predicted, rank), (LEFT_IN, top - 1.55 * ROW_IN), 0.6 * ROW_IN, scale, is_pale=True)
     used = _used([*measured.values(), *(() if predicted is None else predicted.values())])
-    pen.legend([LegendBox(s.colour, "white", s.letter, s.words) for s in map(SECTION_STYLES.__getitem__, used)])
-    pen.flush()
+    pen.legend([theme.LegendBox(s.colour, "white", s.letter, s.words) for s in map(SECTION_STYLES.__getitem__, used)])
     shown = f"{len(ranks)} of {len(measured)} ranks; " if len(ranks) < len(measured) else ""
-    put_title(figure, title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
-    return Picture(figure, (f"{title}. " if title else "") + _say(measured, predicted))
+    picture = pen.finish(title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
+    return picture._replace(words=(f"{title}. " if title else "") + _say(measured, predicted))
 
 
 def _say(measured: Seconds, predicted: Seconds | None) -> str:
@@ -80,10 +71,10 @@ def _draw_bar(
     whole, pieces = sum(row.values()), []
     for name in _used([row]):
         style, share = SECTION_STYLES[name], percent(row[name] / whole)
-        fill = pale(style.colour) if is_pale else style.colour
+        fill = theme.pale(style.colour) if is_pale else style.colour
         pieces.append((row[name] * scale, fill, (f"{name} {share}", share, style.letter)))
     x, y = pen.bar(corner, tall, pieces), corner[1]
-    pen.words((x + 0.08, y + tall / 2), format_s(whole), side="left", colour=FAINT)
+    pen.words((x + 0.08, y + tall / 2), format_s(whole), side="left", colour=theme.FAINT)
 
 
 def _longest_s(measured: Seconds, predicted: Seconds | None) -> float:

@@ -1,21 +1,208 @@
-"""Draw who did what and when: one row for each lane of each rank, the prediction right under the measurement."""
+"""Draw who did what and when: one row for each lane of each rank, the prediction right under the measurement.
+
+A scene is what a timeline draws, as a figure or on a canvas.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.units import format_s, percent
-from simulator.viz.drawing.boxes import View, in_view
-from simulator.viz.drawing.lanes import Side, lanes_of, place, shaded
+from simulator.viz.drawing import theme
+from simulator.viz.drawing.lanes import (
+    Placement,
+    Side,
+    View,
+    add_boxes,
+    add_pixels,
+    fill_of,
+    in_view,
+    lanes_of,
+    place,
+    shaded,
+)
+from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, put_legend
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import spread_evenly
-from simulator.viz.timeline.draw_rows import Caption, Scene, draw_scene, limit_of, styles_of
-from simulator.viz.timeline.facts import Facts, facts_of
-from simulator.viz.timeline.overlay import Overlay
+from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title, spread_evenly
+from simulator.viz.timeline.facts import Facts, Overlay, facts_of
+
+UNIT_IN = 0.36  # height of one lane where there is room
+MAX_ROWS_IN = 7.0  # a slide's height
+BAND_ALPHA = 0.14, 0.05  # of the bands in which the measured and the predicted end may lie; the second has dashed edges
+LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
+
+
+class Heading(NamedTuple):
+    """Caption between rows: where their middle is, in the placement's units, and what they say."""
+
+    at: float
+    text: str
+
+
+class Scene(NamedTuple):
+    """What is drawn, whatever the view.
+
+    Attributes:
+        sides: the traces, with their clocks at zero.
+        placement: where each span stands.
+        styles: of each kind that occurs.
+        limit_s: the right end of the widest view.
+        headings: words over groups of rows.
+    """
+
+    sides: tuple[Side, ...]
+    placement: Placement
+    styles: dict[str, theme.KindStyle]
+    limit_s: float
+    headings: tuple[Heading, ...] = ()
+
+
+def styles_of(sides: Sequence[Side]) -> dict[str, theme.KindStyle]:
+    """Return the style of each kind that occurs."""
+    return theme.kind_styles(
+        [side.trace.words[code] for side in sides for code in np.flatnonzero(np.bincount(side.trace.kind))]
+    )
+
+
+def limit_of(sides: Sequence[Side], bands: Sequence[View] = ()) -> float:
+    """Return the right end of the widest view: a little after the last span or the last band."""
+    end_s = max([*(side.trace.duration_s for side in sides), *(end for _, end in bands)])
+    return end_s * 1.012 if end_s else 1e-6
+
+
+class Caption(NamedTuple):
+    """What stands around the rows: the takeaway, a line of notes, the text over the lines at the ends, and their bands.
+
+    `bands` are (start, end) in seconds in which the measured and the predicted end may lie. `dim` makes measured boxes
+    pale: the machine was not calm.
+    """
+
+    title: str
+    note: str
+    ends: str
+    bands: tuple[View, ...] = ()
+    dim: bool = False
+
+
+def draw_scene(scene: Scene, words: Caption, view: View, *, exact: bool) -> Figure:
+    """Draw a view of a scene with the words around it: exact boxes, or else pixel columns."""
+    sides, placement, styles = scene.sides, scene.placement, scene.styles
+    boxes = legend_boxes(styles, any(side.predicted for side in sides))
+    lanes = len({(row.lane, row.predicted) for row in placement.rows})
+    left = LEFT_IN if lanes > 1 else SHORT_LEFT_IN
+    above = 1.22 if words.note else 0.95
+    below = 0.87 + LEGEND_LINE_IN * len(legend_lines(boxes))
+    figure = new_figure(min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN) + above + below)
+    axes = frame(figure, left=left, right=RIGHT_IN, top=above, bottom=below, bare=True)
+    fill_axes(axes, scene, view, exact=exact, dim=words.dim)
+    for heading in scene.headings:
+        axes.text(
+            view[0], heading.at, heading.text, fontsize=theme.TEXT_PT, weight="bold", color=theme.INK, va="center"
+        )
+    _mark_ends(axes, sides, words)
+    put_title(figure, words.title, words.note)
+    put_legend(figure, boxes)
+    return figure
+
+
+def fill_axes(axes: Axes, scene: Scene, view: View, *, exact: bool, dim: bool = False) -> None:
+    """Draw the rows of a scene, their names and the time axis on bare axes: exact boxes, or else pixel columns."""
+    axes.set_xlim(view)
+    axes.set_ylim(scene.placement.total_height, 0)
+    if exact:
+        _shade(axes, scene.placement)
+        for which, side in enumerate(scene.sides):
+            add_boxes(axes, side, scene.placement, which, scene.styles, dim=dim)
+    else:
+        add_pixels(axes, scene.sides, scene.placement, scene.styles, dim=dim)
+    _label_rows(axes, scene.placement)
+    draw_time_scale(axes)
+
+
+def legend_boxes(styles: dict[str, theme.KindStyle], both: bool) -> list[theme.LegendBox]:
+    """Return the legend's entries: each kind with its letter, what a lighter shade is, measured and predicted."""
+    boxes = {
+        style.words: theme.LegendBox(fill_of(style, False), "white", style.letter, style.words)
+        for kind, style in styles.items()
+        if theme.is_first_shade(kind)
+    }
+    if not all(map(theme.is_first_shade, styles)):
+        boxes["lighter"] = theme.LegendBox(
+            theme.lighter(theme.FAINT, 1), "white", "", "lighter: a later stage of the rank"
+        )
+    if both:
+        boxes["measured"] = theme.LegendBox(theme.FAINT, "white", "", "measured")
+        boxes["predicted"] = theme.LegendBox(theme.pale(theme.FAINT), theme.FAINT, "", "predicted")
+    return list(boxes.values())
+
+
+def _shade(axes: Axes, placement: Placement) -> None:
+    """Tint every measured row under the boxes: idle time is then seen as something."""
+    edges = [(row.top + 0.03, row.top + row.height - 0.03) for row in placement.rows if not row.predicted]
+    corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
+    across = axes.get_yaxis_transform()
+    axes.add_collection(
+        PolyCollection(corners, facecolors=theme.IDLE, linewidths=0, zorder=0, transform=across),
+        autolim=False,
+    )
+
+
+def _label_rows(axes: Axes, placement: Placement) -> None:
+    """Name ranks and, where there is room, lanes; with many ranks name only some."""
+    wide, tall = axes_pixels(axes)
+    unit = tall / placement.total_height
+    look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    groups = [list(rows) for _, rows in groupby(placement.rows, lambda row: row.rank)]
+    lane_size = min(theme.SMALL_PT, unit * 0.75 * 72 / theme.DPI)
+    named = lane_size >= 7.5 and len(placement.rows) > len(groups)
+    near, far = -0.1 * theme.DPI / wide, -(LEFT_IN - 0.16) * theme.DPI / wide
+    size = theme.TEXT_PT if len(groups) <= 16 else theme.SMALL_PT
+    every = max(1, int(np.ceil(len(groups) * size * 1.5 * theme.DPI / 72 / tall)))
+    weight = "bold" if unit >= 20 else "normal"
+    for rows in groups[::every]:
+        middle = (rows[0].top + rows[-1].top + rows[-1].height) / 2
+        x, side = (far, "left") if named else (near, "right")
+        axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=theme.INK, **look)
+    for row in placement.rows if named else ():
+        words = "predicted" if row.predicted else row.lane
+        size = min(lane_size, theme.LEAST_PT) if row.predicted else lane_size
+        axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=theme.FAINT, **look)
+
+
+def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
+    """Draw a line where each trace ends (dashed for the second) in its band, and write the text over the later one."""
+    low, high = axes.get_xlim()
+    up = axes.get_xaxis_transform()
+    above = 1 + 3 / axes_pixels(axes)[1]
+    ends = [side.trace.duration_s for side in sides]
+    for which, end in enumerate(ends):
+        if low <= end <= high:
+            dashes = (0, (4, 3)) if which else "-"
+            axes.plot(
+                [end, end], [0, above], transform=up, color=theme.INK, linestyle=dashes, linewidth=1.4, clip_on=False
+            )
+    for (start, end), alpha in zip(words.bands, BAND_ALPHA, strict=False):
+        if start >= high or end <= low:
+            continue
+        axes.axvspan(max(start, low), min(end, high), color=theme.INK, alpha=alpha, linewidth=0, gid="band")
+    for edge in words.bands[1] if words.bands else ():
+        if low <= edge <= high:
+            axes.plot([edge, edge], [0, 1], transform=up, color=theme.FAINT, linestyle=(0, (2, 3)), linewidth=1.0)
+    x = max(ends) if low <= max(ends) <= high else high
+    text = axes.text(
+        x, above, words.ends, transform=up, fontsize=theme.TEXT_PT, color=theme.INK, ha="right", va="bottom"
+    )
+    if text.get_window_extent().x0 < 0:  # a step that ends early leaves too little room before its line
+        text.set(x=low, ha="left")
+
 
 MAX_BOXES = 4_000
 MAX_RANKS = (64, 16)  # one trace; two
@@ -40,12 +227,15 @@ def draw_timeline(
     Raises:
         ValueError: a trace is empty, the range holds no time.
     """
-    first, second = traces_of(measured, predicted)
-    sides = [Side(first.from_zero(), False)]
-    if second is not None:
-        sides.append(Side(second.from_zero(), True))
+    sides = sides_of(*traces_of(measured, predicted))
     figure = draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s)
     return Picture(figure, (f"{title}. " if title else "") + say_timeline(measured, predicted))
+
+
+def sides_of(first: Trace, second: Trace | None) -> tuple[Side, ...]:
+    """Return the traces with their clocks at zero, and each stage of a rank in its own shade."""
+    both = [(first, False)] + ([(second, True)] if second is not None else [])
+    return tuple(Side(shaded(trace.from_zero()), predicted) for trace, predicted in both)
 
 
 def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | None = None) -> Figure:
@@ -55,14 +245,20 @@ def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | Non
         ValueError: the range holds no time.
     """
     view = view_of(time_range_s, limit_of(sides, words.bands))
-    sides = tuple(Side(shaded(side.trace), side.predicted) for side in sides)
     ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
     seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
     exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
     placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=exact)
-    scene = Scene(sides, placement, styles_of(sides), view[1])
-    note = "; ".join(part for part in (words.note, _drawn(sides, ranks, exact)) if part)
+    scene = Scene(tuple(sides), placement, styles_of(sides), view[1])
+    spans = "" if exact else f"{sum(len(side.trace) for side in sides):,} spans drawn in pixel columns"
+    note = "; ".join(part for part in (words.note, note_of(scene), spans) if part)
     return draw_scene(scene, words._replace(note=note), view, exact=exact)
+
+
+def note_of(scene: Scene) -> str:
+    """Return what the reader must know: that not all ranks are drawn."""
+    total, drawn = len(all_ranks(scene.sides)), len({row.rank for row in scene.placement.rows})
+    return f"{drawn} of {total} ranks" if drawn < total else ""
 
 
 def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace, Trace | None]:
@@ -157,13 +353,3 @@ def view_of(time_range_s: View | None, limit_s: float) -> View:
     if not low < high:
         raise ValueError(f"time_range_s is {time_range_s}; pass (start, end) in seconds with start before end")
     return float(low), float(high)
-
-
-def _drawn(sides: Sequence[Side], ranks: Sequence[int], exact: bool) -> str:
-    """Return what the reader must know about the drawing: how many of the ranks, and whether boxes are exact."""
-    total = len(all_ranks(sides))
-    notes = [f"{len(ranks)} of {total} ranks"] if len(ranks) < total else []
-    if not exact:
-        spans = sum(len(side.trace) for side in sides)
-        notes.append(f"{spans:,} spans drawn in pixel columns")
-    return "; ".join(notes)

@@ -1,4 +1,4 @@
-"""What a reader sees of a picture: its texts and shapes, and which texts lie on each other, are cut, small or pale.
+"""What a reader sees of a picture: its texts, and which of them lie on each other, are cut, small or pale.
 
 Every text is noted at the moment at which it would be drawn, whatever artist draws it.
 """
@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from simulator.viz.drawing.style import LEAST_PT
-from simulator.viz.drawing.words import Words
+from simulator.viz.drawing.plot import Words
+from simulator.viz.drawing.theme import LEAST_PT
 
 TOUCH_PX = 1.5  # two texts may touch by this much: the edges of letters are blurred
 LEAST_CONTRAST = 4.5  # Web Content Accessibility Guidelines 2.2, 1.4.3
@@ -26,11 +26,6 @@ COVERED = 0.35  # of the pixels behind a text: a thin line may pass there
 def with_gid(figure, gid):
     """Return what a figure's axes have of this name."""
     return [artist for axes in figure.axes for artist in axes.get_children() if artist.get_gid() == gid]
-
-
-def shapes(figure, gid):
-    """Return how many shapes the collections of this name have."""
-    return sum(len(artist.get_paths()) for artist in with_gid(figure, gid))
 
 
 def words(figure):
@@ -63,6 +58,11 @@ class Look(NamedTuple):
 
     written: list[Written]
     pixels: np.ndarray
+
+
+def colours(png):
+    """Return a PNG's pixels [height, width, 3]."""
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
 
 
 def plain(figure: Figure, **options: float) -> bytes:
@@ -100,7 +100,7 @@ def look_at(figure: Figure, render: Callable[[Figure], bytes] = plain) -> Look:
         patch.setattr(RendererAgg, "draw_text", note)
         patch.setattr(RendererAgg, "clear", clear)
         png = render(figure)
-    return Look(written, np.asarray(Image.open(io.BytesIO(png)).convert("RGB")) / 255)
+    return Look(written, colours(png) / 255)
 
 
 def faults(figure: Figure, render: Callable[[Figure], bytes] = plain) -> list[str]:
@@ -131,16 +131,11 @@ def pale_texts(look: Look) -> list[str]:
     for one in look.written:
         rows = slice(max(0, int(one.top)), max(0, int(one.bottom)) + 1)
         behind = look.pixels[rows, max(0, int(one.left)) : max(0, int(one.right)) + 1].reshape(-1, 3)
-        ratio = contrast(one.colour, behind)
+        light, dark = (pick(_luminance(one.colour), _luminance(behind)) for pick in (np.maximum, np.minimum))
+        ratio = (light + 0.05) / (dark + 0.05)
         if ratio.size and np.quantile(ratio, COVERED) < LEAST_CONTRAST:
             found.append(f"{one.text!r} has {np.quantile(ratio, COVERED):.2f}:1")
     return found
-
-
-def contrast(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the ratio of two colours' luminances, 1 to 21."""
-    light, dark = np.maximum(_luminance(one), _luminance(other)), np.minimum(_luminance(one), _luminance(other))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def _luminance(colour: np.ndarray) -> np.ndarray:

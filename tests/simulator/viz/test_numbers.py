@@ -1,231 +1,265 @@
-"""What pictures compute beside the simulator: peaks, parts of a step, goodput, races, speed-ups and maps."""
+"""What pictures compute: winners, parts of a step, owners, chunks of a ring, who waits for whom, states of a step."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from picture_facts import with_gid
+from viz_traces import MS, SPLITS, by_hand, call, choices, cut, data_parallel, ping, ring, weights, within
 
-from distlab.plan import AXES, Link, Mesh, Plan, Protocol, Sharding
-from simulator import (
-    Failures,
-    ModelDescription,
-    Question,
-    all_reduce_s,
-    cluster,
-    gpt_workload,
-    hierarchical_all_reduce_s,
-    link,
-    memory_of,
-    search,
-    simulate,
-    strategy_map,
-    strategy_of,
-    with_bandwidth,
+import simulator as sim
+from distlab.plan import (
+    ActionTimes,
+    Link,
+    Plan,
+    Protocol,
+    Sharding,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    parse_schedule,
 )
+from distlab.trace import SpanWriter, Trace
 from simulator.memory.memory import KINDS
-from simulator.viz import draw_goodput, draw_memory
-from simulator.viz.collectives.race import race, race_takeaway
-from simulator.viz.large_batch.scaling import NUM_RANKS, scaling
-from simulator.viz.memory.memory import MEMORY_KINDS, fewer_moments
-from simulator.viz.mesh.degrees import parts_of
+from simulator.viz import (
+    draw_message_diagram,
+    draw_train_step,
+    facts_of,
+    run_schedule,
+    step_of,
+)
+from simulator.viz.collectives.messages import read_diagram
+from simulator.viz.collectives.race import race
+from simulator.viz.collectives.ring import chunk_name, ring_steps
+from simulator.viz.context_parallel import ring_work
+from simulator.viz.data_parallel.step import ABSENT, FILLING, MEAN, SENT, best_moment, held_at, read_step
+from simulator.viz.drawing.lanes import shaded
+from simulator.viz.expert_parallel import routes_of
+from simulator.viz.memory import MEMORY_KINDS, fewer_moments
+from simulator.viz.panels.schedules import MAX_MOMENTS, describe_moment, moments_of
+from simulator.viz.schedules import NAMES, play, textbook_of
+from simulator.viz.tensor_parallel import shards_of
 
-TINY = gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
+TINY = sim.gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
+GPT = sim.gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
+H100 = sim.cluster("dgx-h100", 32)
+PLAIN = Link("plain", (Protocol(1e-5, 1e9),))
+EQUAL = ActionTimes(1.0, 1.0, 1.0)
 
 
-def memory(**options):
-    return memory_of(TINY, Plan(**options))
-
-
-def test_every_kind_has_its_own_colour_and_letter():
+def test_every_kind_of_memory_has_a_letter_and_a_long_step_keeps_its_peak():
     assert tuple(MEMORY_KINDS) == KINDS
-    assert len({style.colour for style in MEMORY_KINDS.values()}) == len(KINDS)
     assert len({style.letter for style in MEMORY_KINDS.values()}) == len(KINDS)
-
-
-def bar_widths(axes):
-    (bars,) = (artist for artist in axes.collections if artist.get_gid() == "bars")
-    return np.array([np.ptp(path.vertices[:4, 0]) for path in bars.get_paths()])
-
-
-def test_bars_add_up_to_the_peaks():
-    held = memory(pipeline=2, num_microbatches=4)
-    bars, _ = draw_memory(held).figure.axes
-    widths = bar_widths(bars).reshape(-1, 2)
-    np.testing.assert_allclose(widths.sum(axis=0), held.total_bytes)
-
-
-def test_a_long_step_is_drawn_by_pixels_and_keeps_its_peak():
-    times, rows = memory(num_microbatches=400).over_time()
+    times, rows = sim.memory_of(TINY, Plan(num_microbatches=400)).over_time()
     fewer, kept = fewer_moments(times, rows, 500)
-    assert len(times) > 5000
-    assert len(fewer) <= 502
+    assert len(fewer) <= 502 < 5000 < len(times)
     assert kept.max() == rows.max()
     assert (np.diff(fewer) > 0).all()
 
 
-CUBE = Mesh({"pipeline": 2, "data": 2, "tensor": 2})
-
-
-def test_an_axis_leaves_the_node_when_a_group_has_ranks_in_two():
-    assert [CUBE.crosses_nodes(axis, 4) for axis in CUBE.names] == [True, False, False]
-    assert [CUBE.crosses_nodes(axis, 2) for axis in CUBE.names] == [True, True, False]
-    assert not any(CUBE.crosses_nodes(axis, 8) for axis in CUBE.names)
-    assert Mesh({"data": 2, "tensor": 3}).crosses_nodes("tensor", 4)  # ranks 3, 4 and 5: the second node begins at 4
-
-
-GPT = gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
-H100 = cluster("dgx-h100", 32)
-PLANS = [
-    Plan(data=4),
-    Plan(data=2, tensor=8, sequence_parallel=True),
-    Plan(data=2, pipeline=4, tensor=4, num_microbatches=8),
-    Plan(context=4, tensor=2),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_parts_sum_to_the_step_and_are_the_steps_own(plan):
-    step = simulate(GPT, H100, plan)
-    parts = {part.name: part.seconds for part in parts_of(step)}
-    assert sum(parts.values()) == pytest.approx(step.duration_s)
-    assert all(seconds >= 0 for seconds in parts.values())
-    assert {axis: parts[axis] for axis in AXES} == step.exposed_by_axis
-    assert (parts["bubble"] > 0) == (plan.pipeline > 1)
-    assert all((parts[axis] > 0) <= (getattr(plan, axis) > 1 or axis == "data") for axis in AXES)
-
-
-FAILURES = Failures("llama-3-all", restart_s=600)
-
-
-def line(figure, gid):
-    (found,) = with_gid(figure, gid)
-    return found.get_xdata(), found.get_ydata()
-
-
-def test_goodput_is_computed_drawn_and_split_into_parts():
-    figure = draw_goodput(FAILURES, 16_384, 30.0).figure
-    intervals, useful = line(figure, "computed")
-    tried, drawn = line(figure, "drawn")
-    assert np.interp(np.log(tried), np.log(intervals), useful) == pytest.approx(drawn, abs=0.02)
-    best = FAILURES.goodput(16_384, 30.0)
-    assert line(figure, "chosen")[0][0] == best.interval_s
-    assert useful.max() == pytest.approx(best.useful, abs=1e-3)
-
-
-SMALL = gpt_workload(hidden_size=128, num_layers=4, num_heads=4, sequence_length=64, vocab_size=500)
-LAPTOP = with_bandwidth(cluster("laptop", 4), Plan(data=4), 5e8)
-
-
-def test_the_best_bucket_size_lies_between_too_small_and_too_large():
-    each = SMALL.gradient_bytes
-    plans = [Plan(data=4, bucket_bytes=size, first_bucket_bytes=size) for size in (each // 1000, each // 10, each)]
-    small, middle, large = (simulate(SMALL, LAPTOP, plan) for plan in plans)
-    assert middle.duration_s < min(small.duration_s, large.duration_s)
-    assert len(small.stages[0].buckets) > len(middle.stages[0].buckets) > len(large.stages[0].buckets)
-
-
-@pytest.mark.parametrize(
-    ("plan", "name"),
-    [
+def test_a_plan_is_named_by_what_it_splits_and_the_map_has_what_a_whole_search_finds():
+    for plan, name in (
         (Plan(), "one device"),
-        (Plan(2), "data"),
-        (Plan(2, sharding=Sharding(1)), "ZeRO-1"),
         (Plan(2, sharding=Sharding(2)), "ZeRO-2"),
         (Plan(2, sharding=Sharding(3)), "FSDP"),
         (Plan(2, tensor=2, sharding=Sharding(3)), "tensor"),
         (Plan(2, 2, 2), "pipeline"),
         (Plan(2, 2, 2, tensor=2), "tensor and pipeline"),
-    ],
-)
-def test_a_plan_is_named_by_what_it_splits(plan, name):
-    assert strategy_of(plan) == name
-
-
-def test_the_map_has_a_field_for_each_model_and_count_and_the_wire_moves_it():
-    fast, slow = (
-        strategy_map(("llama-2-7b",), replace(H100, inter_node=link(wire)), (1, 32), batch_size=64)
-        for wire in ("infiniband-ndr", "ethernet-10g")
-    )
+    ):
+        assert sim.strategy_of(plan) == name
+    wires = [replace(H100, inter_node=sim.link(wire)) for wire in ("infiniband-ndr", "ethernet-10g")]
+    fast, slow = (sim.strategy_map(("llama-2-7b",), machine, (1, 32), batch_size=64) for machine in wires)
     assert [(field.num_devices, field.strategy) for field in fast] == [(1, ""), (32, "tensor")]
     assert fast[1].choice.seconds < slow[1].choice.seconds
+    machine = sim.cluster("dgx-h100", 128, stack="megatron")  # two samples per rank: bounds rank plain replicas last
+    (field,) = sim.strategy_map(("gpt-2-1.5b",), machine, (128,), batch_size=256)
+    whole = sim.search(sim.Question(sim.ModelDescription(model="gpt-2-1.5b"), machine, 256))
+    assert (field.choice.plan, field.strategy) == (whole.best(1)[0].plan, "data")
 
 
-def test_the_map_has_the_plan_that_a_whole_search_finds():
-    """Two samples per rank, where bounds rank plain replicas behind plans that gather."""
-    machine = cluster("dgx-h100", 128, stack="megatron")
-    (field,) = strategy_map(("gpt-2-1.5b",), machine, (128,), batch_size=256)
-    whole = search(Question(ModelDescription(model="gpt-2-1.5b"), machine, 256))
-    assert field.choice.plan == whole.best(1)[0].plan
-    assert field.strategy == "data"
-
-
-PLAIN = Link("plain", (Protocol(1e-5, 1e9),))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 6, 8, 64])
-@pytest.mark.parametrize("wire", [PLAIN, link("nvlink4"), link("infiniband-hdr"), link("ethernet-10g")])
-def test_times_are_the_cost_models(num_ranks, wire):
-    facts = race(wire, num_ranks)
-    assert list(facts.times_s) == ["ring", "tree", "halving_doubling"]
-    for name, times in facts.times_s.items():
-        for index in (0, 180, -1):
-            assert times[index] == pytest.approx(all_reduce_s(facts.sizes_bytes[index], num_ranks, wire, name))
-
-
-def test_winners_cover_all_sizes_and_are_the_fastest():
-    facts = race(PLAIN, 6, ("naive", "ring", "binomial_tree", "halving_doubling"))
-    stretches = facts.stretches
-    assert (stretches[0].first_bytes, stretches[-1].last_bytes) == (1e3, 1e9)
-    assert [a.last_bytes for a in stretches[:-1]] == [b.first_bytes for b in stretches[1:]]
-    for stretch in stretches:
-        middle = math.sqrt(stretch.first_bytes * stretch.last_bytes)
-        index = int(np.argmin(np.abs(np.log(facts.sizes_bytes / middle))))
-        assert min(facts.times_s, key=lambda name: facts.times_s[name][index]) == stretch.algorithm
-
-
-def test_the_crossing_is_where_the_lines_meet():
-    facts = race(PLAIN, 8, ("tree", "ring"))
-    # 14 a + 14/8 S/b = 6 a + 2 S/b: S = 8 a b / (1/4)
-    assert facts.stretches[0].algorithm == "tree"
-    assert facts.stretches[0].last_bytes == pytest.approx(8 * 1e-5 * 1e9 / 0.25, rel=2e-3)
-    assert race_takeaway(facts) == "Double tree wins below 320 kB, ring above"
-
-
-def test_of_equals_the_first_named_wins():
-    assert [s.algorithm for s in race(PLAIN, 2, ("ring", "halving_doubling")).stretches] == ["ring"]
-    assert [s.algorithm for s in race(PLAIN, 2, ("halving_doubling", "ring")).stretches] == ["halving_doubling"]
-
-
-def test_nodes_slow_down_whoever_does_not_know_them():
-    facts = race("nvlink4", 64, inter_node="infiniband-ndr")
-    across = link("infiniband-ndr")
-    assert facts.times_s["ring"][-1] == pytest.approx(all_reduce_s(1e9, 64, across))
-    expected = hierarchical_all_reduce_s(1e9, 8, 8, intra_node=link("nvlink4"), inter_node=across)
-    assert facts.times_s["hierarchical"][-1] == pytest.approx(expected)
-    assert facts.stretches[-1].algorithm == "hierarchical"
+def test_a_race_has_the_cost_models_times_and_the_crossing_where_lines_meet():
+    for wire, num_ranks in ((PLAIN, 2), (sim.link("nvlink4"), 64)):
+        for name, times in race(wire, num_ranks).times_s.items():
+            assert times[-1] == pytest.approx(sim.all_reduce_s(1e9, num_ranks, wire, name))
+    first, last = race(PLAIN, 8, ("tree", "ring")).stretches  # 14 a + 14/8 S/b = 6 a + 2 S/b: S = 8 a b / (1/4)
+    assert (first.algorithm, first.first_bytes, last.last_bytes) == ("tree", 1e3, 1e9)
+    assert first.last_bytes == last.first_bytes == pytest.approx(8 * 1e-5 * 1e9 / 0.25, rel=2e-3)
+    assert race(PLAIN, 2, ("halving_doubling", "ring")).stretches[0].algorithm == "halving_doubling", (
+        "the first of equals"
+    )
     assert "hierarchical" not in race("nvlink4", 8, inter_node="infiniband-ndr").times_s
 
 
-def seconds(num_ranks):
-    return 1.0 if num_ranks == 1 else 1.25
+@pytest.mark.parametrize("num_ranks", [2, 4, 7])
+def test_every_chunk_of_a_ring_collects_the_ranks_that_it_passed_until_it_is_the_sum(num_ranks):
+    steps, pieces = ring_steps(ring(num_ranks)), ring_steps(ring(num_ranks, sizes=[400] * num_ranks, pieces=4))
+    for number, sent in enumerate(steps.chunk):
+        held = steps.parts[number].sum(axis=2)
+        assert (held[np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
+        assert steps.copies(number) == (number >= num_ranks - 1)
+    assert (len(steps.chunk), steps.parts[-1].all(), steps.fault) == (2 * (num_ranks - 1), True, "")
+    assert (pieces.num_bytes == 400).all()
+    assert ring_steps(ring(4, num_steps=3)).chunk.shape == (3, 4)
+    assert [chunk_name(index) for index in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
 
 
-def test_speed_up_of_seconds_is_of_equal_work_a_rank():
-    (speeds,) = scaling({"": seconds})
-    assert speeds.speed_up.tolist() == [1.0, *(pytest.approx(0.8 * n) for n in NUM_RANKS[1:])]
-    assert speeds.efficiency.tolist() == [1.0, *[pytest.approx(0.8)] * 6]
+def test_of_many_calls_the_first_are_drawn_and_the_last_of_a_hang_whatever_the_speed():
+    slow, fast = read_diagram(ping(1000)), read_diagram(ping(1))
+    assert [event[2:] for event in slow.events] == [event[2:] for event in fast.events]
+    calls = [call(0, "send", 1, (n, n, n + 1), channel=n) for n in range(0, 500, 2)]
+    first = read_diagram(calls)
+    assert (first.num_left_out, first.events[1].start_x) == (10, 2)
+    stuck = [*calls, call(1, "recv", 0, (999, 999, 0), channel=1)]
+    assert (read_diagram(stuck).waits_for, read_diagram(stuck).num_left_out) == ({1: (0,)}, 11)
 
 
-def test_speed_up_of_simulated_steps_is_of_samples():
-    sizes = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "sequence_length": 512, "vocab_size": 4096}
+def work():
+    import torch
+    import torch.distributed as dist
 
-    def step(num_ranks):
-        return simulate(gpt_workload(**sizes), cluster("dgx-a100", num_ranks), Plan(data=num_ranks))
+    from distlab.collectives import ring_all_reduce
 
-    (speeds,) = scaling({"": step})
-    expected = [step(n).samples_per_s / step(1).samples_per_s for n in NUM_RANKS]
-    assert speeds.speed_up.tolist() == pytest.approx(expected)
-    assert speeds.exposed[0] == 0
-    assert speeds.exposed[-1] == pytest.approx(step(64).exposed_communication_s / step(64).duration_s)
+    rank, size, writer = dist.get_rank(), dist.get_world_size(), SpanWriter(dist.get_rank())
+    ring_all_reduce(torch.arange(10_001, dtype=torch.float32), piece_bytes=8_000)  # a chunk of 13 kB: two pieces
+    layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(size)])
+    with writer.span("forward", kind="F"):
+        x = torch.randn(32, 64)
+        for layer in layers:
+            x = layer(x).relu()
+    with writer.span("backward", kind="B"):
+        x.sum().backward()
+    with writer.span("synchronize", kind="wait"):
+        for layer in layers:
+            dist.all_reduce(layer.weight.grad)
+    with writer.span("optimizer", kind="optimizer"):
+        layers.zero_grad()
+    return rank, writer.trace()
+
+
+def test_a_real_run_is_read_from_its_records(ranks):
+    three = ranks(3)
+    marks, records = [trace for _, trace in three.run(work)], list(three.records())
+    steps = ring_steps(records)
+    assert (steps.fault, steps.chunk.shape, steps.parts[-1].all()) == ("", (4, 3), True)
+    assert sorted(set(steps.num_bytes.ravel().tolist())) == [13_332, 13_336]
+    words = draw_message_diagram(records).words
+    assert words.startswith("24 messages of 160 kB together and 3 collectives between 3 ranks.")
+    assert "all_reduce of ranks 0, 1 and 2: 16.4 kB" in words
+    step = step_of(Trace.concatenate([*marks, three.records().to_trace()]))
+    own = read_step(step).ranks[0]
+    assert [reduction.num_bytes for reduction in own.reductions] == [64 * 64 * 4] * 3
+    assert own.hidden_s == 0 < own.exposed_s
+    assert "3 all-reduces" in draw_train_step(step, step.duration_s).words
+
+
+@pytest.mark.parametrize("order", ["zigzag", "straight"])
+def test_every_pair_of_query_and_key_is_computed_once(order):
+    ring = ring_work(3, order)
+    owner = np.repeat(ring.owner, ring.length // 6)
+    seen = np.eye(3, dtype=int)[owner].cumsum(axis=0)  # keys of each rank that each query may attend to
+    work = [[seen[owner == rank, (rank - hop) % 3].sum() for hop in range(3)] for rank in range(3)]
+    assert (ring.work == work).all()
+    assert (ring.slowdown == 1.0) == (order == "zigzag")
+
+
+def test_owners_are_the_runners():
+    torch = pytest.importorskip("torch")
+    from distlab.context_parallel import zigzag_positions
+    from distlab.expert_parallel import Routing, assign, capacity_of
+
+    owner = np.repeat(ring_work(4).owner, 3)
+    for rank in range(4):
+        assert np.flatnonzero(owner == rank).tolist() == zigzag_positions(24, 4, rank).tolist()
+    asked, capacity = choices(2, 7, 2), capacity_of(7, 6, top_k=2, factor=0.5)
+    routes = routes_of(asked, [within(one, capacity) for one in asked], 6, capacity)
+    for rank, experts in enumerate(asked):
+        found = assign(Routing(torch.tensor(experts), torch.ones(experts.shape), torch.ones(7, 6) / 6), 0.5)
+        assert routes.rows[rank].tolist() == list(found.counts)
+        assert sum(len(routes.taken(expert, rank)) for expert in range(6)) == len(found.slots)
+    assert routes.between[1, 0] == routes.rows[1, :3].sum()
+
+
+def test_parts_of_weights_go_back_to_where_they_came_from():
+    for num_ranks in (1, 2, 4):
+        whole, parts = weights(), cut(num_ranks)
+        found = shards_of(parts, SPLITS)
+        for name, one in found.items():
+            inside = (
+                one.values if one.dim is None else np.take(one.values, np.flatnonzero(one.owner >= 0), axis=one.dim)
+            )
+            assert (inside == whole[name]).all()
+            for rank in range(num_ranks if one.dim is not None else 0):
+                own = np.concatenate([np.arange(low, high) for low, high in one.slices(rank)])
+                owned = np.take(one.values, np.flatnonzero(one.owner == rank), axis=one.dim)
+                assert (owned == np.take(whole[name], own, axis=one.dim)).all()
+        held = sum(one.held for one in found.values())
+        assert all(held == sum(np.size(value) for value in part.values()) for part in parts)
+
+
+def test_schedules_have_their_bubbles_and_a_closed_form_only_where_the_order_has_one():
+    for name in NAMES:
+        run = play(name, 4, 8)
+        assert run.bubble_fraction == pytest.approx(1 - run.speedup / 4)
+        assert run.rank_span_s <= run.duration_s + 1e-12
+        known = textbook_of(run.trace)
+        assert (known is not None) == (name in ("naive", "gpipe", "one_f_one_b", "interleaved", "looped_bfs")), name
+        if known:
+            assert (known[0], known[2]) == (run.name, pytest.approx(run.bubble_fraction))
+    assert play("dualpipe", 4, 8).peak == 5  # p + 1: table 2 of the DeepSeek-V3 report
+    own = run_schedule("own", parse_schedule("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0"), EQUAL).trace
+    odd = play("interleaved", 2, 3).trace  # micro-batches that the ranks do not divide
+    assert [textbook_of(trace) for trace in (own, odd, data_parallel(2))] == [None] * 3
+    kinds = shaded(sim.simulate_schedule(interleaved(2, 4, stages_per_rank=3), EQUAL).trace)
+    for stage, kind in ((0, "F"), (2, "F~1"), (5, "F~2")):
+        assert (kinds.is_word("kind", kind) & (kinds.stage == stage)).sum() == 4
+    one = sim.simulate_schedule(gpipe(3, 2), EQUAL).trace
+    assert shaded(one) is one
+
+
+def test_a_moment_says_what_each_rank_does_and_for_whom_it_waits():
+    run = run_schedule("1F1B", one_f_one_b(3, 4), ActionTimes(1.0, 1.0, 1.0, 0.5))
+    said = "At 500 us, 1F1B: rank 0 runs 0F0; rank 1 waits for 0F0 of rank 0; rank 2 waits for 1F0 of rank 1."
+    assert describe_moment(run, 0.5e-3) == said
+    assert "rank 1 waits for 0F0 of rank 0, which is on its way" in describe_moment(run, 1.25e-3)
+    assert "rank 1 waits for 2B0 of rank 2" in describe_moment(run, 4.6e-3)
+    assert describe_moment(run, run.duration_s).endswith("1F1B: ranks 0, 1 and 2 are done.")
+    moments = moments_of(play("gpipe", 8, 200, times=ActionTimes(1.0, 1.1, 0.7)).trace)
+    assert len(moments) == MAX_MOMENTS + 1
+    assert (np.diff(moments) > 0).all()
+
+
+def states(own, at_ms):
+    return [state for state, _ in held_at(own, at_ms / 1e3).gradients]
+
+
+def test_a_gradient_is_made_then_sent_then_the_mean_and_ranks_say_what_they_do():
+    own = read_step(by_hand()).ranks[0]
+    made = {5: [ABSENT, ABSENT], 20: [FILLING, ABSENT], 35: [SENT, FILLING], 50: [MEAN, SENT], 61: [MEAN, MEAN]}
+    assert {at: states(own, at) for at in made} == made
+    doing = {5: ("forward 50 %", 0.5), 30: ("backward 50 %", 0.5), 55: ("waits for bucket 1", 0.0)}
+    doing |= {65: ("updates weights", 0.0), 70: ("step done", 0.0)}
+    held = {at: held_at(own, at / 1e3) for at in doing}
+    assert {at: (one.doing, round(one.activations, 3)) for at, one in held.items()} == doing
+    assert [one.updated for one in held.values()] == [False] * 4 + [True]
+    assert (own.hidden_s, own.exposed_s, own.exposed_share) == pytest.approx((19e-3, 11e-3, 11 / 30))
+    late = read_step(Trace.concatenate([by_hand(), by_hand(1, late=4)])).ranks[0]
+    assert (late.reductions[1].met_s, late.reductions[1].missing(0.048)) == (pytest.approx(50e-3), (1,))
+    assert held_at(late, 0.0555).gradients[1] == (SENT, pytest.approx(0.5))
+
+
+def test_every_rung_of_the_ladder_is_read_and_agrees_with_the_timeline():
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "sequence_length": 64, "vocab_size": 256}
+    gpt = sim.gpt_workload(**sizes, bytes_per_parameter=4)
+    options = {"data": 4, "bucket_bytes": 100_000, "first_bucket_bytes": 30_000}
+    for sync in ("per_parameter", "flat", "bucketed", "overlapped"):
+        step = sim.simulate(gpt, sim.cluster("laptop", 4), Plan(gradient_sync=sync, **options))
+        for trace in (step.trace, step.layer_trace):
+            whole = read_step(trace)
+            own = whole.ranks[0]
+            assert len(own.reductions) == {"per_parameter": 38, "flat": 1}.get(sync, len(step.stages[0].buckets))
+            assert all(r.fill_s <= r.ready_s <= r.start_s + 1e-9 < r.end_s for r in own.reductions)
+            ready = [reduction.ready_s for reduction in own.reductions]
+            assert ready == sorted(ready, reverse=sync == "per_parameter"), "sent first to last, made last to first"
+            assert np.mean([one.exposed_s for one in whole.ranks]) == pytest.approx(facts_of(trace).exposed_s)
+            assert SENT in states(own, best_moment(whole) * 1e3)
+    parts = [data_parallel(2, jitter=0.05).shifted(number * 200 * MS) for number in range(3)]
+    assert sorted(step_of(Trace.concatenate(parts), 1)) == sorted(parts[1].from_zero())

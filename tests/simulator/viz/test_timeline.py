@@ -1,28 +1,23 @@
-"""A timeline shows every span once, keeps time when it aggregates, and says what it shows; overlays."""
+"""A timeline shows every span once, keeps time when it aggregates, and says what it shows; a widget and overlays."""
 
-import subprocess
-import sys
-from dataclasses import replace
+import base64
 
 import numpy as np
 import pytest
-from picture_facts import faults, with_gid, words
+import traitlets
+from picture_facts import faults, with_gid
 from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import Overlay, Timeline, draw_timeline, facts_of, to_png
-from simulator.viz.drawing.boxes import pixel_columns
-from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, place
-from simulator.viz.drawing.style import kind_styles
-from simulator.viz.timeline.draw_rows import legend_boxes
+from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, pixel_columns, place
+from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS
+from simulator.viz.timeline.timeline_widget import FIELDS, MAX_LINES, SHORTEST_VIEW_S
 
 
-def test_error_of_the_end_is_written_and_the_clock_does_not_matter():
-    measured, predicted = data_parallel(2), data_parallel(2)
-    late = Trace.concatenate([measured, Trace.from_spans([Span(0, "compute", "late", "F", 134 * MS, 140 * MS)])])
-    figure = draw_timeline(late.shifted(10**15), predicted).figure
-    assert any("measured 140 ms, predicted 134 ms: -4.3 %" in text for text in words(figure))
-    assert to_png(figure) == to_png(draw_timeline(late, predicted.shifted(-(10**15))).figure)
+def trace_of(*rows):
+    """Return a trace of spans, each (rank, lane, kind, start and end in milliseconds)."""
+    return Trace.from_spans(Span(rank, lane, kind, kind, start * MS, end * MS) for rank, lane, kind, start, end in rows)
 
 
 def test_pixel_columns_keep_every_nanosecond():
@@ -31,177 +26,187 @@ def test_pixel_columns_keep_every_nanosecond():
     start = generator.uniform(0, 9, 5_000)
     end = start + generator.exponential(0.01, 5_000) * generator.integers(0, 2, 5_000)  # half of them last no time
     end[0], start[0] = 10.0, 0.0
-    columns = pixel_columns(cell, start, end, 7, 333, (0.0, 10.0))
-    whole = np.bincount(cell, weights=end - start, minlength=7)
-    np.testing.assert_allclose(columns.sum(axis=1), whole, rtol=1e-9)
-    assert columns.min() >= -1e-9
-    part = pixel_columns(cell, start, end, 7, 333, (2.5, 3.5))
-    clipped = np.clip(end, 2.5, 3.5) - np.clip(start, 2.5, 3.5)
-    np.testing.assert_allclose(part.sum(axis=1), np.bincount(cell, weights=clipped, minlength=7), rtol=1e-9)
+    for low, high in ((0.0, 10.0), (2.5, 3.5)):
+        columns = pixel_columns(cell, start, end, 7, 333, (low, high))
+        inside = np.clip(end, low, high) - np.clip(start, low, high)
+        np.testing.assert_allclose(columns.sum(axis=1), np.bincount(cell, weights=inside, minlength=7), rtol=1e-9)
+        assert columns.min() >= -1e-9
 
 
-def test_pixels_are_coloured_where_a_rank_is_busy_and_only_there():
-    trace = grid(2, 2_000)
-    half_ns = int(trace.end_ns.max()) // 2
-    figure = draw_timeline(trace.select((trace.rank == 1) | (trace.end_ns <= half_ns))).figure
-    picture = np.asarray(with_gid(figure, "pixels")[0].get_array())
-    height, width, _ = picture.shape
-    empty = (picture == np.array([0xF1, 0xF1, 0xF1])).all(axis=2) | (picture == 255).all(axis=2)
-    upper, lower = empty[: height * 2 // 5], empty[-(height * 2 // 5) :]  # two rows of 1 and a gap of 0.5
-    busy = 1 - upper[:, 2 : width // 2 - 12].mean()
-    assert busy == pytest.approx(25 / 30, abs=0.04)  # 25 of each 30 ms
-    assert upper[:, width // 2 + 2 :].all()
-    assert 1 - lower[:, 2 : int(width * 0.97)].mean() == pytest.approx(busy, abs=0.02)
-
-
-def test_spans_of_a_lane_that_overlap_stand_on_levels():
+def test_spans_of_a_lane_that_overlap_stand_on_levels_and_predicted_rows_under_measured_ones():
     start, end = np.array([0, 5, 6, 20, 20]), np.array([10, 15, 20, 30, 20])
-    row = np.zeros(5, dtype=np.int64)
-    level = pack(row, start, end)
-    assert level.tolist()[:4] == [0, 1, 2, 0]
-    for a in range(4):
-        for b in range(a):
-            assert level[a] != level[b] or start[a] >= end[b] or start[b] >= end[a]
+    assert pack(np.zeros(5, dtype=np.int64), start, end).tolist()[:4] == [0, 1, 2, 0]
     assert pack(np.zeros(9, dtype=np.int64), np.arange(9), np.arange(9) + 100).max() == MAX_LEVELS - 1
-
-
-def test_predicted_rows_stand_under_their_measured_ones():
     sides = [Side(data_parallel(3, jitter=0.1), False), Side(data_parallel(3), True)]
     seen = [np.ones(len(side.trace), bool) for side in sides]
     rows = place(sides, (0, 1, 2), lanes_of(sides), seen=seen, levels=True).rows
-    assert [(row.rank, row.lane, row.predicted) for row in rows[:4]] == [
-        (0, "compute", False),
-        (0, "compute", True),
-        (0, "communication", False),
-        (0, "communication", True),
-    ]
-    for above, below in zip(rows, rows[1:], strict=False):
-        assert below.top >= above.top + above.height - 1e-9
+    expected = [(0, lane, predicted) for lane in ("compute", "communication") for predicted in (False, True)]
+    assert [(row.rank, row.lane, row.predicted) for row in rows[:4]] == expected
+    assert all(below.top >= above.top + above.height - 1e-9 for above, below in zip(rows, rows[1:], strict=False))
 
 
 def test_facts_count_what_is_hidden_once():
-    trace = Trace.from_spans(
-        [
-            Span(0, "compute", "f", "F", 0, 60 * MS),
-            Span(0, "compute", "inner", "B", 10 * MS, 50 * MS),
-            Span(0, "compute", "wait", "wait", 60 * MS, 100 * MS),
-            Span(0, "communication", "a", "all_reduce", 40 * MS, 80 * MS),
-            Span(0, "communication", "b", "all_reduce", 70 * MS, 90 * MS),
-            Span(1, "compute", "f", "F", 0, 100 * MS),
-        ]
-    )
-    facts = facts_of(trace)
+    rows = [(0, "compute", "F", 0, 60), (0, "compute", "B", 10, 50), (0, "compute", "wait", 60, 100)]
+    rows += [(0, "communication", "all_reduce", 40, 80), (0, "communication", "all_reduce", 70, 90)]
+    facts = facts_of(trace_of(*rows, (1, "compute", "F", 0, 100)))
     assert (facts.num_ranks, facts.duration_s) == (2, 0.1)
-    assert facts.compute_share == pytest.approx(0.8)
-    assert facts.communication_s == pytest.approx(0.025)
-    assert facts.exposed_s == pytest.approx(0.015)
+    assert (facts.compute_share, facts.communication_s, facts.exposed_s) == pytest.approx((0.8, 0.025, 0.015))
 
 
-def test_pictures_import_neither_widgets_nor_pyplot_nor_torch():
-    code = (
-        "import sys; sys.modules['ipywidgets'] = None; sys.modules['IPython'] = None\n"
-        "import simulator.viz\n"
-        "assert not {'torch', 'matplotlib.pyplot', 'anywidget'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def boxes(widget):
+    assert widget.packed["form"] == "boxes"
+    table = np.frombuffer(widget.packet, "<f8").reshape(-1, len(FIELDS))
+    return dict(zip(FIELDS, table.T, strict=True))
 
 
-def test_kinds_that_share_their_words_have_one_entry_in_the_legend_and_are_no_stages():
-    kinds = ["SEND_B", "SEND_F", "send"]
-    assert [box.words for box in legend_boxes(kind_styles(kinds), False)] == ["send"]
-    assert [box.words for box in legend_boxes(kind_styles(["F", "F~1"]), False)][1].startswith("lighter")
+def test_every_span_of_both_traces_is_one_box_with_its_words():
+    measured, predicted = data_parallel(4, jitter=0.05, origin_ns=10**15), data_parallel(4)
+    widget = Timeline(measured, predicted)
+    kinds = {"F": "forward", "B": "backward", "optimizer": "optimizer", "all_reduce": "all-reduce"}
+    expected = [
+        (span.rank, span.lane, which == 1, span.name, kinds[span.kind], span.start_ns, span.end_ns, span.num_bytes)
+        for which, trace in enumerate((measured.from_zero(), predicted.from_zero()))
+        for span in trace
+    ]
+    columns, found = boxes(widget), []
+    for index in range(len(columns["start"])):
+        box = {field: column[index] for field, column in columns.items()}
+        row = widget.rows[int(box["row"])]
+        name, kind = widget.packed["names"][int(box["name"])], widget.kinds[int(box["kind"])]["words"]
+        times = round(box["start"] * 1e9), round(box["end"] * 1e9)
+        found.append((row["rank"], row["lane"], row["predicted"], name, kind, *times, int(box["bytes"])))
+        assert row["top"] - 1e-9 <= box["top"]
+        assert box["top"] + box["height"] <= row["top"] + row["height"] + 1e-9
+    assert sorted(found) == sorted(expected)
+    assert [box[5] for box in found] == sorted(box[5] for box in found)
+    texts = [tuple(text for text, _ in label) for label in widget.packed["labels"]]
+    assert {("all-reduce #3", "A3", "A"), ("forward", "F")} <= set(texts), "as the figure's, longest first"
 
 
-def step(compute, communication=0, waiting=0, num_ranks=2):
-    """Ranks that compute, then communicate, then wait, and compute for the last millisecond; all in milliseconds."""
-    spans = []
-    for rank in range(num_ranks):
-        first, second = compute * MS, (compute + communication) * MS
-        spans.append(Span(rank, "compute", "forward", "F", 0, first))
-        if communication:
-            spans.append(Span(rank, "communication", "all_reduce #0", "all_reduce", first, second))
-        last = second + waiting * MS
-        spans.append(Span(rank, "compute", "optimizer", "optimizer", last, last + MS))
-    return Trace.from_spans(spans)
+def test_the_first_view_shows_the_shorter_of_two_traces_too():
+    long, short = (trace_of((0, "compute", "F", 0, end)) for end in (100, 10))
+    for pair in ((long, short), (short, long)):
+        widget = Timeline(*pair)
+        assert widget.view == pytest.approx((0.0, 0.030))
+        assert "shown up to 30 ms of 101 ms: press 0 for everything" in widget.note
+        assert widget.limit_s == pytest.approx(0.1012)
+    one, other = Timeline(long), Timeline(predicted=long)
+    assert one.packet == other.packet, "one trace alone is drawn in full colour"
+    assert (one.view, one.note) == ((0.0, one.limit_s), "")
+    assert Timeline(trace_of((0, "compute", "F", 5, 5))).view == (0.0, 1e-6)
 
 
-def overlay(measured_ms=(39, 40, 41, 45), predicted_ms=(37, 38, 39), trouble="", measured=None, predicted=None):
-    return Overlay(
-        measured or step(30, 10),
-        predicted or step(28, 9),
-        [value / 1e3 for value in measured_ms],
-        [value / 1e3 for value in predicted_ms],
-        trouble,
-    )
+def test_many_spans_become_columns_that_keep_each_kinds_time_and_a_narrow_view_gets_its_boxes():
+    trace = grid(64, 242)
+    widget, zero = Timeline(trace), trace.from_zero()
+    assert len(trace) > MAX_BOXES
+    packed, rows = widget.packed, widget.rows
+    shown = np.frombuffer(widget.packet, np.uint8).reshape(sum(packed["lines"]), packed["columns"])
+    assert packed["form"] == "pixels"
+    assert len(widget.packet) < 400_000
+    assert max(packed["lines"]) <= MAX_LINES
+    low, high = packed["span"]
+    for code, kind in enumerate(widget.kinds):
+        mask = trace.is_word("kind", kind["letter"])
+        spent_s = (trace.end_ns[mask] - trace.start_ns[mask]).sum() / 1e9
+        seen_s = (shown == code).sum() / packed["lines"][0] * (high - low) / packed["columns"]
+        assert seen_s == pytest.approx(spent_s, rel=0.15)  # a column of 4 lines rounds to quarters
+    widget.view = (1.0, 1.2)
+    inside = (zero.end_ns >= 1.0e9) & (zero.start_ns <= 1.2e9)
+    starts = set(np.round(boxes(widget)["start"] * 1e9).astype(np.int64).tolist())
+    assert set(zero.start_ns[inside].tolist()) <= starts
+    assert widget.rows == rows
+    widget.view = (0.0, widget.limit_s)
+    assert widget.packed["form"] == "pixels"
+    many = Timeline(grid(100, 4))
+    assert len({row["rank"] for row in many.rows}) == MAX_RANKS[0]
+    assert many.note == f"{MAX_RANKS[0]} of 100 ranks"
 
 
-def test_the_verdict_has_both_medians_both_bands_and_says_inside():
-    said = overlay().verdict
-    assert said == "measured 40.5 ms (39.8 ms to 42 ms), predicted 38 ms (33.4 ms to 42.8 ms): inside the band"
+def test_a_view_beyond_the_spans_is_moved_onto_them_and_one_without_time_refused():
+    widget = Timeline(data_parallel(2))
+    before, limit = widget.packet, widget.limit_s
+    for view, moved in (
+        ((-0.02, 0.03), (0.0, 0.05)),
+        ((1.0, 1.01), (limit - 0.01, limit)),
+        ((-5.0, 5.0), (0.0, limit)),
+        ((0.01, 0.01 + 1e-12), (0.01, 0.01 + SHORTEST_VIEW_S)),
+        ((0.01, 0.02), (0.01, 0.02)),
+    ):
+        widget.view = view
+        assert widget.view == pytest.approx(moved)
+        assert widget.packet is before, "few spans are sent once"
+    for view in ((0.02, 0.01), (0.01, 0.01), (float("nan"), 1.0)):
+        with pytest.raises(traitlets.TraitError, match="pass \\(start, end\\) in seconds with start before end"):
+            widget.view = view
+
+
+def test_a_reader_without_a_kernel_gets_the_figure_its_text_and_alt_text():
+    widget = Timeline(data_parallel(2), title="Two ranks")
+    data, metadata = widget._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in data
+    whole = base64.b64decode(data["image/png"])
+    assert whole.startswith(b"\x89PNG")
+    assert data["text/plain"] == f"Two ranks. {draw_timeline(data_parallel(2)).words}"
+    assert metadata["image/png"]["alt"] == "Two ranks"
+    widget.view = (0.05, 0.06)
+    assert to_png(widget.figure) != whole
+
+
+def step(compute, communication=0, waiting=0):
+    """Two ranks compute, then communicate, then wait, and compute for the last millisecond; all in milliseconds."""
+    last = compute + communication + waiting
+    moves = [("communication", "all_reduce", compute, compute + communication)] if communication else []
+    each = [("compute", "F", 0, compute), *moves, ("compute", "optimizer", last, last + 1)]
+    return trace_of(*((rank, *row) for rank in range(2) for row in each))
+
+
+def overlay(measured_ms=(39, 40, 41, 45), predicted_ms=(37, 38, 39), trouble="", steps=(None, None)):
+    times = ([value / 1e3 for value in values] for values in (measured_ms, predicted_ms))
+    return Overlay(steps[0] or step(30, 10), steps[1] or step(28, 9), *times, trouble)
+
+
+def test_the_verdict_has_both_medians_both_bands_and_says_inside_or_outside():
+    said = "measured 40.5 ms (39.8 ms to 42 ms), predicted 38 ms (33.4 ms to 42.8 ms): inside the band"
+    assert overlay().verdict == said
     assert overlay().inside
     assert overlay().error == pytest.approx(38 / 40.5 - 1)
-
-
-def test_a_verdict_is_whole_where_the_step_ends_long_before_its_band():
+    for predicted_ms, said in (((20, 20, 20), "51 % early"), ((80, 81, 82), "100 % late")):
+        found = overlay(predicted_ms=predicted_ms)
+        assert not found.inside
+        assert f"outside the band, {said}" in found.verdict
+        assert "outside the predicted band" in found.title
+    assert overlay(predicted_ms=(20, 20, 40)).inside, "a wider spread of calibrations makes a wider band"
     early = overlay(measured_ms=(98.8, 116, 116, 230), predicted_ms=(66.7, 74.1, 81.6))
-    assert "outside the band, 36 % early" in early.verdict
-    assert not faults(draw_timeline(early).figure)
+    assert not faults(draw_timeline(early).figure), "whole where the step ends long before its band"
 
 
-@pytest.mark.parametrize(("predicted_ms", "words"), [((20, 20, 20), "51 % early"), ((80, 81, 82), "100 % late")])
-def test_a_step_outside_the_band_is_told_with_its_direction(predicted_ms, words):
-    found = overlay(predicted_ms=predicted_ms)
-    assert not found.inside
-    assert f"outside the band, {words}" in found.verdict
-    assert "outside the predicted band" in found.title
+def test_the_largest_difference_is_named_with_its_kind():
+    for measured, difference in (
+        (step(60, 10, 5), "compute: 30 ms more"),
+        (step(30, 50, 5), "communication: 40 ms more"),
+        (step(31, 9, 45), "waiting: 40 ms more"),
+        (step(10, 10, 5), "compute: 20 ms less"),
+    ):
+        found = overlay(steps=(measured, step(30, 10, 5)))
+        assert found.difference == f"The largest difference is {difference} per rank than predicted."
+        assert str(found).endswith(found.difference)
 
 
-def test_a_wider_spread_of_calibrations_makes_a_wider_band():
-    assert not overlay(predicted_ms=(20, 20, 20)).inside
-    assert overlay(predicted_ms=(20, 20, 40)).inside
+def test_picture_and_widget_have_both_bands_and_dim_what_was_not_calm():
+    def first_box(found):
+        parts = draw_timeline(found).figure.axes[0].collections
+        return sum(next(part for part in parts if len(part.get_facecolor()) > 1).get_facecolor()[0].tolist()[:3])
 
-
-@pytest.mark.parametrize(
-    ("measured", "kind", "way"),
-    [
-        (step(60, 10, 5), "compute: 30 ms", "more"),
-        (step(30, 50, 5), "communication: 40 ms", "more"),
-        (step(31, 9, 45), "waiting: 40 ms", "more"),
-        (step(10, 10, 5), "compute: 20 ms", "less"),
-    ],
-)
-def test_the_largest_difference_is_named_with_its_kind(measured, kind, way):
-    found = overlay(measured=measured, predicted=step(30, 10, 5))
-    assert found.difference == f"The largest difference is {kind} {way} per rank than predicted."
-    assert str(found).endswith(found.difference)
-
-
-def first_box(figure):
-    boxes = [part for part in figure.axes[0].collections if len(part.get_facecolor()) > 1]
-    return boxes[0].get_facecolor()[0].tolist()
-
-
-def test_the_picture_has_both_bands_and_dims_what_was_not_calm():
-    figure = draw_timeline(overlay()).figure
-    ends = [(band.get_x() * 1e3, (band.get_x() + band.get_width()) * 1e3) for band in with_gid(figure, "band")]
-    assert ends == [pytest.approx((39.75, 42.0)), pytest.approx((33.39, 42.79))]
-    assert not with_gid(draw_timeline(overlay(), time_range_s=(0.0, 0.01)).figure, "band"), "outside the view"
+    calm, busy = overlay(), overlay(trouble="The machine was busy.")
+    bands = [(band.get_x(), band.get_x() + band.get_width()) for band in with_gid(draw_timeline(calm).figure, "band")]
+    assert bands == [pytest.approx((0.03975, 0.042)), pytest.approx((0.03339, 0.04279), rel=1e-3)]
+    assert first_box(busy) > first_box(calm) + 0.5, "dimmed boxes are lighter"
+    timeline = Timeline(busy)
+    assert (timeline.title, timeline.note, timeline.ends["text"]) == (busy.title, busy.advice, busy.verdict)
+    assert [list(band) for band in timeline.ends["bands_s"]] == [list(band) for band in busy.bands_s]
+    assert [timeline.ends["dim"], Timeline(calm).ends["dim"]] == [True, False]
+    assert timeline.summary == draw_timeline(busy).words
+    assert str(busy) in timeline.summary
     late = overlay(predicted_ms=(80, 80, 80))
     assert min(draw_timeline(late).figure.axes[0].get_xlim()[1], Timeline(late).limit_s) > 0.088, "the view holds them"
-    dimmed = draw_timeline(overlay(trouble="The machine was busy.")).figure
-    assert sum(first_box(dimmed)[:3]) > sum(first_box(figure)[:3]) + 0.5, "dimmed boxes are lighter"
-
-
-def test_the_widget_shows_what_the_figure_shows():
-    found = overlay(trouble="The machine was busy.")
-    timeline = Timeline(found)
-    assert timeline.title == found.title
-    assert timeline.note == found.advice
-    assert timeline.ends["text"] == found.verdict
-    assert [list(band) for band in timeline.ends["bands_s"]] == [list(band) for band in found.bands_s]
-    assert timeline.ends["dim"] is True
-    assert Timeline(replace(found, trouble="")).ends["dim"] is False
-    two = Timeline(step(30, 10), step(28, 9)).ends
-    assert (two["dim"], len(two["bands_s"])) == (False, 0)
-    assert timeline.summary == draw_timeline(found).words
-    assert str(found) in timeline.summary

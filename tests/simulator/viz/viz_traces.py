@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from distlab.comm.record.read import Call
 from distlab.trace import Span, Trace
 
 MS = 1_000_000
@@ -50,36 +51,26 @@ def grid(num_ranks, num_microbatches):
 
 
 def ring(num_ranks=4, sizes=None, num_steps=None, whole=False, pieces=1):
+    """Calls of a ring; `whole`: rank 2 sends on whole tensors."""
     sizes = sizes or [4_000_000 + 4 * (index == 0) for index in range(num_ranks)]
-    spans, now = [], 0
+    calls, now = [], 0
     for step in range(num_steps or 2 * (num_ranks - 1)):
         for rank in range(num_ranks):
             right, num_bytes = (rank + 1) % num_ranks, sizes[(rank - step) % num_ranks] // pieces
             num_bytes = sum(sizes) if whole and step and rank == 2 else num_bytes
             for piece in range(pieces):
                 start = now + rank * 1000 + piece * 10_000
-                spans.append(
-                    Span(rank, "communication", f"send to {right} #{step}", "send", start, start + MS, num_bytes)
-                )
-                taken = (
-                    right,
-                    "communication",
-                    f"recv from {rank} #{step}",
-                    "recv",
-                    start,
-                    start + MS + 500,
-                    num_bytes,
-                )
-                spans.append(Span(*taken))
+                calls.append(call(rank, "send", right, (start, start, start + MS), num_bytes=num_bytes))
+                calls.append(call(right, "recv", rank, (start, start, start + MS + 500), num_bytes=num_bytes))
         now += 2 * MS
-    return Trace.from_spans(spans)
+    return calls
 
 
 def call(rank, op, peer, times, **other):
-    start, wait, end = times
-    usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if end else "waiting", "channel": 7}
-    fields = {"rank": rank, "op": op, "peer": peer, "start_ns": start, "wait_ns": wait, "end_ns": end}
-    return SimpleNamespace(**(usual | fields | other))
+    """Return a recorded call; `times` are when it was made, when the rank began to wait, and its end (0: never)."""
+    usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if times[2] else "waiting", "channel": 7}
+    ends = dict(zip(("start_ns", "wait_ns", "end_ns"), times, strict=True))
+    return Call(**({"rank": rank, "op": op, "peer": peer, "what": "", "site": "", "via": ""} | usual | ends | other))
 
 
 def ping(delay=1):
@@ -124,6 +115,22 @@ def weights():
     return {name: generator.normal(size=shape) for name, shape in shapes_of.items()}
 
 
+def cut(num_ranks):
+    """Cut the weights as SPLITS say: what each rank holds; sections that the ranks do not divide end in zeros."""
+    parts = [weights() for _ in range(num_ranks)]
+    for name, one in SPLITS.items():
+        pieces = [[] for _ in range(num_ranks)]
+        for section in np.split(weights()[name], np.cumsum(one.sections)[:-1], axis=one.dim):
+            padding = [
+                (0, -section.shape[one.dim] % num_ranks) if dim == one.dim else (0, 0) for dim in range(section.ndim)
+            ]
+            for own, piece in zip(pieces, np.split(np.pad(section, padding), num_ranks, axis=one.dim), strict=True):
+                own.append(piece)
+        for part, own in zip(parts, pieces, strict=True):
+            part[name] = np.concatenate(own, axis=one.dim)
+    return parts
+
+
 def by_hand(rank=0, late=0):
     """One rank: forward 10 ms, backward 40, two all-reduces of 15: from 30 (hidden) and from 45 (5 hidden, 10 not)."""
     spans = [
@@ -137,35 +144,17 @@ def by_hand(rank=0, late=0):
     return Trace.from_spans(spans)
 
 
-def accumulated():
-    """One rank, two micro-batches: forward 10 ms, backward 20, again, one all-reduce halfway the second backward."""
-    spans = [
-        Span(0, "compute", "forward", "F", 0, 10 * MS, 0, 0, 0),
-        Span(0, "compute", "backward", "B", 10 * MS, 30 * MS, 0, 0, 0),
-        Span(0, "compute", "forward", "F", 30 * MS, 40 * MS, 0, 0, 1),
-        Span(0, "compute", "backward", "B", 40 * MS, 60 * MS, 0, 0, 1),
-        Span(0, "communication", "all_reduce bucket 0", "all_reduce", 50 * MS, 55 * MS, 100),
-        Span(0, "communication", "all_reduce bucket 1", "all_reduce", 60 * MS, 65 * MS, 100),
-        Span(0, "compute", "synchronize", "wait", 60 * MS, 65 * MS),
-        Span(0, "compute", "optimizer", "optimizer", 65 * MS, 70 * MS),
-    ]
-    return Trace.from_spans(spans)
-
-
 def choices(num_ranks=3, tokens=7, top_k=2):
     generator = np.random.default_rng(3)
     liked = np.linspace(1.5, 0, 6)
     return [np.argsort(-(liked + generator.gumbel(size=(tokens, 6))), axis=1)[:, :top_k] for _ in range(num_ranks)]
 
 
-def two_stages():
-    """Two stages, two micro-batches, 1F1B: 90 ms of which each rank works 60."""
-    rows = [(0, "F", 0, 0), (0, "F", 1, 10), (0, "B", 0, 40), (0, "B", 1, 70)]
-    rows += [(1, "F", 0, 10), (1, "B", 0, 20), (1, "F", 1, 40), (1, "B", 1, 50)]
-    spans = [
-        Span(rank, "compute", f"{rank}{kind}{m}", kind, at * MS, (at + 10 + 10 * (kind == "B")) * MS, 0, rank, m)
-        for rank, kind, m, at in rows
-    ]
-    spans.append(Span(0, "compute", "optimizer", "optimizer", 90 * MS, 99 * MS))
-    spans.append(Span(0, "send forward", "0SEND_F0", "send", 10 * MS, 11 * MS, 64, 0, 0))
-    return Trace.from_spans(spans)
+def within(experts, places):
+    """Return which choices of one rank find room, first choices first: [T, K]."""
+    kept, taken = np.zeros(experts.shape, bool), np.zeros(6, int)
+    for choice in range(experts.shape[1]):
+        for token, expert in enumerate(experts[:, choice]):
+            kept[token, choice] = taken[expert] < places
+            taken[expert] += 1
+    return kept

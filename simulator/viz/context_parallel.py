@@ -19,9 +19,8 @@ from distlab.plan.require import chosen
 from simulator.units import capitalised, percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
-from simulator.viz.drawing.words import width_in
+from simulator.viz.drawing.plot import width_in
+from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
 
 ORDERS = ("zigzag", "straight")
 MAX_RANKS = 8
@@ -35,7 +34,7 @@ class RingWork(NamedTuple):
         order: one of ORDERS.
         length: positions of the whole sequence.
         owner: the rank that holds each chunk [2n].
-        hop: when the rank of a query chunk has the keys of a key chunk: 0 is its own [2n, 2n].
+        hop: at which the rank of a query chunk has the keys of a key chunk: 0 is its own [2n, 2n].
         pairs: visible pairs of each block of query chunk and key chunk [2n, 2n].
         work: pairs that each rank computes at each hop [n, n].
     """
@@ -62,10 +61,9 @@ class RingWork(NamedTuple):
         """How many times longer the ring takes than if the work were even."""
         return self.ring_pairs * self.num_ranks / int(self.work.sum())
 
-    def merged(self, rank: int, hop: int) -> list[int]:
-        """Return the ranks whose keys a rank has merged after a hop, among those whose keys it may attend to."""
-        rows = self.owner == rank
-        visible = (self.pairs[rows] > 0) & (self.hop[rows] <= hop)
+    def merged(self, rank: int) -> list[int]:
+        """Return the ranks whose keys a rank has merged after the last hop: those whose keys it may attend to."""
+        visible = self.pairs[self.owner == rank] > 0
         return [int(other) for other in np.unique(self.owner[visible.any(axis=0)])]
 
 
@@ -115,27 +113,20 @@ def draw_context(num_ranks: int, order: str = "zigzag") -> Picture:
     """
     ring = ring_work(num_ranks, order)
     height = TOP_IN + STRIP_IN + MASK_IN + FOOT_IN
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     _draw_sequence(pen, ring, height - TOP_IN)
     _draw_mask(pen, ring)
     _draw_work(pen, ring)
     _draw_merged(pen, ring)
-    pen.flush()
-    put_title(figure, _balance_of_work(ring), _how_to_read(ring))
-    return Picture(figure, _say(ring))
-
-
-def _say(ring: RingWork) -> str:
-    """Say which positions each rank holds, and what it computes at each hop."""
-    lines = [f"{_balance_of_work(ring)}. {_how_to_read(ring)}"]
-    size = ring.length // len(ring.owner)
-    for rank in range(ring.num_ranks):
+    lines, size = [], ring.length // len(ring.owner)
+    for rank in range(num_ranks):
         mine = np.flatnonzero(ring.owner == rank).tolist()
         held = " and ".join(f"{chunk * size}-{(chunk + 1) * size - 1}" for chunk in mine)
         work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())
-        line = f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}"
-        lines.append(line + ".")
-    return "\n".join(lines)
+        lines.append(f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}.")
+    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {num_ranks} ranks. A block's colour: "
+    note += "the rank that computes it; its number: the hop at which the keys arrive."
+    return pen.finish(_balance_of_work(ring), note, *lines)
 
 
 def _balance_of_work(ring: RingWork) -> str:
@@ -145,11 +136,6 @@ def _balance_of_work(ring: RingWork) -> str:
     if ring.slowdown < 1.005:
         return f"{name}: every rank computes the same at every hop, and none waits"
     return f"{name}: ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
-
-
-def _how_to_read(ring: RingWork) -> str:
-    text = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {ring.num_ranks} ranks."
-    return f"{text} A block's colour: the rank that computes it; its number: the hop at which the keys arrive."
 
 
 def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
@@ -217,28 +203,21 @@ def _draw_work(pen: Pen, ring: RingWork) -> None:
     y = top - 0.5 - count * tall - 0.17
     pen.words((TABLE_IN - 0.08, y), "busiest", colour=FAINT, side="right")
     for at, pairs in enumerate(ring.work.max(axis=0).tolist()):
-        x = TABLE_IN + at * wide + 0.09
-        pen.words(
-            (x, y),
-            percent(pairs / total, 1 if count <= 5 else 0),
-            size=min(SMALL_PT, 16 * wide),
-            side="left",
-            bold=True,
-        )
+        text, size = percent(pairs / total, 1 if count <= 5 else 0), min(SMALL_PT, 16 * wide)
+        pen.words((TABLE_IN + at * wide + 0.09, y), text, size=size, side="left", bold=True)
     pen.words((TABLE_IN + room + 0.42, y), percent(ring.ring_pairs / total, 1), bold=True)
 
 
 def _draw_merged(pen: Pen, ring: RingWork) -> None:
     """Draw which keys every rank has merged after the last hop, and the rule by which they merge."""
     count = ring.num_ranks
-    at = count - 1
     top = FOOT_IN + 1.35
-    pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {at}")
+    pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {count - 1}")
     wide = min(1.28, (WIDTH_IN - TABLE_IN + 0.6) / count)
     for rank in range(count):
         x = TABLE_IN - 0.75 + rank * wide
         pen.words((x + wide / 2, top - 0.3), f"rank {rank}" if wide > 0.7 else f"r{rank}")
-        merged, cell = ring.merged(rank, at), (wide - 0.12) / count
+        merged, cell = ring.merged(rank), (wide - 0.12) / count
         for other in range(count):
             fill = RANK_COLOURS[other] if other in merged else IDLE
             pen.box((x + 0.06 + other * cell, top - 0.72), cell, 0.28, fill)
@@ -247,9 +226,5 @@ def _draw_merged(pen: Pen, ring: RingWork) -> None:
                 pen.words(spot, str(other), size=min(SMALL_PT, 46 * cell), colour=text_colour(fill))
     rule = "merge, exact: L = log(exp L1 + exp L2),  out = exp(L1 - L) out1 + exp(L2 - L) out2"
     pen.words((TABLE_IN - 0.75, top - 1.02), rule, side="left")
-    pen.words(
-        (TABLE_IN - 0.75, top - 1.26),
-        "L: log of the sum of exp(scores) over the keys so far, one number per query",
-        colour=FAINT,
-        side="left",
-    )
+    meaning = "L: log of the sum of exp(scores) over the keys so far, one number per query"
+    pen.words((TABLE_IN - 0.75, top - 1.26), meaning, colour=FAINT, side="left")

@@ -18,8 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from simulator.viz.drawing.pen import Pen, Point, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
+from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
 
 Ints = NDArray[np.int64]
 
@@ -31,23 +30,18 @@ class Routes(NamedTuple):
         experts: what each token of each rank asks, the first choice first: one [T, K] per rank.
         kept: whether there was room, likewise.
         num_experts: of all ranks; each holds as many, in order.
-        capacity: places that an expert has for each rank; None: as many as come.
+        capacity: places that an expert has for each rank.
     """
 
     experts: tuple[Ints, ...]
     kept: tuple[NDArray[np.bool_], ...]
     num_experts: int
-    capacity: int | None
+    capacity: int
 
     @property
     def num_ranks(self) -> int:
         """How many ranks there are."""
         return len(self.experts)
-
-    @property
-    def experts_per_rank(self) -> int:
-        """How many experts a rank holds."""
-        return self.num_experts // self.num_ranks
 
     @property
     def asked(self) -> Ints:
@@ -57,27 +51,13 @@ class Routes(NamedTuple):
     @property
     def rows(self) -> Ints:
         """Rows that each rank sends to each expert [n, E]."""
-        return np.stack(
-            [
-                np.bincount(one[kept], minlength=self.num_experts)
-                for one, kept in zip(self.experts, self.kept, strict=True)
-            ]
-        )
+        both = zip(self.experts, self.kept, strict=True)
+        return np.stack([np.bincount(one[kept], minlength=self.num_experts) for one, kept in both])
 
     @property
     def between(self) -> Ints:
         """Rows that each rank sends to each rank, itself included [n, n]."""
         return np.asarray(self.rows.reshape(self.num_ranks, self.num_ranks, -1).sum(axis=2), np.int64)
-
-    @property
-    def dropped(self) -> int:
-        """How many choices were dropped."""
-        return sum(int((~kept).sum()) for kept in self.kept)
-
-    @property
-    def lost(self) -> list[list[int]]:
-        """The tokens of each rank of which no choice was kept."""
-        return [np.flatnonzero(~kept.any(axis=1)).tolist() for kept in self.kept]
 
     def taken(self, expert: int, rank: int) -> list[int]:
         """Return the tokens of a rank that an expert takes, first choices first."""
@@ -85,115 +65,76 @@ class Routes(NamedTuple):
         return [int(token) for token in np.nonzero(mine)[1]]
 
 
-def routes_of(
-    experts: Sequence[ArrayLike],
-    *,
-    num_experts: int,
-    capacity: int | None = None,
-    kept: Sequence[ArrayLike] | None = None,
-) -> Routes:
-    """Check the choices, and find out which of them are kept.
-
-    Args:
-        experts: numbers of the experts that each token of a rank asks, the first choice first: one [T, K] per rank.
-        num_experts: E, of all ranks together.
-        capacity: places that an expert has for the tokens of each rank; None: nothing is dropped.
-        kept: which choices a run kept, one [T, K] per rank; by default it follows from capacity.
-
-    Raises:
-        ValueError: there is no rank; ranks do not divide the experts; an array is not [T, K] with the same K on all
-            ranks; there is no such expert; the capacity is below zero; or `kept` has other shapes.
-    """
-    arrays = tuple(np.asarray(one, dtype=np.int64) for one in experts)
-    count = len(arrays)
-    if not count or num_experts < 1 or num_experts % count:
-        raise ValueError(f"{num_experts} experts on {count} ranks; pass a number of experts that the ranks divide")
-    for rank, one in enumerate(arrays):
-        if one.ndim != 2 or one.shape[1:] != arrays[0].shape[1:]:
-            raise ValueError(
-                f"rank {rank}: experts has shape {list(one.shape)}; expected [tokens, choices], as on rank 0"
-            )
-        if one.size and not 0 <= one.min() <= one.max() < num_experts:
-            raise ValueError(f"rank {rank}: experts are {one.min()} to {one.max()}; expected 0 to {num_experts - 1}")
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"capacity is {capacity}; pass 0 or more, or None")
-    if kept is None:
-        masks = tuple(_within(one, capacity) for one in arrays)
-    else:
-        masks = tuple(np.asarray(one, dtype=bool) for one in kept)
-        if [mask.shape for mask in masks] != [one.shape for one in arrays]:
-            raise ValueError("kept has other shapes than experts; pass a mask of the same shape for each rank")
-    return Routes(arrays, masks, num_experts, capacity)
-
-
-def _within(experts: Ints, capacity: int | None) -> NDArray[np.bool_]:
-    """Return which choices of one rank find room, first choices first: [T, K]."""
-    if capacity is None:
-        return np.ones(experts.shape, bool)
-    wanted = experts.T.ravel()
-    order = np.argsort(wanted, kind="stable")
-    _, first, counts = np.unique(wanted[order], return_index=True, return_counts=True)
-    room = np.empty(len(wanted), bool)
-    room[order] = np.arange(len(wanted)) - np.repeat(first, counts) < capacity
-    return room.reshape(experts.T.shape).T
-
-
 MAX_RANKS, MAX_EXPERTS, MAX_TOKENS = 8, 16, 48
 TOP_IN, GAP_IN, HEAD_IN, FOOT_IN, LEFT_IN, TABLE_IN, CHOICE_IN = 1.05, 1.25, 0.35, 0.55, 0.75, 2.6, 0.21
 DROPPED = "#B40000"
 
 
-def draw_routing(
-    experts: Sequence[ArrayLike],
-    *,
-    num_experts: int,
-    capacity: int | None = None,
-    kept: Sequence[ArrayLike] | None = None,
-) -> Picture:
-    """Draw tokens, the experts that they ask, and the rows that travel between ranks; arguments as `routes_of`.
+def routes_of(experts: Sequence[ArrayLike], kept: Sequence[ArrayLike], num_experts: int, capacity: int) -> Routes:
+    """Return the choices as arrays; arguments as `draw_routing`.
 
     Raises:
-        ValueError: as `routes_of`; or more than 8 ranks, 16 experts or 48 tokens, which cannot be told apart.
+        ValueError: the arrays are not [T, K] on each rank, with choices of experts that there are; ranks do not divide
+            the experts; or more than 8 ranks, 16 experts or 48 tokens, which cannot be told apart.
     """
-    routes = _drawable(routes_of(experts, num_experts=num_experts, capacity=capacity, kept=kept))
-    most = int(routes.rows.sum(axis=0).max(initial=1))
-    slots = most if capacity is None else max(most, capacity * routes.num_ranks)
+    asked = tuple(np.asarray(one, dtype=np.int64) for one in experts)
+    masks = tuple(np.asarray(one, dtype=bool) for one in kept)
+    shapes = [one.shape for one in asked]
+    if [mask.shape for mask in masks] != shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise ValueError(
+            f"experts have shapes {shapes}; pass [tokens, choices] of each rank, and `kept` of these shapes"
+        )
+    if any(one.size and not 0 <= one.min() <= one.max() < num_experts for one in asked) or capacity < 0:
+        raise ValueError(f"experts are {asked}, capacity {capacity}; expected 0 to {num_experts - 1}, and 0 or more")
+    tokens, ranks = sum(map(len, asked)), len(asked)
+    if not 1 <= ranks <= MAX_RANKS or num_experts % ranks or num_experts > MAX_EXPERTS or not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens, {num_experts} experts and {ranks} ranks cannot be drawn; pass 1 to {MAX_TOKENS} tokens "
+            f"of a run, and at most {MAX_EXPERTS} experts, which at most {MAX_RANKS} ranks divide"
+        )
+    return Routes(asked, masks, num_experts, capacity)
+
+
+def draw_routing(
+    experts: Sequence[ArrayLike], *, num_experts: int, capacity: int, kept: Sequence[ArrayLike]
+) -> Picture:
+    """Draw tokens, the experts that they ask, and the rows that travel between ranks.
+
+    Args:
+        experts: numbers of the experts that each token of a rank asks, the first choice first: one [T, K] per rank.
+        num_experts: E, of all ranks together; each holds as many, in order.
+        capacity: places that an expert has for the tokens of each rank.
+        kept: which choices the run kept, one [T, K] per rank.
+
+    Raises:
+        ValueError: as `routes_of`.
+    """
+    routes = routes_of(experts, kept, num_experts, capacity)
+    slots = max(int(routes.rows.sum(axis=0).max(initial=1)), capacity * routes.num_ranks)
     slot = min(0.26, max(0.13, 2.6 / max(slots, 1)))
     low = TOP_IN + 0.56 + CHOICE_IN * routes.experts[0].shape[1] + GAP_IN
     height = low + HEAD_IN + max(slots * slot, 1.2) + FOOT_IN
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     spots = _draw_tokens(pen, routes, height - TOP_IN)
     _draw_experts(pen, routes, spots, height - low, slot)
     _draw_table(pen, routes, height - low)
-    pen.flush()
-    put_title(figure, _load_of_experts(routes), _sizes_and_traffic(routes))
-    return Picture(figure, _say(routes))
+    return pen.finish(_load_of_experts(routes), _sizes_and_traffic(routes), *_say(routes))
 
 
-def _say(routes: Routes) -> str:
+def _say(routes: Routes) -> list[str]:
     """Say each rank's load, and the tokens that no expert took."""
-    lines = [f"{_load_of_experts(routes)}. {_sizes_and_traffic(routes)}"]
+    lines, lost = [], []
     asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
-    for rank in range(routes.num_ranks):
-        held = range(rank * routes.experts_per_rank, (rank + 1) * routes.experts_per_rank)
+    per = routes.num_experts // routes.num_ranks
+    for rank, kept in enumerate(routes.kept):
+        held = range(rank * per, (rank + 1) * per)
         each = ", ".join(f"expert {expert} asked {asked[expert]} times, {rows[expert]} kept" for expert in held)
         own, all_of = int(between[rank, rank]), int(between[:, rank].sum())
         lines.append(f"Rank {rank}: {each}; works on {all_of} rows, {all_of - own} of them from other ranks.")
-    for rank, tokens in enumerate(routes.lost):
-        if tokens:
-            names = ", ".join(map(str, tokens))
-            lines.append(f"Rank {rank}: no choice of token{'s' if len(tokens) > 1 else ''} {names} was kept.")
-    return "\n".join(lines)
-
-
-def _drawable(routes: Routes) -> Routes:
-    tokens = sum(len(one) for one in routes.experts)
-    if routes.num_ranks > MAX_RANKS or routes.num_experts > MAX_EXPERTS or not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(
-            f"{tokens} tokens, {routes.num_experts} experts and {routes.num_ranks} ranks cannot be drawn apart; pass "
-            f"1 to {MAX_TOKENS} tokens of a run, at most {MAX_EXPERTS} experts and {MAX_RANKS} ranks"
-        )
-    return routes
+        tokens = np.flatnonzero(~kept.any(axis=1)).tolist()
+        names = f"token{'s' if len(tokens) > 1 else ''} {', '.join(map(str, tokens))}"
+        lost += [f"Rank {rank}: no choice of {names} was kept."] if tokens else []
+    return lines + lost
 
 
 def _load_of_experts(routes: Routes) -> str:
@@ -203,8 +144,8 @@ def _load_of_experts(routes: Routes) -> str:
     text = f"Expert {int(asked.argmax())} is asked {int(asked.max())} times where {asked.mean():.3g} is even"
     if int(asked.min()) == int(asked.max()):
         text = f"Every expert is asked {int(asked[0])} times"
-    if routes.dropped:
-        text += f"; {routes.dropped} of {int(asked.sum())} choices are dropped"
+    if dropped := sum(int((~kept).sum()) for kept in routes.kept):
+        text += f"; {dropped} of {int(asked.sum())} choices are dropped"
     if most > even:
         text += f"; rank {busiest} works {most / even:.2f}x the mean"
     return text
@@ -213,7 +154,7 @@ def _load_of_experts(routes: Routes) -> str:
 def _sizes_and_traffic(routes: Routes) -> str:
     tokens, choices = sum(len(one) for one in routes.experts), routes.experts[0].shape[1]
     places = "place" if routes.capacity == 1 else "places"
-    room = f"{routes.capacity} {places} for each rank" if routes.capacity is not None else "room for all that come"
+    room = f"{routes.capacity} {places} for each rank"
     moved = int(routes.between.sum() - np.trace(routes.between))
     each = f"{choices} choice{'s' if choices > 1 else ''} each"
     return f"{tokens} tokens, {each}; an expert has {room}; {moved} rows go to a different rank, and back."
@@ -232,9 +173,8 @@ def _draw_tokens(pen: Pen, routes: Routes, top: float) -> list[list[Point]]:
         name = f"rank {rank}" if wide * len(experts) > 0.6 else f"r{rank}"
         pen.words((x + wide * len(experts) / 2, top - 0.08), name, size=TEXT_PT, bold=True)
         for token, (asks, found) in enumerate(zip(experts.tolist(), kept.tolist(), strict=True)):
-            _draw_token(
-                pen, (x + token * wide, top), wide, RANK_COLOURS[rank], str(token), list(zip(asks, found, strict=True))
-            )
+            choices = list(zip(asks, found, strict=True))
+            _draw_token(pen, (x + token * wide, top), wide, RANK_COLOURS[rank], str(token), choices)
         spots.append([(x + (token + 0.5) * wide, below) for token in range(len(experts))])
         x += wide * len(experts) + 0.16
     return spots
@@ -248,12 +188,11 @@ def _draw_token(
     pen.box((x, top - 0.5), wide, 0.26, "white" if lost else fill)
     if lost:
         pen.outline((x + 0.02, top - 0.49), wide - 0.04, 0.24, DROPPED, line=1.6)
-    pen.words(
-        (x + wide / 2, top - 0.37), name, size=min(SMALL_PT, 40 * wide), colour=DROPPED if lost else text_colour(fill)
-    )
+    size = min(SMALL_PT, 40 * wide)
+    pen.words((x + wide / 2, top - 0.37), name, size=size, colour=DROPPED if lost else text_colour(fill))
     for place, (expert, good) in enumerate(asks):
         y = top - 0.66 - CHOICE_IN * place
-        pen.words((x + wide / 2, y), str(expert), size=min(SMALL_PT, 40 * wide), colour=INK if good else DROPPED)
+        pen.words((x + wide / 2, y), str(expert), size=size, colour=INK if good else DROPPED)
         if not good:
             half = min(0.1, 0.45 * wide)
             pen.line((x + wide / 2 - half, y), (x + wide / 2 + half, y), DROPPED, line=0.9)
@@ -261,7 +200,8 @@ def _draw_token(
 
 def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], top: float, slot: float) -> None:
     """Draw every expert's places from the top down, filled rank by rank, with a line from each token."""
-    per, room = routes.experts_per_rank, WIDTH_IN - LEFT_IN - TABLE_IN - 0.2 - 0.2 * routes.num_ranks
+    per = routes.num_experts // routes.num_ranks
+    room = WIDTH_IN - LEFT_IN - TABLE_IN - 0.2 - 0.2 * routes.num_ranks
     column = min(1.5, room / routes.num_experts)
     wide = 0.7 * column
     pen.words((LEFT_IN - 0.02, top - 0.13), "expert", colour=FAINT, side="right")
@@ -272,7 +212,7 @@ def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], to
         at = 0
         for rank in range(routes.num_ranks):
             rows, fill = routes.taken(expert, rank), RANK_COLOURS[rank]
-            for place in range(max(routes.capacity or 0, len(rows))):
+            for place in range(max(routes.capacity, len(rows))):
                 low = top - HEAD_IN - (at + 1) * slot
                 if place < len(rows):
                     pen.block((x, low), wide, slot, fill, str(rows[place]), size=min(SMALL_PT, 45 * slot))
@@ -283,11 +223,8 @@ def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], to
                 at += 1
     for rank in range(routes.num_ranks):
         left = LEFT_IN + 0.1 + rank * (per * column + 0.2)
-        pen.words(
-            (left + (per * column - 0.3 * column) / 2, 0.3),
-            f"held by rank {rank}" if per * column > 1.2 else f"rank {rank}",
-            bold=True,
-        )
+        name = f"held by rank {rank}" if per * column > 1.2 else f"rank {rank}"
+        pen.words((left + (per * column - 0.3 * column) / 2, 0.3), name, bold=True)
 
 
 def _draw_table(pen: Pen, routes: Routes, top: float) -> None:

@@ -14,12 +14,11 @@ from distlab.trace import Trace
 from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
-from simulator.viz.drawing.boxes import add_boxes, add_pixels
-from simulator.viz.drawing.lanes import Side, lanes_of, place
-from simulator.viz.drawing.pen import put_legend
+from simulator.viz.drawing.lanes import Side, add_boxes, add_pixels, lanes_of, place
+from simulator.viz.drawing.pen import finished, put_legend
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure, put_title
-from simulator.viz.drawing.style import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
+from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure
+from simulator.viz.drawing.theme import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
@@ -42,7 +41,8 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
     half = (WIDTH_IN - LEFT_IN - RIGHT_IN - GAP_IN) / 2
     bottom = height - TOP_IN - CURVES_IN
     sizes = np.arange(len(sweep.unit_layers), dtype=float)
-    at = nearest(sweep, step.plan.sharding.unit_layers)
+    wanted = step.plan.sharding.unit_layers
+    at = min(range(len(sizes)), key=lambda index: abs(sweep.unit_layers[index] - wanted))
     memory = frame(figure, left=LEFT_IN, right=RIGHT_IN + half + GAP_IN, top=TOP_IN, bottom=bottom)
     _draw_memory(memory, sizes, sweep, step)
     time = frame(figure, left=LEFT_IN + half + GAP_IN, right=RIGHT_IN, top=TOP_IN, bottom=bottom)
@@ -50,15 +50,9 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
     for axes in (memory, time):
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, trace, lanes, height)
-    put_title(figure, _memory_and_time(sweep, at), _setting(step))
-    lines = [f"{_memory_and_time(sweep, at)}. {_setting(step)}", f"Chosen: {point(sweep, at)}."]
-    lines += [f"Fastest: {point(sweep, sweep.fastest)}.", f"Holding least: {point(sweep, sweep.smallest)}."]
-    return Picture(figure, "\n".join(lines))
-
-
-def nearest(sweep: UnitSweep, unit_layers: int) -> int:
-    """Return the index of the size nearest to a number of layers."""
-    return min(range(len(sweep.unit_layers)), key=lambda index: abs(sweep.unit_layers[index] - unit_layers))
+    named = {"Chosen": at, "Fastest": sweep.fastest, "Holding least": sweep.smallest}
+    lines = [f"{name}: {point(sweep, index)}." for name, index in named.items()]
+    return finished(figure, _memory_and_time(sweep, at), _setting(step), *lines)
 
 
 def point(sweep: UnitSweep, index: int) -> str:
@@ -159,7 +153,7 @@ def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height:
     if few:
         add_boxes(axes, side, placement, 0, styles)
     else:
-        add_pixels(axes, [side], placement, styles, view)
+        add_pixels(axes, [side], placement, styles)
     draw_time_scale(axes, "on every rank: time since the step began", label_pt=TEXT_PT - 1)
     shown = [kind for kind in KINDS if kind in styles]
     put_legend(

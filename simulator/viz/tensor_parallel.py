@@ -1,15 +1,13 @@
-"""Draw which rank holds which slice of each weight, from the weights that the ranks really hold.
+"""Draw whose is which part of a weight: what the ranks hold, put together again with an owner for each row or column.
 
-A weight is drawn as it is used, y = x W: inputs down, outputs across (torch keeps a layer's weight the other way
-round). So a column-parallel layer is cut into columns, a row-parallel one into rows, and an embedding by its tokens. A
-colour is a rank, a stronger dot a larger number. Between the layers stand f and g, all that the ranks exchange.
+Works on arrays and on anything that says how a tensor is cut: `distlab.tensor_parallel.Split` is such a thing.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,31 +15,115 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from simulator.units import percent
+from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import put_title
-from simulator.viz.drawing.style import (
-    FAINT,
-    IDLE,
-    INK,
-    RANK_COLOURS,
-    SHARED,
-    SMALL_PT,
-    TEXT_PT,
-    WIDTH_IN,
-    LegendBox,
-    text_colour,
-)
-from simulator.viz.drawing.words import width_in
-from simulator.viz.tensor_parallel.shard_parts import CutWeight, SplitLike, shards_of
+from simulator.viz.drawing.plot import width_in
+
+
+class SplitLike(Protocol):
+    """How a tensor is cut along one dim; sections are cut apart each, as query, key and value of a fused weight."""
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut."""
+
+    @property
+    def sections(self) -> Sequence[int]:
+        """Lengths along the dim of what is cut apart."""
+
+
+class CutWeight(NamedTuple):
+    """One weight as the ranks hold it.
+
+    Attributes:
+        name: as the model calls it.
+        values: the whole, with what the last ranks have in padding.
+        dim: the dim that is cut, or None: every rank holds it all.
+        sections: lengths along dim of what is cut apart, without padding.
+        owner: the rank of each place along dim; -1 for padding.
+        num_ranks: how many hold it.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+    dim: int | None
+    sections: tuple[int, ...]
+    owner: NDArray[np.int64]
+    num_ranks: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole, without padding."""
+        shape = list(self.values.shape)
+        if self.dim is not None:
+            shape[self.dim] = sum(self.sections)
+        return tuple(shape)
+
+    @property
+    def held(self) -> int:
+        """Numbers that a rank keeps, padding included."""
+        return self.values.size // (1 if self.dim is None else self.num_ranks)
+
+    def slices(self, rank: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of a rank's part of each section, along dim of the whole without padding."""
+        found, begin = [], 0
+        for size in self.sections:
+            width = -(-size // self.num_ranks)
+            low, high = min(rank * width, size), min((rank + 1) * width, size)
+            found.append((begin + low, begin + high))
+            begin += size
+        return found
+
+
+def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> dict[str, CutWeight]:
+    """Put the ranks' parts together, and say whose each is; arguments as `draw_shards`.
+
+    Raises:
+        ValueError: there is no rank or more than 8, or a rank's weights have other names or shapes than expected.
+    """
+    if not 1 <= len(parts) <= MAX_RANKS:
+        raise ValueError(f"{len(parts)} ranks; pass what each of 1 to {MAX_RANKS} ranks holds: colours tell them apart")
+    arrays = [{name: _array(value) for name, value in part.items()} for part in parts]
+    shapes = {name: first.shape for name, first in arrays[0].items()}
+    for name in splits.keys() & shapes.keys():
+        whole = list(shapes[name])
+        whole[splits[name].dim] = sum(-(-size // len(parts)) for size in splits[name].sections)
+        shapes[name] = tuple(whole)
+    for rank, own in enumerate(arrays):
+        for name in sorted(own.keys() | shapes.keys()):
+            got, expected = (own[name].shape if name in own else None, shapes.get(name))
+            if got != expected:
+                raise ValueError(
+                    f"rank {rank}: {name} has shape {got}; expected {expected}: pass each rank's own part of the same "
+                    "weights"
+                )
+    return {name: _joined(name, [own[name] for own in arrays], splits.get(name)) for name in shapes}
+
+
+def _array(value: Any) -> NDArray[np.float64]:
+    """Return a value's numbers, also of a tensor that has a gradient."""
+    return np.asarray(value.detach() if hasattr(value, "detach") else value, dtype=np.float64)
+
+
+def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike | None) -> CutWeight:
+    if split is None:
+        return CutWeight(name, arrays[0], None, (), np.zeros(0, np.int64), len(arrays))
+    num_ranks, dim, sections = len(arrays), split.dim, tuple(split.sections)
+    pieces, owners, begin = [], [], 0
+    for size in sections:
+        width = -(-size // num_ranks)
+        pieces += [np.take(array, range(begin, begin + width), axis=dim) for array in arrays]
+        owner = np.repeat(np.arange(num_ranks), width)
+        owner[size:] = -1
+        owners.append(owner)
+        begin += width
+    return CutWeight(name, np.concatenate(pieces, axis=dim), dim, sections, np.concatenate(owners), num_ranks)
+
 
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3
-MARKS = ("f", "g")
-MEANINGS = {
-    "f": "f: forward nothing, backward an all-reduce",
-    "g": "g: forward an all-reduce, backward nothing",
-}
+MEANINGS = ("f: forward nothing, backward an all-reduce", "g: forward an all-reduce, backward nothing")
 MARK = "#1A1A1A"
 STRIP_IN, BIAS_IN = 0.4, 0.13
 FUSED = ("Q", "K", "V")
@@ -71,7 +153,7 @@ class _WeightCard(NamedTuple):
     @property
     def strip(self) -> float:
         """Room left of the weight for the names of its rows' owners."""
-        return 0.45 if not self.across and self.shards.dim is not None else 0.0
+        return 0.0 if self.across else 0.45
 
     @property
     def extent(self) -> float:
@@ -105,47 +187,41 @@ def draw_shards(
 
     Args:
         parts: what every rank holds by name, rank 0 first: arrays or tensors (as `state_dict` returns them on each
-            rank). `cut_weights` makes them of whole weights.
+            rank).
         splits: how they are cut (`splits_of(model)`); what is not named is whole on every rank.
         num_heads: attention heads of the whole model, to name those of each rank.
 
     Raises:
-        ValueError: as `shards_of`; more than 8 ranks; nothing is cut.
+        ValueError: as `shards_of`; nothing is cut.
     """
     found = shards_of(parts, splits)
     names = _chosen(found)
     lines = [_widened(line) for line in _lines(_regions(found, names))]
     height = TOP_IN + sum(HEAD_IN + max(region.tall for region in line) + 0.4 for line in lines) + FOOT_IN
-    figure, pen = sheet(height)
+    _, pen = sheet(height)
     top = height - TOP_IN
     for line in lines:
         x, tall = LEFT_IN, max(region.tall for region in line)
         for region in line:
-            _draw_region(pen, region, (x, top, tall), num_heads, MARKS)
+            _draw_region(pen, region, (x, top, tall), num_heads)
             x += region.wide + 0.3
         top -= HEAD_IN + tall + 0.4
     _draw_foot(pen, found, len(parts))
-    pen.flush()
-    put_title(figure, _share_that_is_cut(found, len(parts)), _whole_weights(found))
-    return Picture(figure, _say(found, names, len(parts)))
+    return pen.finish(_share_that_is_cut(found, len(parts)), _whole_weights(found), *_say(found, names))
 
 
-def _say(found: Mapping[str, CutWeight], names: Sequence[str], num_ranks: int) -> str:
+def _say(found: Mapping[str, CutWeight], names: Sequence[str]) -> list[str]:
     """Say which rank holds which rows or columns of each weight."""
-    lines = [f"{_share_that_is_cut(found, num_ranks)}. {_whole_weights(found)}"]
+    lines = []
     for name in names:
         one = found[name]
-        turned = _turned(name)
-        if one.dim is None:
-            lines.append(f"{name} {list(one.shape)}: whole on every rank.")
-            continue
-        what = ("outputs" if turned else "tokens") if one.dim == 0 else "inputs"
+        what = ("outputs" if _turned(name) else "tokens") if one.dim == 0 else "inputs"
         each = [
             f"rank {rank} {' and '.join(f'{low}-{high - 1}' for low, high in one.slices(rank) if high > low)}"
             for rank in range(one.num_ranks)
         ]
         lines.append(f"{name} {list(one.shape)}, cut by {what}: {'; '.join(each)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _turned(name: str) -> bool:
@@ -155,8 +231,6 @@ def _turned(name: str) -> bool:
 
 def _chosen(found: Mapping[str, CutWeight]) -> list[str]:
     """Return the weights of two dims that are cut, of several equal blocks those of the first."""
-    if next(iter(found.values())).num_ranks > MAX_RANKS:
-        raise ValueError(f"more than {MAX_RANKS} ranks cannot be told apart by colour; draw fewer")
     cut = [name for name, one in found.items() if one.dim is not None and one.values.ndim == 2]
     first = min((int(number) for name in cut for number in re.findall(r"\.(\d+)\.", f".{name}")), default=0)
     names = [name for name in cut if all(int(n) == first for n in re.findall(r"\.(\d+)\.", f".{name}"))]
@@ -184,7 +258,7 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
     lines: list[list[_Region]] = [[]]
     for region in regions:
         used = sum(other.wide + 0.3 for other in lines[-1])
-        if lines[-1] and LEFT_IN + used + region.wide > WIDTH_IN - 0.2:
+        if lines[-1] and LEFT_IN + used + region.wide > theme.WIDTH_IN - 0.2:
             lines.append([])
         lines[-1].append(region)
     return lines
@@ -192,7 +266,7 @@ def _lines(regions: Sequence[_Region]) -> list[list[_Region]]:
 
 def _widened(line: Sequence[_Region]) -> list[_Region]:
     """Give the weights of a line the width that is left, up to three times their own."""
-    left = WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
+    left = theme.WIDTH_IN - 0.2 - LEFT_IN - sum(region.wide for region in line) - 0.3 * (len(line) - 1)
     factor = min(3.0, 1 + left / sum(card.wide for region in line for card in region.cards))
     return [
         region._replace(cards=tuple(card._replace(wide=factor * card.wide) for card in region.cards)) for region in line
@@ -215,9 +289,7 @@ def _whole_weights(found: Mapping[str, CutWeight]) -> str:
     return f"Drawn as y = x W: inputs down, outputs across; stronger is larger. In addition, {kept}."
 
 
-def _draw_region(
-    pen: Pen, region: _Region, place: tuple[float, float, float], num_heads: int | None, marks: tuple[str, str]
-) -> None:
+def _draw_region(pen: Pen, region: _Region, place: tuple[float, float, float], num_heads: int | None) -> None:
     """Draw a region's weights in a line, f before a column cut and g after a row cut or an embedding.
 
     `place` is the left end, the top, and the height that the line leaves for weights.
@@ -228,34 +300,36 @@ def _draw_region(
     x = left
     heads = num_heads if any(len(card.shards.sections) == len(FUSED) for card in region.cards) else None
     opens, closes = region.cards[0], region.cards[-1]
-    if opens.shards.dim is not None and opens.across and opens.turned:
-        _draw_mark(pen, (x + 0.3, base), marks[0])
+    if opens.across and opens.turned:
+        _draw_mark(pen, (x + 0.3, base), "f")
     x += MARK_IN
     for number, card in enumerate(region.cards):
         if number:
-            pen.arrow((x + 0.06, base), (x + 0.42, base), FAINT, line=2.0)
+            pen.arrow((x + 0.06, base), (x + 0.42, base), theme.FAINT, line=2.0)
             x += 0.5
         _draw_card(pen, card, (x + card.strip, base - card.tall / 2), heads)
         x += card.extent
-    if closes.shards.dim is not None and not closes.across:
-        _draw_mark(pen, (x + 0.32, base), marks[1])
+    if not closes.across:
+        _draw_mark(pen, (x + 0.32, base), "g")
 
 
 def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
-    pen.arrow((spot[0] - 0.28, spot[1]), (spot[0] + 0.28, spot[1]), FAINT, line=2.0)
+    pen.arrow((spot[0] - 0.28, spot[1]), (spot[0] + 0.28, spot[1]), theme.FAINT, line=2.0)
     pen.box((spot[0] - 0.14, spot[1] - 0.16), 0.26, 0.32, MARK)
-    pen.words((spot[0] - 0.01, spot[1]), letter, size=TEXT_PT, bold=True, colour="white")
+    pen.words((spot[0] - 0.01, spot[1]), letter, size=theme.TEXT_PT, bold=True, colour="white")
 
 
 def _draw_foot(pen: Pen, found: Mapping[str, CutWeight], num_ranks: int) -> None:
     """Write what the marks mean, and a legend of ranks."""
-    for number, mark in enumerate(MARKS):
-        pen.words((LEFT_IN, 0.86 - 0.24 * number), MEANINGS[mark], side="left", colour=INK)
-    boxes = [LegendBox(RANK_COLOURS[rank], "white", f"r{rank}", f"rank {rank}") for rank in range(num_ranks)]
+    for number, meaning in enumerate(MEANINGS):
+        pen.words((LEFT_IN, 0.86 - 0.24 * number), meaning, side="left")
+    boxes = [
+        theme.LegendBox(theme.RANK_COLOURS[rank], "white", f"r{rank}", f"rank {rank}") for rank in range(num_ranks)
+    ]
     if any((one.owner < 0).any() for one in found.values()):
-        boxes.append(LegendBox(IDLE, FAINT, "", "padding"))
+        boxes.append(theme.LegendBox(theme.IDLE, theme.FAINT, "", "padding"))
     if any(one.dim is None for one in found.values()):
-        boxes.append(LegendBox(SHARED, "white", "", "whole on every rank"))
+        boxes.append(theme.LegendBox(theme.SHARED, "white", "", "whole on every rank"))
     pen.legend(boxes)
 
 
@@ -264,7 +338,7 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_hea
     one, (x, y) = card.shards, corner
     image = _image(one)
     _stamp(pen, image.transpose(1, 0, 2) if card.turned else image, (x, y), card.wide, card.tall, gid=one.name)
-    pen.outline((x, y), card.wide, card.tall, FAINT, line=0.8)
+    pen.outline((x, y), card.wide, card.tall, theme.FAINT, line=0.8)
     rows, columns = one.shape[::-1] if card.turned else one.shape
     name = one.name.split(".")[-2]
     below = y - 0.14
@@ -272,10 +346,9 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_hea
         _stamp(pen, _image(card.bias)[None], (x, y - 0.05 - BIAS_IN), card.wide, BIAS_IN, gid=card.bias.name)
         below -= BIAS_IN + 0.05
     label = f"{name} {rows} x {columns}"
-    size = min(SMALL_PT, SMALL_PT * (card.extent + 0.5) / max(width_in(label, SMALL_PT), 0.1))
+    size = min(theme.SMALL_PT, theme.SMALL_PT * (card.extent + 0.5) / max(width_in(label, theme.SMALL_PT), 0.1))
     pen.words((x + card.wide / 2, below), label, size=size)
-    if one.dim is not None:
-        _draw_owners(pen, card, corner, num_heads)
+    _draw_owners(pen, card, corner, num_heads)
 
 
 def _stamp(
@@ -312,13 +385,18 @@ def _draw_owners(pen: Pen, card: _WeightCard, corner: tuple[float, float], num_h
 
 def _draw_owner(pen: Pen, corner: tuple[float, float], room: tuple[float, float], rank: int, heads: str) -> None:
     """Draw a box in the rank's colour, with its name, and its heads in a second line."""
-    fill = RANK_COLOURS[rank]
+    fill = theme.RANK_COLOURS[rank]
     pen.box(corner, *room, fill)
     x, y = corner[0] + room[0] / 2, corner[1] + room[1] / 2
     apart = min(0.09, 0.23 * room[1]) if heads else 0.0
     for text, at in ((f"r{rank}", y + apart), (heads, y - apart)):
-        fits = SMALL_PT * (room[0] - 0.03) / max(width_in(text, SMALL_PT), 0.05)
-        pen.words((x, at), text, size=min(SMALL_PT, fits, 130 * apart if heads else SMALL_PT), colour=text_colour(fill))
+        fits = theme.SMALL_PT * (room[0] - 0.03) / max(width_in(text, theme.SMALL_PT), 0.05)
+        pen.words(
+            (x, at),
+            text,
+            size=min(theme.SMALL_PT, fits, 130 * apart if heads else theme.SMALL_PT),
+            colour=theme.text_colour(fill),
+        )
 
 
 def _heads_of(rank: int, num_ranks: int, num_heads: int | None) -> str:
@@ -335,9 +413,9 @@ def _image(one: CutWeight) -> NDArray[np.float64]:
     most = float(np.quantile(values, 0.99)) or float(values.max()) or 1.0
     share = 0.22 + 0.78 * np.clip(values / most, 0, 1)
     if one.dim is None:
-        colours = np.broadcast_to(np.array(to_rgb(SHARED)), (*values.shape, 3))
+        colours = np.broadcast_to(np.array(to_rgb(theme.SHARED)), (*values.shape, 3))
     else:
-        table = np.array([*[to_rgb(RANK_COLOURS[rank]) for rank in range(one.num_ranks)], to_rgb(IDLE)])
+        table = np.array([*[to_rgb(theme.RANK_COLOURS[rank]) for rank in range(one.num_ranks)], to_rgb(theme.IDLE)])
         shape = [1] * values.ndim + [3]
         shape[one.dim] = len(one.owner)
         colours = np.broadcast_to(table[one.owner].reshape(shape), (*values.shape, 3))

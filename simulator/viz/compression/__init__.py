@@ -1,1 +1,0 @@
-"""When compression pays: read `compression`."""

@@ -1,1 +1,0 @@
-"""Ring attention over a causal mask, hop by hop: read `context`."""

@@ -1,0 +1,348 @@
+"""Draw what a run takes: days and price, where its time goes, and which strategy is fastest where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
+
+from simulator.advisor.reasons import words_of
+from simulator.advisor.strategies import STRATEGIES, MapCell
+from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, young_s
+from simulator.runs.money import Bill, Curve
+from simulator.runs.monte_carlo import goodput_by_trial
+from simulator.units import capitalised, counted, format_s, format_span, percent
+from simulator.viz.drawing import plot, theme
+from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
+from simulator.viz.drawing.picture import Picture
+
+DAYS, PRICE = theme.LINE_COLOURS[0], theme.LINE_COLOURS[1]
+NAMES = ("shortest", "cheapest", "sweet spot")
+
+
+def draw_cost_curve(costs: Curve) -> Picture:
+    """Draw days and price against the number of devices, with the three that stand out.
+
+    Args:
+        costs: what `curve` returned.
+    """
+    bills = sorted(costs.bills, key=lambda each: each.num_devices)
+    figure = plot.new_figure(5.6)
+    left = plot.frame(figure, left=1.05, right=6.9, top=1.45, bottom=0.85)
+    right = plot.frame(figure, left=7.3, right=0.6, top=1.45, bottom=0.85)
+    _draw_line(left, bills, [each.days for each in bills], DAYS, "days")
+    _draw_line(right, bills, [each.price for each in bills], PRICE, price_unit(costs))
+    _mark(left, costs, is_price=False)
+    _mark(right, costs, is_price=True)
+    plot.put_heading(left, "days")
+    plot.put_heading(right, price_unit(costs))
+    return finished(figure, _fastest_and_cheapest(costs), _run_of(costs), *_say_costs(costs, bills))
+
+
+def _say_costs(costs: Curve, bills: Sequence[Bill]) -> list[str]:
+    """Say the days and the price on each number of devices in a line."""
+    lines = []
+    for each in bills:
+        names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
+        mark = f": {' and '.join(names)}" if names else ""
+        where = f" of {each.step.cluster.name}" if len({one.step.cluster.name for one in costs.bills}) > 1 else ""
+        lines.append(
+            f"{counted(each.num_devices, 'device')}{where}: {format_span(86_400 * each.days)}, {_price(each)}{mark}."
+        )
+    return lines
+
+
+def price_unit(costs: Curve) -> str:
+    """Return what a price is counted in."""
+    return "device-hours" if costs.cheapest.dollars is None else "dollars"
+
+
+def _three(costs: Curve) -> tuple[Bill, Bill, Bill]:
+    return costs.shortest, costs.cheapest, costs.sweet
+
+
+def _price(each: Bill) -> str:
+    return f"{each.price:,.0f} {'device-hours' if each.dollars is None else 'dollars'}"
+
+
+def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
+    counts = sorted({each.num_devices for each in bills})
+    plot.count_axis(axes, counts[:: -(-len(counts) // 8)], "devices")
+    axes.set_yscale("log")
+    clusters = list(dict.fromkeys(each.step.cluster.name for each in bills))
+    for place, cluster in enumerate(clusters):
+        own = [
+            (each.num_devices, y) for each, y in zip(bills, values, strict=True) if each.step.cluster.name == cluster
+        ]
+        look: dict[str, Any] = {"marker": "o", "color": colour} if len(clusters) == 1 else theme.line_look(place)
+        look |= {"markersize": 7.5, "markeredgecolor": "white", "linewidth": 2.4, "zorder": 4, "label": cluster}
+        axes.plot(*zip(*own, strict=True), gid=gid if len(clusters) == 1 else f"{gid} {cluster}", **look)
+    if len(clusters) > 1:
+        axes.legend(frameon=False, fontsize=theme.SMALL_PT, loc="upper right" if gid == "days" else "upper left")
+    low, high = min(values), max(values)
+    axes.set_ylim(low / 1.6, high * 1.6)
+    room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
+    axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
+    ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
+    plot.mark_ticks(axes.yaxis, ticks, _short)
+
+
+def _short(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:.3g} million"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
+    """Ring the bills that stand out, each with its names over it."""
+    named = list(zip(NAMES, _three(costs), strict=True))
+    for place, (name, each) in enumerate(named):
+        own = [other for other, bill in named if bill is each]
+        if any(bill is each for _, bill in named[:place]):
+            continue
+        ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}
+        value = each.price if is_price else each.days
+        axes.plot(each.num_devices, value, markeredgecolor=theme.INK, zorder=5, gid=name, linestyle="none", **ring)
+        words: dict[str, Any] = {"fontsize": theme.SMALL_PT, "weight": "bold", "color": theme.text_on_white(theme.INK)}
+        left, right = axes.get_xlim()
+        rises = is_price and each.num_devices**2 > left * right  # then the line is on the right of its point
+        away = -9 if rises else 9
+        words |= {
+            "xytext": (away, 8),
+            "textcoords": "offset points",
+            "va": "bottom",
+            "ha": "right" if rises else "left",
+        }
+        axes.annotate("\n".join(own), (each.num_devices, value), zorder=6, **words)
+
+
+def _fastest_and_cheapest(costs: Curve) -> str:
+    short, cheap, sweet = (each.num_devices for each in _three(costs))
+    if short == cheap:
+        return f"{counted(short, 'device')} are both fastest and cheapest"
+    return f"Fastest on {short:,} devices, cheapest on {cheap:,}, sweet spot {sweet:,}"
+
+
+def _run_of(costs: Curve) -> str:
+    run, step = costs.shortest.run, costs.shortest.step
+    clusters = {each.step.cluster.name for each in costs.bills}
+    where = next(iter(clusters)) if len(clusters) == 1 else f"{len(clusters)} clusters"
+    price = "" if run.price is None else f", {run.price:g} dollars for a device and an hour"
+    fails = ", with failures" if run.failures else ", without failures"
+    return f"{step.workload.name}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."
+
+
+PARTS = ("useful", "saving", "lost", "restarting", "slow")
+COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#882255", "#BDBDBD")
+AROUND = (0.05, 20.0)  # of the best interval
+POINTS, TRIALS = 60, 13
+Floats = NDArray[np.float64]
+
+
+def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: int = 0) -> Picture:
+    """Draw the goodput against the interval between checkpoints, drawn and computed, and the parts against devices.
+
+    Args:
+        failures: what interrupts the run.
+        num_devices: of the run.
+        save_s: training waits so long for a checkpoint.
+        seed: of the failures that are drawn.
+
+    Raises:
+        ValueError: nothing fails, or failures leave almost no time.
+    """
+    good = failures.goodput(num_devices, save_s)
+    if math.isinf(good.mtbf_s):
+        raise ValueError('nothing fails in this run; pass failures, such as Failures("llama-3")')
+    figure = plot.new_figure(5.6)
+    left = plot.frame(figure, left=0.95, right=7.0, top=1.45, bottom=0.85)
+    right = plot.frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
+    _draw_intervals(left, good, failures.restart_s, seed)
+    _draw_devices(right, failures, num_devices, save_s)
+    lines = _say_goodput(good, failures, num_devices, save_s)
+    return finished(figure, _time_that_counts(good), _checkpoints_of(failures, num_devices, save_s), *lines)
+
+
+def _say_goodput(good: Goodput, failures: Failures, num_devices: int, save_s: float) -> list[str]:
+    """Say the parts of the time, the best interval, and what other numbers of devices give."""
+    both = (good.save_s, good.mtbf_s)
+    parts = ", ".join(f"{name} {percent(getattr(good, name), 1)}" for name in PARTS if getattr(good, name) > 0)
+    best, young, daly = (format_span(rule(*both)) for rule in (best_s, young_s, daly_s))
+    others = _by_devices(failures, num_devices, save_s)
+    lines = [f"Parts of the time: {parts}.", f"Best interval: {best}; by Young {young}, by Daly {daly}."]
+    return lines + [f"{counted(count, 'device')}: {percent(each.useful, 1)} useful." for count, each in others]
+
+
+def _useful(good: Goodput, restart_s: float, intervals: Floats) -> Floats:
+    found = []
+    for interval in intervals.tolist():
+        try:
+            found.append(goodput(good.save_s, good.mtbf_s, restart_s=restart_s, interval_s=interval).useful)
+        except ValueError:
+            found.append(0.0)
+    return np.array(found)
+
+
+def _draw_intervals(axes: Axes, good: Goodput, restart_s: float, seed: int) -> None:
+    best = best_s(good.save_s, good.mtbf_s)
+    low, high = (min(AROUND[0] * best, good.interval_s), max(AROUND[1] * best, good.interval_s))
+    intervals = np.geomspace(low, high, POINTS)
+    useful = _useful(good, restart_s, intervals)
+    tried = np.geomspace(low, high, TRIALS)
+    drawn = goodput_by_trial(good.save_s, good.mtbf_s, tried, restart_s=restart_s, seed=seed)
+    axes.set_xscale("log")
+    axes.plot(intervals, useful, color=theme.LINE_COLOURS[0], linewidth=2.4, gid="computed", label="computed", zorder=3)
+    dots: dict[str, Any] = {"marker": "o", "markersize": 7, "linestyle": "none", "color": theme.LINE_COLOURS[1]}
+    axes.plot(tried, drawn, gid="drawn", label="failures drawn", zorder=4, **dots)
+    axes.axvline(good.interval_s, color=theme.INK, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(low, high)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    plot.mark_ticks(axes.xaxis, [good.interval_s / 10, good.interval_s, good.interval_s * 10], format_span)
+    plot.name_axes(axes, "training between checkpoints")
+    axes.grid(color=plot.GRID, linewidth=0.6, zorder=0)
+    axes.legend(loc="lower left", frameon=False, fontsize=theme.SMALL_PT)
+    plot.put_heading(axes, "goodput")
+
+
+def _by_devices(failures: Failures, num_devices: int, save_s: float) -> list[tuple[int, Goodput]]:
+    """Return the goodput of other numbers of devices with the same checkpoints, as far as the run gets on."""
+    found = []
+    for power in range(-6, 7):
+        count = round(num_devices * 2.0**power)
+        try:
+            found += [(count, failures.goodput(count, save_s))] if count >= 1 else []
+        except ValueError:
+            break
+    return found
+
+
+def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: float) -> None:
+    rows = _by_devices(failures, num_devices, save_s)
+    counts = [count for count, _ in rows]
+    parts = np.array([[getattr(each, name) for each in (good for _, good in rows)] for name in PARTS])
+    tops = parts.cumsum(axis=0)
+    plot.count_axis(axes, counts[:: -(-len(counts) // 5)], "devices", grid=False)
+    for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
+        below = tops[place - 1] if place else np.zeros(len(counts))
+        axes.fill_between(counts, below, tops[place], color=colour, gid=name, linewidth=0, zorder=3)
+    axes.axvline(num_devices, color=theme.INK, linewidth=1.4, linestyle=(0, (4, 3)), zorder=5)
+    axes.set_xlim(counts[0], max(counts[-1], counts[0] * 2))
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    shown = [
+        (name, colour, tops[place][-1] - parts[place][-1] / 2)
+        for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True))
+        if parts[place].max() > 0
+    ]
+    plot.name_line_ends(
+        axes,
+        [at for *_, at in shown],
+        [name for name, *_ in shown],
+        [theme.text_on_white(colour) for _, colour, _ in shown],
+    )
+    plot.put_heading(axes, "where the time goes, with these checkpoints")
+
+
+def _time_that_counts(good: Goodput) -> str:
+    mtbf, interval = format_span(good.mtbf_s), format_span(good.interval_s)
+    return f"{percent(good.useful, 1)} of the time counts: a failure every {mtbf}, a save every {interval}"
+
+
+def _checkpoints_of(failures: Failures, num_devices: int, save_s: float) -> str:
+    save, restart = format_span(save_s), format_span(failures.restart_s)
+    return f"{counted(num_devices, 'device')}; {save} to save, {restart} to restart; {failures.published.source}."
+
+
+STYLES: Mapping[str, theme.KindStyle] = MappingProxyType(
+    {
+        "one device": theme.KindStyle("#DDCC77", "1", "one device: do not distribute"),
+        "data": theme.KindStyle("#88CCEE", "D", "data parallel"),
+        "ZeRO-1": theme.KindStyle("#56B4E9", "Z1", "data parallel with ZeRO-1"),
+        "ZeRO-2": theme.KindStyle("#44AA99", "Z2", "data parallel with ZeRO-2"),
+        "FSDP": theme.KindStyle("#0072B2", "F", "FSDP (ZeRO-3)"),
+        "tensor": theme.KindStyle("#D55E00", "T", "tensor"),
+        "pipeline": theme.KindStyle("#E69F00", "P", "pipeline"),
+        "tensor and pipeline": theme.KindStyle("#882255", "TP", "tensor and pipeline"),
+    }
+)
+NOTHING = theme.LegendBox(theme.IDLE, theme.FAINT, "", "does not fit, or does not divide")
+TOP_IN, ROW_IN, LEFT_IN, RIGHT_IN, AXIS_IN = 1.05, 0.66, 1.75, 0.3, 0.75
+assert tuple(STYLES) == STRATEGIES
+
+
+def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
+    """Draw a field for each model and number of devices: the strategy's letter, its degrees and its MFU.
+
+    Args:
+        cells: what `strategy_map` returned.
+    """
+    models, counts = list(dict.fromkeys(cell.model for cell in cells)), sorted({cell.num_devices for cell in cells})
+    used = [name for name in STRATEGIES if any(cell.strategy == name for cell in cells)]
+    boxes = [theme.LegendBox(STYLES[name].colour, "white", STYLES[name].letter, STYLES[name].words) for name in used]
+    boxes += [NOTHING] if any(not cell.strategy for cell in cells) else []
+    low = AXIS_IN + LEGEND_LINE_IN * len(legend_lines(boxes))
+    _, pen = sheet(TOP_IN + ROW_IN * len(models) + low)
+    wide = (theme.WIDTH_IN - LEFT_IN - RIGHT_IN) / len(counts)
+    for row, model in enumerate(models):
+        pen.words((LEFT_IN - 0.12, low + ROW_IN * (row + 0.5)), model, size=theme.SMALL_PT, side="right")
+    for column, count in enumerate(counts):
+        pen.words((LEFT_IN + wide * (column + 0.5), low - 0.18), f"{count:,}", size=theme.SMALL_PT)
+    pen.words((LEFT_IN + wide * len(counts) / 2, low - 0.45), "GPUs", size=theme.TEXT_PT)
+    for cell in cells:
+        x, y = LEFT_IN + wide * counts.index(cell.num_devices), low + ROW_IN * models.index(cell.model)
+        fill = STYLES[cell.strategy].colour if cell.strategy else theme.IDLE
+        pen.box((x, y), wide, ROW_IN, fill, line=2.0)
+        if cell.choice is not None:
+            ink = theme.text_colour(fill)
+            letter = f"{STYLES[cell.strategy].letter}  {percent(cell.choice.step.mfu)}"
+            pen.words((x + wide / 2, y + 0.43), letter, size=theme.TEXT_PT, bold=True, colour=ink)
+            pen.words((x + wide / 2, y + 0.18), _degrees(cell), size=theme.SMALL_PT - 0.5, colour=ink)
+    pen.legend(boxes)
+    return pen.finish(_who_wins(cells), _question_of(cells), *_say_map(cells))
+
+
+def _say_map(cells: Sequence[MapCell]) -> list[str]:
+    """Say each field in a line."""
+    lines = []
+    for cell in cells:
+        where = f"{cell.model} on {counted(cell.num_devices, 'GPU')}: "
+        if cell.choice is None:
+            lines.append(f"{where}{NOTHING.words}.")
+            continue
+        step, words = cell.choice.step, STYLES[cell.strategy].words
+        plan = words_of(cell.choice.plan, cell.choice.microbatch)
+        lines.append(f"{where}{words} ({plan}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
+    return lines
+
+
+def _degrees(cell: MapCell) -> str:
+    """Write the degrees above one: d for data, t for tensor, p for pipeline."""
+    assert cell.choice is not None, "the field has a plan"
+    plan = cell.choice.plan
+    degrees = {axis[0]: getattr(plan, axis) for axis in ("data", "tensor", "pipeline")}
+    return " ".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1)
+
+
+def _who_wins(cells: Sequence[MapCell]) -> str:
+    found = [cell.strategy for cell in cells if cell.strategy]
+    if not found:
+        return "No plan fits any of these"
+    most = max(STRATEGIES, key=found.count)
+    words, kinds = capitalised(STYLES[most].words), len(set(found))
+    return f"{words} is fastest in {found.count(most)} of {len(found)} fields; {kinds} strategies win somewhere"
+
+
+def _question_of(cells: Sequence[MapCell]) -> str:
+    chosen = next((cell.choice for cell in cells if cell.choice), None)
+    if chosen is None:
+        return ""
+    question = chosen.question
+    name, wire = question.cluster.name, question.cluster.inter_node.name
+    return f"{question.batch_size} samples per step, {name}, {wire} between nodes; MFU and degrees of the fastest plan."

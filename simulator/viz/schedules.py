@@ -1,0 +1,372 @@
+"""Pipeline schedules: run on the simulator and drawn, alone or two on one time axis, or read from a trace.
+
+A row is a rank, a numbered box a micro-batch. Where a textbook has a closed form of the bubble, the picture says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    Schedule,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    make_schedule,
+    naive,
+    one_f_one_b,
+)
+from distlab.plan.require import chosen
+from distlab.trace import Trace
+from simulator.pipeline.schedule_arrays import LETTERS
+from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
+from simulator.units import capitalised, counted, format_s, percent
+from simulator.viz.drawing.lanes import (
+    CLOSE_GAP,
+    CLOSE_RANKS,
+    RANK_GAP,
+    LaneRow,
+    Placement,
+    Side,
+    View,
+    in_view,
+    shaded,
+    stages_of_ranks,
+)
+from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.plot import spread_evenly
+from simulator.viz.timeline import timeline
+from simulator.viz.timeline.facts import facts_of
+
+UNIT_S = 1e-3  # a time of 1 is a millisecond on screen
+
+
+class ScheduleRun(NamedTuple):
+    """One schedule and the times of its run.
+
+    Attributes:
+        name: what a reader calls it.
+        schedule: the computations of each rank.
+        trace: one span per action. Its name is one letter, so that a trace of 200,000 actions is quick to make.
+        duration_s: from the first action to the last.
+        rank_span_s: the longest that any rank takes from its own first action to its own last.
+        bubble_fraction: idle time over total time.
+        peak: the most that any rank holds, in micro-batches through all of its stages.
+        speedup: the time of one rank that does everything alone, over the duration.
+    """
+
+    name: str
+    schedule: Schedule
+    trace: Trace
+    duration_s: float
+    rank_span_s: float
+    bubble_fraction: float
+    peak: float
+    speedup: float
+
+    @property
+    def ends_apart(self) -> bool:
+        """Whether ranks begin and end one after the other, each in less time than the whole."""
+        return self.rank_span_s < 0.995 * self.duration_s
+
+    @property
+    def idle_of_span(self) -> float:
+        """The idle share where steps follow one another as closely as the longest rank's span allows.
+
+        Source: Qi et al. 2023 (arXiv:2401.10241), section 4.3: bubble rate (cost - m (F + B + W)) / cost.
+        """
+        work_s = self.speedup * self.duration_s / self.schedule.num_ranks
+        return max(0.0, 1 - work_s / self.rank_span_s) if self.rank_span_s else 0.0
+
+
+def run_schedule(name: str, schedule: Schedule, times: ActionTimes) -> ScheduleRun:
+    """Run a schedule with times in milliseconds.
+
+    Raises:
+        ValueError: the schedule cannot run; the text says which rank waits for what.
+    """
+    run = simulate_schedule(schedule, times, unit_s=UNIT_S)
+    trace = _lean(run)
+    present = stages_of_ranks(trace.rank, trace.stage)
+    copies = int(present.sum(axis=0).max(initial=1))  # of the model: a micro-batch goes through one of them
+    num_stages = np.maximum(present.sum(axis=1) // copies, 1)
+    peak = float((np.asarray(run.peak_in_flight)[: len(num_stages)] / num_stages).max())
+    begins, stops = run.order.offsets[:-1], run.order.offsets[1:]
+    works = stops > begins
+    spans_ns = run.end_ns[stops[works] - 1] - run.start_ns[begins[works]]
+    span_s = int(spans_ns.max(initial=0)) / 1e9
+    return ScheduleRun(name, schedule, trace, run.duration_s, span_s, run.bubble_fraction, peak, run.speedup)
+
+
+def _lean(run: PipelineRun) -> Trace:
+    """Return the computations alone: no text per action, which would take longer than all the rest."""
+    order, count = run.order, len(run.start_ns)
+    kind = order.kind.astype(np.int32) + 1
+    return Trace(
+        rank=order.rank.astype(np.int32),
+        lane=np.zeros(count, np.int32),
+        name=kind,
+        kind=kind,
+        start_ns=run.start_ns,
+        end_ns=run.end_ns,
+        num_bytes=np.zeros(count, np.int64),
+        stage=order.stage.astype(np.int32),
+        microbatch=order.microbatch.astype(np.int32),
+        words=("compute", *LETTERS),
+    )
+
+
+EQUAL = ActionTimes(1.0, 1.0, 1.0)
+NAMES = tuple(SCHEDULES)
+COPIES = " (two copies of the model)"  # which the peak of activations does not show
+
+
+def play(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    stages_per_rank: int = 2,
+    times: ActionTimes = EQUAL,
+    memory_limit: float | None = None,
+) -> ScheduleRun:
+    """Plan and run a schedule; the times are of a rank's whole share of the model, cut evenly among its stages.
+
+    Raises:
+        ValueError: the name is not known, or there is no such schedule of this size.
+    """
+    chosen("schedule", name, NAMES)
+    family = SCHEDULES[name]
+    stages = family.stages_per_rank(stages_per_rank if family.placement == "loop" else None)
+    forward, inputs, weights = (np.array(times[:3], float) / stages).tolist()
+    times = ActionTimes(forward, inputs, weights, times.communication)
+    plan = make_schedule(
+        name, num_ranks, num_microbatches, stages_per_rank=stages, times=times, memory_limit=memory_limit
+    )
+    return run_schedule(family.title + (COPIES if family.placement == "copies" else ""), plan, times)
+
+
+MAX_RANKS = 64  # of each schedule
+HEADING = 1.0  # the room for a heading, in heights of a row
+
+
+def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = None) -> Picture:
+    """Draw schedules one under the other on one time axis; the title says what sets them apart.
+
+    Raises:
+        ValueError: there is no run, or the range holds no time.
+    """
+    scene = stack(runs)
+    view = timeline.view_of(time_range_s, scene.limit_s)
+    seen = [int(in_view(side.trace, view).sum()) for side in scene.sides]
+    return Picture(
+        timeline.draw_scene(scene, words_of(runs), view, exact=sum(seen) <= timeline.MAX_BOXES), say_schedules(runs)
+    )
+
+
+def say_schedules(runs: Sequence[ScheduleRun]) -> str:
+    """Say in plain sentences what `draw_schedules` shows: one sentence per schedule, then how the two compare."""
+    text = " ".join(sentence(run) for run in runs)
+    if len(runs) == 2:
+        first, second = runs
+        change = second.duration_s / first.duration_s - 1
+        text += f" {capitalised(second.name)} takes {_more(change, 'time')}"
+        change = second.peak / first.peak - 1 if first.peak else 0.0
+        text += f" and {_more(change, 'memory for activations')} than {first.name}."
+    return text
+
+
+def sentence(run: ScheduleRun) -> str:
+    """Say in one sentence how a schedule did."""
+    plan = run.schedule
+    ranks, microbatches = counted(plan.num_ranks, "rank"), counted(plan.num_microbatches, "micro-batch")
+    size = f"{ranks} and {microbatches}"
+    if plan.num_stages > plan.num_ranks:
+        size += f", {plan.num_stages // plan.num_ranks} stages per rank,"
+    idle = percent(run.bubble_fraction, 1)
+    text = f"{capitalised(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for {idle} of it, "
+    text += (
+        f"a rank holds {count_of(run.peak)} at its peak, and it is {run.speedup:.2f} times as fast as one rank alone."
+    )
+    if run.ends_apart:
+        text += f" But no rank takes longer than {format_s(run.rank_span_s)} from its own first action to its last: "
+        text += "where a rank may start its next step before the others end theirs, "
+        text += f"{percent(run.idle_of_span, 1)} is idle."
+    return text
+
+
+def count_of(peak: float) -> str:
+    """Write a peak in micro-batches through all of a rank's stages."""
+    return f"{peak:.4g} micro-batch{'' if peak == 1 else 'es'} of activations"
+
+
+def words_of(runs: Sequence[ScheduleRun]) -> timeline.Caption:
+    """Return the takeaway, the note under it and the words at the ends."""
+    first = runs[0]
+    if len(runs) == 1:
+        title = f"{capitalised(first.name)} leaves {percent(first.bubble_fraction, 1)} of "
+        title += f"{counted(first.schedule.num_ranks, 'rank')}' time idle"
+        ends = f"ends at {format_s(first.duration_s)}"
+        if first.ends_apart:
+            title += f", and {percent(first.idle_of_span, 1)} where steps need not end together"
+            ends += f", no rank works longer than {format_s(first.rank_span_s)}"
+        return timeline.Caption(title, _notes(runs), ends)
+    second = runs[1]
+    change = second.duration_s / first.duration_s - 1
+    title = f"{second.name} ends {percent(abs(change), 1)} {'earlier' if change < 0 else 'later'} than {first.name}"
+    if abs(change) < 5e-4:
+        title = f"{first.name} and {second.name} end together"
+    held = [f"{run.peak:.4g}" for run in runs]
+    title += f"; both hold {held[0]}" if held[0] == held[1] else f"; {second.name} holds {held[1]} instead of {held[0]}"
+    title += " micro-batches" if held != ["1", "1"] else " micro-batch"
+    ends = f"{first.name} {format_s(first.duration_s)}, {second.name} {format_s(second.duration_s)}"
+    return timeline.Caption(capitalised(title), _notes(runs), ends)
+
+
+def stack(runs: Sequence[ScheduleRun]) -> timeline.Scene:
+    """Place the ranks of one schedule under those of the other.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    if not runs:
+        raise ValueError("there is no schedule to draw; pass at least one run")
+    rows: list[LaneRow] = []
+    headings, row_of, top = [], [], 0.0
+    for run in runs:
+        num_ranks = run.schedule.num_ranks
+        drawn = spread_evenly(num_ranks, MAX_RANKS)
+        if len(runs) > 1:
+            headings.append(timeline.Heading(top + HEADING / 2, heading(run)))
+            top += HEADING
+        place = np.full(num_ranks, -1, np.int64)
+        place[drawn] = len(rows) + np.arange(len(drawn))
+        gap = CLOSE_GAP if len(drawn) >= CLOSE_RANKS else RANK_GAP * 0.6
+        for rank in drawn:
+            rows.append(LaneRow(rank, "compute", False, top, 1.0, 1))
+            top += 1.0 + gap
+        row_of.append(place[run.trace.rank])
+    levels = tuple(np.zeros_like(row) for row in row_of)
+    placement = Placement(tuple(rows), top, tuple(row_of), levels)
+    sides = tuple(Side(shaded(run.trace), False) for run in runs)
+    return timeline.Scene(sides, placement, timeline.styles_of(sides), timeline.limit_of(sides), tuple(headings))
+
+
+def heading(run: ScheduleRun) -> str:
+    """Return what stands over a schedule's rows."""
+    return f"{run.name}: {percent(run.bubble_fraction, 1)} idle, {count_of(run.peak)}"
+
+
+def _more(change: float, what: str) -> str:
+    if abs(change) < 5e-4:
+        return f"the same {what}"
+    return f"{percent(abs(change), 1)} {'less' if change < 0 else 'more'} {what}"
+
+
+def _notes(runs: Sequence[ScheduleRun]) -> str:
+    ranks = max(run.schedule.num_ranks for run in runs)
+    notes = [f"{MAX_RANKS} of {ranks} ranks are drawn"] if ranks > MAX_RANKS else []
+    spans = sum(len(run.trace) for run in runs)
+    return "; ".join([*notes, *([f"{spans:,} actions in pixel columns"] if spans > timeline.MAX_BOXES else [])])
+
+
+_PIPELINE_KINDS = ("F", "B", "I", "W")
+
+
+def draw_schedule(
+    trace: Trace, predicted: Trace | None = None, *, time_range_s: tuple[float, float] | None = None
+) -> Picture:
+    """Draw the forward and backward boxes of a pipeline, with its bubble in the title.
+
+    The bubble fraction is idle time over total time, from the first box to the last.
+
+    Raises:
+        ValueError: a trace has no compute span of kind F, B, I or W.
+    """
+    work = _pipeline(trace)
+    facts, known = facts_of(work), ""
+    if textbook := textbook_of(work):
+        name, formula, share = textbook
+        known = (
+            f"{capitalised(name)} with equal stages and free communication would leave {formula} = {percent(share, 1)}"
+        )
+    ends, other = f"ends at {format_s(facts.duration_s)}", None if predicted is None else _pipeline(predicted)
+    microbatches = len(np.unique(work.microbatch[work.microbatch >= 0]))
+    bubble = percent(facts.bubble_fraction, 1)
+    said = [
+        f"Pipeline schedule of {counted(facts.num_ranks, 'rank')} and {counted(microbatches, 'micro-batch')} over "
+        f"{format_s(facts.duration_s)}. The bubble is {bubble} of the ranks' time.",
+        *([f"{known}."] if known else []),
+    ]
+    if other is not None:
+        expected = facts_of(other)
+        ends = timeline.ends_text(facts, expected)
+        said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
+    words = timeline.Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
+    return Picture(timeline.draw_rows(timeline.sides_of(work, other), words, time_range_s=time_range_s), " ".join(said))
+
+
+def _pipeline(trace: Trace) -> Trace:
+    """Keep the forward and backward spans."""
+    work = trace.select(trace.is_word("lane", "compute") & trace.is_word("kind", *_PIPELINE_KINDS))
+    if not len(work):
+        raise ValueError(
+            f"the trace has {len(trace)} spans but no compute span of kind F, B, I or W; simulate a pipeline"
+        )
+    return work
+
+
+MAX_SPANS = 20_000
+_CODES = {"F": 0, "B": 1, "I": 2, "W": 3}
+
+
+def textbook_of(trace: Trace) -> tuple[str, str, float] | None:
+    """Return the name, the bubble's closed form and its value, of the textbook schedule whose order the trace follows.
+
+    The bubble is over the total time, with p equal stages (v on each rank), m micro-batches and free communication.
+
+    Source: bubbles of GPipe and 1F1B from Huang et al. 2019 (arXiv:1811.06965, section 2.3), of interleaved 1F1B from
+        Narayanan et al. 2021 (arXiv:2104.04473, section 2.2.2), as shares of the total time, not of the ideal one.
+    """
+    order = order_in(trace)
+    if order is None or order.num_ranks < 2:
+        return None
+    p, m, v = order.num_ranks, order.num_microbatches, order.num_stages // order.num_ranks
+    looped = (p - 1) / (v * m + p - 1)
+    known: list[tuple[str, str, float, Callable[[], Schedule]]] = []
+    if v == 1:
+        known.append(("naive model parallelism", "(p-1)/p", (p - 1) / p, lambda: naive(p, m)))
+        known.append(("GPipe", "(p-1)/(m+p-1)", looped, lambda: gpipe(p, m)))
+        known.append(("1F1B", "(p-1)/(m+p-1)", looped, lambda: one_f_one_b(p, m)))
+    elif m % p == 0:
+        formula = "(p-1)/(vm+p-1)"
+        known.append(("interleaved 1F1B", formula, looped, lambda: interleaved(p, m, stages_per_rank=v)))
+        known.append(("looped BFS", formula, looped, lambda: looped_bfs(p, m, stages_per_rank=v)))
+    return next((row[:3] for row in known if row[3]() == order), None)
+
+
+def order_in(trace: Trace) -> Schedule | None:
+    """Return the order in which a trace's ranks ran their passes, of replicas the first; None where there is none."""
+    if not 0 < len(trace) <= MAX_SPANS or trace.stage.min() < 0 or trace.microbatch.min() < 0:
+        return None
+    stages = stages_of_ranks(trace.rank, trace.stage)
+    if not (stages.sum(axis=1) == stages.sum(axis=1).max()).all() or stages.shape[1] % max(1, stages.sum(axis=1)[0]):
+        return None
+    first = [rank for rank in trace.ranks if not any((stages[rank] & stages[other]).any() for other in range(rank))]
+    first.sort(key=lambda rank: int(np.argmax(stages[rank])))
+    place = np.full(stages.shape[0], len(first))
+    place[first] = np.arange(len(first))
+    where = place[trace.rank]
+    rows = np.lexsort((trace.start_ns, where))[: int((where < len(first)).sum())]
+    codes = np.array([_CODES.get(word, 0) for word in trace.words])
+    return Schedule.from_columns(
+        stage=trace.stage[rows],
+        kind=codes[trace.kind[rows]],
+        microbatch=trace.microbatch[rows],
+        lengths=np.bincount(where[rows], minlength=len(first)),
+    )
