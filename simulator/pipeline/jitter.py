@@ -36,22 +36,6 @@ class Jitter:
         return np.exp(math.sqrt(variance) * normal - variance / 2)
 
 
-@dataclass(frozen=True)
-class Uneven:
-    """What makes equal work of a pipeline's ranks take unequal time; by default nothing does.
-
-    Attributes:
-        slow_ranks: factors of what some ranks of the pipeline compute: {2: 1.3} makes rank 2 take 1.3 times as long.
-        jitter: a random factor for each pass.
-    """
-
-    slow_ranks: Mapping[int, float] | None = None
-    jitter: Jitter | None = None
-
-
-EVEN = Uneven()
-
-
 def slow_factors(slow_ranks: Mapping[int, float] | None, num_ranks: int) -> Floats:
     """Return the factor of each rank's times: 1 where `slow_ranks` does not name it.
 

@@ -64,6 +64,13 @@ def grouped(again: Bools, plan: Plan) -> Bools:
     return np.asarray(again & (inside > 0), np.bool_)
 
 
+def run_again(layer: Layer, recompute: str, *, stops_early: bool) -> Layer | None:
+    """Return the layer whose forward runs again before a backward, or None: at most attention's inner part does."""
+    if recompute == "full" and layer.input_bytes:
+        return without_last_product(layer) if stops_early else layer
+    return between_kept(layer) if recompute == "operators" and layer.operator_bytes else None
+
+
 def without_last_product(layer: Layer) -> Layer:
     """Return the layer with a forward that ends before its last product, whose output backward does not need.
 

@@ -12,7 +12,7 @@ from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, ScheduleArrays
 from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Pair, Timing
+from simulator.stage.step_times import Pair, Timing, part_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -89,12 +89,10 @@ def _part_of(length: Ints, at: Ints, nominal: Ints) -> Ints:
 def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator[tuple[int, int, str]]:
     """Cut one layer's pass into work and waits: start, end, and the name of the call that it waits for ("": work)."""
     now, finish = span_ns
-    begin, nominal = now, max(stage.passes_ns[kind][layer], 1)
+    begin, nominal = now, stage.passes_ns[kind][layer]
     for call in stage.calls[kind][layer] if stage.calls else ():
         if call.exposed_ns:
-            start, end = (
-                begin + (finish - begin) * at // nominal for at in (call.end_ns - call.exposed_ns, call.end_ns)
-            )
+            start, end = part_of((begin, finish), (call.end_ns - call.exposed_ns, call.end_ns), nominal)
             if start > now:
                 yield now, start, ""
             yield start, end, call.name
@@ -113,8 +111,7 @@ def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict
     for number, kind, mine in _by_pass(order, actions):
         stage = stages[number]
         if timing.layers is None:
-            factor = len(mine) if timing.factors is None else float(timing.factors[mine].sum())
-            times = np.full(len(stage.layers), factor)  # how often each layer's pass ran, a longer one counting more
+            times = np.full(len(stage.layers), len(mine))  # how often each layer's pass ran, a longer one counting more
         else:
             rows = timing.layers[np.isin(timing.layers[:, 0], mine)]
             costed = np.maximum(stage.passes_ns[kind], 1)
@@ -146,8 +143,8 @@ def data_wait_s(stages: Sequence[Stage], timing: Timing, rank: int) -> float:
     rows = timing.layers[np.isin(timing.order.stage[timing.layers[:, 0]], own)]
     busy = [timing.optimizer[rank], *(pair for times in buckets for pair in times.computing)]
     busy += [(start, end) for start, end in rows[:, 2:].tolist()]
-    busy += [(copy.start_ns, copy.end_ns) for copy in (timing.copies[rank] if timing.copies else ())]
-    travels = [(call.start_ns, call.end_ns) for call in (timing.calls[rank] if timing.calls else ())]
+    busy += [(copy.start_ns, copy.end_ns) for copy in timing.copies[rank]]
+    travels = [(call.start_ns, call.end_ns) for call in timing.calls[rank]]
     travels += [pair for times in buckets for pair in (times.all_reduce, times.later) if pair is not None]
     return (_covered(busy + travels) - _covered(busy)) / 1e9
 

@@ -121,13 +121,12 @@ class Step:
         return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
 
     def _rank_end_ns(self, rank: int) -> int:
-        calls = self.timing.calls[rank] if self.timing.calls else ()
-        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in calls)])
+        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in self.timing.calls[rank])])
 
     def _calls_start_ns(self, rank: int) -> Iterator[int]:
         """Return when the calls and copies of sharding start: those of stage 3 come before the first pass."""
         for calls in (self.timing.calls, self.timing.copies):
-            yield from (call.start_ns for call in (calls[rank] if calls else ()))
+            yield from (call.start_ns for call in calls[rank])
 
     def _computing_ns(self, until_ns: int | None = None) -> int:
         """Return the time that layers compute and gradients are copied (until then), the update apart."""

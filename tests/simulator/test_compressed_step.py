@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from simulator.step.step_events import time_step
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
 from distlab.plan import Contention, Layer, Link, Plan, Protocol, Work
@@ -28,7 +29,6 @@ from simulator import (
 )
 from simulator.engine.event_engine import SharedCores
 from simulator.step.schedule_of_plan import compile_schedule_of
-from simulator.step.step_events import time_step
 from simulator.units import to_ns
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from distlab.plan import Device, Plan
 from simulator import LlamaSizes, Mixture, cluster, fuse_attention, hierarchical_all_to_all_s, llama_workload, simulate
-from simulator.hardware.products import slowdown
 from simulator.models.mixture_of_experts import ORDERINGS
+from simulator.stage.products import slowdown
 
 S, H, F, E, K = 512, 256, 384, 4, 2
 ROWS = S * K // E  # of an expert

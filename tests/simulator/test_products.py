@@ -7,8 +7,7 @@ import pytest
 
 from distlab.plan import Plan
 from simulator import LlamaSizes, Stack, cluster, gpt_workload, llama_workload, simulate
-from simulator.hardware.products import FULL, START, slowdown
-from simulator.stage.shaped import with_shapes
+from simulator.stage.products import FULL, START, slowdown, with_shapes
 from simulator.validation.exact import products
 
 MACHINE = cluster("dgx-a100", 8, stack=Stack("plain"))

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from simulator.step.step_events import time_step
 
 from distlab.plan import (
     SCHEDULES,
@@ -21,7 +22,6 @@ from distlab.plan.records import GRADIENT_SYNCS, ONE_COPY_SCHEDULES
 from simulator import Jitter, Uneven, all_reduce_s, closed_form_bubble, simulate
 from simulator.engine.event_engine import SharedCores
 from simulator.step.schedule_of_plan import compile_schedule_of
-from simulator.step.step_events import time_step
 from simulator.step.trace import layer_rows
 from simulator.units import to_ns
 
