@@ -302,6 +302,9 @@ class Units:
                 self._leave(each, unit)
         if has_root:  # its gradients are complete at the end of backward only
             self._leave(each, 0)
+        if forward and self.sharding.reshard_after_forward:
+            for one in [one for one in self._gathered if one[0] == number]:
+                del self._gathered[one]
         return found, programs.computed[rank][0]
 
     def _gather(self, number: int, indices: Sequence[int], microbatch: int, before: Sequence[int]) -> None:
