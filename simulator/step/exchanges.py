@@ -291,7 +291,7 @@ class Units:
                 self._gather(number, turn[: self.ahead + 1], each.microbatch, needs)
                 waits.append(self._gathered[number, 0])
             if unit >= 0:
-                if begins[unit] == place:
+                if begins[unit] == place and unit >= has_root:
                     self._gather(number, turn[turn.index(unit) :][: self.ahead + 1], each.microbatch, needs)
                 waits.append(self._gathered[number, unit])
                 if forward and begins[unit] == place:
@@ -302,9 +302,6 @@ class Units:
                 self._leave(each, unit)
         if has_root:  # its gradients are complete at the end of backward only
             self._leave(each, 0)
-        if forward and self.sharding.reshard_after_forward:
-            for one in [one for one in self._gathered if one[0] == number]:
-                del self._gathered[one]
         return found, programs.computed[rank][0]
 
     def _gather(self, number: int, indices: Sequence[int], microbatch: int, before: Sequence[int]) -> None:
