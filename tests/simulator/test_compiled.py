@@ -4,8 +4,7 @@ from hypothesis import given, settings, strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
-from simulator.pipeline.chain import find_chain
-from simulator.pipeline.frontier import Frontier
+from simulator.pipeline.runners import Frontier, find_chain
 from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W, last_actions
 from simulator.units import to_ns
 
