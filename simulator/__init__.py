@@ -44,11 +44,7 @@ from simulator.hardware.presets import (
     names as names,
     stack as stack,
 )
-from simulator.memory.advice import (
-    DoesNotFitError as DoesNotFitError,
-    check_fit as check_fit,
-    smallest_change as smallest_change,
-)
+from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit
 from simulator.memory.memory import Memory as Memory, memory_of as memory_of
 from simulator.memory.published_formulas import (
     activation_bytes_per_layer as activation_bytes_per_layer,
@@ -96,8 +92,12 @@ from simulator.runs.monte_carlo import (
     goodput_by_trial as goodput_by_trial,
 )
 from simulator.runs.spread import Spread as Spread, counts_of as counts_of, spread as spread
-from simulator.step.measured import Measured as Measured
-from simulator.step.simulate import Step as Step, closed_form_bubble as closed_form_bubble, simulate as simulate
+from simulator.step.simulate import (
+    Measured as Measured,
+    Step as Step,
+    closed_form_bubble as closed_form_bubble,
+    simulate as simulate,
+)
 from simulator.step.timed import why_not_timed as why_not_timed
 from simulator.sweeps.axis_order import (
     Placed as Placed,

@@ -2,6 +2,5 @@
 
 Read `simulate`, then `result` (what it returns). `timed` says which plans have a time, and `schedule_of_plan` chooses
 the schedule. `step_graph` computes when everything happens, and `exchanges` says what ranks exchange when; `exposed`
-finds the communication that nothing hides; `trace` turns all of it into a Trace. `measured` replaces counted work by
-measured times.
+finds the communication that nothing hides; `trace` turns all of it into a Trace.
 """

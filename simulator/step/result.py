@@ -112,10 +112,8 @@ class Step:
         begin, finish = self.timing.optimizer[rank]
         after = self._rank_end_ns(rank) - finish
         is_spelled_out = self.plan.sharding.stage == 3 or sums_each_pass(self.plan)
-        if is_spelled_out and self.num_pipeline_ranks > 1:  # idle for other stages too
-            return data_wait_s(self.stages, self.timing, rank)
         if is_spelled_out:
-            return to_s(begin - self._computing_ns() + after)
+            return data_wait_s(self.stages, self.timing, rank)
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
         parts = [part for bucket in self.timing.buckets_of(rank) for part in bucket.computing]
         return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))

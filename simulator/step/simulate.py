@@ -9,20 +9,38 @@ replicas on other samples, ranks that share its layers, sequences or experts on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from distlab.plan import AXES, Cluster, Plan, Schedule, Workload
+from distlab.plan import AXES, Cluster, Link, Plan, Schedule, Workload
+from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import RankLayout
 from simulator.stage.local_layer import check_divides
 from simulator.stage.stage import make_stages
-from simulator.step.measured import Measured
 from simulator.step.result import Step
 from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
 from simulator.step.step_graph import time_step
 from simulator.step.timed import why_not_timed
 
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What was measured on its own.
+
+    Attributes:
+        codec: encoding and decoding of a bucket, in place of counted work; None: counted.
+        links: the measured link of a kind of call, on every axis: "all_reduce", "all_gather",
+            "reduce_scatter", "all_to_all", or "send" (a ring's hops, and messages between stages). All its ranks then
+            use that link, in whichever nodes they sit. "all_gather start" and "reduce_scatter start" are what
+            sharding's calls cost the computing rank. A kind that is left out takes the cluster's links.
+    """
+
+    codec: MeasuredCodec | None = None
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+
 NOTHING_MEASURED = Measured()
-__all__ = ["Step", "closed_form_bubble", "simulate"]
+__all__ = ["Measured", "Step", "closed_form_bubble", "simulate"]
 
 
 def simulate(
