@@ -82,14 +82,7 @@ class Programs:
         return operation
 
     def host_copy(
-        self,
-        rank: int,
-        what: str,
-        cost: Transfer | None,
-        needs: Sequence[int],
-        microbatch: int = -1,
-        *,
-        up: bool = False,
+        self, rank: int, what: str, cost: Transfer, needs: Sequence[int], microbatch: int = -1, *, up: bool = False
     ) -> int:
         """Add a copy to a rank's host, or `up` to its device."""
         operation = self.graph.add(self._host(rank, up=up), COMPUTE, cost.duration_ns, needs=needs)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from simulator.step.step_events import time_step
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
 from distlab.plan import Contention, Layer, Link, Plan, Protocol, Work
@@ -27,8 +26,8 @@ from simulator import (
     sweep_compression,
     with_bandwidth,
 )
-from simulator.engine.event_engine import SharedCores
 from simulator.step.schedule_of_plan import compile_schedule_of
+from simulator.step.step_graph import time_layer_by_layer, time_whole_passes
 from simulator.units import to_ns
 
 
@@ -177,8 +176,8 @@ def test_both_engines_agree_and_no_lane_does_two_things(compression, sync, data,
     plan = plan_of(compression, data=data, **options)
     step = simulate(WORKLOAD, with_bandwidth(cluster_of(16), plan, bandwidth), plan)
     compiled = compile_schedule_of(plan, None, step.stages)
-    whole = time_step(compiled, step.stages, sync=sync)
-    in_layers = time_step(compiled, step.stages, sync=sync, cores=SharedCores(stages))
+    how = (compiled, step.stages, plan, step.cluster)
+    whole, in_layers = time_whole_passes(*how), time_layer_by_layer(*how)
     assert whole.buckets == in_layers.buckets
     assert whole.optimizer == in_layers.optimizer
     contended = simulate(WORKLOAD, cluster_of(16, contention=Contention(1.3, 1.7)), plan)

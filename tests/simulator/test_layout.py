@@ -12,8 +12,6 @@ from distlab.expert_parallel import mix_experts as mix_model
 from distlab.hybrid.rules import problem_of
 from distlab.plan import AXES, Link, Plan, Protocol, Sharding
 from simulator import (
-    Jitter,
-    Uneven,
     all_to_all_s,
     axes_inside_nodes,
     gpt_workload,
@@ -66,11 +64,10 @@ def test_groups_of_a_layout_follow_its_order():
     assert [group.ranks_per_node for group in RankLayout(TWO_NODES, plan, other).groups(COPIES)] == [1]
 
 
-@pytest.mark.parametrize("jitter", [None, Jitter(0.1)])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
-def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind, jitter):
+def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind):
     plan = Plan(tensor=2, context=2, pipeline=2, num_microbatches=3, context_kind=kind)
-    step = simulate(SMALL, TWO_NODES, plan, uneven=Uneven(jitter=jitter))
+    step = simulate(SMALL, TWO_NODES, plan)
     spans = [span for span in step.layer_trace if span.rank == 0 and span.lane == "compute"]
     waits = [span for span in spans if span.kind == "wait"]
     exposed = sum(step.exposed_by_axis[axis] for axis in ("tensor", "context"))

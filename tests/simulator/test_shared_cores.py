@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distlab.plan import Contention, Plan, Sharding
-from simulator import Jitter, Uneven, gpt_workload, simulate
+from simulator import gpt_workload, simulate
 from simulator.engine import event_engine as engine
 from simulator.engine.event_engine import SharedCores
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
@@ -23,9 +23,8 @@ def ends(*durations, cores, contention=None):
     return engine.run(graph, contention, cores).end_ns.tolist()
 
 
-def shares(plan, num_cores, *, cluster=None, uneven=None):
-    cluster = replace(cluster or cluster_of(8), num_cores=num_cores)
-    return simulate(GPT, cluster, plan, uneven=uneven or Uneven())
+def shares(plan, num_cores):
+    return simulate(GPT, replace(cluster_of(8), num_cores=num_cores), plan)
 
 
 def test_a_rank_that_is_left_alone_gets_the_cores_of_those_that_are_done():
@@ -91,10 +90,9 @@ def test_a_pipeline_of_two_ends_when_its_work_is_done(plan, schedule):
     assert together.sent_bytes_by_axis == apart.sent_bytes_by_axis
 
 
-@pytest.mark.parametrize("uneven", [Uneven(), Uneven(slow_ranks={0: 1.5}), Uneven(jitter=Jitter(0.2))])
-def test_cores_for_all_change_nothing(uneven):
+def test_cores_for_all_change_nothing():
     plan = Plan(pipeline=3, data=2, num_microbatches=4)
-    apart, together = (shares(plan, cores, uneven=uneven) for cores in (None, 6))
+    apart, together = (shares(plan, cores) for cores in (None, 6))
     assert together.timing.end_ns.tolist() == apart.timing.end_ns.tolist()
     assert together.duration_s == apart.duration_s
 

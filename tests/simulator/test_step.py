@@ -3,7 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from simulator.step.step_events import time_step
 
 from distlab.plan import (
     SCHEDULES,
@@ -14,14 +13,15 @@ from distlab.plan import (
     Link,
     Plan,
     Protocol,
+    Sharding,
     Work,
     Workload,
     assign_buckets,
 )
 from distlab.plan.records import GRADIENT_SYNCS, ONE_COPY_SCHEDULES
-from simulator import Jitter, Uneven, all_reduce_s, closed_form_bubble, simulate
-from simulator.engine.event_engine import SharedCores
+from simulator import all_reduce_s, closed_form_bubble, simulate
 from simulator.step.schedule_of_plan import compile_schedule_of
+from simulator.step.step_graph import time_layer_by_layer, time_whole_passes
 from simulator.step.trace import layer_rows
 from simulator.units import to_ns
 
@@ -234,23 +234,22 @@ def test_any_configuration_runs_or_says_clearly_why_not(seed):
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32 - 1))
 def test_whole_passes_equal_passes_run_layer_by_layer(seed):
-    """With a core for every rank nothing is shared: the engine that changes rates then gives the same times."""
+    """Where nothing is slowed down, the two ways to lay a step give the same times."""
     workload, cluster, plan = random_case(seed)
     cluster = replace(cluster, contention=Contention(), num_devices=cluster.devices_per_node * 32)
     if plan.pipeline * plan.stages_per_rank > len(workload.layers):
         return
-    jitter = Jitter(0.3, seed % 1000) if seed % 3 == 0 else None
-    step = simulate(workload, cluster, plan, uneven=Uneven({0: 1.7} if seed % 2 else None, jitter))
-    compiled = compile_schedule_of(plan, None, step.stages)
-    how = {"sync": plan.gradient_sync, "factors": step.timing.factors}
-    whole = time_step(compiled, step.stages, **how)
-    in_layers = time_step(compiled, step.stages, cores=SharedCores(plan.pipeline), **how)
+    plan = replace(plan, sharding=Sharding(seed % 2))
+    step = simulate(workload, cluster, plan)
+    how = (compile_schedule_of(plan, None, step.stages), step.stages, plan, cluster)
+    whole, in_layers = time_whole_passes(*how), time_layer_by_layer(*how)
     for name in ("start_ns", "end_ns", "send_start_ns", "send_end_ns"):
         assert np.array_equal(getattr(whole, name), getattr(in_layers, name)), name
     assert whole.layers is None
     assert np.array_equal(np.sort(layer_rows(step.stages, whole), 0), np.sort(in_layers.layers, 0))
     assert whole.buckets == in_layers.buckets
     assert whole.optimizer == in_layers.optimizer
+    assert whole.calls == in_layers.calls
 
 
 def test_a_slow_link_queues_messages_in_order():
