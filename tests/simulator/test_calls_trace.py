@@ -1,7 +1,5 @@
 """The calls inside of passes as spans: what one loop over stages, passes, layers, calls and micro-batches says."""
 
-from dataclasses import replace
-
 import pytest
 
 from distlab.plan import Plan
@@ -61,9 +59,3 @@ def test_passes_of_many_seconds_are_cut_exactly():
     longest = max(max(passes) for stage in step.stages for passes in stage.passes_ns)
     assert longest**2 > 2**63
     assert list(calls_trace(step.stages, step.timing, layer_rows(step.stages, step.timing))) == spans_one_by_one(step)
-
-
-def test_without_ranks_that_share_layers_there_is_no_call():
-    step = simulate(GPT, cluster("dgx-a100", 64), Plan(data=2, tensor=2))
-    stages = [replace(stage, calls=((),) * 4) for stage in step.stages]
-    assert len(calls_trace(stages, step.timing, layer_rows(step.stages, step.timing))) == 0

@@ -8,7 +8,6 @@ import pytest
 
 from distlab.plan import Device, Plan
 from simulator import LlamaSizes, Mixture, cluster, fuse_attention, hierarchical_all_to_all_s, llama_workload, simulate
-from simulator.models.mixture_of_experts import ORDERINGS
 from simulator.stage.products import slowdown
 
 S, H, F, E, K = 512, 256, 384, 4, 2
@@ -81,17 +80,6 @@ def test_many_equal_products_fill_the_device_that_one_leaves_idle():
     assert slowdown(128, 256, 10**9, 8) == pytest.approx(8 * 0.95)
     assert slowdown(128, 256, 10**9, 8, count=8) == pytest.approx(1.0)
     assert slowdown(128, 256, 10**9, 8, count=9) == pytest.approx(16 / 9 * 0.95)
-
-
-def test_rows_are_read_and_written_four_times_each_way():
-    assert ORDERINGS == 4
-    rows = 2 * K * S * H
-    bare = LLAMA.layers[1]
-    outside = bare.forward.without(bare.experts.forward)
-    for region in bare.regions:
-        outside = outside.without(region.forward)
-    norms = (4 * 2 + 8) * S * H  # two norms and two sums, as in a block without experts
-    assert outside.memory_bytes == norms + 8.0 * S * E + 8 * rows
 
 
 def nodes_by_counting(experts, top_k, nodes, groups=1, most=1):

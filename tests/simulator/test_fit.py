@@ -4,7 +4,7 @@ import pytest
 from distlab.plan import Link, Protocol
 from simulator import all_reduce_s
 from simulator.hardware import fit
-from simulator.hardware.cost import Steps, all_reduce_steps
+from simulator.hardware.cost import Steps
 
 SIZES = [2**power for power in range(12, 30)]
 
@@ -112,7 +112,3 @@ def test_errors_are_relative_to_what_was_measured():
 def test_measurements_that_fit_no_link_are_refused(sizes, times, num_ranks):
     with pytest.raises(ValueError, match=r"size|rank"):
         fit.fit_link(sizes, times, num_ranks)
-
-
-def test_ring_steps_are_what_the_fit_divides_by():
-    assert all_reduce_steps(8)[:2] == (14, 1.75)

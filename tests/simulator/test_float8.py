@@ -65,16 +65,6 @@ def test_ranks_that_share_a_layer_quantise_what_they_multiply(axes):
     assert narrow[0] - wide[0] == pytest.approx(4 * inputs, abs=4)
 
 
-@pytest.mark.parametrize("recompute", ["none", "operators", "full"])
-def test_8_bits_are_faster_on_a_hopper_and_hold_as_much(recompute):
-    large = fuse_attention(llama_workload(LlamaSizes(4096, 4, 32, 8, 14336, 32000), sequence_length=4096))
-    own = {"data": 8, "sharding": Sharding(3), "recompute": recompute}
-    where = cluster("h100-500w", 8)
-    times = [simulate(large, where, Plan(**own, float8=kind)).steady_s for kind in ("none", "products", "gathers")]
-    assert times[0] > times[1] >= times[2]
-    assert memory_of(large, Plan(**own)).max_bytes == memory_of(large, Plan(**own, float8="products")).max_bytes
-
-
 def test_units_of_blocks_are_gathered_in_half_the_bytes():
     own = {"data": 4, "sharding": Sharding(3)}
     wide, narrow = (simulate(LLAMA, machine(), Plan(**own, float8=kind)) for kind in ("products", "gathers"))

@@ -1,7 +1,6 @@
 """Layout and placement: who shares a node, which order of the axes is fastest, and which plans are timed and run."""
 
 import re
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -88,21 +87,6 @@ def test_tensor_parallelism_belongs_inside_nodes():
     assert one_wire[0].step.duration_s == one_wire[1].step.duration_s
 
 
-def test_three_axes_have_six_orders_and_the_first_is_best():
-    found = rank_orders(SMALL, TWO_NODES, Plan(data=2, tensor=2, pipeline=2, num_microbatches=2))
-    times = [placed.step.duration_s for placed in found]
-    assert len({placed.order for placed in found}) == 6
-    assert times == sorted(times)
-
-
-def test_the_order_numbers_the_ranks_of_a_trace():
-    plan = Plan(pipeline=2, tensor=2, num_microbatches=2)
-    order = ("data", "expert", "context", "tensor", "pipeline")
-    trace = simulate(SMALL, cluster_of(4), plan, order=order).trace
-    stages = {rank: {span.stage for span in trace if span.rank == rank and span.lane == "tensor"} for rank in range(4)}
-    assert stages == {0: {0}, 1: {1}, 2: {0}, 3: {1}}
-
-
 def test_a_lane_for_each_axis_and_spans_that_stay_in_their_passes():
     plan = Plan(data=2, context=2, tensor=2, pipeline=2, num_microbatches=2, schedule="zb_h1")
     step = simulate(SMALL, cluster_of(16), plan)
@@ -116,28 +100,6 @@ def test_a_lane_for_each_axis_and_spans_that_stay_in_their_passes():
     exposed = step.exposed_by_axis
     waits = exposed["data"] + exposed["context"] + exposed["tensor"]
     assert step.exposed_communication_s == pytest.approx(waits)
-
-
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
-def test_without_shared_layers_a_pipeline_is_what_it_was(schedule):
-    """Layers that declare what could be shared, and layers that do not: the same step to the nanosecond."""
-    plain = replace(SMALL, layers=tuple(replace(layer, regions=(), parameter_axes=()) for layer in SMALL.layers))
-    plan = Plan(data=2, pipeline=2, num_microbatches=4, schedule=schedule, sequence_parallel=True)
-    steps = [simulate(workload, TWO_NODES, plan) for workload in (SMALL, plain)]
-    assert steps[0].duration_s == steps[1].duration_s
-    assert not any(stage.calls for stage in steps[0].stages)
-    assert {axis: value for axis, value in steps[0].exposed_by_axis.items() if axis in ("tensor", "context")} == {
-        "tensor": 0.0,
-        "context": 0.0,
-    }
-
-
-def test_utilization_counts_useful_products_of_all_ranks():
-    alone, many = (simulate(SMALL, cluster_of(8), plan) for plan in (Plan(), Plan(data=2, expert=2, tensor=2)))
-    useful = sum(SMALL.matmul_flops)
-    assert alone.utilization == pytest.approx(useful / (1e12 * alone.duration_s))
-    assert many.utilization == pytest.approx(4 * useful / (8e12 * many.duration_s))
-    assert many.samples_per_s == pytest.approx(4 * SMALL.samples / many.duration_s)
 
 
 SIZES = {"num_layers": 4, "num_heads": 4, "hidden_size": 16, "vocab_size": 96}

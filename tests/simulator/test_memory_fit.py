@@ -85,12 +85,6 @@ def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
         assert found == Plan(data=8, **wanted)
 
 
-def test_gpipe_becomes_one_f_one_b_before_anything_dearer():
-    options = {"pipeline": 4, "num_microbatches": 16, "data": 2}
-    found = smallest_change(WORKLOAD, Plan(schedule="gpipe", **options), device(size_of(**options)))
-    assert found == Plan(**options)
-
-
 def test_micro_batches_are_cut_only_where_that_is_asked_for():
     half = split_samples(WORKLOAD, 2)
     room = memory_of(half, Plan(num_microbatches=2)).max_bytes
@@ -122,22 +116,6 @@ def test_what_a_plan_has_is_never_taken_back():
     compressed = Plan(data=8, compression=Compression("top_k"))
     change = find_change(WORKLOAD, compressed, device(0.8 * memory_of(WORKLOAD, compressed).max_bytes))
     assert change.plan.sharding.stage == 0
-
-
-def test_blocks_that_keep_all_may_run_again_too():
-    some = Plan(data=8, recompute="full", recompute_method="every", recompute_layers=2)
-    room = size_of(data=8, recompute="full")
-    change = find_change(WORKLOAD, some, device(room), most_split=1)
-    assert change.plan == Plan(data=8, recompute="full")
-    assert "recompute_method='uniform' with recompute_layers=1" in change.words(some)
-    kept = find_change(WORKLOAD, some, device(memory_of(WORKLOAD, some).max_bytes - 1), most_split=1)
-    assert kept.plan.recompute == "full"
-
-
-def test_hybrid_shards_may_spread_over_all_ranks():
-    plan = Plan(data=8, recompute="full", sharding=Sharding(3, replicas=4))
-    found = smallest_change(WORKLOAD, plan, device(size_of(data=8, recompute="full", sharding=Sharding(3))))
-    assert found.sharding.replicas == 1
 
 
 def test_offload_is_offered_where_the_host_has_memory():

@@ -97,14 +97,6 @@ def test_cores_for_all_change_nothing():
     assert together.duration_s == apart.duration_s
 
 
-def test_fewer_cores_leave_more_to_gain_from_those_that_wait():
-    """The device's speed is that of ranks that all compute: the less of a core each has, the more a lone one gains."""
-    plan = Plan(pipeline=4, tensor=2, num_microbatches=4)
-    *shared, apart = (shares(plan, cores).duration_s for cores in (1, 2, 3, 4, 6, 7, 8, None))
-    assert shared == sorted(shared)
-    assert shared[0] < shared[-1] == apart
-
-
 @pytest.mark.parametrize(
     "plan", [Plan(data=4), Plan(tensor=2, context=2), Plan(data=4, sharding=Sharding(stage=3)), Plan(data=2, tensor=2)]
 )

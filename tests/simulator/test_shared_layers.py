@@ -1,11 +1,10 @@
 """Layers that ranks share: times and bytes of their passes, worked out by hand."""
 
-from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 
-from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Work
+from distlab.plan import Contention, Link, Plan, Protocol, Work
 from simulator import (
     Measured,
     all_gather_s,
@@ -111,19 +110,6 @@ def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
     assert sent == NEAR(3 * 2 * 0.75 * STATES)  # layers, forward and backward
 
 
-def test_one_process_a_ring_and_all_to_alls_compute_equal_shares_of_attention():
-    """One kernel under one mask: where messages are free no kind of context parallelism gains on the others."""
-    ranks, plain = 4, replace(DEVICE, kernel_s=0.0)  # a ring runs a kernel a step
-    cluster = replace(cluster_of(ranks, link=FREE), device=plain)
-    alone, *shared = (
-        simulate(DENSE, cluster, Plan(context=n, context_kind=kind)).stages[0]
-        for n, kind in ((1, "ring"), (ranks, "ring"), (ranks, "all_to_all"))
-    )
-    for stage in shared:
-        for number in range(4):  # F, B, I and W
-            assert abs(alone.passes_ns[number][1] - ranks * stage.passes_ns[number][1]) <= 12 * ranks
-
-
 def test_experts_exchange_rows_twice_forward_and_twice_backward():
     ranks, block = 2, MIXED.layers[1]
     stage = step_of(Plan(expert=ranks), MIXED).stages[0]
@@ -189,29 +175,6 @@ def test_a_line_of_its_own_reaches_the_calls_of_every_axis(kind, plan):
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0]
     assert sum(found[0]) > 2 * sum(found[2])
-
-
-@pytest.mark.parametrize("workload", [DENSE, MIXED], ids=["dense", "mixed"])
-def test_blocks_that_are_equal_need_not_be_the_same_objects(workload):
-    """Layers are compared by what they are: copies of a block are costed as one, and one that differs is not."""
-    copies = replace(workload, layers=tuple(deepcopy(layer) for layer in workload.layers))
-    assert workload.kinds == copies.kinds == (0, 1, 1, 1, 2)
-    plan = Plan(tensor=2, expert=2, pipeline=2, data=2, num_microbatches=2, sharding=Sharding(stage=1))
-    shared, apart = (step_of(plan, each).stages for each in (workload, copies))
-    assert shared == apart
-    layers = list(copies.layers)
-    layers[2] = replace(layers[2], forward=layers[2].forward.times(2))
-    other = replace(copies, layers=tuple(layers))
-    assert other.kinds == (0, 1, 2, 1, 3)
-    times = [sum((stage.forward_ns for stage in step_of(plan, each).stages), ()) for each in (copies, other)]
-    assert [index for index in range(5) if times[0][index] != times[1][index]] == [2]
-
-
-def test_nothing_is_divided_that_a_layer_does_not_declare():
-    plain = replace(DENSE, layers=tuple(replace(x, regions=(), splits_positions=False) for x in DENSE.layers))
-    alone, shared = (step_of(plan, plain) for plan in (Plan(), Plan(tensor=2, context=2)))
-    assert shared.stages[0].forward_ns == alone.stages[0].forward_ns
-    assert shared.sent_bytes_by_axis["tensor"] == shared.sent_bytes_by_axis["context"] == 0
 
 
 def test_contention_slows_what_runs_at_once():
