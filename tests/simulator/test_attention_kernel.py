@@ -122,17 +122,11 @@ def test_fused_attention_computes_what_the_window_leaves_and_mfu_counts_twice_th
     ("family", "fields", "expected"),
     [
         ("mistral", {"sliding_window": 16}, [16] * 6),
-        ("mistral", {"sliding_window": None}, [None] * 6),
         ("mistral", {}, [4096] * 6),  # as its class has it
-        ("llama", {}, [None] * 6),
-        ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}, [None] * 6),
         ("gemma2", {"sliding_window": 16}, [16, None] * 3),
-        ("gemma3_text", {"sliding_window": 16}, [16] * 5 + [None]),
         ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 3}, [16, 16, None] * 2),
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, [128, None] * 3),
         ("cohere2", {"sliding_window": 16}, [16, 16, 16, None, 16, 16]),
-        ("phi3", {"sliding_window": 2047}, [2047] * 6),
-        ("starcoder2", {"sliding_window": None, "use_bias": True}, [None] * 6),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, [None] * 6),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 4}, [None] * 4 + [16] * 2),
         (

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
 from simulator.pipeline.runners import Frontier, find_chain
-from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W, last_actions
+from simulator.pipeline.schedule_arrays import F, W, last_actions
 from simulator.units import to_ns
 
 # 2401.10241 (zero bubble): Table 9's times in ms (their T_B is our I) and Table 5's bubble rate of 1F1B.
@@ -131,7 +131,7 @@ def test_long_schedules_equal_a_plain_event_loop(name):
         assert np.array_equal(run.start_ns, with_factors.start_ns)
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "looped_bfs"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
     """Swap or double any two actions of a rank: the ends are a plain loop's, or the error names the fault."""
     draw = np.random.default_rng(0)
@@ -153,14 +153,6 @@ def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
         else:
             assert np.array_equal(found, plain_ends(schedule, EQUAL))
     assert 0 < refused < 60
-
-
-def test_split_backwards_several_stages_a_rank_and_ragged_orders_run():
-    order = arrays_of(parse_schedule("0F0,0F1,2F0,2I0,2F1,2W0,2B1,0B0,0B1\n1F0,1F1,1I0,1W0,1B1"))
-    duration = np.arange(1, len(order.kind) + 1) * 10
-    latency = np.full(len(duration), 3)
-    compiled = CompiledSchedule(order)
-    assert np.array_equal(compiled.run(duration, 3), plain_event_loop(order, duration, latency))
 
 
 def test_spelled_out_sends_and_receives_are_derived_anew():
@@ -195,11 +187,6 @@ def test_peak_in_flight(stages, microbatches):
     assert peak_in_flight(arrays_of(gpipe(stages, microbatches))).tolist() == [microbatches] * stages
     expected = [min(microbatches, stages - rank) for rank in range(stages)]
     assert peak_in_flight(arrays_of(one_f_one_b(stages, microbatches))).tolist() == expected
-
-
-def test_an_empty_order_has_no_times():
-    empty = ScheduleArrays(*(np.zeros(0, np.int64) for _ in range(3)), np.zeros(3, np.int64))
-    assert CompiledSchedule(empty).run(np.zeros(0, np.int64)).tolist() == []
 
 
 @settings(deadline=None, max_examples=30)

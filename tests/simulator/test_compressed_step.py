@@ -135,7 +135,7 @@ def test_nodes_gather_by_one_ring():
     assert expected == pytest.approx(1e-4 + 6 * 1e-5 + 7 * payload / 4 / 1e7)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(EACH),
     st.sampled_from(GRADIENT_SYNCS),

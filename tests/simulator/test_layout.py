@@ -1,6 +1,5 @@
 """Layout and placement: who shares a node, which order of the axes is fastest, and which plans are timed and run."""
 
-import re
 from itertools import product
 
 import pytest
@@ -43,11 +42,6 @@ def test_ranks_some_way_apart_use_both_wires():
     assert group_of(TWO_NODES, (4, 5, 6)) == Group(TWO_NODES, 3, is_in_one_node=True, ranks_per_node=3)
     uneven = group_of(TWO_NODES, (0, 2, 4))
     assert (uneven.is_in_one_node, uneven.ranks_per_node) == (False, 0)
-
-
-def test_an_all_to_all_over_nodes_takes_the_slower_of_two_wires():
-    inside, across = 1e-5 + 1e6 / 4 / 1e8, 2 * 2e-5 + 2e6 / 4 / 1e7
-    assert hierarchical_all_to_all_s(1e6, 2, 2, intra_node=LINK, inter_node=SLOW) == pytest.approx(max(inside, across))
 
 
 def test_groups_of_a_layout_follow_its_order():
@@ -136,30 +130,7 @@ def test_sharding_goes_with_the_same_axes_as_in_hybrid(model, stage):
         )
         theirs, ours = problem_of(plan, model, AXES, plan.world_size), refusal(plan)
         assert bool(theirs) == bool(ours), (plan, theirs, ours)
+        assert ours == why_not_timed(plan)
         for text in filter(None, (theirs, ours)):
             assert f"stage {stage}" in text
             assert "use stage 1" in text  # what to do instead
-
-
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "one_f_one_b", "zb_h1", "interleaved"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("pipeline", "num_microbatches", "expert"), [(1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 4, 1), (1, 4, 2)]
-)
-def test_one_rule_says_which_plans_have_a_time(schedule, stage, pipeline, num_microbatches, expert):
-    stages_per_rank = 2 if schedule == "interleaved" else 1
-    plan = Plan(
-        data=2,
-        pipeline=pipeline,
-        expert=expert,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
-        sharding=Sharding(stage=stage),
-    )
-    why = why_not_timed(plan)
-    if why:
-        with pytest.raises(ValueError, match=re.escape(why)):
-            simulate(MIXED, cluster_of(8), plan)
-    else:
-        assert simulate(MIXED, cluster_of(8), plan).duration_s > 0

@@ -218,7 +218,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plan=plans)
 def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
     memory = held(plan)

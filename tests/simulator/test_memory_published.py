@@ -89,21 +89,6 @@ def test_korthikanti_figure_1(name, micro, options, printed, mean):
     assert 0 <= each[0] / mean - 1 < 0.045
 
 
-def test_weights_of_70b_are_140_gb_and_training_takes_more_than_a_terabyte():
-    """Guides say 140 GB of weights and 500 GB or more in all: 16 bits; and 8 bytes a parameter, no master weights."""
-    workload = model_by_name("llama-2-70b")
-    mixed = memory_of(workload, Plan())
-    assert mixed.of("parameters") / GB == pytest.approx(140, rel=0.02)
-    assert states(mixed) == 16 * workload.num_parameters
-    assert states(mixed) / GB == pytest.approx(1104, abs=1)
-    pure = memory_of(workload, Plan(precision=Precision("bfloat16", master=False, gradients="bfloat16")))
-    assert states(pure) == 8 * workload.num_parameters  # parameters, gradients and both moments in 16 bits
-    assert 500 <= states(pure) / GB == pytest.approx(552, abs=1)
-    momentum = Workload("sgd", workload.layers, 2, optimizer_bytes_per_parameter=4)
-    assert states(memory_of(momentum, Plan())) / GB == pytest.approx(552, abs=1)
-    assert states(memory_of(Workload("sgd", workload.layers, 2, optimizer_bytes_per_parameter=0), Plan())) / GB < 300
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_named_model_counts(name):
     workload = model_by_name(name, sequence_length=128)

@@ -6,7 +6,6 @@ from hypothesis import given, settings, strategies as st
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
 from simulator import Jitter, arrays_of, memory_of, simulate, simulate_schedule
-from simulator.pipeline.schedule_arrays import W
 from tests.simulator.test_compiled import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 
@@ -35,7 +34,7 @@ def random_times(generator, num_stages):
     return ActionTimes(*(tuple(column.tolist()) for column in columns))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(SEEDS)
 def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
     generator = np.random.default_rng(seed)
@@ -59,7 +58,7 @@ def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
         assert 0 <= run.speedup <= schedule.num_ranks + 1e-9
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(SEEDS)
 def test_any_schedule_equals_a_plain_event_loop_bit_for_bit(seed):
     generator = np.random.default_rng(seed)
@@ -163,23 +162,6 @@ def test_a_step_holds_what_its_schedule_holds():
             assert (np.diff(times) > 0).all()
             assert bytes_.max(axis=0).tolist() == step.memory.peak_bytes[rank].tolist()
             assert bytes_[-1, 4] == 0
-
-
-def test_each_stage_averages_its_gradients_once_they_are_complete():
-    for name in ("interleaved", "zb_v", "zb_h1", "dualpipe_v"):
-        step = step_of(name, data=2)
-        order, timing = step.timing.order, step.timing
-        for number, stage in enumerate(step.stages):
-            rows = np.flatnonzero((order.stage == number) & ((order.kind == W) | (order.kind == 1)))
-            start, end = timing.start_ns[rows[-1]], timing.end_ns[rows[-1]]
-            assert timing.buckets[number]
-            assert all(start < times.pack[0] <= end for times in timing.buckets[number]), name
-            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.buckets[number])
-        first = timing.finishing[0][0]
-        if len(timing.finishing[0]) > 1:  # what leaves first leaves while the rank still computes
-            assert timing.buckets[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
-        sent = sum(span.num_bytes for span in step.trace if span.kind == "all_reduce")
-        assert sent == 2 * step.workload.gradient_bytes
 
 
 def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():

@@ -125,7 +125,7 @@ def test_gradients_are_sent_as_often_as_the_formula_says():
     assert step.sent_bytes_per_rank == (500, 500)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_any_configuration_runs_or_says_clearly_why_not(seed):
     workload, cluster, plan = random_case(seed)
@@ -160,7 +160,7 @@ def test_any_configuration_runs_or_says_clearly_why_not(seed):
     assert str(step)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32 - 1))
 def test_whole_passes_equal_passes_run_layer_by_layer(seed):
     """Where nothing is slowed down, the two ways to lay a step give the same times."""
