@@ -142,23 +142,13 @@ def find_dependencies(order: ScheduleArrays, rank: Ints) -> Rows:
         twice = int(np.flatnonzero(place.take(slot) != np.arange(num_actions))[0])
         raise ValueError(f"rank {rank[twice]}: {action_name(order, twice)} is in the schedule twice; run it once")
     table = place.reshape(tables, stages, microbatches)
-    needed = _needed_by(table).reshape(-1).take(slot)
+    needed_by = np.empty_like(table)  # by the action of each slot
+    needed_by[0, 0], needed_by[0, 1:] = NOTHING, table[0, :-1]
+    needed_by[1, :-1], needed_by[1, -1] = table[1, 1:], table[0, -1]
+    needed_by[2:] = table[1]
+    needed = needed_by.reshape(-1).take(slot)
     _check(order, rank, needed, own_forward=table[0].reshape(-1).take(slot % np.int32(size)))
     return needed
-
-
-def _needed_by(table: Rows) -> Rows:
-    """Return, for each slot, the action that the slot's action needs.
-
-    Shapes: table [2 or 3, stages, micro-batches] -> the same
-    """
-    needed_by = np.empty_like(table)
-    needed_by[0, 0] = NOTHING
-    needed_by[0, 1:] = table[0, :-1]
-    needed_by[1, :-1] = table[1, 1:]
-    needed_by[1, -1] = table[0, -1]
-    needed_by[2:] = table[1]
-    return needed_by
 
 
 def _check(order: ScheduleArrays, rank: Ints, needed: Rows, *, own_forward: Rows) -> None:

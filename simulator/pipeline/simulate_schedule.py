@@ -119,21 +119,7 @@ class PipelineRun:
     @cached_property
     def trace(self) -> Trace:
         """The run as spans: computing in lane "compute", messages between ranks in lane "send"."""
-        return Trace.concatenate([self._computing(), self._sends()])
-
-    def _computing(self) -> Trace:
-        order = self.order
-        columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
-        return Trace.from_columns(
-            rank=self.compiled.rank,
-            lane="compute",
-            name=[f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)],
-            kind=[LETTERS[kind] for kind in columns[1]],
-            start_ns=self.start_ns,
-            end_ns=self.end_ns,
-            stage=order.stage,
-            microbatch=order.microbatch,
-        )
+        return Trace.concatenate([spans_of_actions(self.order, self.start_ns, self.end_ns), self._sends()])
 
     def _sends(self) -> Trace:
         order = self.order
@@ -150,6 +136,22 @@ class PipelineRun:
             stage=order.stage[rows],
             microbatch=order.microbatch[rows],
         )
+
+
+def spans_of_actions(order: ScheduleArrays, start_ns: Ints, end_ns: Ints, names: Sequence[str] = ()) -> Trace:
+    """Return actions as spans of lane "compute", with the names of the grammar ("2F0") or their own."""
+    columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
+    grammar = (f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True))
+    return Trace.from_columns(
+        rank=order.rank,
+        lane="compute",
+        name=names or list(grammar),
+        kind=[LETTERS[kind] for kind in columns[1]],
+        start_ns=start_ns,
+        end_ns=end_ns,
+        stage=order.stage,
+        microbatch=order.microbatch,
+    )
 
 
 def simulate_schedule(

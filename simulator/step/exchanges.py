@@ -365,7 +365,7 @@ class Units:
         programs, offload = self.programs, self.sharding.offload
         needs = [*received, *programs.computed[rank]]
         update = programs.update(rank, own, needs, on_host=offload != "none")
-        if offload == "optimizer":
-            for unit in (unit for number in own for unit in programs.stages[number].units if unit.load is not None):
+        for unit in (unit for number in own for unit in programs.stages[number].units):
+            if offload == "optimizer" and unit.load is not None:
                 programs.host_copy(rank, unit.unit.name, unit.load, [update], up=True)
         return update

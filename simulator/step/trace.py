@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from distlab.trace import Span, Trace
 from simulator.gradients.buckets import BucketCost
 from simulator.pipeline.schedule_arrays import LETTERS, F
+from simulator.pipeline.simulate_schedule import spans_of_actions
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import BucketTimes, Timing, part_of
 from simulator.step.exposed import calls_trace, waits_within
@@ -66,22 +67,9 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
 
 
 def _passes(timing: Timing) -> Trace:
-    order = timing.order
-    if order.num_ranks == 1 and not order.stage.any():
-        names: object = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()]
-    else:
-        columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
-        names = [f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)]
-    return Trace.from_columns(
-        rank=np.repeat(np.arange(order.num_ranks), np.diff(order.offsets)),
-        lane="compute",
-        name=names,
-        kind=[LETTERS[kind] for kind in order.kind.tolist()],
-        start_ns=timing.start_ns,
-        end_ns=timing.end_ns,
-        stage=order.stage,
-        microbatch=order.microbatch,
-    )
+    order, alone = timing.order, timing.order.num_ranks == 1 and not timing.order.stage.any()
+    names = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()] if alone else []
+    return spans_of_actions(order, timing.start_ns, timing.end_ns, names)
 
 
 def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
