@@ -253,9 +253,8 @@ class Units:
     def __init__(self, programs: Programs, sharding: Sharding, cluster: Cluster) -> None:
         self.programs, self.sharding, self.parts = programs, sharding, defaultdict[int, list[tuple[int, ...]]](list)
         self.ahead, self.scatters_each = sharding.prefetch, cluster.software.scatters_each
-        if (
-            limit := cluster.software.live_elements
-        ) is not None:  # as many whole at once, besides the one that computes
+        limit = cluster.software.live_elements
+        if limit is not None:  # of what is whole at once, besides the root and the unit that computes
             units = [unit.unit for stage in programs.stages for unit in stage.units]
             largest = max((unit.num_elements for unit in units if not unit.is_root), default=1)
             self.ahead = min(self.ahead, max(0, int(limit // largest) - 1))

@@ -37,9 +37,8 @@ def time_step(compiled: CompiledSchedule, stages: Sequence[Stage], plan: Plan, c
     contention = cluster.contention if overlaps and engine.slows_down(cluster.contention) else None
     cores = None
     if cluster.num_cores is not None and plan.world_size > cluster.num_cores and plan.pipeline > 1:
-        cores = engine.SharedCores(
-            cluster.num_cores, plan.world_size // plan.pipeline
-        )  # a rank that waits lends its part
+        # A rank that waits lends its part of the cores to the others.
+        cores = engine.SharedCores(cluster.num_cores, plan.world_size // plan.pipeline)
     if contention is None and cores is None and not sums_each_pass(plan):
         return time_whole_passes(compiled, stages, plan, cluster)
     return time_layer_by_layer(compiled, stages, plan, cluster, contention=contention, cores=cores)
