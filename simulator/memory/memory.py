@@ -148,7 +148,7 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
     Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
         schedule is walked through once, and kept for the next call.
     Error: exact for what it counts, with padding. Not counted: inner gradients of a layer, work spaces of libraries,
-        and fragmentation in the allocator. Under another precision all activations are scaled, although dropout
+        and fragmentation in the allocator. Under the plan's own precision all activations are scaled, although dropout
         masks stay at one byte per element. ZeRO-3's copy of the shard in the compute type is counted, as in the paper.
     Source: Rajbhandari et al. 2020 (1910.02054); Korthikanti et al. 2022 (2205.05198), equations 1 to 5.
 

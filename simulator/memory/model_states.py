@@ -105,7 +105,7 @@ def count_states(
     arriving = np.zeros(len(passed))
     if plan.copies > 1 and sharding.stage < 3:
         sizes = _bucket_bytes(tuple(layer.parameter_sizes for layer in layers), plan.bucket_bytes, widths.gradient)
-        two = sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)  # one is filled while another travels
+        two = sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)  # one is filled while the other travels
         two /= plan.tensor
         if sharding.stage and not flat_buffers:
             ends = _passed(np.array([layer.num_parameters for layer in layers], np.float64)) * widths.gradient

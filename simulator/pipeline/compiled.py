@@ -27,7 +27,7 @@ class CompiledSchedule:
         order: the actions, rank after rank.
         rank: rank of each action.
         needed: the action that each one waits for, in addition to its rank's previous one, or -1.
-        remote: whether that action is on another rank.
+        remote: whether that action is on a different rank.
     """
 
     def __init__(self, order: ScheduleArrays) -> None:
@@ -54,7 +54,7 @@ class CompiledSchedule:
 
         Args:
             duration_ns: of each action.
-            latency_ns: between the end of an action on another rank and the earliest start of the one that needs it.
+            latency_ns: between the end of an action on a different rank and the earliest start of what needs it.
                 One number, or one per action. Values of actions that wait for no other rank are ignored.
         """
         return self._runner.run(duration_ns, latency_ns)
@@ -65,7 +65,7 @@ class CompiledSchedule:
         A rank sends one message at a time in each direction, in the order of its actions.
         """
         num_actions, num_ranks = len(self.rank), self.order.num_ranks
-        end, sent = [0] * num_actions, [0] * (num_actions + 1)  # what needs nothing from another rank reads the last
+        end, sent = [0] * num_actions, [0] * (num_actions + 1)  # what needs no other rank reads the last
         free, wires = [0] * num_ranks, [0] * (2 * num_ranks)
         wire = 2 * self.rank + (self.order.kind != F)
         by_level = np.argsort(self.level, kind="stable")

@@ -18,7 +18,7 @@ import numpy as np
 from simulator.pipeline.schedule_arrays import Ints, Rows, ScheduleArrays
 
 BLOCK = 32  # levels between two checks whether any rank goes on
-NEVER = -(1 << 60)  # latency of an action that needs nothing from another rank
+NEVER = -(1 << 60)  # latency of an action that needs nothing from a different rank
 
 
 class Frontier:
@@ -29,7 +29,7 @@ class Frontier:
     """
 
     def __init__(self, order: ScheduleArrays, needed: Rows) -> None:
-        """Find the levels; `needed` is the action on another rank that each one waits for, or -1."""
+        """Find the levels; `needed` is the action on a different rank that each one waits for, or -1."""
         self._num_ranks = order.num_ranks
         next_actions = self._walk(order, needed)
         self.pointers = next_actions[-1] - np.arange(self._num_ranks)
@@ -88,7 +88,7 @@ class Frontier:
         Args:
             key: of each action, its column in the next two [A].
             duration_ns: rows of durations [R, K].
-            latency_ns: rows of latencies, read where something from another rank is needed [R, K].
+            latency_ns: rows of latencies, read where something from a different rank is needed [R, K].
             wanted: actions [N].
 
         Shapes: -> [N, R]
@@ -108,7 +108,7 @@ class Frontier:
         return flat[self._cell[wanted]]
 
     def run(self, duration_ns: Ints, latency_ns: Ints | int) -> Ints:
-        """Return the end of each action; a latency is read where something from another rank is needed."""
+        """Return the end of each action; a latency is read where something from a different rank is needed."""
         latency = self._lay_out(np.where(self._free, NEVER, latency_ns), NEVER)
         ends = np.zeros((self.num_levels + 1, self._num_ranks), np.int64)
         before, start, take = ends[0], np.empty(self._num_ranks, np.int64), ends.reshape(-1).take
@@ -132,13 +132,13 @@ class Chain:
     """
 
     def __init__(self, actions: Ints, needed: Rows) -> None:
-        """`needed` is the action on another rank that each one waits for, or -1."""
+        """`needed` is the action on a different rank that each one waits for, or -1."""
         self.actions = actions
         self.level: Ints = np.argsort(actions)
         self._waits_for_other_rank = needed >= 0
 
     def run(self, duration_ns: Ints, latency_ns: Ints | int) -> Ints:
-        """Return the end of each action; a latency is read where something from another rank is needed."""
+        """Return the end of each action; a latency is read where something from a different rank is needed."""
         spent_ns = duration_ns + np.where(self._waits_for_other_rank, latency_ns, 0)
         return np.cumsum(spent_ns[self.actions])[self.level]
 
@@ -146,7 +146,7 @@ class Chain:
 def find_chain(order: ScheduleArrays, needed: Rows) -> Chain | None:
     """Return the schedule as a chain, or None where some actions could run at the same time.
 
-    Each action is placed after the one from another rank that it needs, or else after its rank's previous one.
+    Each action is placed after the one from a different rank that it needs, or else after its rank's previous one.
     """
     num_actions = len(needed)
     action = np.arange(num_actions)

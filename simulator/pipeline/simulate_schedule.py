@@ -3,7 +3,7 @@
     run = simulate_schedule(one_f_one_b(4, 16), ActionTimes(1.0, 1.0, 1.0, communication=0.1))
     run.duration_s, run.bubble_fraction, run.peak_in_flight, run.trace
 
-An action starts when its rank is free and what it needs has arrived. What another rank hands over arrives
+An action starts when its rank is free and what it needs has arrived. What a different rank hands over arrives
 `communication` after it was made; hand-overs do not wait for one another. (`simulate`, for a whole step on a described
 cluster, lets messages queue where a link is the bottleneck.)
 """
@@ -57,7 +57,7 @@ class PipelineRun:
         compiled: the schedule.
         start_ns: start of each action.
         end_ns: end of each action.
-        handover_ns: how long each stage's output travels to another rank.
+        handover_ns: how long each stage's output travels to a different rank.
     """
 
     compiled: CompiledSchedule
@@ -177,7 +177,7 @@ def simulate_schedule(
     Error: exact in whole nanoseconds; each time is rounded to one.
 
     Raises:
-        ValueError: the schedule deadlocks or lacks an action; a time is negative; or times are given for another
+        ValueError: the schedule deadlocks or lacks an action; a time is negative; or times are given for a different
             number of stages.
     """
     compiled = CompiledSchedule(arrays_of(schedule))

@@ -96,7 +96,7 @@ class CallCosts:
         return {}
 
     def shared(self, axis: str) -> bool:
-        """Return whether there is another rank along an axis."""
+        """Return whether there is a different rank along an axis."""
         return self.groups[axis][0].num_ranks > 1
 
     def work_ns(self, work: Work) -> int:

@@ -59,7 +59,7 @@ def chosen(again: Bools, full: Sequence[T], kept: Sequence[T]) -> list[T]:
 
 
 def grouped(again: Bools, plan: Plan) -> Bools:
-    """Return which of a stage's layers run again in a group that another layer begins, and so keep nothing [L]."""
+    """Return which of a stage's layers run again in a group that a different layer begins, and so keep nothing [L]."""
     inside = (np.cumsum(again) - 1) % (plan.recompute_layers if plan.recompute_method == "uniform" else 1)
     return np.asarray(again & (inside > 0), np.bool_)
 

@@ -94,7 +94,7 @@ class Step:
     def exposed_communication_s(self) -> float:
         """Seconds in which the rank that ends last waits for communication and computes nothing.
 
-        A copy between a device and its host counts as communication. Waiting for another stage does not: that is the
+        A copy between a device and its host counts as communication. Waiting for other stages does not: that is the
         pipeline's bubble.
         """
         return sum(seconds for axis, seconds in self.exposed_by_axis.items() if axis != "pipeline")

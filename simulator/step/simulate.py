@@ -77,7 +77,7 @@ def simulate(
 
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
-            codec was measured for another compression or number of replicas; the schedule is not for the plan's ranks
+            codec was measured for other compression or numbers of replicas; the schedule is not for the plan's ranks
             and micro-batches, or is faulty; or the plan is not timed (see `why_not_timed`): its schedule splits
             backward and it shards parameters, or gradients in several micro-batches.
     """

@@ -155,7 +155,7 @@ def test_the_error_travels_between_processes():
 
 
 def test_what_a_step_holds_is_what_does_not_fit():
-    """The plan as it is is no advice, although another cut of its stages fits."""
+    """The plan as it is is no advice, although a different cut of its stages fits."""
     plan = Plan(data=2)
     counted = memory_of(WORKLOAD, plan)
     more = replace(counted, at_peak_bytes=counted.at_peak_bytes + np.eye(1, len(KINDS), dtype=np.int64) * 1000)
