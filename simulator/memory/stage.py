@@ -102,7 +102,7 @@ class StageBytes:
         return np.asarray(rows, np.int64)
 
     def resting(self, held: Ints, waiting: Ints, phase: Ints) -> Ints:
-        """Return what the stage holds while its rank works on a different one: held, waiting and phase [A] -> [A, K]."""
+        """Return what the stage holds while its rank works on one of its other stages: all of them [A] -> [A, K]."""
         rows = (held - waiting)[:, None] * self.kept.sum(axis=0) + waiting[:, None] * self.until_weights.sum(axis=0)
         rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.unsent[-1]
         return np.asarray(rows, np.int64)

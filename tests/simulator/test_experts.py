@@ -6,12 +6,11 @@ from statistics import mean
 
 import pytest
 
-from distlab.plan import Device, Plan
+from distlab.plan import Plan
 from simulator import LlamaSizes, Mixture, cluster, fuse_attention, hierarchical_all_to_all_s, llama_workload, simulate
 from simulator.stage.products import slowdown
 
 S, H, F, E, K = 512, 256, 384, 4, 2
-ROWS = S * K // E  # of an expert
 
 
 def mixed(**changes):
@@ -20,29 +19,6 @@ def mixed(**changes):
 
 
 LLAMA = mixed()
-ALONE = Device("both", 1e12, 1e30, 1e15, attention_flops_per_s=1e30, float8_flops_per_s=2e12)
-STREAMS = replace(ALONE, matmul_flops_per_s=1e30, memory_bytes_per_s=1e9, float8_flops_per_s=1e30)
-
-
-def block(device, workload=LLAMA, *, where=None, **plan):
-    """Return forward and backward of the block, in nanoseconds."""
-    machine = replace(where or cluster("dgx-h100", 16, stack="best-case"), device=device)
-    stage = simulate(workload, machine, Plan(**plan)).stages[0]
-    return stage.forward_ns[1], stage.backward_ns[1]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_experts_multiply_is_quantised_on_the_rank_that_has_them(ranks):
-    """Rows of all ranks reach a rank's experts: in all as many as of one rank, beside fewer parameters."""
-    (wide, back), (narrow, narrow_back) = (
-        block(STREAMS, expert=ranks, float8=kind, where=cluster("dgx-h100", 8, stack="best-case"))
-        for kind in ("none", "products")
-    )
-    dense = S * (H + H) + 3 * H * H + H * H  # attention's inputs and parameters
-    each = ranks * ROWS * (H + F) + 3 * F * H
-    assert narrow - wide == pytest.approx(4 * (dense + E // ranks * each), abs=4)
-    gradients = S * (3 * H + H) + E * ROWS * (2 * F + H)
-    assert narrow_back - back == pytest.approx(4 * gradients, abs=4)
 
 
 def test_many_equal_products_fill_the_device_that_one_leaves_idle():

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
-from distlab.plan.compression import Compression
 from simulator import gpt_workload, memory_of
 from simulator.memory.memory import KINDS
 
@@ -38,13 +37,6 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
         assert memory.of("master weights") == pytest.approx(4 * (shard if stage else PSI), abs=spare)
         assert memory.of("gradients") == pytest.approx(2 * (shard if stage >= 2 else PSI), abs=2 * 7)
         assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
-
-
-def test_hybrid_sharding_divides_by_the_ranks_of_one_group():
-    whole, hybrid = (held(Plan(data=8, sharding=Sharding(3, replicas=count))) for count in (1, 4))
-    two = held(Plan(data=2, sharding=Sharding(3)))
-    for kind in KINDS[:4]:
-        assert hybrid.of(kind) == two.of(kind) > whole.of(kind)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +157,6 @@ def test_stage_two_fills_one_bucket_while_another_travels():
     assert memory.of("buffers") == 40_000 + 2 * arriving
     one = held(Plan(data=4, sharding=Sharding(2)), workload)
     assert one.of("buffers") == 200_000 + 150_000  # no more than there are
-
-
-def test_compression_keeps_its_errors():
-    plan = Plan(data=2, compression=Compression("top_k"))
-    assert held(plan).of("errors") == 2 * PSI
-    assert held(Plan(data=2)).of("errors") == 0
 
 
 def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
-from simulator import Jitter, arrays_of, memory_of, simulate, simulate_schedule
+from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule
+from simulator import Jitter, arrays_of, simulate, simulate_schedule
 from tests.simulator.test_compiled import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 
 NAMES = sorted(SCHEDULES)
-ONE_COPY = [name for name in NAMES if SCHEDULES[name].placement != "copies"]
 SEEDS = st.integers(0, 2**32 - 1)
 TIMES = ActionTimes(1.0, 1.0, 1.0)
 NOT_SHARDED = Sharding()
@@ -141,27 +140,6 @@ def step_of(name, *, layers=8, microbatches=6, data=1, schedule=None, sharding=N
         sharding=sharding,
     )
     return simulate(workload_of(np.arange(1, layers + 1)), cluster_of(4 * data), plan, schedule=schedule, **options)
-
-
-def test_a_step_holds_what_its_schedule_holds():
-    for name in ONE_COPY:
-        step = step_of(name)
-        kept = dict.fromkeys(range(4), 0)
-        schedule = make_schedule(name, 4, 6, stages_per_rank=stages_per_rank(name))
-        if name not in ("automatic", "zb_1p", "zb_2p"):  # made for the times of the stages
-            assert step.memory.in_flight == validate(schedule).peak_in_flight, name
-            assert memory_of(step.workload, step.plan).in_flight == step.memory.in_flight, name
-        order = step.timing.order
-        for rank in range(4):
-            rows = slice(int(order.offsets[rank]), int(order.offsets[rank + 1]))
-            sizes = np.array([sum(layer.activation_bytes for layer in stage.layers) for stage in step.stages])
-            held = np.cumsum(np.array([1, -1, 0, -1])[order.kind[rows]] * sizes[order.stage[rows]])
-            kept[rank] = int(held.max())
-            assert step.memory.of("activations", rank) == kept[rank], name
-            times, bytes_ = step.memory.over_time(rank)
-            assert (np.diff(times) > 0).all()
-            assert bytes_.max(axis=0).tolist() == step.memory.peak_bytes[rank].tolist()
-            assert bytes_[-1, 4] == 0
 
 
 def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():

@@ -10,7 +10,7 @@ from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 from distlab.plan import Contention, Plan, Sharding
 from simulator import cluster, gpt_workload, memory_of, simulate, sweep_units
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
-from simulator.sweeps.fsdp_units import unit_sizes, with_unit_layers
+from simulator.sweeps.fsdp_units import with_unit_layers
 from simulator.units import to_ns
 
 shardings = st.builds(
@@ -69,13 +69,6 @@ def test_each_size_is_a_step_of_its_own():
         assert sweep.memory_bytes[index] == memory_of(WORKLOAD, step.plan).max_bytes
         ahead = min(12, 2 * layers)  # the unit at work and the next
         assert sweep.gathered_bytes[index] == 160_000 * ahead + 2000 * 4
-
-
-def test_sizes_make_different_numbers_of_units():
-    assert unit_sizes(workload_of([1.0] * 7)) == (1, 2, 3, 4, 7)
-    many = unit_sizes(workload_of([1.0] * 400))
-    assert len(many) == 24
-    assert (many[0], many[-1]) == (1, 400)
 
 
 def test_a_plan_without_units_is_refused():
