@@ -105,8 +105,8 @@ def count_states(
     arriving = np.zeros(len(passed))
     if plan.copies > 1 and sharding.stage < 3:
         sizes = _bucket_bytes(tuple(layer.parameter_sizes for layer in layers), plan.bucket_bytes, widths.gradient)
-        two = sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)  # one is filled while the other travels
-        two /= plan.tensor
+        # Two buckets: one is filled while the other travels.
+        two = (sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)) / plan.tensor
         if sharding.stage and not flat_buffers:
             ends = _passed(np.array([layer.num_parameters for layer in layers], np.float64)) * widths.gradient
             arriving = _under_way(np.array(sizes), ends) / plan.tensor * (ranks - 1) / ranks
@@ -119,8 +119,8 @@ def count_states(
         if plan.compression and plan.compression.error_feedback:
             always[ERRORS] = whole * widths.gradient
     # Whether gradients, or under stage 2 their shard, live in flat buffers all the time.
-    travels = plan.copies > 1 and (sharding.stage > 0 or plan.gradient_sync == "overlapped")
-    in_buckets = sharding.stage < 3 and (flat_buffers or travels)
+    in_buckets = flat_buffers or (plan.copies > 1 and (sharding.stage > 0 or plan.gradient_sync == "overlapped"))
+    in_buckets = in_buckets and sharding.stage < 3
     grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
@@ -131,8 +131,7 @@ def count_states(
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
     if sharding.offload == "all":  # shards and their gradients live together
-        host += gradients
-        always[GRADIENTS], grown = 0.0, np.zeros(len(passed))
+        host, always[GRADIENTS], grown = host + gradients, 0.0, np.zeros(len(passed))
     return States(always, grown, unsent, arriving, int(np.ceil(host)))
 
 

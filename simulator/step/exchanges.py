@@ -174,8 +174,11 @@ class Buckets:
             name = f"copies of {bucket.what}"
             programs.copies[stage.rank] += [(name, bucket.num_bytes, number) for number in (pack, unpack)]
 
-    def exchange(self, rank: int, numbers: Sequence[int]) -> None:
-        """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive."""
+    def exchange(self, rank: int, numbers: Sequence[int]) -> list[int]:
+        """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive.
+
+        Return the operations that unpacked their buckets.
+        """
         if self.sync != "overlapped":
             for number in numbers:
                 for bucket in self.stages[number].buckets:
@@ -186,6 +189,7 @@ class Buckets:
                         self._receive(rank, [number])
         if self.sync != "per_parameter":
             self._receive(rank, numbers)
+        return [parts[2] for number in numbers for parts in self.parts[number]]
 
     def _receive(self, rank: int, numbers: Sequence[int]) -> None:
         """Unpack each bucket of these stages that was sent, once it has come.
@@ -206,10 +210,6 @@ class Buckets:
         for place, (number, _, pack) in enumerate(sent):
             self.parts[number].append((pack, pack + 1, first + place, *again.get(place, ())))
             self.programs.computed[rank] = [first + place]
-
-    def received(self, own: Sequence[int]) -> list[int]:
-        """Return the operations that unpacked the buckets of a rank's stages."""
-        return [parts[2] for number in own for parts in self.parts[number]]
 
     def close(self, rank: int, own: Sequence[int], received: Sequence[int], shown: float = 1.0) -> int:
         """End a rank's program: tell of faults, update, and gather what others updated; return the update.
@@ -349,15 +349,12 @@ class Units:
         self.programs.copies[rank].append((f"{verb} {unit.unit.name}", unit.scatter[0].num_bytes, operation))
         return operation
 
-    def exchange(self, rank: int, numbers: Sequence[int]) -> None:
-        """Wait for what still travels of a rank's gradients."""
+    def exchange(self, rank: int, numbers: Sequence[int]) -> list[int]:
+        """Wait for what still travels of a rank's gradients; return what the update waits for."""
         self._finish_scatter(rank)
         for crossing in self._crossing[rank]:
             self._keep(rank, *crossing)
-
-    def received(self, own: Sequence[int]) -> list[int]:
-        """Return what the update waits for."""
-        return self._arrived[self.programs.stages[own[0]].rank]
+        return self._arrived[rank]
 
     def close(self, rank: int, own: Sequence[int], received: Sequence[int]) -> int:
         """End a rank's program: update, and bring new values to the device; return the update."""

@@ -82,12 +82,11 @@ def time_layer_by_layer(
         first[action] = layers[0]
         if duration := send_ns[number][kind]:
             lane, there = (SEND_FORWARD, number + 1) if kind == F else (SEND_BACKWARD, number - 1)
-            peer, needs = stages[there].rank, [done[action]]
-            sent[action] = programs.graph.add(rank, lane, duration, needs=needs, peer=peer)
+            sent[action] = programs.graph.add(rank, lane, duration, needs=[done[action]], peer=stages[there].rank)
         if action in ends:
-            exchanging.exchange(rank, own[rank])
+            received = exchanging.exchange(rank, own[rank])
             if closes:
-                updates[rank] = exchanging.close(rank, own[rank], exchanging.received(own[rank]))
+                updates[rank] = exchanging.close(rank, own[rank], received)
             else:  # what the others feel of it
                 updates[rank] = programs.update(rank, own[rank], programs.computed[rank], on_host=False)
     start, end = times = engine.run(programs.graph, contention, cores)
@@ -213,6 +212,5 @@ class _Ending:
             self.programs.compute(rank, start - now)
             self.buckets.run(Pass(number, kind, 0, True), ())
             now = end
-        self.buckets.exchange(rank, own)
-        self.update = self.buckets.close(rank, own, self.buckets.received(own), shown)
+        self.update = self.buckets.close(rank, own, self.buckets.exchange(rank, own), shown)
         self.times = engine.run(self.programs.graph)

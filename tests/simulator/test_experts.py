@@ -1,4 +1,4 @@
-"""Mixtures of experts on a device whose products have shapes and 8 bits, and over nodes: what an expert's rows cost."""
+"""Mixtures of experts over nodes: equal products side by side, a token's nodes, what crosses."""
 
 from dataclasses import replace
 from itertools import combinations
