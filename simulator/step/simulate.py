@@ -73,7 +73,8 @@ def simulate(
     replaces the cluster's links on every axis.
 
     Error: exact for its cost model, in whole nanoseconds: each layer's pass and each message is rounded to one.
-        Not modelled: differences between devices, and all-reduces that share a wire with messages between stages.
+        Not modelled: differences between devices (`simulate_schedule` takes slow ranks and jitter), and all-reduces
+            that share a wire with messages between stages.
 
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
