@@ -44,11 +44,7 @@ from simulator.hardware.presets import (
     names as names,
     stack as stack,
 )
-from simulator.memory.advice import (
-    DoesNotFitError as DoesNotFitError,
-    check_fit as check_fit,
-    smallest_change as smallest_change,
-)
+from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit
 from simulator.memory.memory import Memory as Memory, memory_of as memory_of
 from simulator.memory.published_formulas import (
     activation_bytes_per_layer as activation_bytes_per_layer,
@@ -70,9 +66,12 @@ from simulator.models.llama import (
 )
 from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts as mix_experts
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
-from simulator.pipeline.jitter import Jitter as Jitter, Uneven as Uneven
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
-from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
+from simulator.pipeline.simulate_schedule import (
+    Jitter as Jitter,
+    PipelineRun as PipelineRun,
+    simulate_schedule as simulate_schedule,
+)
 from simulator.plan_file import PlanFile as PlanFile, plan_of_text as plan_of_text, read_plan_file as read_plan_file
 from simulator.runs.failures import (
     RATES as RATES,
@@ -99,8 +98,12 @@ from simulator.runs.monte_carlo import (
     draw_runs as draw_runs,
     goodput_by_trial as goodput_by_trial,
 )
-from simulator.step.measured import Measured as Measured
-from simulator.step.simulate import Step as Step, closed_form_bubble as closed_form_bubble, simulate as simulate
+from simulator.step.simulate import (
+    Measured as Measured,
+    Step as Step,
+    closed_form_bubble as closed_form_bubble,
+    simulate as simulate,
+)
 from simulator.step.timed import why_not_timed as why_not_timed
 from simulator.sweeps.axis_order import (
     Placed as Placed,

@@ -23,7 +23,7 @@ from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.precision import widths_of
 from simulator.stage.local_layer import output_bytes
-from simulator.stage.messages import message_ns, parts_of_messages
+from simulator.stage.stage import message_ns, parts_of_messages
 from simulator.step.schedule_of_plan import compile_family
 
 MOST_CELLS = 3_000_000  # of actions times rows that run side by side: 24 MB

@@ -96,6 +96,11 @@ class BucketCost(NamedTuple):
     save: Transfer | None = None
     load: Transfer | None = None
 
+    @property
+    def what(self) -> str:
+        """Its name without the call: "bucket 3"."""
+        return self.name.removeprefix(f"{self.kind} ")
+
 
 def costs_in(group: Group, gradient_sync: str) -> Costs:
     """Return what a bucket costs in a group, from its bytes and tensors: copies before and after, all-reduce, sent."""

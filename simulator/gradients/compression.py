@@ -13,7 +13,7 @@ those of a plain implementation, one kernel after the other, nothing fused:
     error       3 to add the last step's error            3 to keep this step's error
 
 PowerSGD works between its two exchanges too. It makes the columns of P orthogonal (4 r^2 flops per row), then
-Q = M^T P. While the second exchange travels it computes its error, another product. Selecting the k largest is priced
+Q = M^T P. While the second exchange travels it computes its error, one more product. Selecting the k largest is priced
 as a radix select: four rounds that read and write the bucket. Libraries differ most in this row. So a codec can be
 timed where it runs, and given to `simulate` as a MeasuredCodec.
 """
@@ -102,7 +102,7 @@ class MeasuredCodec:
         """Refuse a plan that this was not measured for.
 
         Raises:
-            ValueError: the plan has another compression or another number of replicas.
+            ValueError: the plan has a different compression or a different number of replicas.
         """
         if (self.compression, self.num_ranks) != (plan.compression, plan.copies):
             raise ValueError(

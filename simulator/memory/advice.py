@@ -1,7 +1,7 @@
 """Does a plan fit on a device? By how much it does not, on which rank, and the smallest change that makes it fit.
 
-    check_fit(workload, plan, device)            # raises DoesNotFitError, whose text says all of that
-    smallest_change(workload, plan, device)      # the changed plan, or None
+    check_fit(workload, plan, device)        # raises DoesNotFitError, whose text says all of that
+    find_change(workload, plan, device)      # the change, or None
 
 The smallest change is the one that costs the least time. It is found by trying: every combination of what may change is
 counted, in the order of a rough price, until one fits.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from distlab.plan import Device, Layer, Plan, Workload
 from distlab.plan.records import RECOMPUTES
@@ -40,26 +39,16 @@ class DoesNotFitError(ValueError):
     """A plan that needs more memory than a device has.
 
     Attributes:
-        memory: what the plan holds.
-        stage: the stage that holds too much.
-        missing_bytes: how much too much, of the device's memory or of the host's.
+        advice: what to do, in words.
         change: the smallest change that fits, or None.
-        advice: the same in words, or what else to do.
     """
 
-    def __init__(self, fault: str, memory: Memory, *, stage: int, missing_bytes: int, found: Found) -> None:
-        super().__init__(fault, found.advice)
-        self.memory, self.stage, self.missing_bytes = memory, stage, missing_bytes
-        self.change, self.advice = found
+    def __init__(self, fault: str, advice: str, change: Change | None = None) -> None:
+        super().__init__(fault, advice)
+        self.advice, self.change = advice, change
 
     def __str__(self) -> str:
         return "; ".join(self.args)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the parts, so that the error travels from a rank to its launcher."""
-        found = Found(self.change, self.advice)
-        make = partial(DoesNotFitError, stage=self.stage, missing_bytes=self.missing_bytes, found=found)
-        return make, (self.args[0], self.memory)
 
 
 @dataclass(frozen=True)
@@ -99,13 +88,6 @@ class Change:
         return " with ".join(parts)
 
 
-class Found(NamedTuple):
-    """The smallest change that fits, or None, and the advice in words."""
-
-    change: Change | None
-    advice: str
-
-
 def check_fit(
     workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False, memory: Memory | None = None
 ) -> None:
@@ -137,28 +119,12 @@ def check_fit(
             f"host's memory and {device.name} may use {format_bytes(host or 0.0)} of it: {format_bytes(missing)} too "
             "much"
         )
-    found = _advise(workload, plan, device, flat_buffers)
-    raise DoesNotFitError(fault, memory, stage=stage, missing_bytes=int(missing), found=found)
-
-
-def _advise(workload: Workload, plan: Plan, device: Device, flat_buffers: bool) -> Found:
     change = find_change(workload, plan, device, flat_buffers=flat_buffers)
     if change is None:
         advice = f"no change of recompute, sharding, offload or micro-batch fits; {_more_ranks(workload, plan, device)}"
     else:
         advice = f"smallest change that fits: {change.words(plan)}, which holds {format_bytes(change.max_bytes)}"
-    return Found(change, advice)
-
-
-def smallest_change(workload: Workload, plan: Plan, device: Device) -> Plan | None:
-    """Return the plan with the smallest change that fits with these micro-batches: itself where it fits already.
-
-    None: no change of schedule, recompute, sharding or offload fits.
-    """
-    if memory_of(workload, plan).fits(device):
-        return plan
-    change = find_change(workload, plan, device, most_split=1)
-    return change.plan if change else None
+    raise DoesNotFitError(fault, advice, change)
 
 
 def find_change(

@@ -148,7 +148,7 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
     Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
         schedule is walked through once, and kept for the next call.
     Error: exact for what it counts, with padding. Not counted: inner gradients of a layer, work spaces of libraries,
-        and fragmentation in the allocator. Under another precision all activations are scaled, although dropout
+        and fragmentation in the allocator. Under the plan's own precision all activations are scaled, although dropout
         masks stay at one byte per element. ZeRO-3's copy of the shard in the compute type is counted, as in the paper.
     Source: Rajbhandari et al. 2020 (1910.02054); Korthikanti et al. 2022 (2205.05198), equations 1 to 5.
 
@@ -165,18 +165,11 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
         return _memory(stages, _passes_of_family(*make))
     total = plan.num_microbatches
-    held = [num_in_flight(plan, index) for index in range(plan.pipeline)]
+    held = [total if plan.schedule == "gpipe" else min(total, plan.pipeline - at) for at in range(plan.pipeline)]
     order = tuple(one_f_one_b_passes(index, count, total) for index, count in enumerate(held))
     # The shortest order that has the peaks: two steady pairs behind the filling, the last apart.
     short = tuple(one_f_one_b_passes(index, count, min(total, count + 2)) for index, count in enumerate(held))
     return replace(_memory(stages, short), order=order)
-
-
-def num_in_flight(plan: Plan, stage: int) -> int:
-    """Return the most micro-batches whose activations a stage holds under GPipe and 1F1B, by their order."""
-    if plan.schedule == "gpipe":
-        return plan.num_microbatches
-    return min(plan.num_microbatches, plan.pipeline - stage)
 
 
 def step_memory(

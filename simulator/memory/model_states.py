@@ -1,4 +1,9 @@
-"""Model states of a rank: parameters, optimizer state, gradients, and the buckets that gradients travel in."""
+"""Model states of a rank: parameters, optimizer state and gradients, and the buckets or units that they travel in.
+
+Under stage 3, forward gathers the root unit first, and each unit with those fetched ahead; backward the same from the
+other end. A unit's gradients wait until all are there (raw), are put end to end (flat), and travel while the next unit
+computes. At the same time the other ranks' parts of the own shard arrive, n - 1 at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan, assign_buckets
-from simulator.memory.fsdp_units import UnitBytes
+from simulator.gradients.fsdp_units import gathered_bytes, units_of
 from simulator.precision import Widths
 
 Floats = NDArray[np.float64]
@@ -28,6 +33,26 @@ KINDS = (
     "errors",
 )
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARY, ERRORS = range(len(KINDS))
+
+
+class UnitBytes(NamedTuple):
+    """Bytes of one rank of a sharded model.
+
+    Attributes:
+        shard: elements of its shards, padding included.
+        forward: gathered while each layer's forward runs [L].
+        backward: gathered, and gradients on their way, while each layer's backward runs [L].
+        raw: gradients of a unit that is not done yet, when each layer's backward begins [L].
+        grown: of shards' gradients, when each layer's first backward begins, and after it [L + 1].
+        tail: on its way from the end of a backward until the next one has passed a unit [L].
+    """
+
+    shard: float
+    forward: Floats
+    backward: Floats
+    raw: Floats
+    grown: Floats
+    tail: Floats
 
 
 class States(NamedTuple):
@@ -80,8 +105,8 @@ def count_states(
     arriving = np.zeros(len(passed))
     if plan.copies > 1 and sharding.stage < 3:
         sizes = _bucket_bytes(tuple(layer.parameter_sizes for layer in layers), plan.bucket_bytes, widths.gradient)
-        two = sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)  # one is filled while another travels
-        two /= plan.tensor
+        # Two buckets: one is filled while the other travels.
+        two = (sum(sizes[:2]) if len(sizes) < 2 else 2.0 * max(sizes)) / plan.tensor
         if sharding.stage and not flat_buffers:
             ends = _passed(np.array([layer.num_parameters for layer in layers], np.float64)) * widths.gradient
             arriving = _under_way(np.array(sizes), ends) / plan.tensor * (ranks - 1) / ranks
@@ -93,7 +118,9 @@ def count_states(
             arriving = arriving + two * widths.reduce / widths.gradient
         if plan.compression and plan.compression.error_feedback:
             always[ERRORS] = whole * widths.gradient
-    in_buckets = _in_buckets(plan, flat_buffers)
+    # Whether gradients, or under stage 2 their shard, live in flat buffers all the time.
+    in_buckets = flat_buffers or (plan.copies > 1 and (sharding.stage > 0 or plan.gradient_sync == "overlapped"))
+    in_buckets = in_buckets and sharding.stage < 3
     grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
@@ -104,8 +131,7 @@ def count_states(
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
     if sharding.offload == "all":  # shards and their gradients live together
-        host += gradients
-        always[GRADIENTS], grown = 0.0, np.zeros(len(passed))
+        host, always[GRADIENTS], grown = host + gradients, 0.0, np.zeros(len(passed))
     return States(always, grown, unsent, arriving, int(np.ceil(host)))
 
 
@@ -142,7 +168,58 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
     return tuple(float(bucket.num_bytes) for bucket in buckets)
 
 
-def _in_buckets(plan: Plan, flat_buffers: bool) -> bool:
-    """Whether gradients, or under stage 2 their shard, live in flat buffers all the time."""
-    travels = plan.copies > 1 and (plan.sharding.stage > 0 or plan.gradient_sync == "overlapped")
-    return plan.sharding.stage < 3 and (flat_buffers or travels)
+def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, plan: Plan, widths: Widths) -> UnitBytes:
+    """Count what the units of some layers hold.
+
+    Args:
+        layers: in forward order.
+        parameters: elements of each on a rank [L].
+        largest: of the largest tensor of each [L].
+        plan: how they are sharded.
+        widths: bytes of an element.
+    """
+    sharding = plan.sharding
+    ranks, prefetch = sharding.num_shards(plan.copies), sharding.prefetch
+    units = units_of(layers, sharding.unit_layers)
+    padded = [float(np.ceil(parameters[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
+    root = sum(size for unit, size in zip(units, padded, strict=True) if unit.is_root)
+    blocks = [unit for unit in units if not unit.is_root]
+    sizes = np.array([size for unit, size in zip(units, padded, strict=True) if not unit.is_root])
+    up_to, number = np.append(0.0, np.cumsum(sizes)), len(sizes)
+    own = np.full(len(layers), -1)  # the unit of each layer, or -1: the root's, or no parameters
+    for index, unit in enumerate(blocks):
+        own[list(unit.layers)] = index
+    inside = own >= 0
+    begun = np.searchsorted([unit.layers[0] for unit in blocks], np.arange(len(layers)), side="right")
+    low = begun - inside
+    ahead, behind = np.minimum(low + prefetch + inside, number), np.maximum(begun - prefetch - inside, 0)
+    kept = sharding.reshard_after_forward
+    width, whole = gathered_bytes(plan, widths, is_root=False), root * widths.parameter
+    forward = whole + width * (up_to[ahead] - (up_to[low] if kept else 0.0))
+    backward = whole + width * (up_to[begun] - (up_to[behind] if kept else 0.0))
+    # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
+    travels = np.append(sizes, 0.0) * (1 + (ranks - 1) / ranks)
+    last = (root or (sizes[0] if number else 0.0)) * (1 + (ranks - 1) / ranks)
+    # The root's own gradients wait for its first layer; a tied weight's is there from the last layer on.
+    raw = np.full(len(layers), root)
+    for unit in blocks:
+        after = 0.0
+        for layer in reversed(unit.layers):
+            raw[layer] += after + min(largest[layer], parameters[layer])
+            after += parameters[layer]
+    beyond = len(layers)  # the loss, which uses no parameters: the root went when the model ended, and is not back yet
+    while beyond and not layers[beyond - 1].parameter_sizes and not layers[beyond - 1].weight_gradient.matmul_flops:
+        beyond -= 1
+    raw[beyond:] = 0.0
+    if kept:
+        forward[beyond:] = backward[beyond:] = 0.0
+    done = np.append(np.append(np.cumsum(sizes[::-1])[::-1], 0.0), [0.0, 0.0])  # units from each on
+    total = root + float(sizes.sum())
+    return UnitBytes(
+        total / ranks,
+        forward,
+        backward + travels[begun] * widths.reduce,
+        raw * widths.parameter,
+        np.append(done[begun + 1], total) / ranks * widths.gradient,
+        np.where(begun == number, last, 0.0) * widths.reduce,
+    )

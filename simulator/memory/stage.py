@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan, Workload
 from distlab.plan.work import COLUMNS, kinds_of
-from simulator.memory.fsdp_units import unit_bytes
 from simulator.memory.model_states import (
     ACTIVATIONS,
     BUFFERS,
@@ -25,6 +24,7 @@ from simulator.memory.model_states import (
     PARAMETERS,
     TEMPORARY,
     count_states,
+    unit_bytes,
 )
 from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import local_layers
@@ -102,7 +102,7 @@ class StageBytes:
         return np.asarray(rows, np.int64)
 
     def resting(self, held: Ints, waiting: Ints, phase: Ints) -> Ints:
-        """Return what the stage holds while its rank works on another: held, waiting and phase [A] -> [A, K]."""
+        """Return what the stage holds while its rank works on one of its other stages: all of them [A] -> [A, K]."""
         rows = (held - waiting)[:, None] * self.kept.sum(axis=0) + waiting[:, None] * self.until_weights.sum(axis=0)
         rows[:, GRADIENTS] += (phase >= MIDDLE) * self.gradients[-1] + (phase == MIDDLE) * self.unsent[-1]
         return np.asarray(rows, np.int64)
@@ -120,9 +120,11 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_bu
     table = dict(zip(COLUMNS, workload.columns[:, cut[0] : cut[1]], strict=True))
     widths = widths_of(workload, plan)
     layers = workload.layers[cut[0] : cut[1]]
-    experts = _experts(layers, table, plan)
-    parameters = _divided(table["num_parameters"], table["tensor_parameters"], plan.tensor)
-    parameters = parameters - table["expert_parameters"] + experts
+    mixtures = [layer.experts for layer in layers]
+    shares = [each.most_on_a_rank(plan.expert) / each.num_experts if each else 1.0 for each in mixtures]
+    experts = table["expert_parameters"] * np.array(shares)  # on the ranks that have most of them [L]
+    parameters = table["num_parameters"] - table["tensor_parameters"] - table["expert_parameters"] + experts
+    parameters = parameters + np.ceil(table["tensor_parameters"] / plan.tensor)
     largest = np.minimum(table["largest_parameter"], parameters)
     num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
     full = recomputed(workload, plan, cut)
@@ -166,20 +168,6 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_bu
 
 def _whole(values: Floats) -> Ints:
     return np.ceil(values).astype(np.int64)
-
-
-def _divided(whole: Floats, part: Floats, ranks: int) -> Floats:
-    """Return what a rank holds of `whole` where `part` of it is cut over the ranks."""
-    return whole - part + np.ceil(part / ranks)
-
-
-def _experts(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan) -> Floats:
-    """Return the elements of experts on the ranks that have most of them [L]."""
-    shares = [
-        layer.experts.most_on_a_rank(plan.expert) / layer.experts.num_experts if layer.experts else 1.0
-        for layer in layers
-    ]
-    return np.asarray(table["expert_parameters"] * np.array(shares), np.float64)
 
 
 def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools) -> tuple[Floats, Floats]:

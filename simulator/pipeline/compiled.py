@@ -1,6 +1,10 @@
 """A schedule with its dependencies and levels worked out once, to be run with any durations and latencies.
 
 end[action] = max(end of the rank's previous action, end of the action it needs + latency) + duration
+
+Dependencies are looked up for all actions at once. A table holds the row of each F, of each B or I (both pass a
+gradient back) and of each W, by stage and micro-batch. What each action depends on is the same table, moved by one
+stage.
 """
 
 from __future__ import annotations
@@ -9,12 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from simulator.pipeline.chain import Chain, find_chain
-from simulator.pipeline.dependencies import find_dependencies
-from simulator.pipeline.frontier import Frontier
-from simulator.pipeline.schedule_arrays import F, Ints, Rows, ScheduleArrays, action_name, last_actions
+from simulator.pipeline.runners import Chain, Frontier, find_chain
+from simulator.pipeline.schedule_arrays import F, Ints, Rows, ScheduleArrays, W, action_name, last_actions
 
 SHOWN = 8
+NOTHING, MISSING = -1, -2  # in place of the action that is needed
 
 
 class CompiledSchedule:
@@ -24,7 +27,7 @@ class CompiledSchedule:
         order: the actions, rank after rank.
         rank: rank of each action.
         needed: the action that each one waits for, in addition to its rank's previous one, or -1.
-        remote: whether that action is on another rank.
+        remote: whether that action is on a different rank.
     """
 
     def __init__(self, order: ScheduleArrays) -> None:
@@ -51,7 +54,7 @@ class CompiledSchedule:
 
         Args:
             duration_ns: of each action.
-            latency_ns: between the end of an action on another rank and the earliest start of the one that needs it.
+            latency_ns: between the end of an action on a different rank and the earliest start of what needs it.
                 One number, or one per action. Values of actions that wait for no other rank are ignored.
         """
         return self._runner.run(duration_ns, latency_ns)
@@ -62,7 +65,7 @@ class CompiledSchedule:
         A rank sends one message at a time in each direction, in the order of its actions.
         """
         num_actions, num_ranks = len(self.rank), self.order.num_ranks
-        end, sent = [0] * num_actions, [0] * (num_actions + 1)  # what needs nothing from another rank reads the last
+        end, sent = [0] * num_actions, [0] * (num_actions + 1)  # what needs no other rank reads the last
         free, wires = [0] * num_ranks, [0] * (2 * num_ranks)
         wire = 2 * self.rank + (self.order.kind != F)
         by_level = np.argsort(self.level, kind="stable")
@@ -110,3 +113,58 @@ def _frontier(order: ScheduleArrays, needed: Rows) -> Frontier:
         more = f"; and {len(ranks) - SHOWN} ranks more" if len(ranks) > SHOWN else ""
         raise ValueError(f"deadlock: {'; '.join(texts)}{more}")
     return frontier
+
+
+def find_dependencies(order: ScheduleArrays, rank: Ints) -> Rows:
+    """Return the action that each one needs, or NOTHING: F from the stage before, B and I from the stage behind.
+
+    The last stage's backward needs its own forward; W needs its own I. `rank` is the rank of each action.
+
+    Raises:
+        ValueError: an action is there twice, needs one that no rank runs, or comes before it on the same rank.
+    """
+    num_actions = len(order.kind)
+    if num_actions == 0:
+        return np.zeros(0, np.int32)
+    stages, microbatches = int(order.stage.max()) + 1, int(order.microbatch.max()) + 1
+    size, tables = stages * microbatches, 3 if order.kind.max() == W else 2
+    if 4 * size >= 2**31:
+        raise ValueError(f"{stages} stages x {microbatches} micro-batches are too many to simulate; use fewer")
+    # A slot for each F, for each B or I, and for each W; 32 bits need half the memory traffic of 64.
+    slot = order.stage * np.int32(microbatches)
+    slot += order.microbatch
+    slot += (order.kind != F) * np.int32(size)
+    if tables == 3:
+        slot += (order.kind == W) * np.int32(size)
+    place = np.full(tables * size, MISSING, np.int32)
+    place[slot.astype(np.int64)] = np.arange(num_actions, dtype=np.int32)  # 64-bit indices: twice as fast
+    if np.count_nonzero(place >= 0) < num_actions:
+        twice = int(np.flatnonzero(place.take(slot) != np.arange(num_actions))[0])
+        raise ValueError(f"rank {rank[twice]}: {action_name(order, twice)} is in the schedule twice; run it once")
+    table = place.reshape(tables, stages, microbatches)
+    needed_by = np.empty_like(table)  # by the action of each slot
+    needed_by[0, 0], needed_by[0, 1:] = NOTHING, table[0, :-1]
+    needed_by[1, :-1], needed_by[1, -1] = table[1, 1:], table[0, -1]
+    needed_by[2:] = table[1]
+    needed = needed_by.reshape(-1).take(slot)
+    _check(order, rank, needed, own_forward=table[0].reshape(-1).take(slot % np.int32(size)))
+    return needed
+
+
+def _check(order: ScheduleArrays, rank: Ints, needed: Rows, *, own_forward: Rows) -> None:
+    """Refuse an action whose dependency is missing, or comes later on the same rank."""
+    rows = np.arange(len(needed), dtype=np.int32)
+    first = np.repeat(order.offsets[:-1], np.diff(order.offsets))
+    wrong = np.flatnonzero((own_forward < first) | (own_forward > rows))
+    if wrong.size:
+        text = f"rank {rank[wrong[0]]}: {action_name(order, int(wrong[0]))} comes before its own forward on that rank"
+        raise ValueError(f"deadlock: {text}; run the forward first")
+    missing = np.flatnonzero(needed == MISSING)
+    if missing.size:
+        row = int(missing[0])
+        raise ValueError(f"rank {rank[row]}: what {action_name(order, row)} needs is in no rank's order")
+    late = np.flatnonzero((needed > rows) & (rank.take(needed, mode="clip") == rank))
+    if late.size:
+        row = int(late[0])
+        text = f"rank {rank[row]}: {action_name(order, row)} comes before {action_name(order, int(needed[row]))}"
+        raise ValueError(f"deadlock: {text}, which it needs, on the same rank; swap them")

@@ -3,13 +3,14 @@
     run = simulate_schedule(one_f_one_b(4, 16), ActionTimes(1.0, 1.0, 1.0, communication=0.1))
     run.duration_s, run.bubble_fraction, run.peak_in_flight, run.trace
 
-An action starts when its rank is free and what it needs has arrived. What another rank hands over arrives
+An action starts when its rank is free and what it needs has arrived. What a different rank hands over arrives
 `communication` after it was made; hand-overs do not wait for one another. (`simulate`, for a whole step on a described
 cluster, lets messages queue where a link is the bottleneck.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,33 @@ import numpy as np
 from distlab.plan import ActionTimes, Schedule
 from distlab.trace import Trace
 from simulator.pipeline.compiled import CompiledSchedule
-from simulator.pipeline.jitter import Jitter, slow_factors, stretched
-from simulator.pipeline.schedule_arrays import LETTERS, Ints, ScheduleArrays, arrays_of, peak_in_flight
+from simulator.pipeline.schedule_arrays import LETTERS, Floats, Ints, ScheduleArrays, arrays_of, peak_in_flight
 from simulator.units import to_s
 
 LONGEST_NS = 2**50  # thirteen days: sums of times up to this one stay exact
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """A random factor for the duration of every action: positive, 1 on average (log-normal).
+
+    Attributes:
+        relative: standard deviation of the factor; 0.05: most actions within 5 % of their time.
+        seed: what the factors are drawn from; equal seeds give equal factors.
+    """
+
+    relative: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.relative >= 0 and math.isfinite(self.relative)):
+            raise ValueError(f"Jitter: relative is {self.relative!r}; pass a spread >= 0, such as 0.05")
+
+    def factors(self, num_actions: int) -> Floats:
+        """Draw one factor per action."""
+        variance = math.log1p(self.relative**2)
+        normal = np.random.default_rng([self.seed, num_actions]).standard_normal(num_actions)
+        return np.exp(math.sqrt(variance) * normal - variance / 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +57,7 @@ class PipelineRun:
         compiled: the schedule.
         start_ns: start of each action.
         end_ns: end of each action.
-        handover_ns: how long each stage's output travels to another rank.
+        handover_ns: how long each stage's output travels to a different rank.
     """
 
     compiled: CompiledSchedule
@@ -96,21 +119,7 @@ class PipelineRun:
     @cached_property
     def trace(self) -> Trace:
         """The run as spans: computing in lane "compute", messages between ranks in lane "send"."""
-        return Trace.concatenate([self._computing(), self._sends()])
-
-    def _computing(self) -> Trace:
-        order = self.order
-        columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
-        return Trace.from_columns(
-            rank=self.compiled.rank,
-            lane="compute",
-            name=[f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)],
-            kind=[LETTERS[kind] for kind in columns[1]],
-            start_ns=self.start_ns,
-            end_ns=self.end_ns,
-            stage=order.stage,
-            microbatch=order.microbatch,
-        )
+        return Trace.concatenate([spans_of_actions(self.order, self.start_ns, self.end_ns), self._sends()])
 
     def _sends(self) -> Trace:
         order = self.order
@@ -127,6 +136,22 @@ class PipelineRun:
             stage=order.stage[rows],
             microbatch=order.microbatch[rows],
         )
+
+
+def spans_of_actions(order: ScheduleArrays, start_ns: Ints, end_ns: Ints, names: Sequence[str] = ()) -> Trace:
+    """Return actions as spans of lane "compute", with the names of the grammar ("2F0") or their own."""
+    columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
+    grammar = (f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True))
+    return Trace.from_columns(
+        rank=order.rank,
+        lane="compute",
+        name=names or list(grammar),
+        kind=[LETTERS[kind] for kind in columns[1]],
+        start_ns=start_ns,
+        end_ns=end_ns,
+        stage=order.stage,
+        microbatch=order.microbatch,
+    )
 
 
 def simulate_schedule(
@@ -152,7 +177,7 @@ def simulate_schedule(
     Error: exact in whole nanoseconds; each time is rounded to one.
 
     Raises:
-        ValueError: the schedule deadlocks or lacks an action; a time is negative; or times are given for another
+        ValueError: the schedule deadlocks or lacks an action; a time is negative; or times are given for a different
             number of stages.
     """
     compiled = CompiledSchedule(arrays_of(schedule))
@@ -160,10 +185,27 @@ def simulate_schedule(
     table, handover = _tables(times, unit_s, schedule.num_stages)
     duration = table[order.stage, order.kind]
     if slow_ranks or jitter is not None:
-        factors = slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
-        duration = stretched(duration, factors if jitter is None else factors * jitter.factors(len(duration)))
+        factors = _slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
+        factors = factors if jitter is None else factors * jitter.factors(len(duration))
+        duration = np.rint(duration * factors).astype(np.int64)
     end = compiled.run(duration, handover.take(order.stage.take(compiled.needed, mode="clip")))
     return PipelineRun(compiled, end - duration, end, handover)
+
+
+def _slow_factors(slow_ranks: Mapping[int, float] | None, num_ranks: int) -> Floats:
+    """Return the factor of each rank's times: 1 where `slow_ranks` does not name it.
+
+    Raises:
+        ValueError: a rank does not exist, or a factor is not positive.
+    """
+    factors = np.ones(num_ranks)
+    for rank, factor in (slow_ranks or {}).items():
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"slow_ranks names rank {rank}; the pipeline has ranks 0..{num_ranks - 1}")
+        if not (factor > 0 and math.isfinite(factor)):
+            raise ValueError(f"slow_ranks gives rank {rank} the factor {factor!r}; pass a number above 0, such as 1.3")
+        factors[rank] = factor
+    return factors
 
 
 def _tables(times: ActionTimes, unit_s: float, num_stages: int) -> tuple[Ints, Ints]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Plan, Work, Workload
@@ -13,8 +13,8 @@ from simulator.hardware.rank_layout import RankLayout
 from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import Shares, backward_of, forward_of
 from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
-from simulator.stage.recomputed import between_kept, without_last_product
-from simulator.stage.shaped import with_shapes
+from simulator.stage.products import with_shapes
+from simulator.stage.recomputed import run_again
 from simulator.units import to_ns
 
 
@@ -37,12 +37,11 @@ def check_divides(workload: Workload, plan: Plan) -> None:
         ValueError: tensor ranks do not divide the heads, or context ranks the positions (a zig-zag cuts them in twice
             as many parts); or all-to-alls have fewer heads than ranks.
     """
-    if not is_shared(plan):
-        return
-    regions = {id(region): region for layer in workload.layers for region in layer.regions}
-    for found in (region.attention for region in regions.values()):
-        if found is not None:
-            _check_attention(found, plan)
+    if is_shared(plan):
+        regions = {id(region): region for layer in workload.layers for region in layer.regions}
+        for region in regions.values():
+            if region.attention is not None:
+                _check_attention(region.attention, plan)
 
 
 def _check_attention(attention: Attention, plan: Plan) -> None:
@@ -73,28 +72,16 @@ def time_layers(workload: Workload, layout: RankLayout, pipeline: int = 0, *, sp
     plan, widths = layout.plan, widths_of(workload, layout.plan)
     is_grouped = plan.recompute_method == "uniform" and plan.recompute_layers > 1  # only a group's last may stop early
     stops_early = layout.cluster.software.stops_early and not is_grouped
-    one: Callable[[Layer], LayerTimes]
-    if is_shared(plan):
-        groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
-        cluster = layout.cluster
-        own = (plan, widths.reduce, widths.activations, stops_early)
-        costs = CallCosts(cluster.device, cluster.contention, groups, *own)
-
-        def one(layer: Layer) -> LayerTimes:
-            return _shared(layer, costs, splits=splits)
-    else:
-
-        def one(layer: Layer) -> LayerTimes:
-            return _whole(layer, layout, stops_early=stops_early)
-
-    known: dict[int, LayerTimes] = {}
-    sums = not layout.cluster.software.fused_sums and not (
-        plan.sharding.stage == 3 and layout.cluster.software.scatters_each
-    )
+    cluster, known = layout.cluster, dict[int, LayerTimes]()
+    groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
+    own = (plan, widths.reduce, widths.activations, stops_early)
+    costs = CallCosts(cluster.device, cluster.contention, groups, *own)
+    sums = not cluster.software.fused_sums and not (plan.sharding.stage == 3 and cluster.software.scatters_each)
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
-            shaped = with_shapes(layer, plan, layout.cluster)
-            known[kind] = one(_with_sums(shaped, plan, widths) if sums else shaped)
+            local = with_shapes(layer, plan, cluster)
+            local = _with_sums(local, plan, widths) if sums else local
+            known[kind] = _shared(local, costs, splits=splits) if is_shared(plan) else _whole(local, costs)
     return [known[kind] for kind in workload.kinds]
 
 
@@ -114,22 +101,15 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
     return changed(layer, weight_gradient=layer.weight_gradient + sums)
 
 
-def _whole(layer: Layer, layout: RankLayout, *, stops_early: bool) -> LayerTimes:
-    device = layout.cluster.device
+def _whole(layer: Layer, costs: CallCosts) -> LayerTimes:
+    device, recompute = costs.device, costs.plan.recompute
     forward = to_ns(compute_s(layer.forward, device))
-    again = _again(layer, layout.plan.recompute, stops_early=stops_early)
+    runs_again = run_again(layer, recompute, stops_early=costs.stops_early)
+    again = layer.score_forward if recompute == "selective" else Work()
+    again = runs_again.forward if runs_again else again
     backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device))
     weights = min(backward, to_ns(compute_s(layer.weight_gradient, device)))
     return LayerTimes((forward, backward, backward - weights, weights))
-
-
-def _again(layer: Layer, recompute: str, *, stops_early: bool) -> Work:
-    """Return the part of forward that runs again before a backward."""
-    if recompute == "full" and layer.input_bytes:
-        return (without_last_product(layer) if stops_early else layer).forward
-    if recompute == "operators" and layer.operator_bytes:
-        return between_kept(layer).forward
-    return layer.score_forward if recompute == "selective" else Work()
 
 
 def _shared(layer: Layer, costs: CallCosts, *, splits: bool) -> LayerTimes:
@@ -200,22 +180,15 @@ def _own(layer: Layer, index: int, plan: Plan) -> int:
 
 def _with_sizes(layer: Layer, sizes: Sequence[int]) -> Layer:
     """Return the layer with other parameters; those of size 0 are gone, and divided ones are seen as vectors."""
-    kept = [index for index, size in enumerate(sizes) if size]
-    shapes: list[tuple[int, ...]] = []
-    for index in kept:
-        shape = layer.shapes[index]
-        same = sizes[index] == layer.parameter_sizes[index]
-        shapes.append(shape if same else _cut(shape, sizes[index]))
-    axes = tuple(layer.parameter_axes[index] for index in kept) if layer.parameter_axes else ()
-    own = tuple(sizes[index] for index in kept)
-    pairs = zip(own, axes, strict=True) if axes else ()
-    divided = sum(size for size, axis in pairs if axis == "tensor") if axes else 0
+    kept, axes = [index for index, size in enumerate(sizes) if size], layer.parameter_axes
+    rows = zip(layer.shapes, sizes, layer.parameter_sizes, strict=True)
+    shapes = [shape if size == whole else _cut(shape, size) for shape, size, whole in rows if size]
     return changed(
         layer,
-        parameter_sizes=own,
+        parameter_sizes=tuple(sizes[index] for index in kept),
         parameter_shapes=tuple(shapes),
-        parameter_axes=axes,
-        tensor_parameters=divided,
+        parameter_axes=tuple(axes[index] for index in kept) if axes else (),
+        tensor_parameters=sum(sizes[index] for index in kept if axes[index] == "tensor") if axes else 0,
     )
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from distlab.plan import Attention, Experts, Layer, Plan, Region, Work
+from distlab.plan import Attention, Experts, Layer, Plan, Work
 from simulator.stage.pass_timeline import NO_WORK, CallCosts, CallSpec, PassTimeline
-from simulator.stage.recomputed import between_kept, without_last_product
+from simulator.stage.recomputed import run_again
 
 NUMBER_BYTES = 8  # of counts of rows, and of what a balance loss adds up
 
@@ -73,7 +73,8 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
     for region in reversed(layer.regions):
         if inputs and plan.sequence_parallel:
             timeline.call("tensor", region.name, "all_gather", region.output_bytes * width / shares.positions)
-        work = _sum_of(region, names)
+        works: list[Work] = [getattr(region, name) for name in names]
+        work = sum(works[1:], works[0])
         hides = inputs and weights
         if inputs and region.attention:
             work = work.without(region.attention.backward)
@@ -92,17 +93,10 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
 def _run_again(layer: Layer, timeline: PassTimeline, shares: Shares) -> None:
     """Add what recomputing runs before a backward: a forward or a part of it, with calls, or attention's inner part."""
     recompute = timeline.costs.plan.recompute
-    if recompute == "full" and layer.input_bytes:
-        forward_of(without_last_product(layer) if timeline.costs.stops_early else layer, timeline)
-    elif recompute == "operators" and layer.operator_bytes:
-        forward_of(between_kept(layer), timeline)
+    if again := run_again(layer, recompute, stops_early=timeline.costs.stops_early):
+        forward_of(again, timeline)
     elif recompute == "selective":
         timeline.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
-
-
-def _sum_of(region: Region, names: list[str]) -> Work:
-    works: list[Work] = [getattr(region, name) for name in names]
-    return sum(works[1:], works[0])
 
 
 def _outside(layer: Layer, name: str) -> Work:

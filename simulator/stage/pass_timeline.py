@@ -77,27 +77,26 @@ class CallCosts:
 
     def cost(self, axis: str, kind: str, num_bytes: float, crossing: float = 1.0) -> tuple[int, float]:
         """Return nanoseconds and sent bytes of a call on num_bytes: of the whole for a gather, a rank's for others."""
-        key = (axis, kind, num_bytes, crossing)
-        if key not in self._costs:  # a layer's passes repeat their calls
-            self._costs[key] = self._cost(*key)
-        return self._costs[key]
+        key, groups = (axis, kind, num_bytes, crossing), self.groups[axis]
+        if key in self._costs:  # a layer's passes repeat their calls
+            return self._costs[key]
+        if kind == "send":
+            found = max([group.hop_ns(num_bytes) for group in groups]), num_bytes
+        else:
+            each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
+            time_ns = max([group.exchange_ns(kind, each, crossing) for group in groups])
+            if axis == "tensor":
+                time_ns = round(time_ns * (1 - groups[0].cluster.software.tensor_overlap))
+            found = time_ns, groups[0].sent_bytes(kind, each, crossing)
+        self._costs[key] = found
+        return found
 
     @cached_property
     def _costs(self) -> dict[tuple[str, str, float, float], tuple[int, float]]:
         return {}
 
-    def _cost(self, axis: str, kind: str, num_bytes: float, crossing: float) -> tuple[int, float]:
-        groups = self.groups[axis]
-        if kind == "send":
-            return max([group.hop_ns(num_bytes) for group in groups]), num_bytes
-        each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
-        time_ns = max([group.exchange_ns(kind, each, crossing) for group in groups])
-        if axis == "tensor":
-            time_ns = round(time_ns * (1 - groups[0].cluster.software.tensor_overlap))
-        return time_ns, groups[0].sent_bytes(kind, each, crossing)
-
     def shared(self, axis: str) -> bool:
-        """Return whether there is another rank along an axis."""
+        """Return whether there is a different rank along an axis."""
         return self.groups[axis][0].num_ranks > 1
 
     def work_ns(self, work: Work) -> int:

@@ -59,9 +59,16 @@ def chosen(again: Bools, full: Sequence[T], kept: Sequence[T]) -> list[T]:
 
 
 def grouped(again: Bools, plan: Plan) -> Bools:
-    """Return which of a stage's layers run again in a group that another layer begins, and so keep nothing [L]."""
+    """Return which of a stage's layers run again in a group that a different layer begins, and so keep nothing [L]."""
     inside = (np.cumsum(again) - 1) % (plan.recompute_layers if plan.recompute_method == "uniform" else 1)
     return np.asarray(again & (inside > 0), np.bool_)
+
+
+def run_again(layer: Layer, recompute: str, *, stops_early: bool) -> Layer | None:
+    """Return the layer whose forward runs again before a backward, or None: at most attention's inner part does."""
+    if recompute == "full" and layer.input_bytes:
+        return without_last_product(layer) if stops_early else layer
+    return between_kept(layer) if recompute == "operators" and layer.operator_bytes else None
 
 
 def without_last_product(layer: Layer) -> Layer:

@@ -13,21 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
+from typing import Any, NamedTuple
 
-from distlab.plan import Layer, Link, Plan, Workload, balance
+from distlab.plan import Layer, Link, Plan, Work, Workload, balance
 from distlab.plan.partition import even_blocks
 from distlab.plan.require import changed
-from simulator.gradients.buckets import BucketCost, Transfer
+from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
-from simulator.gradients.fsdp_units import UnitTimes
-from simulator.hardware.rank_layout import RankLayout
-from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, output_bytes, time_layers
-from simulator.stage.messages import message_ns, parts_of_messages
+from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
+from simulator.gradients.shard_costs import Shards, shards_of
+from simulator.hardware.cost import compute_s, message_s
+from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
+from simulator.precision import widths_of
+from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.stage.recomputed import all_kept, chosen, keeps_some, recomputed
-from simulator.stage.upkeep import Upkeep, Upkeeps
+from simulator.units import to_ns
 
 
 @dataclass(frozen=True)
@@ -36,47 +38,43 @@ class Stage:
 
     Attributes:
         layers: in forward order, with the parameters that a rank has.
-        forward_ns: of each layer, one micro-batch, calls inside of the pass included.
-        backward_ns: of each layer, one micro-batch (I and W together).
-        input_gradient_ns: of each layer, one micro-batch: I alone, with what is computed again before it.
-        weight_gradient_ns: of each layer, one micro-batch: W alone; what I leaves of B where it is not given.
+        passes_ns: of each layer's F, B, I and W of one micro-batch, calls inside of the pass included. I and W may take
+            longer than B, where a call of the backward hides behind work that is W's.
         calls: calls inside of each layer's F, B, I and W, where ranks share layers; else empty.
         rank: rank of the pipeline that has the stage.
         buckets: all-reduces of gradients, in the order in which they start.
+        units: what is gathered, computed with and scattered together (sharding's stage 3).
         optimizer_ns: updating the stage's parameters.
+        faults: the small all-reduce before the update that tells ranks of faulty gradients (sharding's stages 1, 2).
         send_forward_ns: sending the output of a micro-batch to the next stage (0 for the last, and on the same rank).
         send_backward_ns: sending the gradient of a micro-batch's input to the stage before (0 for the first, and on the
             same rank).
         send_forward_bytes: size of the former.
         send_backward_bytes: size of the latter.
-        units: what is gathered, computed with and scattered together (sharding's stage 3).
-        faults: the small all-reduce before the update that tells ranks of faulty gradients (sharding's stages 1, 2).
     """
 
     layers: tuple[Layer, ...]
-    forward_ns: tuple[int, ...]
-    backward_ns: tuple[int, ...]
+    passes_ns: tuple[tuple[int, ...], ...]
+    calls: tuple[tuple[tuple[CallInPass, ...], ...], ...]
+    rank: int
     buckets: tuple[BucketCost, ...]
+    units: tuple[UnitTimes, ...]
     optimizer_ns: int
+    faults: Transfer | None
     send_forward_ns: int
     send_backward_ns: int
     send_forward_bytes: int
     send_backward_bytes: int
-    units: tuple[UnitTimes, ...] = ()
-    faults: Transfer | None = None
-    input_gradient_ns: tuple[int, ...] = ()
-    rank: int = 0
-    weight_gradient_ns: tuple[int, ...] = ()
-    calls: tuple[tuple[tuple[CallInPass, ...], ...], ...] = ()
 
-    @cached_property
-    def passes_ns(self) -> tuple[tuple[int, ...], ...]:
-        """Time of each layer in an F, B, I and W.
+    @property
+    def forward_ns(self) -> tuple[int, ...]:
+        """Time of each layer's forward."""
+        return self.passes_ns[0]
 
-        I and W may take longer than B, where a call of the backward hides behind work that is W's.
-        """
-        left = (back - mine for back, mine in zip(self.backward_ns, self.input_gradient_ns, strict=True))
-        return self.forward_ns, self.backward_ns, self.input_gradient_ns, self.weight_gradient_ns or tuple(left)
+    @property
+    def backward_ns(self) -> tuple[int, ...]:
+        """Time of each layer's whole backward, I and W together."""
+        return self.passes_ns[1]
 
     @property
     def num_parameters(self) -> int:
@@ -106,19 +104,22 @@ def make_stages(
     if layout.plan.recompute_method == "every":  # a stage's own first blocks ("block") follow from the cut
         whole = chosen(recomputed(workload, layout.plan, (0, len(whole))), whole, kept[0])
     cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
-    upkeeps, known = Upkeeps(workload, layout, codec), dict[object, Stage]()
+    exchanges, known = _Exchanges(workload, layout, codec), dict[object, Stage]()
     links = [None, *(_link(layout, here, there) for here, there in pairwise(rank_of_stage)), None]
     stages = []
     for index, (first, stop) in enumerate(cuts):
         here, layers, kinds = rank_of_stage[index], own[first:stop], workload.kinds[first:stop]
-        upkeep, beside = upkeeps.of(layers, kinds, here), (links[index], links[index + 1])
+        exchange, beside = exchanges.of(layers, kinds, here), (links[index], links[index + 1])
         times = at[here][first:stop]
         if kept is not at:
             times = chosen(recomputed(workload, layout.plan, (first, stop)), times, kept[here][first:stop])
-        alike = (id(upkeep), *map(id, times), *map(id, beside), workload.kinds[first - 1] if first else None)
+        alike = (id(exchange), *map(id, times), *map(id, beside), workload.kinds[first - 1] if first else None)
         if alike not in known:
-            before = workload.layers[first - 1] if first else None
-            known[alike] = _stage(workload, layout, (layers, before), beside, here, times=times, upkeep=upkeep)
+            passes = tuple(zip(*(each.durations_ns for each in times), strict=True))
+            calls = tuple(zip(*(each.calls for each in times), strict=True)) if is_shared(layout.plan) else ()
+            neighbours = workload.layers[first - 1] if first else None, layers[-1]
+            messages = _messages(workload, layout, neighbours, beside, here)
+            known[alike] = Stage(layers, passes, calls, here, *exchange, *messages)
         stages.append(changed(known[alike], layers=layers, rank=here))
     return tuple(stages)
 
@@ -164,42 +165,130 @@ def _link(layout: RankLayout, here: int, there: int) -> Link | None:
 def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
     if plan.cut == "blocks":
         return even_blocks(*workload.blocks, len(costs), num_stages)
-    if num_stages == 1:
-        return ((0, len(costs)),)
-    return balance(costs, num_stages)
+    return balance(costs, num_stages) if num_stages > 1 else ((0, len(costs)),)
 
 
-def _stage(
+def _messages(
     workload: Workload,
     layout: RankLayout,
-    own: tuple[tuple[Layer, ...], Layer | None],
-    beside: tuple[Link | None, Link | None],
+    layers: tuple[Layer | None, Layer],
+    links: tuple[Link | None, Link | None],
     here: int,
-    *,
-    times: Sequence[LayerTimes],
-    upkeep: Upkeep,
-) -> Stage:
-    """Cost a stage, behind a layer of the stage before it: `beside` are the links to its neighbours on other ranks."""
-    (layers, last_before), (before, behind), plan = own, beside, layout.plan
-    parts = parts_of_messages(layout)
-    forward_bytes = 0 if behind is None else output_bytes(layers[-1], workload, plan) // parts
-    backward_bytes = 0 if before is None or last_before is None else output_bytes(last_before, workload, plan) // parts
-    forward, backward, inputs, weights = zip(*(each.durations_ns for each in times), strict=True)
-    calls = tuple(zip(*(each.calls for each in times), strict=True)) if is_shared(plan) else ()
-    return Stage(
-        layers=layers,
-        forward_ns=forward,
-        backward_ns=backward,
-        buckets=upkeep.buckets,
-        optimizer_ns=upkeep.optimizer_ns,
-        send_forward_ns=0 if behind is None else message_ns(forward_bytes, behind, layout, here),
-        send_backward_ns=0 if before is None else message_ns(backward_bytes, before, layout, here),
-        send_forward_bytes=forward_bytes,
-        send_backward_bytes=backward_bytes,
-        units=upkeep.units,
-        faults=upkeep.faults,
-        input_gradient_ns=inputs,
-        rank=here,
-        weight_gradient_ns=weights if calls else (),
-        calls=calls,
-    )
+) -> tuple[int, int, int, int]:
+    """Return the times of a stage's messages to the next stage and to the one before, and their bytes.
+
+    `layers` are the last ones of the stage before and of this one. The former's output has the gradient that goes back.
+    """
+    times, sizes = [], []
+    for layer, link in ((layers[1], links[1]), (layers[0], links[0])):
+        if link is None or layer is None:
+            sizes.append(0)
+            times.append(0)
+        else:
+            sizes.append(output_bytes(layer, workload, layout.plan) // parts_of_messages(layout))
+            times.append(message_ns(sizes[-1], link, layout, here))
+    return times[0], times[1], sizes[0], sizes[1]
+
+
+def message_ns(num_bytes: int, link: Link, layout: RankLayout, pipeline: int) -> int:
+    """Return the time of a message to a neighbouring stage; a measured link has all of it.
+
+    Where tensor ranks split messages, each sends its part, and the receivers gather the whole.
+    """
+    software = layout.cluster.software
+    if "send" in layout.links:
+        return to_ns(message_s(num_bytes, link))
+    sent_ns = to_ns(software.send_s + message_s(num_bytes / software.send_fraction, link))
+    if parts_of_messages(layout) > 1:
+        sent_ns += layout.slowest(("tensor",), pipeline).exchange_ns("all_gather", num_bytes)
+    return sent_ns
+
+
+def parts_of_messages(layout: RankLayout) -> int:
+    """Return into how many parts tensor ranks split a message that all of them have whole."""
+    plan = layout.plan
+    return plan.tensor if layout.cluster.software.splits_messages and not plan.sequence_parallel else 1
+
+
+class _Exchange(NamedTuple):
+    """What a rank does besides passes and messages: it exchanges gradients and updates. See `Stage` for the fields."""
+
+    buckets: tuple[BucketCost, ...]
+    units: tuple[UnitTimes, ...]
+    optimizer_ns: int
+    faults: Transfer | None
+
+
+class _Exchanges:
+    """Costs what stages exchange: once for stages alike, and equal buckets once for ranks placed alike."""
+
+    def __init__(self, workload: Workload, layout: RankLayout, codec: MeasuredCodec | None) -> None:
+        """`codec` has measured times of compression."""
+        self.workload, self.layout, self.codec = workload, layout, codec
+        self.widths = widths_of(workload, layout.plan)
+        self._known: dict[object, _Exchange] = {}
+        self._groups: dict[object, dict[str, Any]] = {}
+
+    def of(self, layers: tuple[Layer, ...], kinds: tuple[int, ...], pipeline: int) -> _Exchange:
+        """Return what a stage at a place in the pipeline exchanges: of its layers as a rank has them, and their kinds.
+
+        Stages share one if their layers have the same kinds and their copies are placed on nodes in the same way.
+        """
+        layout = self.layout
+        alike = (kinds, layout.rows(COPIES, pipeline), layout.rows(EXPERT_COPIES, pipeline))
+        if alike not in self._known:
+            self._known[alike] = self._cost(layers, kinds, pipeline)
+        return self._known[alike]
+
+    def _cost(self, layers: tuple[Layer, ...], kinds: tuple[int, ...], pipeline: int) -> _Exchange:
+        plan, shards = self.layout.plan, shards_of(self.layout, pipeline)
+        if plan.sharding.stage == 3:
+            units = time_units(units_of(layers, plan.sharding.unit_layers), shards, self.widths, plan)
+            return _Exchange((), units, self._update_ns(layers, len(units)), None)
+        buckets = self._buckets(layers, kinds, shards, pipeline)
+        num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
+        is_sharded = plan.sharding.stage > 0
+        update_ns = self._update_ns(layers, -(-num_tensors // shards.num_shards) if is_sharded else num_tensors)
+        return _Exchange(buckets, (), update_ns, shards.faults(num_tensors) if buckets and is_sharded else None)
+
+    def _buckets(
+        self, layers: tuple[Layer, ...], kinds: tuple[int, ...], shards: Shards, pipeline: int
+    ) -> tuple[BucketCost, ...]:
+        """Return the buckets of ranks with equal copies; experts have fewer copies, so buckets of their own."""
+        plan, layout = self.layout.plan, self.layout
+        found: list[BucketCost] = []
+        sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]
+        if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
+            few = shards_of(layout, pipeline, axes=EXPERT_COPIES)
+            sharing = [
+                (COPIES, of_experts(layers, kinds, experts=False), shards),
+                (EXPERT_COPIES, of_experts(layers, kinds, experts=True), few),
+            ]
+        for axes, parts, sets in sharing:
+            placements = layout.placements(axes, pipeline)
+            if placements not in self._groups:
+                group = layout.slowest(axes, pipeline)
+                self._groups[placements] = {"group": group, "costs": costs_in(group, plan.gradient_sync)}
+            own, whose = self._groups[placements], " of experts" if axes == EXPERT_COPIES else ""
+            buckets = cost_buckets(parts, self.widths.reduce, **own, plan=plan, codec=self.codec, whose=whose)
+            if plan.sharding.stage:
+                buckets = scattered(buckets, sets, self.widths, plan.sharding.offload)
+            found += buckets
+        return tuple(sorted(found, key=lambda bucket: -bucket.layer)) if len(sharing) > 1 else tuple(found)
+
+    def _update_ns(self, layers: tuple[Layer, ...], num_tensors: int) -> int:
+        """Return the time of updating this rank's part of the layers' parameters, on the device or on its host."""
+        workload, plan, cluster = self.workload, self.layout.plan, self.layout.cluster
+        experts = sum(layer.expert_parameters for layer in layers) if plan.expert > 1 else 0
+        num_parameters = sum(layer.num_parameters for layer in layers) - experts
+        own = float(num_parameters + experts)
+        if plan.sharding.stage:
+            own = num_parameters / plan.sharding.num_shards(plan.copies)
+            own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
+        share = own / workload.num_parameters if workload.num_parameters else 0.0
+        tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
+        kernels = 1 if cluster.software.flat_buffers else round(workload.optimizer.num_kernels * tensors)
+        work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
+        if plan.sharding.offload != "none":
+            return to_ns(work.memory_bytes / cluster.device.host_memory_bytes_per_s)
+        return to_ns(compute_s(work, cluster.device))

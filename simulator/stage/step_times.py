@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.gradients.buckets import Transfer
 from simulator.pipeline.schedule_arrays import ScheduleArrays, last_actions
 
 Ints = NDArray[np.int64]
@@ -42,9 +41,10 @@ class ShardCall(NamedTuple):
     microbatch: int = -1
 
 
-def call_of(lane: str, name: str, transfer: Transfer, ends: Pair, microbatch: int = -1) -> ShardCall:
-    """Return a costed transfer as a call that starts and ends then."""
-    return ShardCall(lane, name, transfer.kind, *ends, transfer.num_bytes, transfer.sent_bytes, microbatch)
+def part_of(pair: Pair, part: Pair, whole_ns: int) -> Pair:
+    """Return when a part of something runs, which ran from pair[0] to pair[1] and was costed at `whole_ns`."""
+    begin, length, whole = pair[0], pair[1] - pair[0], max(1, whole_ns)
+    return begin + length * part[0] // whole, begin + length * part[1] // whole
 
 
 class BucketTimes(NamedTuple):
@@ -94,9 +94,6 @@ class BucketParts(NamedTuple):
         return tuple([BucketTimes(*islice(pairs, len(each))) for each in self.operations])
 
 
-NO_BUCKETS = BucketParts((), np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
 @dataclass(frozen=True, eq=False)
 class Timing:
     """Start and end of everything on one replica's ranks, in nanoseconds.
@@ -109,12 +106,11 @@ class Timing:
         send_start_ns: its start.
         parts: of the buckets of each stage, in the order of the stage's buckets.
         optimizer: start and end of the update on each rank.
-        layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
-            they follow from the durations.
         calls: of each rank, what sharding adds; none of them is a bucket's.
         copies: work on the compute lane of each rank that is neither a layer, nor a bucket's, nor the update: copies of
             gradients to where they are scattered from.
-        factors: how much longer than costed each action takes (jitter); None: nothing does.
+        layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
+            they follow from the durations.
     """
 
     order: ScheduleArrays
@@ -124,10 +120,9 @@ class Timing:
     send_end_ns: Ints
     parts: tuple[BucketParts, ...]
     optimizer: tuple[Pair, ...]
+    calls: tuple[tuple[ShardCall, ...], ...]
+    copies: tuple[tuple[ShardCall, ...], ...]
     layers: Ints | None = None
-    calls: tuple[tuple[ShardCall, ...], ...] = ()
-    copies: tuple[tuple[ShardCall, ...], ...] = ()
-    factors: NDArray[np.float64] | None = None
 
     @cached_property
     def buckets(self) -> tuple[tuple[BucketTimes, ...], ...]:
@@ -157,11 +152,3 @@ def finishing(order: ScheduleArrays) -> tuple[tuple[int, ...], ...]:
     for stage in np.argsort(last, kind="stable").tolist():
         found[places[stage]].append(stage)
     return tuple(map(tuple, found))
-
-
-def layer_times(layers_ns: Sequence[int], factor: float | None = None) -> tuple[int, ...]:
-    """Return the times of layers, each that many times longer; rounded so that they add up to the whole, rounded."""
-    if factor is None:
-        return tuple(layers_ns)
-    ends = np.rint(np.cumsum(np.append(0, layers_ns)) * factor).astype(np.int64)
-    return tuple(np.diff(ends).tolist())

@@ -12,10 +12,9 @@ from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, ScheduleArrays
 from simulator.stage.pass_timeline import INSIDE, CallInPass
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Pair, Timing
+from simulator.stage.step_times import Pair, Timing, part_of
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 KINDS = len(LETTERS)
 
 
@@ -89,12 +88,10 @@ def _part_of(length: Ints, at: Ints, nominal: Ints) -> Ints:
 def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator[tuple[int, int, str]]:
     """Cut one layer's pass into work and waits: start, end, and the name of the call that it waits for ("": work)."""
     now, finish = span_ns
-    begin, nominal = now, max(stage.passes_ns[kind][layer], 1)
+    begin, nominal = now, stage.passes_ns[kind][layer]
     for call in stage.calls[kind][layer] if stage.calls else ():
         if call.exposed_ns:
-            start, end = (
-                begin + (finish - begin) * at // nominal for at in (call.end_ns - call.exposed_ns, call.end_ns)
-            )
+            start, end = part_of((begin, finish), (call.end_ns - call.exposed_ns, call.end_ns), nominal)
             if start > now:
                 yield now, start, ""
             yield start, end, call.name
@@ -106,36 +103,43 @@ def waits_within(stage: Stage, kind: int, layer: int, span_ns: Pair) -> Iterator
 def exposed_inside_s(stages: Sequence[Stage], timing: Timing, rank: int) -> dict[str, float]:
     """Return the seconds in which a rank of the pipeline waits for calls inside of its passes, by axis."""
     total = dict.fromkeys(INSIDE, 0.0)  # nanoseconds
-    if not any(stage.calls for stage in stages):
-        return total
-    order = timing.order
-    actions = np.arange(*order.offsets[rank : rank + 2].tolist())
-    for number, kind, mine in _by_pass(order, actions):
-        stage = stages[number]
-        if timing.layers is None:
-            factor = len(mine) if timing.factors is None else float(timing.factors[mine].sum())
-            times = np.full(len(stage.layers), factor)  # how often each layer's pass ran, a longer one counting more
-        else:
-            rows = timing.layers[np.isin(timing.layers[:, 0], mine)]
-            costed = np.maximum(stage.passes_ns[kind], 1)
-            times = np.bincount(rows[:, 1], (rows[:, 3] - rows[:, 2]) / costed[rows[:, 1]], len(stage.layers))
-        for calls, often in _repeats(stage.calls[kind], times):
-            for call in calls:
-                total[call.axis] += call.exposed_ns * often
+    actions = np.arange(*timing.order.offsets[rank : rank + 2].tolist())
+    for _, call, often in _calls_made(stages, timing.order, actions, timing.layers):
+        total[call.axis] += call.exposed_ns * often
     return {axis: waited / 1e9 for axis, waited in total.items()}
 
 
 def sent_inside(stages: Sequence[Stage], order: ScheduleArrays) -> list[dict[str, float]]:
     """Return the bytes that each rank of the pipeline sends inside of its passes, by axis."""
     sent = [dict.fromkeys(INSIDE, 0.0) for _ in range(order.num_ranks)]
-    if not any(stage.calls for stage in stages):
-        return sent
-    for number, kind, mine in _by_pass(order, np.arange(len(order.kind))):
-        stage = stages[number]
-        for calls, often in _repeats(stage.calls[kind], np.full(len(stage.layers), len(mine))):
-            for call in calls:
-                sent[stage.rank][call.axis] += call.sent_bytes * often
+    for stage, call, often in _calls_made(stages, order, np.arange(len(order.kind))):
+        sent[stage.rank][call.axis] += call.sent_bytes * often
     return sent
+
+
+def _calls_made(
+    stages: Sequence[Stage], order: ScheduleArrays, actions: Ints, layers: Ints | None = None
+) -> Iterator[tuple[Stage, CallInPass, float]]:
+    """Return each call inside of the passes of some actions, and how often it was made.
+
+    Where `layers` says how long each layer's pass took, a longer one counts more. Equal layers share their calls.
+    """
+    if not any(stage.calls for stage in stages):
+        return
+    code = order.stage[actions] * KINDS + order.kind[actions]
+    for each in np.unique(code).tolist():
+        stage, kind, mine = stages[each // KINDS], each % KINDS, actions[code == each]
+        if layers is None:
+            times = np.full(len(stage.layers), float(len(mine)))
+        else:
+            rows = layers[np.isin(layers[:, 0], mine)]
+            costed = np.maximum(stage.passes_ns[kind], 1)
+            times = np.bincount(rows[:, 1], (rows[:, 3] - rows[:, 2]) / costed[rows[:, 1]], len(stage.layers))
+        found: dict[int, tuple[tuple[CallInPass, ...], float]] = {}
+        for calls, often in zip(stage.calls[kind], times.tolist(), strict=bool(stage.calls[kind])):
+            found[id(calls)] = (calls, found.get(id(calls), (calls, 0.0))[1] + often)
+        for calls, often in found.values():
+            yield from ((stage, call, often) for call in calls)
 
 
 def data_wait_s(stages: Sequence[Stage], timing: Timing, rank: int) -> float:
@@ -146,8 +150,8 @@ def data_wait_s(stages: Sequence[Stage], timing: Timing, rank: int) -> float:
     rows = timing.layers[np.isin(timing.order.stage[timing.layers[:, 0]], own)]
     busy = [timing.optimizer[rank], *(pair for times in buckets for pair in times.computing)]
     busy += [(start, end) for start, end in rows[:, 2:].tolist()]
-    busy += [(copy.start_ns, copy.end_ns) for copy in (timing.copies[rank] if timing.copies else ())]
-    travels = [(call.start_ns, call.end_ns) for call in (timing.calls[rank] if timing.calls else ())]
+    busy += [(copy.start_ns, copy.end_ns) for copy in timing.copies[rank]]
+    travels = [(call.start_ns, call.end_ns) for call in timing.calls[rank]]
     travels += [pair for times in buckets for pair in (times.all_reduce, times.later) if pair is not None]
     return (_covered(busy + travels) - _covered(busy)) / 1e9
 
@@ -178,18 +182,3 @@ def message_wait_s(timing: Timing, rank: int) -> float:
     waits = np.minimum(timing.start_ns[mine], timing.send_end_ns[source])
     waits -= np.maximum(before, timing.send_start_ns[source])
     return float(np.maximum(waits, 0).sum()) / 1e9
-
-
-def _by_pass(order: ScheduleArrays, actions: Ints) -> Iterator[tuple[int, int, Ints]]:
-    """Return the actions of each stage and kind."""
-    code = order.stage[actions] * 4 + order.kind[actions]
-    for each in np.unique(code).tolist():
-        yield each // 4, each % 4, actions[code == each]
-
-
-def _repeats(layers: Sequence[tuple[CallInPass, ...]], times: Floats) -> Iterator[tuple[tuple[CallInPass, ...], float]]:
-    """Return each different row of calls with how often it ran: equal layers share one."""
-    rows: dict[int, tuple[tuple[CallInPass, ...], float]] = {}
-    for calls, often in zip(layers, times.tolist(), strict=bool(layers)):
-        rows[id(calls)] = (calls, rows.get(id(calls), (calls, 0.0))[1] + often)
-    yield from rows.values()

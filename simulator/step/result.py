@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,7 +59,10 @@ class Step:
         Source: Qi et al. 2023 (2401.10241), section 4: updates are checked afterwards, not waited for.
         """
         starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
-        firsts = [min([start, *self._calls_start_ns(rank)]) for rank, start in enumerate(starts)]
+        firsts = [
+            min([start, *(call.start_ns for call in (*calls, *copies))])  # those of stage 3 come before the first pass
+            for start, calls, copies in zip(starts, self.timing.calls, self.timing.copies, strict=True)
+        ]
         return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(firsts)))
 
     @property
@@ -81,14 +84,17 @@ class Step:
         total = int(self.timing.end_ns.max()) * self.num_pipeline_ranks
         busy = int((self.timing.end_ns - self.timing.start_ns).sum())
         if self.plan.sharding.stage == 3:  # a pass waits inside
-            busy = self._computing_ns(int(self.timing.end_ns.max()))
+            assert self.timing.layers is not None, "these steps are timed layer by layer"
+            last = int(self.timing.end_ns.max())
+            busy = int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum())
+            busy += sum(max(0, min(copy.end_ns, last) - copy.start_ns) for rank in self.timing.copies for copy in rank)
         return (total - busy) / total if total else 0.0
 
     @property
     def exposed_communication_s(self) -> float:
         """Seconds in which the rank that ends last waits for communication and computes nothing.
 
-        A copy between a device and its host counts as communication. Waiting for another stage does not: that is the
+        A copy between a device and its host counts as communication. Waiting for other stages does not: that is the
         pipeline's bubble.
         """
         return sum(seconds for axis, seconds in self.exposed_by_axis.items() if axis != "pipeline")
@@ -109,34 +115,16 @@ class Step:
 
     def _exposed_data_s(self, rank: int) -> float:
         """Return the waits for gradients and shards: behind all passes, or between those that are spelled out."""
+        if self.plan.sharding.stage == 3 or sums_each_pass(self.plan):
+            return data_wait_s(self.stages, self.timing, rank)
         begin, finish = self.timing.optimizer[rank]
         after = self._rank_end_ns(rank) - finish
-        is_spelled_out = self.plan.sharding.stage == 3 or sums_each_pass(self.plan)
-        if is_spelled_out and self.num_pipeline_ranks > 1:  # idle for other stages too
-            return data_wait_s(self.stages, self.timing, rank)
-        if is_spelled_out:
-            return to_s(begin - self._computing_ns() + after)
         end = int(self.timing.end_ns[self.timing.order.offsets[rank + 1] - 1])
         parts = [part for bucket in self.timing.buckets_of(rank) for part in bucket.computing]
         return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
 
     def _rank_end_ns(self, rank: int) -> int:
-        calls = self.timing.calls[rank] if self.timing.calls else ()
-        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in calls)])
-
-    def _calls_start_ns(self, rank: int) -> Iterator[int]:
-        """Return when the calls and copies of sharding start: those of stage 3 come before the first pass."""
-        for calls in (self.timing.calls, self.timing.copies):
-            yield from (call.start_ns for call in (calls[rank] if calls else ()))
-
-    def _computing_ns(self, until_ns: int | None = None) -> int:
-        """Return the time that layers compute and gradients are copied (until then), the update apart."""
-        assert self.timing.layers is not None, "these steps are timed layer by layer"
-        last = 2**62 if until_ns is None else until_ns
-        copies = sum(max(0, min(c.end_ns, last) - c.start_ns) for rank in self.timing.copies for c in rank)
-        for times in self.timing.buckets[0]:
-            copies += sum(end - begin for begin, end in times.computing)
-        return int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum()) + copies
+        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in self.timing.calls[rank])])
 
     @property
     def sent_bytes_per_rank(self) -> tuple[float, ...]:

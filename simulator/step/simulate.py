@@ -4,34 +4,43 @@
     step.duration_s, step.bubble_fraction, step.exposed_communication_s, step.memory, step.trace
 
 One rank of each place in the pipeline is timed. The others there do the same at the same time, since devices are equal:
-replicas on other samples, ranks that share its layers, sequences or experts on other parts. With `slow_ranks` a rank of
-the pipeline is slow in every replica: the others would wait for the slow one at each exchange of gradients.
+replicas on other samples, ranks that share its layers, sequences or experts on other parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from distlab.plan import AXES, Cluster, Plan, Schedule, Sharding, Workload
-from simulator.engine.event_engine import SharedCores
+from distlab.plan import AXES, Cluster, Link, Plan, Schedule, Workload
+from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import RankLayout
-from simulator.pipeline.compiled import CompiledSchedule
-from simulator.pipeline.jitter import EVEN, Uneven
 from simulator.stage.local_layer import check_divides
-from simulator.stage.stage import Stage, make_stages
-from simulator.stage.step_times import Timing
-from simulator.step.measured import Measured
+from simulator.stage.stage import make_stages
 from simulator.step.result import Step
 from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
-from simulator.step.sharded_events import time_fsdp_step
-from simulator.step.step_events import time_step
-from simulator.step.stragglers import slow_down
-from simulator.step.timed import sums_each_pass, why_not_timed
-from simulator.step.zero_events import add_zero_calls
+from simulator.step.step_graph import time_step
+from simulator.step.timed import why_not_timed
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What was measured on its own.
+
+    Attributes:
+        codec: encoding and decoding of a bucket, in place of counted work; None: counted.
+        links: the measured link of a kind of call, on every axis: "all_reduce", "all_gather",
+            "reduce_scatter", "all_to_all", or "send" (a ring's hops, and messages between stages). All its ranks then
+            use that link, in whichever nodes they sit. "all_gather start" and "reduce_scatter start" are what
+            sharding's calls cost the computing rank. A kind that is left out takes the cluster's links.
+    """
+
+    codec: MeasuredCodec | None = None
+    links: Mapping[str, Link] = field(default_factory=dict)
+
 
 NOTHING_MEASURED = Measured()
-__all__ = ["Step", "closed_form_bubble", "simulate"]
+__all__ = ["Measured", "Step", "closed_form_bubble", "simulate"]
 
 
 def simulate(
@@ -41,7 +50,6 @@ def simulate(
     *,
     measured: Measured = NOTHING_MEASURED,
     schedule: Schedule | None = None,
-    uneven: Uneven = EVEN,
     order: Sequence[str] = AXES,
 ) -> Step:
     """Simulate one training step.
@@ -50,15 +58,12 @@ def simulate(
     each other in the model that share a rank hand over in memory. Each stage's gradients are averaged once its last
     backward, or weight gradient, has run. Automatic schedules are made for the times of the stages.
 
-    `uneven` makes equal work take unequal time: Uneven(slow_ranks={2: 1.3}) makes what rank 2 of the pipeline computes
-    take 1.3 times as long, Uneven(jitter=Jitter(0.05)) stretches each pass by a random factor of its own.
-
     With `plan.compression` a bucket is encoded on the compute lane once it is full. Its payload travels, and is decoded
     on the compute lane: every rank's payload where ranks gather them. PowerSGD's second factor is made and sent while
     the rank waits, as its hook does it.
 
     With `plan.sharding` ranks update their own part of the parameters. Stages 1 and 2 scatter buckets of gradients and
-    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.sharded_events`). In a
+    gather parameters after the update; stage 3 gathers and scatters units (see `simulator.step.exchanges`). In a
     pipeline each stage does that for its own parameters.
     Gradients of several micro-batches are added up on each rank and scattered in the last one. Stage 2 does not keep
     whole gradients: it scatters in each micro-batch. Where ranks outnumber `cluster.num_cores`, ranks that wait lend
@@ -68,11 +73,12 @@ def simulate(
     replaces the cluster's links on every axis.
 
     Error: exact for its cost model, in whole nanoseconds: each layer's pass and each message is rounded to one.
-        Not modelled: differences between devices, and all-reduces that share a wire with messages between stages.
+        Not modelled: differences between devices (`simulate_schedule` takes slow ranks and jitter), and all-reduces
+            that share a wire with messages between stages.
 
     Raises:
         ValueError: the plan needs more ranks than the cluster has, or more stages than the workload has layers; the
-            codec was measured for another compression or number of replicas; the schedule is not for the plan's ranks
+            codec was measured for other compression or numbers of replicas; the schedule is not for the plan's ranks
             and micro-batches, or is faulty; or the plan is not timed (see `why_not_timed`): its schedule splits
             backward and it shards parameters, or gradients in several micro-batches.
     """
@@ -80,56 +86,13 @@ def simulate(
         measured.codec.check(plan)
     rank_of_stage = ranks_of_stages(workload, plan, schedule)
     check_divides(workload, plan)
-    if why := why_not_timed(plan, schedule, has_jitter=uneven.jitter is not None):
+    if why := why_not_timed(plan, schedule):
         raise ValueError(why)
     layout = RankLayout(cluster, plan, tuple(order), measured.links)
     stages = make_stages(workload, layout, rank_of_stage, codec=measured.codec)
-    stages = slow_down(stages, uneven.slow_ranks, plan.pipeline)
     compiled = compile_schedule_of(plan, schedule, stages)
-    timing = _time(plan, cluster, stages, compiled, uneven)
+    timing = time_step(compiled, stages, plan, cluster)
     return Step(workload, cluster, plan, stages, timing, layout.order)
-
-
-def _time(plan: Plan, cluster: Cluster, stages: Sequence[Stage], compiled: CompiledSchedule, uneven: Uneven) -> Timing:
-    """Return when each part of the step happens."""
-    factors = None if uneven.jitter is None else uneven.jitter.factors(len(compiled.order.kind))
-    if plan.sharding.stage == 3:
-        return time_fsdp_step(compiled, stages, _within_limit(plan.sharding, cluster, stages), cluster)
-    timing = time_step(
-        compiled,
-        stages,
-        sync=plan.gradient_sync,
-        each_pass=sums_each_pass(plan),
-        contention=cluster.contention if _overlaps(plan) else None,
-        factors=factors,
-        cores=_shared_cores(cluster, plan),
-    )
-    if plan.sharding.stage in (1, 2):
-        return add_zero_calls(timing, stages, gathers_ahead=cluster.software.gathers_ahead)
-    return timing
-
-
-def _within_limit(sharding: Sharding, cluster: Cluster, stages: Sequence[Stage]) -> Sharding:
-    """Return the sharding with as many units gathered ahead as memory allows whole, besides the one that computes."""
-    if cluster.software.live_elements is None:
-        return sharding
-    largest = max(
-        (unit.unit.num_elements for stage in stages for unit in stage.units if not unit.unit.is_root), default=1
-    )
-    ahead = max(0, int(cluster.software.live_elements // largest) - 1)
-    return replace(sharding, prefetch=min(sharding.prefetch, ahead))
-
-
-def _overlaps(plan: Plan) -> bool:
-    """Return whether ranks compute while messages or gradients travel."""
-    return plan.pipeline > 1 or (plan.copies > 1 and plan.gradient_sync in ("bucketed", "overlapped"))
-
-
-def _shared_cores(cluster: Cluster, plan: Plan) -> SharedCores | None:
-    """Return the cores that the ranks of a pipeline share, where they outnumber them; a waiting rank lends its part."""
-    if cluster.num_cores is None or plan.world_size <= cluster.num_cores or plan.pipeline == 1:
-        return None
-    return SharedCores(cluster.num_cores, plan.world_size // plan.pipeline)
 
 
 def closed_form_bubble(num_stages: int, num_microbatches: int) -> float:

@@ -11,13 +11,12 @@ def sums_each_pass(plan: Plan) -> bool:
     return plan.sharding.stage == 2 and plan.num_microbatches > 1
 
 
-def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: bool = False) -> str:
+def why_not_timed(plan: Plan, schedule: Schedule | None = None) -> str:
     """Return why `simulate` gives the plan's step no time, and what to use instead; "" where it gives one.
 
     Args:
         plan: the plan.
         schedule: what the pipeline runs in place of `plan.schedule`.
-        has_jitter: whether passes take random times.
     """
     stage, num_stages = plan.sharding.stage, plan.pipeline * plan.stages_per_rank
     splits = SCHEDULES[plan.schedule].splits_backward
@@ -30,8 +29,6 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None, *, has_jitter: b
         )
     if stage != 3 and not sums_each_pass(plan):
         return ""
-    if has_jitter:
-        return f"sharding stage {stage} is timed without jitter; leave it out, or use stage 1"
     if splits:
         return (
             f"sharding stage {stage} is timed with whole backwards; schedule {plan.schedule!r} splits them: choose "

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from distlab.trace import Span, Trace
 from simulator.gradients.buckets import BucketCost
 from simulator.pipeline.schedule_arrays import LETTERS, F
+from simulator.pipeline.simulate_schedule import spans_of_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketTimes, Timing, layer_times
+from simulator.stage.step_times import BucketTimes, Timing, part_of
 from simulator.step.exposed import calls_trace, waits_within
 
 Ints = NDArray[np.int64]
@@ -66,22 +67,9 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
 
 
 def _passes(timing: Timing) -> Trace:
-    order = timing.order
-    if order.num_ranks == 1 and not order.stage.any():
-        names: object = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()]
-    else:
-        columns = (order.stage.tolist(), order.kind.tolist(), order.microbatch.tolist())
-        names = [f"{stage}{LETTERS[kind]}{microbatch}" for stage, kind, microbatch in zip(*columns, strict=True)]
-    return Trace.from_columns(
-        rank=np.repeat(np.arange(order.num_ranks), np.diff(order.offsets)),
-        lane="compute",
-        name=names,
-        kind=[LETTERS[kind] for kind in order.kind.tolist()],
-        start_ns=timing.start_ns,
-        end_ns=timing.end_ns,
-        stage=order.stage,
-        microbatch=order.microbatch,
-    )
+    order, alone = timing.order, timing.order.num_ranks == 1 and not timing.order.stage.any()
+    names = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()] if alone else []
+    return spans_of_actions(order, timing.start_ns, timing.end_ns, names)
 
 
 def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
@@ -131,8 +119,7 @@ def _closing(stages: Sequence[Stage], timing: Timing) -> list[Span]:
 
 def _update(rank: int, timing: Timing) -> Span:
     """Return the update: the host's where gradients are copied there."""
-    calls = timing.calls[rank] if timing.calls else ()
-    lane = "host" if any(call.lane == "host" for call in calls) else "compute"
+    lane = "host" if any(call.lane == "host" for call in timing.calls[rank]) else "compute"
     return Span(rank, lane, "optimizer", "optimizer", *timing.optimizer[rank], 0, timing.finishing[rank][-1])
 
 
@@ -147,13 +134,12 @@ def exchanges(rank: int, bucket: BucketCost, times: BucketTimes, stage: int = 0)
     Calls that follow one another at once share the bucket's time as they would without contention.
     """
     if bucket.parts:
-        begin, end = times.all_reduce
-        whole, so_far, spans = max(1, bucket.duration_ns), 0, []
+        so_far, spans = 0, []
         for part in bucket.parts:
-            start, so_far = so_far, so_far + part.duration_ns
-            first, last = (begin + (end - begin) * at // whole for at in (start, so_far))
+            pair = part_of(times.all_reduce, (so_far, so_far + part.duration_ns), bucket.duration_ns)
             name = bucket.name.replace(bucket.kind, part.kind, 1)
-            spans.append(Span(rank, "scatter", name, part.kind, first, last, part.num_bytes, stage))
+            spans.append(Span(rank, "scatter", name, part.kind, *pair, part.num_bytes, stage))
+            so_far += part.duration_ns
         return spans
     spans = [Span(rank, "communication", bucket.name, bucket.kind, *times.all_reduce, bucket.num_bytes, stage)]
     if bucket.later is not None and times.later is not None:
@@ -164,7 +150,6 @@ def exchanges(rank: int, bucket: BucketCost, times: BucketTimes, stage: int = 0)
 
 def _copies(rank: int, bucket: BucketCost, times: BucketTimes, stage: int) -> list[Span]:
     """Return what is done to a bucket before and after it travels: packing, or encoding and decoding."""
-    what = bucket.name.removeprefix(f"{bucket.kind} ")
     if not bucket.compressed:
         pairs = [("pack", "copy", times.pack), ("unpack", "copy", times.unpack)]
     else:
@@ -174,7 +159,8 @@ def _copies(rank: int, bucket: BucketCost, times: BucketTimes, stage: int) -> li
     if times.after is not None:
         pairs.insert(2, ("encode remainder of", "encode", times.after))
     return [
-        Span(rank, "compute", f"{verb} {what}", kind, *pair, bucket.gradient_bytes, stage) for verb, kind, pair in pairs
+        Span(rank, "compute", f"{verb} {bucket.what}", kind, *pair, bucket.gradient_bytes, stage)
+        for verb, kind, pair in pairs
     ]
 
 
@@ -189,11 +175,10 @@ def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
     rows = []
     columns = (order.stage.tolist(), order.kind.tolist(), timing.start_ns.tolist(), timing.end_ns.tolist())
     for action, (number, kind, start, end) in enumerate(zip(*columns, strict=True)):
-        layers = stages[number].passes_ns[kind]
-        durations = layer_times(layers, None if timing.factors is None else float(timing.factors[action]))
+        durations = stages[number].passes_ns[kind]
         copies = timing.buckets[number] if action == last[number] else ()
         now = start
-        for layer in range(len(layers)) if kind == F else range(len(layers) - 1, -1, -1):
+        for layer in range(len(durations)) if kind == F else range(len(durations) - 1, -1, -1):
             rows.append((action, layer, now, now + durations[layer]))
             now += durations[layer]
             for bucket in copies:

@@ -10,8 +10,7 @@ from distlab.plan import Cluster, Link, Plan, Protocol, Workload
 from distlab.plan.compression import Compression
 from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import COPIES, RankLayout
-from simulator.step.measured import Measured
-from simulator.step.simulate import simulate
+from simulator.step.simulate import Measured, simulate
 
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 1e5, 1e15
 BISECTIONS = 30  # of 33 doublings: the bandwidth to a millionth

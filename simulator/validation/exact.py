@@ -21,12 +21,12 @@ from distlab.plan import (
 )
 from simulator.hardware.cost import library_all_reduce_s
 from simulator.hardware.presets import cluster, link
-from simulator.hardware.products import slowdown
 from simulator.memory.memory import KINDS, memory_of
 from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_step_flops
 from simulator.pipeline.simulate_schedule import simulate_schedule
 from simulator.runs.failures import checkpoint_bytes
+from simulator.stage.products import slowdown
 from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
 from simulator.validation.a100 import zero_bubble

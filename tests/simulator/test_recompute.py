@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
-from distlab.plan import Device, Plan, Sharding
+from distlab.plan import Device, Plan
 from simulator import LlamaSizes, cluster, fuse_attention, gpt_workload, llama_workload, memory_of, simulate
-from simulator.memory.memory import KINDS
 from simulator.memory.model_states import ACTIVATIONS
 from simulator.stage.recomputed import recomputed
 
@@ -94,47 +92,6 @@ def test_stages_count_their_first_blocks_and_a_model_its_every_second():
     assert found("every", 2, (0, 4)) == [False, True, False, True]
     assert found("every", 2, (4, 8)) == [False, True, False, False]
     assert found("block", 99, (0, 8)) == [False, *[True] * 6, False]
-
-
-@pytest.mark.parametrize("workload", [LLAMA, GPT, fuse_attention(GPT)])
-@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}])
-def test_bytes_and_times_lie_between_none_and_full(workload, axes):
-    ways = [{}, {"recompute": "operators"}, {"recompute": "full"}]
-    bytes_kept = [kept(workload, **axes, **way) for way in ways]
-    machine = cluster("dgx-a100", 2)
-    times = [simulate(workload, machine, Plan(**axes, **way)).steady_s for way in ways]
-    assert bytes_kept[0] > bytes_kept[1] > bytes_kept[2]
-    assert times[0] < times[1] < times[2]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from(["every", "block"]), st.sampled_from([1, 2, 3]), st.sampled_from(["time", "blocks"]), st.booleans()
-)
-def test_more_blocks_again_take_longer_and_hold_less(method, pipeline, cut, interleaves):
-    stages = {"schedule": "interleaved", "stages_per_rank": 2} if interleaves and pipeline < 3 else {}
-    own = {
-        "pipeline": pipeline,
-        "num_microbatches": 6,
-        "cut": cut,
-        "recompute": "full",
-        "recompute_method": method,
-    } | stages
-    layers = [6, 3, 2, 1] if method == "every" else [1, 2, 3, 6]
-    steps = [simulate(LLAMA, cluster("dgx-a100", pipeline), Plan(**own, recompute_layers=n)) for n in layers]
-    held = [step.memory.peak_bytes[:, KINDS.index("activations")].sum() for step in steps]
-    assert held == sorted(held, reverse=True)
-    if cut == "blocks":  # stages of equal time move their layers
-        assert [step.steady_s for step in steps] == sorted(step.steady_s for step in steps)
-
-
-def test_stage_3_of_some_blocks():
-    plan = Plan(data=2, sharding=Sharding(3), recompute="full", recompute_method="every", recompute_layers=2)
-    times = [
-        simulate(LLAMA, cluster("dgx-a100", 2), each).steady_s
-        for each in (replace(plan, recompute="none", recompute_method="uniform", recompute_layers=1), plan)
-    ]
-    assert times[0] < times[1]
 
 
 @pytest.mark.parametrize(

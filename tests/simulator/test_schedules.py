@@ -1,19 +1,15 @@
 """Every schedule through the simulator: exact, within its bounds, with stragglers and jitter; memory and traces."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule, validate
-from simulator import Jitter, Uneven, arrays_of, memory_of, simulate, simulate_schedule
-from simulator.pipeline.schedule_arrays import W
+from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule
+from simulator import Jitter, arrays_of, simulate, simulate_schedule
 from tests.simulator.test_compiled import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 
 NAMES = sorted(SCHEDULES)
-ONE_COPY = [name for name in NAMES if SCHEDULES[name].placement != "copies"]
 SEEDS = st.integers(0, 2**32 - 1)
 TIMES = ActionTimes(1.0, 1.0, 1.0)
 NOT_SHARDED = Sharding()
@@ -37,7 +33,7 @@ def random_times(generator, num_stages):
     return ActionTimes(*(tuple(column.tolist()) for column in columns))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(SEEDS)
 def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
     generator = np.random.default_rng(seed)
@@ -61,7 +57,7 @@ def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
         assert 0 <= run.speedup <= schedule.num_ranks + 1e-9
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(SEEDS)
 def test_any_schedule_equals_a_plain_event_loop_bit_for_bit(seed):
     generator = np.random.default_rng(seed)
@@ -79,15 +75,6 @@ def durations(order, times):
     forward, inputs, weights = (np.array(column) for column in times[:3])
     table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
     return table[order.stage, order.kind]
-
-
-def test_a_slower_rank_never_ends_the_step_earlier():
-    for name in NAMES:
-        schedule = make_schedule(name, 4, 8, stages_per_rank=stages_per_rank(name))
-        ends = [simulate_schedule(schedule, TIMES, slow_ranks={2: slow}).end_ns for slow in (1.0, 1.3, 2.0)]
-        assert np.array_equal(ends[0], simulate_schedule(schedule, TIMES).end_ns)
-        assert all((later >= earlier).all() for earlier, later in zip(ends, ends[1:], strict=False)), name
-        assert ends[2].max() > ends[0].max()
 
 
 def test_jitter_is_repeated_by_its_seed_and_is_one_on_average():
@@ -155,67 +142,6 @@ def step_of(name, *, layers=8, microbatches=6, data=1, schedule=None, sharding=N
     return simulate(workload_of(np.arange(1, layers + 1)), cluster_of(4 * data), plan, schedule=schedule, **options)
 
 
-def test_a_step_holds_what_its_schedule_holds():
-    for name in ONE_COPY:
-        step = step_of(name)
-        kept = dict.fromkeys(range(4), 0)
-        schedule = make_schedule(name, 4, 6, stages_per_rank=stages_per_rank(name))
-        if name not in ("automatic", "zb_1p", "zb_2p"):  # made for the times of the stages
-            assert step.memory.in_flight == validate(schedule).peak_in_flight, name
-            assert memory_of(step.workload, step.plan).in_flight == step.memory.in_flight, name
-        order = step.timing.order
-        for rank in range(4):
-            rows = slice(int(order.offsets[rank]), int(order.offsets[rank + 1]))
-            sizes = np.array([sum(layer.activation_bytes for layer in stage.layers) for stage in step.stages])
-            held = np.cumsum(np.array([1, -1, 0, -1])[order.kind[rows]] * sizes[order.stage[rows]])
-            kept[rank] = int(held.max())
-            assert step.memory.of("activations", rank) == kept[rank], name
-            times, bytes_ = step.memory.over_time(rank)
-            assert (np.diff(times) > 0).all()
-            assert bytes_.max(axis=0).tolist() == step.memory.peak_bytes[rank].tolist()
-            assert bytes_[-1, 4] == 0
-
-
-def test_each_stage_averages_its_gradients_once_they_are_complete():
-    for name in ("interleaved", "zb_v", "zb_h1", "dualpipe_v"):
-        step = step_of(name, data=2)
-        order, timing = step.timing.order, step.timing
-        for number, stage in enumerate(step.stages):
-            rows = np.flatnonzero((order.stage == number) & ((order.kind == W) | (order.kind == 1)))
-            start, end = timing.start_ns[rows[-1]], timing.end_ns[rows[-1]]
-            assert timing.buckets[number]
-            assert all(start < times.pack[0] <= end for times in timing.buckets[number]), name
-            assert timing.optimizer[stage.rank][0] >= max(times.unpack[1] for times in timing.buckets[number])
-        first = timing.finishing[0][0]
-        if len(timing.finishing[0]) > 1:  # what leaves first leaves while the rank still computes
-            assert timing.buckets[first][0].all_reduce[0] < timing.end_ns[order.offsets[1] - 1], name
-        sent = sum(span.num_bytes for span in step.trace if span.kind == "all_reduce")
-        assert sent == 2 * step.workload.gradient_bytes
-
-
-def test_sharded_updates_follow_all_stages_of_a_rank():
-    for name in ("interleaved", "zb_v"):
-        whole, step = step_of(name, data=2), step_of(name, data=2, sharding=Sharding(1))
-        timing = step.timing
-        for rank in range(4):
-            own = [number for number, stage in enumerate(step.stages) if stage.rank == rank]
-            assert len(own) == 2
-            assert sorted(timing.finishing[rank]) == own
-            scattered = max(times.unpack[1] for number in own for times in timing.buckets[number])
-            faults = [call for call in timing.calls[rank] if call.lane == "scatter"]
-            gathers = [call for call in timing.calls[rank] if call.lane == "gather"]
-            assert len(faults) == 2  # one a stage, before the update
-            assert scattered <= min(call.start_ns for call in faults)
-            assert max(call.end_ns for call in faults) <= timing.optimizer[rank][0]
-            assert timing.optimizer[rank][1] <= min(call.start_ns for call in gathers)
-            assert len(gathers) == sum(len(step.stages[number].buckets) for number in own)
-            gathered = sum(call.num_bytes for call in gathers)
-            assert gathered >= 4 * sum(step.stages[number].num_parameters for number in own)
-        assert step.pipeline_s == whole.pipeline_s, name
-        assert step.memory.of("optimizer") < whole.memory.of("optimizer") or not whole.memory.of("optimizer")
-        assert step.memory.in_flight == whole.memory.in_flight
-
-
 def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():
     own = parse_schedule("0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
     step = simulate(workload_of([1] * 4), cluster_of(2), Plan(pipeline=2, num_microbatches=2), schedule=own)
@@ -227,18 +153,3 @@ def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():
     }
     assert {span.rank for span in step.trace if span.name in ("2RECV_B0", "1SEND_B1")} == {1}
     assert step.memory.in_flight == (3, 4)
-    slow = simulate(workload_of([1] * 4), cluster_of(2), step.plan, schedule=own, uneven=Uneven({1: 2.0}))
-    assert slow.duration_s > step.duration_s
-
-
-def test_input_and_weight_gradients_add_up_to_the_backward():
-    for name in ("zb_h1", "zb_v"):
-        step = step_of(name, uneven=Uneven({1: 1.4}, Jitter(0.1)))
-        for stage in step.stages:
-            _, whole, inputs, weights = stage.passes_ns
-            assert [i + w for i, w in zip(inputs, weights, strict=True)] == list(whole)
-            assert min(weights) >= 0
-        assert {span.kind for span in step.trace if span.lane == "compute"} >= {"F", "I", "W", "optimizer"}
-        assert str(step)
-    for plan in (replace(step.plan, pipeline=1, schedule="zb_h1", stages_per_rank=1),):
-        assert simulate(step.workload, step.cluster, plan).bubble_fraction == 0

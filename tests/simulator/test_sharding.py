@@ -4,10 +4,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from sharding_cases import FAST, SLOW, cluster_of, plan_of, spans_of, workload_of
+from sharding_cases import FAST, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan import Contention, Link, Precision, Protocol, Sharding, Software
-from simulator import Measured, all_gather_s, all_reduce_s, gpt_workload, simulate
+from distlab.plan import Contention, Link, Protocol, Sharding, Software
+from simulator import Measured, all_gather_s, all_reduce_s, simulate
 from simulator.gradients.fsdp_units import units_of
 from simulator.units import to_ns
 
@@ -22,11 +22,6 @@ def test_units_are_blocks_and_what_is_left_is_the_root():
     ]
     assert [unit.num_elements for unit in units] == [14, 160_000, 80_000]
     assert not units_of(workload_of([1, 1]).layers, 1)[0].is_root
-
-
-def test_a_unit_without_parameters_is_left_out():
-    units = units_of(workload_of([1, 1, 1], [5, 0, 5]).layers, 1)
-    assert [unit.layers for unit in units] == [(0,), (2,)]
 
 
 def test_stage_three_by_hand():
@@ -73,22 +68,6 @@ def test_prefetch_asks_for_the_next_unit_before_this_one_computes():
             assert gather.start_ns == max(asked, wire_is_free), (prefetch, number)
 
 
-def test_parameters_that_stay_are_gathered_once():
-    workload = workload_of([1, 1, 1, 1], ends=1000)
-    stay = simulate(workload, cluster_of(4), plan_of(3, reshard_after_forward=False))
-    assert [span.name for span in spans_of(stay, "gather")] == [f"all_gather unit {unit}" for unit in range(5)]
-    again = simulate(workload, cluster_of(4), plan_of(3))
-    names = [span.name for span in spans_of(again, "gather")]
-    assert names == [f"all_gather unit {unit}" for unit in (0, 1, 2, 3, 4, 0, 4, 3, 2, 1)]
-
-
-def test_each_micro_batch_gathers_and_the_last_one_scatters():
-    step = simulate(workload_of([1, 1], ends=1000), cluster_of(4), plan_of(3, microbatches=3))
-    assert len(spans_of(step, "gather")) == 3 * 6
-    assert {span.microbatch for span in spans_of(step, "scatter")} == {2}
-    assert len(spans_of(step, "scatter")) == 3
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_without_no_sync_each_micro_batch_scatters(recompute):
     """FSDP outside of no_sync: a third of three micro-batches' bytes travel once, and all wire hides no more."""
@@ -103,20 +82,6 @@ def test_without_no_sync_each_micro_batch_scatters(recompute):
     assert early.steady_s > late.steady_s
     one = plan_of(3, recompute=recompute)
     assert simulate(workload, once, one).steady_s == simulate(workload, each, one).steady_s
-
-
-def test_shards_are_summed_where_each_micro_batch_scatters():
-    """Whole gradients of 16 bits are added to wider ones in every micro-batch, unless shards are."""
-    workload = gpt_workload(hidden_size=512, num_layers=2, num_heads=8, sequence_length=128, vocab_size=512)
-    plan = replace(plan_of(3, microbatches=2), precision=Precision("bfloat16"))
-    whole, shards = (
-        simulate(workload, replace(cluster_of(4), software=Software(scatters_each=each)), plan).stages[0]
-        for each in (False, True)
-    )
-    block, bytes_per_s = workload.layers[1].num_parameters, 1e11
-    added_ns = to_ns(block * (2 + 2 * 4) / bytes_per_s)
-    assert whole.backward_ns[1] - shards.backward_ns[1] == pytest.approx(added_ns, abs=2)
-    assert whole.forward_ns == shards.forward_ns
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -157,24 +122,6 @@ def test_stage_two_sums_each_micro_batch_and_stage_one_the_last():
         assert two.sent_bytes_per_rank[0] - told == pytest.approx(2 * (once.sent_bytes_per_rank[0] - told))
         for earlier, later in pairwise(spans_of(two, "compute")):
             assert earlier.end_ns <= later.start_ns
-
-
-def test_stage_two_sums_each_micro_batch_in_any_order_of_passes():
-    workload = workload_of([1, 2, 1])
-    plan = plan_of(2, microbatches=3)
-    all_forward_first, turns = (
-        simulate(workload, cluster_of(4), replace(plan, schedule=s)) for s in ("gpipe", "one_f_one_b")
-    )
-    assert all_forward_first.sent_bytes_per_rank == turns.sent_bytes_per_rank
-    assert all_forward_first.duration_s == turns.duration_s
-    assert all_forward_first.exposed_communication_s == turns.exposed_communication_s
-    for step, kinds in ((turns, "FBFBFB"), (all_forward_first, "FFFBBB")):
-        spans = [span for span in spans_of(step, "compute") if span.kind in "FB"]
-        assert "".join(span.kind for span in spans[::3]) == kinds
-        for earlier, later in pairwise(spans_of(step, "compute")):
-            assert earlier.end_ns <= later.start_ns
-        for first, last in pairwise(spans_of(step, "scatter")):
-            assert first.end_ns <= last.start_ns
 
 
 def test_what_measured_calls_cost_the_computing_rank():
@@ -237,33 +184,6 @@ def test_hybrid_sharding_keeps_gathers_inside_a_node():
         assert {"reduce_scatter", "all_reduce"} == {span.kind for span in spans_of(step, "scatter")}
 
 
-def test_recompute_adds_a_forward_to_backward():
-    workload = workload_of([3, 3])
-    for stage in (0, 3):
-        plain, again = (
-            simulate(workload, cluster_of(2), plan_of(stage, data=2, recompute=r)) for r in ("none", "full")
-        )
-        for name, factor in (("forward", 1), ("backward", 1.5)):
-            spans = [
-                [s for s in spans_of(step, "compute") if s.name.startswith(f"{name} block")] for step in (plain, again)
-            ]
-            for before, after in zip(*spans, strict=True):
-                assert after.end_ns - after.start_ns == factor * (before.end_ns - before.start_ns)
-
-
-def test_selective_recompute_adds_attentions_inner_part():
-    sizes = {"hidden_size": 256, "num_layers": 2, "num_heads": 4, "sequence_length": 512, "vocab_size": 512}
-    workload = gpt_workload(**sizes, microbatch_size=1)
-    flops = []
-    for recompute in ("none", "selective", "full"):
-        step = simulate(workload, cluster_of(2), replace(plan_of(3, data=2), recompute=recompute))
-        flops.append(next(s for s in spans_of(step, "compute") if s.name == "backward block 1").duration_s)
-    block = workload.layers[1]
-    again = [0.0, *(w.matmul_flops / 1e12 + w.memory_bytes / 1e11 for w in (block.score_forward, block.forward))]
-    assert block.score_forward.matmul_flops == 4 * 512**2 * 256
-    assert [each - flops[0] for each in flops] == pytest.approx(again, abs=2e-9)
-
-
 @pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")])
 def test_offload_copies_shards_over_the_hosts_link(stage, offload):
     workload = workload_of([1, 1])
@@ -286,21 +206,6 @@ def test_offload_copies_shards_over_the_hosts_link(stage, offload):
     assert to_ns(step.duration_s) == max(span.end_ns for span in step.layer_trace)
 
 
-def test_precision_sets_the_bytes_on_the_wire():
-    workload = workload_of([1, 1])
-    full = simulate(workload, cluster_of(4), plan_of(3))
-    mixed = simulate(workload, cluster_of(4), replace(plan_of(3), precision=Precision("bfloat16")))
-    for lane, ratio in (("gather", 0.5), ("scatter", 1.0)):
-        assert spans_of(mixed, lane)[0].num_bytes == ratio * spans_of(full, lane)[0].num_bytes
-
-
-def test_links_of_their_own_for_measured_calls():
-    workload, cluster = workload_of([1, 1]), cluster_of(4)
-    step = simulate(workload, cluster, plan_of(3), measured=Measured(links={"all_gather": FAST}))
-    assert spans_of(step, "gather")[0].end_ns == to_ns(all_gather_s(320_000, 4, FAST))
-    assert spans_of(step, "scatter")[0].duration_s == pytest.approx(all_gather_s(320_000, 4, SLOW))
-
-
 def test_what_is_not_timed_is_refused():
     workload = workload_of([1, 1])
     with pytest.raises(ValueError, match="expert=2: experts and the other parameters"):
@@ -311,21 +216,3 @@ def test_what_is_not_timed_is_refused():
     sharding = Sharding(stage=3, offload="all")
     with pytest.raises(ValueError, match="simulate times offload with pipeline=1"):
         simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2, sharding=sharding))
-
-
-def test_a_pipeline_shards_its_optimizer():
-    step = simulate(workload_of([1, 1, 1, 1]), cluster_of(4), replace(plan_of(1, data=2, microbatches=4), pipeline=2))
-    for rank in range(4):
-        assert spans_of(step, "gather", rank)[-1].end_ns <= to_ns(step.duration_s)
-        assert spans_of(step, "gather", rank)[0].start_ns == spans_of(step, "compute", rank)[-1].end_ns
-
-
-@pytest.mark.parametrize("data", [1, 4])
-def test_a_step_of_a_run_has_its_first_gather_in_it(data):
-    """Without a pipeline a step of a run takes what a step alone takes."""
-    step = simulate(workload_of([1, 1, 1], ends=1000), cluster_of(4), plan_of(3, data=data))
-    assert step.steady_s == step.duration_s
-    assert step.bubble_fraction >= 0
-    device = replace(cluster_of(4).device, kernel_s=1e-3)  # copies behind the last backward take long
-    slow = simulate(workload_of([1, 1, 1], ends=1000), replace(cluster_of(4), device=device), plan_of(3, data=data))
-    assert slow.bubble_fraction >= 0

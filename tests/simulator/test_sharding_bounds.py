@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from sharding_cases import cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan import Cluster, Contention, Device, Link, Plan, Protocol, Sharding
-from simulator import cluster, gpt_workload, memory_of, ring_over_nodes_s, simulate, stack, sweep_units
+from distlab.plan import Contention, Plan, Sharding
+from simulator import cluster, gpt_workload, memory_of, simulate, sweep_units
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
-from simulator.hardware.process_groups import group_of
-from simulator.sweeps.fsdp_units import unit_sizes, with_unit_layers
+from simulator.sweeps.fsdp_units import with_unit_layers
 from simulator.units import to_ns
-from simulator.validation.a100 import fsdp_paper, zero_three
 
 shardings = st.builds(
     Sharding,
@@ -27,7 +25,7 @@ shardings = st.builds(
 contentions = st.sampled_from([Contention(), Contention(1.2, 1.7)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shardings, st.lists(st.floats(0.1, 5), min_size=1, max_size=6), st.integers(1, 3), contentions)
 def test_a_step_is_never_shorter_than_any_of_its_lanes(sharding, milliseconds, microbatches, contention):
     plan = replace(plan_of(3, microbatches=microbatches), sharding=sharding)
@@ -47,31 +45,12 @@ def test_a_step_is_never_shorter_than_any_of_its_lanes(sharding, milliseconds, m
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(0.1, 5), min_size=1, max_size=6), st.integers(1, 3), st.booleans())
-def test_prefetch_ahead_is_never_slower_than_none(milliseconds, unit_layers, stays):
-    options = {"unit_layers": unit_layers, "reshard_after_forward": not stays}
-    workload = workload_of(milliseconds, ends=50_000)
-    times = [simulate(workload, cluster_of(4), plan_of(3, prefetch=p, **options)).duration_s for p in (0, 1)]
-    assert times[1] <= times[0]
-
-
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.integers(0, 3))
 def test_smaller_units_hold_less(sizes, prefetch):
     layers = workload_of([1.0] * len(sizes), sizes, ends=10).layers
     halves = [peak_gathered_elements(units_of(layers, count), prefetch) for count in (1, 2, 4, 8)]
     assert halves == sorted(halves)
     assert halves[-1] == sum(sizes) + 20
-
-
-def test_a_real_model_hides_what_a_toy_cannot():
-    workload = gpt_workload(
-        hidden_size=2048, num_layers=6, num_heads=16, sequence_length=2048, vocab_size=32_000, microbatch_size=4
-    )
-    cluster = Cluster("g", Device("g", 4e14, 2e12, 8e10, 3e-6), 8, 8, *[Link("n", (Protocol(5e-6, 2e11),))] * 2)
-    none = simulate(workload, cluster, plan_of(3, data=8, prefetch=0))
-    one = simulate(workload, cluster, plan_of(3, data=8, prefetch=1))
-    assert one.exposed_communication_s < 0.6 * none.exposed_communication_s
 
 
 WORKLOAD = workload_of([3.0] * 12, [40_000] * 12, ends=1000)
@@ -90,31 +69,6 @@ def test_each_size_is_a_step_of_its_own():
         assert sweep.memory_bytes[index] == memory_of(WORKLOAD, step.plan).max_bytes
         ahead = min(12, 2 * layers)  # the unit at work and the next
         assert sweep.gathered_bytes[index] == 160_000 * ahead + 2000 * 4
-
-
-def test_larger_units_hold_more():
-    sweep = sweep_units(WORKLOAD, cluster_of(4), plan_of(3))
-    assert list(sweep.memory_bytes) == sorted(sweep.memory_bytes)
-    assert sweep.smallest == 0
-    assert sweep.duration_s[sweep.fastest] == min(sweep.duration_s)
-
-
-def test_a_unit_of_everything_cannot_hide_its_gather():
-    sweep = sweep_units(WORKLOAD, cluster_of(4), plan_of(3))
-    assert sweep.exposed_s[-1] == max(sweep.exposed_s)
-    assert sweep.exposed_s[-1] > 2 * min(sweep.exposed_s)
-
-
-def test_sizes_make_different_numbers_of_units():
-    assert unit_sizes(workload_of([1.0] * 7)) == (1, 2, 3, 4, 7)
-    many = unit_sizes(workload_of([1.0] * 400))
-    assert len(many) == 24
-    assert (many[0], many[-1]) == (1, 400)
-
-
-def test_gathering_ahead_saves_time():
-    ahead, behind = (simulate(WORKLOAD, cluster_of(4), plan_of(3, prefetch=units)) for units in (1, 0))
-    assert ahead.duration_s < 0.95 * behind.duration_s
 
 
 def test_a_plan_without_units_is_refused():
@@ -137,7 +91,7 @@ def step_of(stage, schedule, stages_per_rank, num_layers=8, **sharding):
         stages_per_rank=stages_per_rank,
         sharding=replace(plan.sharding, **sharding),
     )
-    return simulate(workload_of([1] * num_layers), cluster_of(4), plan)
+    return simulate(workload_of([1] * num_layers, ends=1000), cluster_of(4), plan)
 
 
 def passes_of(step, rank):
@@ -166,50 +120,7 @@ def test_stage_3_gathers_in_every_pass_and_scatters_in_a_stages_last_backward(sc
     assert len(spans_of(kept, "gather", 0)) < len(spans_of(step, "gather", 0))
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
-def test_stage_2_scatters_in_every_backward_of_a_stage(schedule, stages_per_rank):
-    step, once = (step_of(stage, schedule, stages_per_rank) for stage in (2, 1))
-    for rank in range(2):
-        scatters = [span for span in spans_of(step, "scatter", 2 * rank) if span.kind == "reduce_scatter"]
-        fewer = [span for span in spans_of(once, "scatter", 2 * rank) if span.kind == "reduce_scatter"]
-        assert len(scatters) == M * len(fewer) > 0
-        backward = {}
-        for one in passes_of(step, 2 * rank):
-            if one.kind == "B":
-                backward.setdefault(one.microbatch, one.start_ns)
-        assert all(span.start_ns >= backward.get(span.microbatch, 0) for span in scatters)
-    assert step.duration_s > once.duration_s, "its sums wait in every micro-batch"
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
-def test_times_add_up(stage, schedule, stages_per_rank):
-    step = step_of(stage, schedule, stages_per_rank)
-    exposed = step.exposed_by_axis
-    assert 0 < exposed["data"] < step.duration_s
-    assert 0 <= step.bubble_fraction < 1
-    assert (step.memory.peak_bytes.sum(axis=1) > 0).all()
-    assert max(span.end_ns for span in step.trace) == to_ns(step.duration_s)
-    assert len(step.layer_trace) > len(step.trace)
-
-
-INSIDE, ACROSS = Link("inside", (Protocol(1e-6, 1e11),)), Link("across", (Protocol(1e-5, 1e10),))
 GPT = gpt_workload(hidden_size=1024, num_layers=4, num_heads=8, sequence_length=256, vocab_size=1024)
-
-
-def test_latencies_of_a_ring_grow_with_its_ranks_and_wires_work_at_once():
-    links = {"intra_node": INSIDE, "inter_node": ACROSS}
-    assert ring_over_nodes_s(0, 8, 48, **links) == pytest.approx(47 * 1e-5 + 336 * 1e-6)
-    whole = 8e9  # across: an eighth per rank at a tenth of the rate inside
-    latencies = 3 * 1e-5 + 28 * 1e-6
-    assert ring_over_nodes_s(whole, 8, 4, **links) == pytest.approx(
-        latencies + 31 / 32 * max(whole / 8e10, whole / 1e11)
-    )
-    assert ring_over_nodes_s(whole, 1, 4, **links) == pytest.approx(3 * 1e-5 + 0.75 * whole / 1e10)
-    machine = replace(cluster("dgx-a100", 32), intra_node=INSIDE, inter_node=ACROSS)
-    group = group_of(machine, range(32))
-    assert group.exchange_ns("all_gather", whole / 32) == to_ns(ring_over_nodes_s(whole, 8, 4, **links))
-    assert group.exchange_ns("reduce_scatter", whole) == to_ns(ring_over_nodes_s(whole, 8, 4, **links))
 
 
 def test_tensors_gathered_one_by_one_pay_a_ring_and_a_slice_for_each_rank():
@@ -234,12 +145,3 @@ def test_nothing_is_gathered_ahead_beyond_the_limit():
         )
         free = simulate(GPT, machine, Plan(data=32, sharding=Sharding(3, prefetch=prefetch)))
         assert limited.duration_s == free.duration_s
-
-
-def test_published_steps_of_stage_3_over_many_nodes():
-    """DeepSpeed on 384 GPUs, FSDP on 256; by flat gathers ahead the former is far too short."""
-    (case,) = zero_three()
-    assert case.predict_s() == pytest.approx(case.measured_s, rel=0.08)
-    assert case.predict_s(replace(stack(case.stack), slice_s=0.0, live_elements=None)) < 0.75 * case.measured_s
-    for one in fsdp_paper():
-        assert one.predict_s() == pytest.approx(one.measured_s, rel=0.05)

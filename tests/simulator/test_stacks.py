@@ -7,18 +7,14 @@ import pytest
 from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software, Work
 from distlab.plan.partition import CUTS
 from simulator import (
-    DoesNotFitError,
     Stack,
-    check_fit,
     cluster,
     compute_s,
     device,
     gpt_workload,
     memory_of,
-    mix_experts,
     names,
     simulate,
-    simulate_schedule,
     stack,
 )
 
@@ -67,12 +63,6 @@ def test_launches_that_wait_for_their_kernels_add_to_them():
     assert compute_s(large, blocks) - compute_s(large, ahead) == pytest.approx(10 * 50e-6)
 
 
-def test_tensor_parallelism_is_not_free_where_launches_bound_the_step():
-    host_bound = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
-    one, four = (simulate(WORKLOAD, host_bound, Plan(tensor=n)).duration_s for n in (1, 4))
-    assert four > one > simulate(WORKLOAD, MACHINE, Plan()).duration_s
-
-
 def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
     plan = Plan(pipeline=2)
     plain = simulate(WORKLOAD, MACHINE, plan)
@@ -81,20 +71,6 @@ def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
     assert size == 2 * 512 * 1024 * 2
     assert plain.stages[0].send_forward_ns == pytest.approx((1e-6 + size / 1e11) * 1e9, abs=1)
     assert slow.stages[0].send_forward_ns == pytest.approx((1e-3 + 1e-6 + 2 * size / 1e11) * 1e9, abs=1)
-
-
-def test_tensor_ranks_split_messages():
-    plan = Plan(pipeline=2, tensor=4)
-    whole, parts = (
-        simulate(WORKLOAD, replace(MACHINE, software=Software(splits_messages=on)), plan) for on in (False, True)
-    )
-    assert parts.stages[0].send_forward_bytes * 4 == whole.stages[0].send_forward_bytes
-    split = replace(plan, sequence_parallel=True)  # they have parts anyway
-    same = [
-        simulate(WORKLOAD, replace(MACHINE, software=Software(splits_messages=on)), split).duration_s
-        for on in (False, True)
-    ]
-    assert same[0] == same[1]
 
 
 def test_overlap_hides_a_part_of_tensor_ranks_calls():
@@ -115,23 +91,6 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
     )
     gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
-
-
-def test_gathers_of_later_stages_hide_under_what_the_earlier_ones_run():
-    """A rank's second stage begins after both micro-batches' forwards of its first one, by which it may be gathered."""
-    plan = Plan(4, 2, 2, schedule="interleaved", stages_per_rank=2, sharding=Sharding(1), cut="blocks")
-    slow = replace(MACHINE, intra_node=Link("slow", (Protocol(1e-6, 2e10),)), software=Software(gathers_ahead=True))
-    step = simulate(WORKLOAD, slow, plan)
-    order, starts = step.timing.order, step.timing.start_ns
-    for rank in range(2):
-        first, second = step.stages[rank], step.stages[rank + 2]
-        gathers = [sum(bucket.gather.duration_ns for bucket in stage.buckets) for stage in (first, second)]
-        begins = [starts[(order.stage == stage) & (order.kind == 0)].min() for stage in (rank, rank + 2)]
-        waits = gathers[0] - sum(first.forward_ns), sum(gathers) - (begins[1] - begins[0]) - sum(second.forward_ns)
-        assert begins[1] - begins[0] > sum(first.forward_ns)
-        shown = max(call.end_ns for call in step.timing.calls[rank]) - step.timing.optimizer[rank][1]
-        assert shown == pytest.approx(max(0, *waits), rel=1e-6, abs=10)
-        assert 0 < shown < sum(gathers) - sum(first.forward_ns) - sum(second.forward_ns)
 
 
 @pytest.mark.parametrize(
@@ -160,34 +119,12 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
         assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
 
 
-def test_a_plan_that_fits_only_with_gradients_held_once_is_told_apart():
-    plan = Plan(data=4, num_microbatches=4, precision=Precision("bfloat16", gradients="float32"))
-    most = memory_of(WORKLOAD, plan, flat_buffers=True).max_bytes
-    card = Device("card", 1e14, 1e12, most)
-    check_fit(WORKLOAD, plan, card, flat_buffers=True)
-    with pytest.raises(DoesNotFitError, match="too much"):
-        check_fit(WORKLOAD, plan, card)
-    with pytest.raises(DoesNotFitError) as told:
-        check_fit(WORKLOAD, plan, replace(card, memory_bytes=most - 1), flat_buffers=True)
-    change = told.value.change
-    assert memory_of(WORKLOAD, change.plan, flat_buffers=True).max_bytes == change.max_bytes < most
-
-
 def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batch():
     mixed = Precision("bfloat16", gradients="float32")
     pure = Precision("bfloat16", gradients="bfloat16", reduce="float32")
     slow, fast = (simulate(WORKLOAD, MACHINE, Plan(precision=each)).stages[0] for each in (mixed, pure))
     added = (sum(slow.backward_ns) - sum(fast.backward_ns)) / 1e9
     assert added == pytest.approx(10 * WORKLOAD.num_parameters / 1e12, rel=1e-3)
-
-
-def test_sums_in_products_cost_nothing_besides():
-    mixed = Plan(precision=Precision("bfloat16", gradients="float32"))
-    own, fused = (
-        simulate(WORKLOAD, replace(MACHINE, software=Software(fused_sums=on)), mixed).stages[0] for on in (False, True)
-    )
-    pure = simulate(WORKLOAD, MACHINE, Plan(precision=Precision("bfloat16", gradients="bfloat16"))).stages[0]
-    assert sum(fused.backward_ns) == sum(pure.backward_ns) < sum(own.backward_ns)
 
 
 def test_flat_buffers_copy_nothing_and_update_in_one_kernel():
@@ -215,41 +152,6 @@ def test_stages_have_as_many_blocks_each_whatever_they_cost():
         simulate(heavy, MACHINE, Plan(pipeline=3, cut="blocks"))
 
 
-def test_a_step_of_a_run_is_the_longest_ranks_own_span():
-    """ZB-H2's last ranks begin late and end late: only a step alone pays for both."""
-    from distlab.plan import SCHEDULES, ActionTimes
-
-    times = ActionTimes(1.0, 1.0, 1.0)
-    alone = {name: simulate_schedule(SCHEDULES[name].make(4, 16), times) for name in ("one_f_one_b", "zb_h2")}
-    assert alone["one_f_one_b"].steady_s == alone["one_f_one_b"].duration_s
-    assert alone["zb_h2"].steady_s == pytest.approx(3 * 16 / 1e3)  # no bubble at all
-    assert alone["zb_h2"].duration_s > alone["zb_h2"].steady_s
-    step = simulate(WORKLOAD, MACHINE, Plan(pipeline=4, num_microbatches=16, schedule="zb_h2"))
-    assert step.steady_s < step.duration_s
-
-
-def test_mfu_is_over_the_data_sheet_and_utilization_over_what_is_achieved():
-    step = simulate(WORKLOAD, cluster("dgx-a100", 8), Plan(data=8))
-    assert step.mfu / step.utilization == pytest.approx(step.cluster.device.matmul_flops_per_s / 312e12)
-    unknown = simulate(WORKLOAD, MACHINE, Plan())
-    assert unknown.mfu == unknown.utilization
-
-
-def test_zb_2p_holds_what_its_paper_counts():
-    """An I frees all but 32 of 34 + 5 a s / h parts, so that 2p micro-batches in memory hold more in flight."""
-    model = gpt_workload(
-        hidden_size=2304, num_layers=22, num_heads=24, sequence_length=1024, vocab_size=51200, microbatch_size=6
-    )
-    plan = Plan(pipeline=8, num_microbatches=32, schedule="zb_2p")
-    step = simulate(model, cluster("dgx-a100", 8), plan)
-    kept = model.layers[1].activation_bytes
-    assert step.memory.peak_bytes[1, 4] <= 2 * 8 * 3 * kept * 1.001
-    one = simulate(model, cluster("dgx-a100", 8), replace(plan, schedule="zb_1p"))
-    assert step.steady_s < one.steady_s
-    assert step.memory.stages[1].until_weights.sum() < step.memory.stages[1].kept.sum()
-    assert (one.memory.stages[1].until_weights == one.memory.stages[1].kept).all()
-
-
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
     """Of a block's 24 B s h^2 operations in forward the last product has 8: they, and its call, are not run again."""
@@ -270,15 +172,6 @@ def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
         assert saved > product_s
 
 
-def test_a_layer_of_experts_is_recomputed_whole():
-    mixed = mix_experts(WORKLOAD, 4)
-    early, late = (
-        simulate(mixed, replace(MACHINE, software=Software(stops_early=stops)), Plan(recompute="full")).duration_s
-        for stops in (True, False)
-    )
-    assert early == late
-
-
 def test_attention_of_single_warps_is_slower_on_hopper_alone():
     warps, groups = Stack("warps", warp_attention=True), Stack("groups")
     for name, part in (("dgx-h100", 0.629), ("dgx-h200", 0.629), ("dgx-a100", 1.0)):
@@ -286,11 +179,3 @@ def test_attention_of_single_warps_is_slower_on_hopper_alone():
         assert slow == pytest.approx(part * fast)
     assert stack("fsdp").warp_attention
     assert not stack("transformer-engine").warp_attention
-
-
-def test_a_device_holds_less_than_its_best_product_through_a_step():
-    best, held = (cluster("dgx-h100", stack=each).device for each in ("best-case", Stack("mine")))
-    assert held.matmul_flops_per_s == pytest.approx(0.835 * best.matmul_flops_per_s)
-    assert held.peak_flops_per_s == best.peak_flops_per_s == 989.4e12
-    same = [cluster("dgx-a100", stack=each).device.matmul_flops_per_s for each in ("best-case", Stack("mine"))]
-    assert same[0] == same[1]
