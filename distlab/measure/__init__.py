@@ -29,15 +29,13 @@ if TYPE_CHECKING:
         measure_rates as measure_rates,
         operators_of as operators_of,
     )
-    from distlab.measure.machine.saved import (
+    from distlab.measure.machine.speed import (
         DEFAULT_PATH as DEFAULT_PATH,
         Calibration as Calibration,
-        calibrate as calibrate,
-        load_calibration as load_calibration,
-    )
-    from distlab.measure.machine.speed import (
         Round as Round,
+        calibrate as calibrate,
         fit_cluster as fit_cluster,
+        load_calibration as load_calibration,
         measure_round as measure_round,
         median_round as median_round,
     )

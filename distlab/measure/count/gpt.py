@@ -2,24 +2,23 @@
 
 `workload_from_module` counts work by layers. This adds where tensor-parallel regions begin and end, what attention and
 experts exchange, and which ranks divide which parameter. So the simulator can time any plan from one count in one
-process. The work of a region is counted by a second run, with the region's modules in the place of layers.
+process.
 
 Symbols: B samples of a micro-batch, S positions, H features, A heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import mix_experts
-from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
+from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, count_layers
 from distlab.plan import Attention, Experts, Layer, Region, Work, Workload, split_evenly
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
@@ -57,12 +56,12 @@ def count_gpt(
     def loss() -> Tensor:
         return model.loss(model(tokens), tokens)
 
-    whole = workload_from_module(model, loss, optimizer=optimizer, samples=samples, name="small GPT")
-    parts = _count_parts(model, loss)
-    sizes = _Sizes(samples, config)
-    axes = dict(_parameter_axes(model))
-    layers = [_declared(layer, sizes, parts, axes.get(layer.name, ())) for layer in whole.layers]
-    layers = [_with_experts(layer, sizes, parts, num_experts, top_k) for layer in layers]
+    whole, parts = count_layers(model, loss, optimizer=optimizer, samples=samples, name="small GPT", inner=True)
+    sizes, layers = _Sizes(samples, config), []
+    for layer in whole.layers:  # a tied parameter belongs to the first layer that has it
+        named = (name for name, _ in model.named_parameters() if name.startswith(f"{layer.name}."))
+        declared = _declared(layer, sizes, parts, tuple(map(_axis_of, named)))
+        layers.append(_with_experts(declared, sizes, parts, num_experts, top_k))
     return replace(whole, layers=tuple(layers))
 
 
@@ -90,10 +89,9 @@ def without_accumulation(workload: Workload) -> Workload:
     """Return the workload without adding gradients to earlier ones: sharding takes gradients as they come."""
 
     def taken(layer: Layer) -> Layer:
-        adds = Work(memory_bytes=3 * layer.num_parameters * workload.bytes_per_parameter)
-        work = layer.weight_gradient
+        work, adds_bytes = layer.weight_gradient, 3 * layer.num_parameters * workload.bytes_per_parameter
         kernels = max(0, work.num_kernels - BACKWARD_KERNELS * len(layer.parameter_sizes))
-        rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds.memory_bytes), kernels)
+        rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds_bytes), kernels)
         return replace(layer, weight_gradient=rest)
 
     return replace(workload, layers=tuple(taken(layer) for layer in workload.layers))
@@ -120,54 +118,6 @@ class _Sizes:
             forward=Work(2 * product, 0.0, FORWARD_KERNELS),
             backward=Work(5 * product, 0.0, BACKWARD_KERNELS),
         )
-
-
-def _count_parts(model: GPT, loss: Callable[[], Tensor]) -> dict[str, Layer]:
-    """Count modules inside of blocks: regions in one run, the layers and experts inside of them in a second.
-
-    A run has a model's modules in it without a gap, for an operator in backward counts for the module whose output's
-    gradient came last.
-    """
-    coarse = list(_named_leaves(model, ("attention", "feed_forward")))
-    fine = list(_named_leaves(model, ("experts.",)))
-    found: dict[str, Layer] = {}
-    for run in (coarse, fine):
-        parts = nn.Module()
-        for index, name in enumerate(run):
-            parts.add_module(str(index), model.get_submodule(name))
-        counted = workload_from_module(parts, loss)
-        found |= {name: counted.layers[index] for index, name in enumerate(run)}
-    return found
-
-
-def _named_leaves(model: GPT, leaves: Sequence[str]) -> Iterator[str]:
-    """Name a model's modules, going down until one has no children, or until its name ends like one of `leaves`.
-
-    A leaf "experts." is any item of `experts`. Dropout is left out: at probability 0 it returns its input itself.
-    """
-    taken: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{each}.") for each in taken) or isinstance(module, nn.Dropout):
-            continue
-        parent, _, own = name.rpartition(".")
-        is_leaf = own in leaves or f"{parent.rpartition('.')[2]}." in leaves
-        if is_leaf or (name and not list(module.children())):
-            taken.append(name)
-            yield name
-
-
-def _parameter_axes(model: GPT) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Say of each layer which ranks divide which of its parameters; a tied parameter belongs to the first layer."""
-    seen: set[int] = set()
-    for layer, child in model.named_children():
-        items = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
-        for number, item in items:
-            axes = []
-            for name, parameter in item.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    axes.append(_axis_of(f"{layer}.{name}"))
-            yield f"{layer}.{number}".rstrip("."), tuple(axes)
 
 
 def _axis_of(name: str) -> str:
@@ -220,40 +170,34 @@ def _region(block: str, name: str, sizes: _Sizes, parts: dict[str, Layer]) -> Re
 
 def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_experts: int, top_k: int) -> Layer:
     """Add a block's experts, where it has any."""
-    own = [part for name, part in parts.items() if name.startswith(f"{layer.name}.feed_forward.experts.")]
-    if not own:
+    own = [parts.get(f"{layer.name}.feed_forward.experts.{number}") for number in range(num_experts)]
+    found = [part for part in own if part is not None]
+    if not found:
         return layer
-    forward = sum((part.forward for part in own), Work())
-    input_gradient = sum((part.input_gradient for part in own), Work())
-    weight_gradient = sum((part.weight_gradient for part in own), Work())
-    kernels = min(work.num_kernels for work in (forward, input_gradient, weight_gradient)) // num_experts
-    row_bytes = top_k * sizes.row_bytes
-    experts = Experts(num_experts, top_k, row_bytes, forward, input_gradient, weight_gradient, kernels)
-    return replace(layer, experts=experts)
+    works = [
+        sum((getattr(part, name) for part in found), Work())
+        for name in ("forward", "input_gradient", "weight_gradient")
+    ]
+    kernels = min(work.num_kernels for work in works) // num_experts
+    return replace(layer, experts=Experts(num_experts, top_k, top_k * sizes.row_bytes, *works, kernels))
 
 
 def _joined(layer: Layer, behind: Layer) -> Layer:
     """Return two layers that follow one another as one."""
-    added = {
-        name: getattr(layer, name) + getattr(behind, name)
-        for name in (
-            "parameter_sizes",
-            "parameter_shapes",
-            "parameter_axes",
-            "tensor_parameters",
-            "forward",
-            "input_gradient",
-            "weight_gradient",
-            "activation_bytes",
-            "frozen_bytes",
-            "regions",
-            "sequence_calls",
-        )
-    }
+    names = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes")
+    names += (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "frozen_bytes",
+        "logits_bytes",
+        "regions",
+        "sequence_calls",
+    )
+    added = {name: getattr(layer, name) + getattr(behind, name) for name in names}
     return replace(
         layer,
         **added,
         output_bytes=behind.output_bytes or layer.output_bytes,
-        logits_bytes=layer.logits_bytes + behind.logits_bytes,
         widest_bytes=max(layer.widest_bytes, behind.widest_bytes),
     )
