@@ -47,8 +47,7 @@ if TYPE_CHECKING:
         track_memory as track_memory,
     )
     from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
-    from distlab.measure.runs.calls import measure_messages as measure_messages
-    from distlab.measure.runs.codec import measure_codec as measure_codec
+    from distlab.measure.runs.calls import measure_codec as measure_codec, measure_messages as measure_messages
     from distlab.measure.runs.predict import (
         CalibrationRound as CalibrationRound,
         median_calibration as median_calibration,

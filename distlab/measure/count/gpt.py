@@ -174,17 +174,18 @@ def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_expe
     found = [part for part in own if part is not None]
     if not found:
         return layer
-    works = [
+    forward, inputs, weights = (
         sum((getattr(part, name) for part in found), Work())
         for name in ("forward", "input_gradient", "weight_gradient")
-    ]
-    kernels = min(work.num_kernels for work in works) // num_experts
-    return replace(layer, experts=Experts(num_experts, top_k, top_k * sizes.row_bytes, *works, kernels))
+    )
+    kernels = min(work.num_kernels for work in (forward, inputs, weights)) // num_experts
+    experts = Experts(num_experts, top_k, top_k * sizes.row_bytes, forward, inputs, weights, kernels)
+    return replace(layer, experts=experts)
 
 
 def _joined(layer: Layer, behind: Layer) -> Layer:
     """Return two layers that follow one another as one."""
-    names = ("parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes")
+    names = ["parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes"]
     names += (
         "forward",
         "input_gradient",

@@ -11,36 +11,32 @@ units: in shared memory the computing rank copies them, which takes longer while
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.models import GPTConfig
+from distlab.comm.device import span_writer
+from distlab.hybrid import Hybrid
 from distlab.measure.count.expert_load import expert_loads, measure_alone_speedup, with_expert_loads
 from distlab.measure.count.gpt import make_gpt
 from distlab.measure.machine.ranks import on_first_rank, shared_cores
 from distlab.measure.machine.speed import Reference, fit_cluster, measure_round
-from distlab.measure.runs.calls import measure_calls
-from distlab.measure.runs.codec import measure_codec
+from distlab.measure.runs.calls import is_pipeline_alone, measure_calls, measure_codec
 from distlab.measure.runs.predict import (
     ByteCost,
     CalibrationRound,
     Overhead,
     bytes_of,
     costs_more,
-    predict_step,
-)
-from distlab.measure.runs.programs import (
-    Program,
     count_model,
-    is_pipeline_alone,
-    make_program,
-    program_kind,
-    sgd,
+    predict_step,
 )
 from distlab.measure.runs.windows import time_window
 from distlab.plan import Plan, Work, Workload
@@ -57,13 +53,22 @@ GUESSES = 6
 EXACT = 1e-4  # of a step: as close as a guess has to come
 
 
+LEARNING_RATE = 0.03
+MOMENTUM = 0.9
+
+
+def sgd(parameters: list[nn.Parameter], learning_rate: float = LEARNING_RATE) -> torch.optim.Optimizer:
+    """Make the optimizer of every timed training."""
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
+
+
 class CalibrationOfRun:
     """What a run's rounds measure. Every rank makes one, and calls the methods at the same time as the others.
 
     Args:
         plan: of the run to be predicted.
         order: of its axes, slowest first.
-        groups: the ranks along each axis of a mesh; {} for other programs.
+        groups: the ranks along each axis of its mesh; an axis that is left out has all ranks.
         device: where this rank computes.
         num_layers: blocks of the model to be predicted.
         num_experts: experts of a block; 0 for none.
@@ -81,10 +86,23 @@ class CalibrationOfRun:
         num_experts: int = 0,
         top_k: int = 2,
     ) -> None:
-        self.plan, self.groups, self.device = plan, groups, device
+        self.plan, self.order, self.groups, self.device = plan, tuple(order), groups, device
         self._works: dict[str, Work] = {}
-        sizes = {"num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
-        self._overhead = StepOverhead(plan, order, device, **sizes)
+        self._trained: list[tuple[Hybrid, torch.Tensor]] = []
+        experts = {"num_experts": num_experts, "top_k": top_k}
+        sizes = [
+            (reference_sizes(each, plan, num_layers), reference_samples(each, plan)) for each in references_of(plan)
+        ]
+        for config, samples in sizes:
+            model = make_gpt(config, 0, **experts).to(device)
+            spans = span_writer(dist.get_rank(), device)
+            hybrid = Hybrid(model, plan, partial(sgd, learning_rate=1e-6), order=order, spans=spans)
+            shape = (samples * plan.num_microbatches * plan.num_replicas, config.context)
+            tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+            self._trained.append((hybrid, tokens))
+        self._workloads = on_first_rank(
+            lambda: [count_model(config, samples, plan, device=device, **experts) for config, samples in sizes]
+        )
 
     def measure(self) -> CalibrationRound:
         """Take one round of measurements: the same result on every rank."""
@@ -94,70 +112,31 @@ class CalibrationOfRun:
             codec = measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
         alone_speedup = measure_alone_speedup(device) if plan.expert > 1 else 1.0
         measured = CalibrationRound(compute, measure_calls(plan, self.groups, device), codec, alone_speedup)
-        return replace(measured, overhead=self._overhead.measure(measured))
+        return replace(measured, overhead=self._overhead(measured))
 
     def close(self) -> None:
-        """Stop the threads that train the reference models."""
-        self._overhead.close()
+        """Take the reference models off their ranks."""
+        for hybrid, _ in self._trained:
+            hybrid.close()
 
-
-class StepOverhead:
-    """The overhead of a plan's steps. Every rank makes one, and calls its methods at the same time as the others."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        order: Sequence[str],
-        device: torch.device,
-        *,
-        num_layers: int = MANY_LAYERS,
-        num_experts: int = 0,
-        top_k: int = 2,
-    ) -> None:
-        self.plan, self.order, self.device = plan, tuple(order), device
-        sizes = [
-            (reference_sizes(each, plan, num_layers), reference_samples(each, plan)) for each in references_of(plan)
-        ]
-        kind = program_kind(plan, num_experts)
-        self._programs: list[Program] = []
-        self._steps: list[Callable[[], object]] = []
-        for config, samples in sizes:
-            model = make_gpt(config, 0, num_experts=num_experts, top_k=top_k)
-            barely_moving = partial(sgd, learning_rate=1e-6)
-            program = make_program(model, plan, barely_moving, device=device, kind=kind, order=order)
-            shape = (samples * plan.num_microbatches * plan.num_replicas, config.context)
-            tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
-            self._programs.append(program)
-            self._steps.append(partial(program.train_step, tokens, tokens))
-        counted = partial(count_model, num_experts=num_experts, top_k=top_k, device=device)
-        self._workloads = on_first_rank(lambda: [counted(*each, plan) for each in sizes])
-
-    def measure(self, measured: CalibrationRound) -> Overhead:
-        """Return the overhead beyond what a round without overhead explains: the same on every rank."""
-        seconds = [
-            median([time_window(step, 1, self.device)[0] for _ in range(REPEATS + 1)][1:])  # the first warms up
-            for step in self._steps
-        ]
-        loads = [expert_loads(program.modules, self.plan, self.device) for program in self._programs]
-        speedup, cores = measured.alone_speedup, shared_cores(self.device)
+    def _overhead(self, measured: CalibrationRound) -> Overhead:
+        """Return what the references' steps cost beyond what a round without overhead explains."""
+        seconds, loads = [], []
+        for hybrid, tokens in self._trained:
+            step = partial(hybrid.train_step, tokens, tokens)
+            times = [time_window(step, 1, self.device)[0] for _ in range(REPEATS + 1)]
+            seconds.append(median(times[1:]))  # the first warms up
+            loads.append(expert_loads(hybrid.stages.values(), self.plan, self.device))
 
         def solved() -> Overhead:
-            workloads = [
-                with_expert_loads(counted, load, self.plan, alone_speedup=speedup)
-                for counted, load in zip(self._workloads, loads, strict=True)
-            ]
-            costs = [
-                solve_cost(workload, each, measured, self.plan, order=self.order, cores=cores)
-                for workload, each in zip(workloads, seconds, strict=True)
-            ]
+            costs = []
+            for counted, step_s, load in zip(self._workloads, seconds, loads, strict=True):
+                loaded = with_expert_loads(counted, load, self.plan, alone_speedup=measured.alone_speedup)
+                cores = shared_cores(self.device)
+                costs.append(solve_cost(loaded, step_s, measured, self.plan, order=self.order, cores=cores))
             return Overhead(tuple(costs))
 
         return on_first_rank(solved)
-
-    def close(self) -> None:
-        """Stop the threads that train the reference models."""
-        for program in self._programs:
-            program.close()
 
 
 def solve_cost(

@@ -14,13 +14,29 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import numpy as np
+import torch
 
+from distlab.blocks.models import GPTConfig
+from distlab.measure.count.gpt import count_gpt, merge_stages, without_accumulation
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
-from distlab.measure.runs.calls import Calls, links_of
-from distlab.measure.runs.programs import is_pipeline_alone, program_kind
+from distlab.measure.runs.calls import Calls, is_data_parallel_alone, is_pipeline_alone, links_of
 from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
+
+
+def count_model(
+    config: GPTConfig, samples: int, plan: Plan, *, num_experts: int = 0, top_k: int = 2, device: torch.device
+) -> Workload:
+    """Count a micro-batch of the whole model in this process, as the plan's ranks run it: stages are layers.
+
+    Raises:
+        ValueError: a pipeline of layers with experts.
+    """
+    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=device)
+    if is_data_parallel_alone(plan) and plan.sharding.stage and not num_experts:
+        return without_accumulation(whole)
+    return merge_stages(whole, plan.pipeline * plan.stages_per_rank)
 
 
 class ByteCost(NamedTuple):
@@ -46,9 +62,9 @@ def costs_more(plan: Plan) -> str:
     """
     if is_pipeline_alone(plan):
         return "actions"
-    if program_kind(plan) == "replicas" and plan.sharding.stage:
+    if is_data_parallel_alone(plan) and plan.sharding.stage:
         return "calls"
-    return "codec" if program_kind(plan) == "replicas" and plan.compression is not None else "passes"
+    return "codec" if is_data_parallel_alone(plan) and plan.compression is not None else "passes"
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,7 @@ def bytes_of(layer: Layer, plan: Plan) -> float:
     """
     if costs_more(plan) == "calls" and plan.sharding.stage < 3:
         return float(plan.bucket_bytes)
-    if program_kind(plan) == "replicas":
+    if is_data_parallel_alone(plan):
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
@@ -176,7 +192,7 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
         own = action if SCHEDULES[plan.schedule].splits_backward else Work()
         return replace(
             layer,
-            forward=layer.forward if program_kind(plan) == "replicas" else layer.forward + more,
+            forward=layer.forward if is_data_parallel_alone(plan) else layer.forward + more,
             input_gradient=layer.input_gradient + more,
             weight_gradient=layer.weight_gradient + own,
         )
