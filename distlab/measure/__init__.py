@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from distlab.faces import lazy
 
 if TYPE_CHECKING:
-    from distlab.measure.count.gpt import count_gpt as count_gpt
     from distlab.measure.count.module import workload_from_module as workload_from_module
     from distlab.measure.machine.facts import (
         Machine as Machine,
@@ -41,18 +40,13 @@ if TYPE_CHECKING:
     )
     from distlab.measure.memory.measured import (
         KINDS as KINDS,
-        MeasuredMemory as MeasuredMemory,
         MemoryLimitError as MemoryLimitError,
         storage_bytes as storage_bytes,
         track_memory as track_memory,
     )
     from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
     from distlab.measure.runs.calls import measure_codec as measure_codec, measure_messages as measure_messages
-    from distlab.measure.runs.predict import (
-        CalibrationRound as CalibrationRound,
-        median_calibration as median_calibration,
-        predict_step as predict_step,
-    )
+    from distlab.measure.runs.predict import median_calibration as median_calibration
     from distlab.measure.runs.run import (
         RunResult as RunResult,
         TrainingRun as TrainingRun,

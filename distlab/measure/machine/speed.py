@@ -40,6 +40,7 @@ from distlab.measure.machine.ranks import (
     now,
     on_first_rank,
     shared_cores,
+    time_calls,
 )
 from distlab.measure.machine.rates import Rates, best_device, measure_rates, precisions
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
@@ -230,12 +231,7 @@ def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGr
     cores = shared_cores(device)
     crowd = 1 if cores is None else max(1, dist.get_world_size() // (4 * cores))  # 64 ranks on two cores: 8
     repeats = max(1, max(FEW, min(MANY, 16_000_000 // num_bytes)) // crowd)
-    dist.all_reduce(tensor, group=group)
-    dist.barrier()
-    start = now(device)
-    for _ in range(repeats):
-        dist.all_reduce(tensor, group=group)
-    return (now(device) - start) / repeats
+    return time_calls(lambda: dist.all_reduce(tensor, group=group), repeats, device)
 
 
 def _time_contention(device: torch.device) -> tuple[float, float]:

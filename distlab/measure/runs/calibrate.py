@@ -5,8 +5,8 @@ that move messages compete with the ranks for the cores, and hooks run between l
 does. A bucket to encode has left the cache. We measure this on two small transformers that are not the model to be
 predicted, trained by the same plan. Their steps take longer than the simulator says; `costs_more` says what costs more.
 The references of a mesh differ in the rows that a block hands on, since a part of its cost grows with them: they are
-cut, copied and put together again on the way to a call. Those of sharding in stage 3 differ in the bytes of their
-units: in shared memory the computing rank copies them, which takes longer while others use the memory.
+cut, copied and put together again on the way to a call. Those of replicas differ in the bytes of gradients: in shared
+memory the computing rank copies them, which takes longer while others use the memory.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.models import GPTConfig
 from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
-from distlab.measure.count.expert_load import expert_loads, measure_alone_speedup, with_expert_loads
+from distlab.measure.count.expert_load import expert_loads, with_expert_loads
 from distlab.measure.count.gpt import make_gpt
 from distlab.measure.machine.ranks import on_first_rank, shared_cores
 from distlab.measure.machine.speed import Reference, fit_cluster, measure_round
-from distlab.measure.runs.calls import is_pipeline_alone, measure_calls, measure_codec
+from distlab.measure.runs.calls import is_data_parallel_alone, is_pipeline_alone, measure_calls, measure_codec
 from distlab.measure.runs.predict import (
     ByteCost,
     CalibrationRound,
     Overhead,
     bytes_of,
-    costs_more,
     count_model,
     predict_step,
 )
 from distlab.measure.runs.windows import time_window
 from distlab.plan import Plan, Work, Workload
 
-# Layers of a pipeline's references: as many as stages, and one; of the others: two per stage, or one where the model to
-# be predicted has no more: what a stage costs, however many blocks it has, is counted with its blocks.
+# Layers of a pipeline's references: as many as stages, and one; of the others: as many per stage as the model to be
+# predicted has, four at most: what a step costs, however many blocks it has, is counted with its blocks.
 # Samples of a pipeline's references are those of a micro-batch; of the others, of all micro-batches and replicas.
 PIPELINE_REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))
 MESH_REFERENCES = (Reference(64, 0, 48, 2), Reference(96, 0, 96, 10))
@@ -110,8 +109,7 @@ class CalibrationOfRun:
         compute, codec = measure_round(device, works=self._works), None
         if plan.compression is not None:
             codec = measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
-        alone_speedup = measure_alone_speedup(device) if plan.expert > 1 else 1.0
-        measured = CalibrationRound(compute, measure_calls(plan, self.groups, device), codec, alone_speedup)
+        measured = CalibrationRound(compute, measure_calls(plan, self.groups, device), codec)
         return replace(measured, overhead=self._overhead(measured))
 
     def close(self) -> None:
@@ -129,10 +127,9 @@ class CalibrationOfRun:
             loads.append(expert_loads(hybrid.stages.values(), self.plan, self.device))
 
         def solved() -> Overhead:
-            costs = []
+            costs, cores = [], shared_cores(self.device)
             for counted, step_s, load in zip(self._workloads, seconds, loads, strict=True):
-                loaded = with_expert_loads(counted, load, self.plan, alone_speedup=measured.alone_speedup)
-                cores = shared_cores(self.device)
+                loaded = with_expert_loads(counted, load, self.plan, cores=cores)
                 costs.append(solve_cost(loaded, step_s, measured, self.plan, order=self.order, cores=cores))
             return Overhead(tuple(costs))
 
@@ -176,7 +173,7 @@ def references_of(plan: Plan) -> Sequence[Reference]:
     """Return the models whose steps tell a plan's overhead; none for a rank that trains alone, which has none."""
     if plan.world_size == 1:
         return ()
-    if costs_more(plan) in ("calls", "codec"):
+    if is_data_parallel_alone(plan):
         return REPLICA_REFERENCES
     return PIPELINE_REFERENCES if is_pipeline_alone(plan) else MESH_REFERENCES
 
@@ -187,7 +184,7 @@ def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAY
     positions = plan.context * plan.tensor * (2 if plan.context > 1 else 1)
     num_stages = plan.pipeline * plan.stages_per_rank
     return GPTConfig(
-        num_layers=num_stages + 1 if is_pipeline_alone(plan) else num_stages * min(2, -(-num_layers // num_stages)),
+        num_layers=num_stages + 1 if is_pipeline_alone(plan) else num_stages * min(4, -(-num_layers // num_stages)),
         num_heads=num_heads,
         hidden_size=_multiple(reference.hidden_size, num_heads),
         context=_multiple(reference.context, positions),

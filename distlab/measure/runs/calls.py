@@ -30,7 +30,7 @@ from distlab.comm.p2p import Receive, Send, start
 from distlab.compression import make_hook
 from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine.fit import fit_line
-from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now
+from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, time_calls
 from distlab.plan import Cluster, Link, Plan
 from distlab.plan.compression import Compression, exchanges
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
@@ -111,10 +111,10 @@ def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.
         return {"send": measure_messages(device)}
     found = {}
     for kind, axes in kinds_of_calls(plan).items():
-        rows = [
-            [_time(_call(kind, size, groups.get(axis), device), size, device) for size in MESSAGE_BYTES]
-            for axis in axes
-        ]
+        repeats = [max(FEW, min(MANY, ENOUGH_BYTES // size)) for size in MESSAGE_BYTES]
+        calls = [[_call(kind, size, groups.get(axis), device) for size in MESSAGE_BYTES] for axis in axes]
+        with torch.no_grad():
+            rows = [[time_calls(*each, device) for each in zip(own, repeats, strict=True)] for own in calls]
         seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
         found[kind] = CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, tuple(seconds))
     return found
@@ -197,18 +197,6 @@ def _call(kind: str, num_bytes: int, group: ProcessGroup | None, device: torch.d
         "send": send,
     }
     return calls[kind]
-
-
-@torch.no_grad()
-def _time(call: Callable[[], object], num_bytes: int, device: torch.device) -> float:
-    """Return the seconds of one call of several that follow one another; the first warms up."""
-    repeats = max(FEW, min(MANY, ENOUGH_BYTES // num_bytes))
-    call()
-    dist.barrier()
-    begin = now(device)
-    for _ in range(repeats):
-        call()
-    return (now(device) - begin) / repeats
 
 
 def measure_codec(compression: Compression, cluster: Cluster, *, device: torch.device) -> MeasuredCodec:

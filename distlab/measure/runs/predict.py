@@ -21,7 +21,7 @@ from distlab.measure.count.gpt import count_gpt, merge_stages, without_accumulat
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
 from distlab.measure.runs.calls import Calls, is_data_parallel_alone, is_pipeline_alone, links_of
-from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
+from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Plan, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
 
 
@@ -55,15 +55,12 @@ def costs_more(plan: Plan) -> str:
     """Say what of a plan's steps costs more than it does alone, each time.
 
     - "actions" of a pipeline: choosing one, posting and receiving messages, entering autograd.
-    - "calls" of sharding, a gather or a scatter: what they take from the computing rank.
     - "codec": encoding and decoding.
     - "passes" of blocks on any other mesh, forward and backward: entering autograd functions, copies on the way to a
-      call, waiting for the slower rank; in replicas backward alone, which their all-reduces slow down.
+      call, waiting for the slower rank; of replicas that hold whole blocks backward alone, which their calls slow down.
     """
     if is_pipeline_alone(plan):
         return "actions"
-    if is_data_parallel_alone(plan) and plan.sharding.stage:
-        return "calls"
     return "codec" if is_data_parallel_alone(plan) and plan.compression is not None else "passes"
 
 
@@ -93,14 +90,12 @@ class CalibrationRound:
         compute: how fast ranks compute, all of them at once.
         calls: seconds of each kind of call that the plan makes, timed alone.
         codec: encoding and decoding, timed alone, where the plan compresses gradients.
-        alone_speedup: how many times faster a rank computes while the others wait; measured for plans with experts.
         overhead: what steps cost beyond these.
     """
 
     compute: Round
     calls: Calls = field(default_factory=dict)
     codec: MeasuredCodec | None = None
-    alone_speedup: float = 1.0
     overhead: Overhead = Overhead()
 
 
@@ -145,10 +140,6 @@ def predict_step(
         # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
         link = links.pop("send")
         cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
-    if more == "calls" and overhead.costs:
-        fixed_s, s_per_byte = fit_bytes(overhead.costs)
-        start = Link("start", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
-        links |= {"all_gather start": start, "reduce_scatter start": start}
     codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
     costed = _with_overhead(workload, overhead, cluster, plan)
     return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
@@ -160,12 +151,7 @@ def num_blocks(layer: Layer) -> int:
 
 
 def bytes_of(layer: Layer, plan: Plan) -> float:
-    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients.
-
-    Sharding's calls in stages 1 and 2 have the bytes of a bucket, whatever the layer.
-    """
-    if costs_more(plan) == "calls" and plan.sharding.stage < 3:
-        return float(plan.bucket_bytes)
+    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients."""
     if is_data_parallel_alone(plan):
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
@@ -184,6 +170,7 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
     fixed_s, s_per_byte = fit_bytes(overhead.costs if costs_more(plan) == "passes" else ())
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     rate = cluster.device.matmul_flops_per_s
+    waits_for_nobody = is_data_parallel_alone(plan) and plan.sharding.stage < 3
     action = Work(rate * overhead.action_s) if costs_more(plan) == "actions" else Work()
 
     def costed(layer: Layer) -> Layer:
@@ -192,7 +179,7 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
         own = action if SCHEDULES[plan.schedule].splits_backward else Work()
         return replace(
             layer,
-            forward=layer.forward if is_data_parallel_alone(plan) else layer.forward + more,
+            forward=layer.forward if waits_for_nobody else layer.forward + more,
             input_gradient=layer.input_gradient + more,
             weight_gradient=layer.weight_gradient + own,
         )

@@ -222,9 +222,9 @@ class RunResult:
 
     def _step(self, loads: Sequence[float], measured: CalibrationRound) -> Step:
         """Simulate a step with experts as busy as these loads say."""
-        run, speedup = self.run, self._middle.alone_speedup
-        loaded = with_expert_loads(self.reports[0].counted, loads, run.plan, alone_speedup=speedup)
-        return predict_step(loaded, measured, run.plan, order=run.order, cores=shared_cores(torch.device(run.device)))
+        run, cores = self.run, shared_cores(torch.device(self.run.device))
+        loaded = with_expert_loads(self.reports[0].counted, loads, run.plan, cores=cores)
+        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
 
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
