@@ -16,8 +16,7 @@ from distlab.measure import (
     operators_of,
     workload_from_module,
 )
-from distlab.measure.machine.rates import LAYOUTS, Operator
-from distlab.measure.machine.saved import with_rates
+from distlab.measure.machine.rates import LAYOUTS, Operator, best_device
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from simulator import simulate
 
@@ -105,7 +104,7 @@ def test_rates_are_measured_kept_and_read_again(tmp_path):
     assert len(rates.matmul["NN"]) == len(rates.sizes) ** 3
     assert all(rate > 0 for table in (*rates.matmul.values(), *rates.attention.values()) for rate in table)
     assert rates.operator_host_s > 0
-    cluster = with_rates(Cluster("one", BASE, 1, 1, ALONE, ALONE), (made(), rates))
+    cluster = Cluster("one", best_device(rates, BASE), 1, 1, ALONE, ALONE)
     assert cluster.device.matmul_flops_per_s == max(max(table) for table in rates.matmul.values())
     assert cluster.device.kernel_s == 0.0
     kept = Calibration(cluster, {"a": 0.1}, 1.0, "a machine", (made(), rates))

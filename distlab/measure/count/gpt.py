@@ -4,22 +4,30 @@
 experts exchange, and which ranks divide which parameter. So the simulator can time any plan from one count in one
 process.
 
+How unevenly tokens fall on the ranks that share experts is taken from timed steps (`expert_loads`), and makes a
+workload what its busiest rank has. Only a balance loss makes a router choose evenly: without one a few updates are
+enough for two experts to get all tokens. The others wait in the exchange, so a layer of experts takes as long as on the
+rank with the most tokens. A rank that computes while the others wait has a core to itself: where ranks share cores it
+is faster then. At n times the speed of a rank among n an uneven load would cost nothing.
+
 Symbols: B samples of a micro-batch, S positions, H features, A heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.expert_parallel import mix_experts
+from distlab.expert_parallel import Load, mix_experts
 from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, count_layers
-from distlab.plan import Attention, Experts, Layer, Region, Work, Workload, split_evenly
+from distlab.plan import Attention, Experts, Layer, Plan, Region, Work, Workload, split_evenly
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
 NUMBER_BYTES = 4  # of a float32
@@ -201,4 +209,54 @@ def _joined(layer: Layer, behind: Layer) -> Layer:
         **added,
         output_bytes=behind.output_bytes or layer.output_bytes,
         widest_bytes=max(layer.widest_bytes, behind.widest_bytes),
+    )
+
+
+def expert_loads(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
+    """Return the busiest rank's tokens over its even share, in the last forward pass; every rank calls this.
+
+    Returns:
+        One number per layer of experts, in forward order; () for none. 1 is even; the most is the number of ranks that
+        share them.
+    """
+    loads = [load for module in modules for each in module.modules() if (load := getattr(each, "load", None))]
+    kept = [load.kept for load in loads if isinstance(load, Load)]
+    if not kept:
+        return ()
+    counts = torch.tensor(kept, dtype=torch.float64, device=device)  # [layers, experts]
+    dist.all_reduce(counts)
+    ends = split_evenly(counts.shape[1], plan.expert)
+    of_ranks = torch.stack([counts[:, start:stop].sum(1) for start, stop in ends])
+    even = counts.sum(1) * max(stop - start for start, stop in ends) / counts.shape[1]
+    return tuple((of_ranks.max(0).values / even).tolist())
+
+
+def with_expert_loads(workload: Workload, loads: Sequence[float], plan: Plan, *, cores: int | None = None) -> Workload:
+    """Return the workload with each layer's experts busier by a factor; () leaves it as it is.
+
+    Args:
+        workload: counted with even loads.
+        loads: of each layer of experts, as `expert_loads` returns them.
+        plan: whose ranks share the experts.
+        cores: shared by all ranks; None: one core for each.
+    """
+    if not loads or plan.expert == 1:
+        return workload
+    faster = max(1.0, plan.world_size / cores) if cores else 1.0  # while the others wait
+    felt = max(0.0, (plan.expert / faster - 1) / (plan.expert - 1))  # of what the busiest rank has beyond its share
+    left = iter(loads)
+    layers = [_busier(layer, 1 + felt * (next(left) - 1)) if layer.experts else layer for layer in workload.layers]
+    return replace(workload, layers=tuple(layers))
+
+
+def _busier(layer: Layer, factor: float) -> Layer:
+    experts = layer.experts
+    assert experts is not None, "asked for layers with experts alone"
+    names = ("forward", "input_gradient", "weight_gradient")
+    busier = {name: getattr(experts, name).times(factor) for name in names}
+    rest = {name: getattr(layer, name).without(getattr(experts, name)) for name in names}
+    return replace(
+        layer,
+        experts=replace(experts, **busier, row_bytes=round(factor * experts.row_bytes)),
+        **{name: rest[name] + busier[name] for name in names},
     )

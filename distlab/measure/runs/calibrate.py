@@ -3,7 +3,7 @@
 The overhead is what steps cost beyond their work and their calls, each of which is timed alone. In a step the threads
 that move messages compete with the ranks for the cores, and hooks run between layers. A call ends when the slower rank
 does. A bucket to encode has left the cache. We measure this on two small transformers that are not the model to be
-predicted, trained by the same plan. Their steps take longer than the simulator says; `costs_more` says what costs more.
+predicted, trained by the same plan. Their steps take longer than the simulator says.
 The references of a mesh differ in the rows that a block hands on, since a part of its cost grows with them: they are
 cut, copied and put together again on the way to a call. Those of replicas differ in the bytes of gradients: in shared
 memory the computing rank copies them, which takes longer while others use the memory.
@@ -24,11 +24,10 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.models import GPTConfig
 from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
-from distlab.measure.count.expert_load import expert_loads, with_expert_loads
-from distlab.measure.count.gpt import make_gpt
+from distlab.measure.count.gpt import expert_loads, make_gpt, with_expert_loads
 from distlab.measure.machine.ranks import on_first_rank, shared_cores
 from distlab.measure.machine.speed import Reference, fit_cluster, measure_round
-from distlab.measure.runs.calls import is_data_parallel_alone, is_pipeline_alone, measure_calls, measure_codec
+from distlab.measure.runs.calls import is_data_parallel_alone, measure_calls, measure_codec
 from distlab.measure.runs.predict import (
     ByteCost,
     CalibrationRound,
@@ -40,18 +39,14 @@ from distlab.measure.runs.predict import (
 from distlab.measure.runs.windows import time_window
 from distlab.plan import Plan, Work, Workload
 
-# Layers of a pipeline's references: as many as stages, and one; of the others: as many per stage as the model to be
-# predicted has, four at most: what a step costs, however many blocks it has, is counted with its blocks.
-# Samples of a pipeline's references are those of a micro-batch; of the others, of all micro-batches and replicas.
-PIPELINE_REFERENCES = (Reference(64, 0, 96, 2), Reference(96, 0, 48, 4))
+# Layers of a reference: as many per stage as the model to be predicted has, four at most: what a step costs, however
+# many blocks it has, is counted with its blocks. Samples are those of all micro-batches and replicas.
 MESH_REFERENCES = (Reference(64, 0, 48, 2), Reference(96, 0, 96, 10))
 REPLICA_REFERENCES = (Reference(64, 0, 96, 4), Reference(160, 0, 48, 8))  # units of 0.2 and 1.2 MB: most are between
 MANY_LAYERS = 1 << 30  # of a model of which nothing else is known
 REPEATS = 4
 GUESSES = 6
 EXACT = 1e-4  # of a step: as close as a guess has to come
-
-
 LEARNING_RATE = 0.03
 MOMENTUM = 0.9
 
@@ -173,9 +168,7 @@ def references_of(plan: Plan) -> Sequence[Reference]:
     """Return the models whose steps tell a plan's overhead; none for a rank that trains alone, which has none."""
     if plan.world_size == 1:
         return ()
-    if is_data_parallel_alone(plan):
-        return REPLICA_REFERENCES
-    return PIPELINE_REFERENCES if is_pipeline_alone(plan) else MESH_REFERENCES
+    return REPLICA_REFERENCES if is_data_parallel_alone(plan) else MESH_REFERENCES
 
 
 def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAYERS) -> GPTConfig:
@@ -184,7 +177,7 @@ def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAY
     positions = plan.context * plan.tensor * (2 if plan.context > 1 else 1)
     num_stages = plan.pipeline * plan.stages_per_rank
     return GPTConfig(
-        num_layers=num_stages + 1 if is_pipeline_alone(plan) else num_stages * min(4, -(-num_layers // num_stages)),
+        num_layers=num_stages * min(4, -(-num_layers // num_stages)),
         num_heads=num_heads,
         hidden_size=_multiple(reference.hidden_size, num_heads),
         context=_multiple(reference.context, positions),
@@ -194,8 +187,6 @@ def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAY
 
 def reference_samples(reference: Reference, plan: Plan) -> int:
     """Return the samples of a micro-batch of a replica, one at least."""
-    if is_pipeline_alone(plan):
-        return reference.samples
     return -(-reference.samples // (plan.num_microbatches * plan.num_replicas))
 
 

@@ -32,8 +32,7 @@ from distlab.blocks.models import GPTConfig
 from distlab.comm import run as run_on_ranks
 from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
-from distlab.measure.count.expert_load import expert_loads, with_expert_loads
-from distlab.measure.count.gpt import make_gpt
+from distlab.measure.count.gpt import expert_loads, make_gpt, with_expert_loads
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
 from distlab.measure.runs.calibrate import CalibrationOfRun, sgd
 from distlab.measure.runs.calls import is_pipeline_alone
