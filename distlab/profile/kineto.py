@@ -85,32 +85,20 @@ def events_of(document: Any, events: Sequence[Any]) -> list[KinetoEvent]:
     base = document.get("baseTimeNanoseconds", 0) if isinstance(document, dict) else 0
     base_ns, found = base if type(base) is int else 0, []
     for index, event in enumerate(events):
-        if not isinstance(event, dict):
-            raise ValueError(f"event {index} is {str(event)[:40]}; expected an object")
-        if event.get("ph") != "X":
-            continue
-        start_ns = _nanoseconds(event, index, "ts")
-        end_ns = start_ns + _nanoseconds({"dur": 0} | event, index, "dur")
-        if end_ns < start_ns:
-            raise ValueError(f"event {index} lasts {event['dur']} us; expected a duration of at least 0")
-        if abs(end_ns + base_ns) >= 2**63 or abs(start_ns + base_ns) >= 2**63:
-            raise ValueError(f"baseTimeNanoseconds is {str(base_ns)[:40]}; expected nanoseconds since 1970")
+        try:
+            if event.get("ph") != "X":
+                continue
+            start_ns = round(1000 * float(event["ts"])) + base_ns
+            end_ns = start_ns + round(1000 * float(event.get("dur", 0)))
+            if not -(2**63) < start_ns <= end_ns < 2**63:
+                raise ValueError(f"it is from {start_ns} to {end_ns} ns")
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            wanted = "expected an object with ts and dur in microseconds, dur of at least 0"
+            raise ValueError(f"event {index} is {str(event)[:80]}: {error}; {wanted}") from None
         args = event.get("args")
         words = str(event.get("name", "")), str(event.get("cat", "")), f"{event.get('pid')} {event.get('tid')}"
-        found.append(KinetoEvent(start_ns + base_ns, end_ns + base_ns, *words, args if isinstance(args, dict) else {}))
+        found.append(KinetoEvent(start_ns, end_ns, *words, args if isinstance(args, dict) else {}))
     return found
-
-
-def _nanoseconds(event: dict[str, Any], index: int, field: str) -> int:
-    """Turn a field's microseconds, which may be written as text, into whole nanoseconds."""
-    value = event.get(field)
-    try:
-        microseconds = float(value)  # type: ignore[arg-type]
-        if not abs(microseconds) <= 4e15:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise ValueError(f"event {index}: {field} is {str(value)[:40]!r}; expected a number of microseconds") from None
-    return round(microseconds * 1000)
 
 
 def is_call(name: str) -> bool:
