@@ -9,16 +9,7 @@ import torch.distributed as dist
 
 from distlab.blocks.models import GPTConfig
 from distlab.expert_parallel import Load
-from distlab.measure import (
-    CalibrationOfRun,
-    RankReport,
-    Round,
-    RunResult,
-    TrainingRun,
-    measure_codec,
-    overlay_of_run,
-    time_training,
-)
+from distlab.measure import CalibrationOfRun, RankReport, Round, RunResult, TrainingRun, overlay_of_run, time_training
 from distlab.measure.count.gpt import (
     count_gpt,
     expert_loads,
@@ -29,18 +20,9 @@ from distlab.measure.count.gpt import (
 )
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Observation
+from distlab.measure.runs import calls as timed_calls
 from distlab.measure.runs.calibrate import MESH_REFERENCES, reference_samples, reference_sizes, solve_cost
-from distlab.measure.runs.calls import (
-    BUCKET_REPEATS,
-    COLUMNS,
-    IN_A_ROW,
-    MESSAGE_BYTES,
-    ROWS,
-    CallTimes,
-    kinds_of_calls,
-    links_of,
-    steps_of,
-)
+from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_codec, steps_of
 from distlab.measure.runs.predict import (
     ByteCost,
     CalibrationRound,
@@ -393,7 +375,8 @@ def test_every_rank_gets_one_codec_from_the_calls_that_are_predicted(ranks, comp
     assert (first.compression, first.num_ranks) == (compression, 2)
     assert first.encode_s + first.encode_s_per_byte > 0
     sizes = [call.num_bytes for call in two.records().calls(0) if call.op in ("all_gather", "all_reduce")]
-    buckets = [exchanges(compression, ((rows - 1, COLUMNS), (COLUMNS,))) for rows in ROWS]
-    each = (BUCKET_REPEATS + 1) * IN_A_ROW  # one warms up
+    columns = timed_calls.COLUMNS
+    buckets = [exchanges(compression, ((rows - 1, columns), (columns,))) for rows in timed_calls.ROWS]
+    each = (timed_calls.BUCKET_REPEATS + 1) * timed_calls.IN_A_ROW  # one warms up
     expected = Counter(call.num_bytes for calls in buckets for call in calls * each)
     assert {size: sizes.count(size) for size in expected} == expected
