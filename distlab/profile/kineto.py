@@ -114,16 +114,14 @@ def call_kind(name: str, args: dict[str, Any]) -> str:
 
 def num_bytes(call: KinetoEvent) -> int:
     """Return the bytes that a rank gives to a call, as far as the trace says."""
-    elements, dtype = call.args.get("In msg nelems"), str(call.args.get("dtype", "")).lower()
-    if type(elements) is int and elements > 0:
-        return elements * SIZES.get(dtype, 1)
-    shapes, types = call.args.get("Input Dims"), call.args.get("Input type")  # of gloo, with record_shapes=True
-    if not isinstance(shapes, list) or not isinstance(types, list):
+    told = call.args
+    try:
+        if elements := told.get("In msg nelems"):
+            return int(elements * SIZES.get(str(told.get("dtype", "")).lower(), 1))
+        pairs = zip(told["Input Dims"], told["Input type"], strict=False)  # of gloo, with record_shapes=True
+        return sum(math.prod(shape) * SIZES.get(str(kind).lower(), 1) for shape, kind in pairs if shape)
+    except (KeyError, TypeError):
         return 0
-    if not all(isinstance(shape, list) and all(type(size) is int for size in shape) for shape in shapes):
-        return 0
-    sizes = (SIZES.get(str(kind).lower(), 1) for kind in types)
-    return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=False) if shape)
 
 
 def lane_of(call: KinetoEvent, world_size: int) -> str:

@@ -117,7 +117,8 @@ def count_layers(
                 optimizer.step()
     finally:
         module.load_state_dict(state)
-        state_bytes = _optimizer_bytes(optimizer)
+        kept = [t for entry in optimizer.state.values() for t in _tensors(entry) if t.dim() > 0] if optimizer else []
+        state_bytes = sum(t.numel() * t.element_size() for t in kept)
         if optimizer is not None and optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)
         for parameter, gradient in gradients:
@@ -166,27 +167,19 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _as_layer(name: str, counts: _Counts) -> Layer:
+    def called(work: Work, kernels_each: int) -> Work:
+        return replace(work, num_kernels=kernels_each * work.num_kernels)
+
     alike = ("activation", "output", "input", "logits", "widest", "frozen")
     return Layer(
         name=name,
         parameter_sizes=tuple(p.numel() for p in counts.parameters),
         parameter_shapes=tuple(tuple(p.shape) for p in counts.parameters),
-        forward=_called(counts.forward, FORWARD_KERNELS),
-        input_gradient=_called(counts.input_gradient, BACKWARD_KERNELS),
-        weight_gradient=_called(counts.weight_gradient, BACKWARD_KERNELS),
+        forward=called(counts.forward, FORWARD_KERNELS),
+        input_gradient=called(counts.input_gradient, BACKWARD_KERNELS),
+        weight_gradient=called(counts.weight_gradient, BACKWARD_KERNELS),
         **{f"{each}_bytes": getattr(counts, f"{each}_bytes") for each in alike},
     )
-
-
-def _called(work: Work, kernels_each: int) -> Work:
-    return replace(work, num_kernels=kernels_each * work.num_kernels)
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    if optimizer is None:
-        return 0
-    tensors = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
 
 
 class _Counter(TorchDispatchMode):

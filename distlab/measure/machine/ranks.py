@@ -32,12 +32,13 @@ def now(device: torch.device) -> float:
 
 def time_calls(call: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Return the seconds of one call of several that follow one another; the first, before a barrier, warms up."""
-    call()
-    dist.barrier()
-    begin = now(device)
-    for _ in range(repeats):
+    with torch.no_grad():
         call()
-    return (now(device) - begin) / repeats
+        dist.barrier()
+        begin = now(device)
+        for _ in range(repeats):
+            call()
+        return (now(device) - begin) / repeats
 
 
 class Starter:

@@ -261,9 +261,10 @@ def _operator(func: Any, args: Any, kwargs: Any, result: Any) -> Operator:
     return Operator("memory", (), work.memory_bytes)
 
 
-def precisions(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the precisions that a calibration measures: float32, and the half precision that the device has."""
-    if device.type != "cuda":
-        return (torch.float32,)
-    has_bfloat16 = seam.capability(device) >= BF16_CAPABILITY
-    return torch.float32, torch.bfloat16 if has_bfloat16 else torch.float16
+def measure_precisions(kind: str) -> tuple[Rates, ...]:
+    """Measure this rank's device in float32, and a GPU in the half precision that it has."""
+    device = seam.device_of(kind, 0)
+    dtypes = [torch.float32]
+    if device.type == "cuda":
+        dtypes.append(torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16)
+    return tuple(measure_rates(device, dtype) for dtype in dtypes)

@@ -42,7 +42,7 @@ from distlab.measure.machine.ranks import (
     shared_cores,
     time_calls,
 )
-from distlab.measure.machine.rates import Rates, best_device, measure_rates, precisions
+from distlab.measure.machine.rates import Rates, best_device, measure_precisions
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s, fit_link
 
@@ -320,7 +320,9 @@ def calibrate(
         progress: called on rank 0 with the whole seconds that have passed.
     """
     start = time.monotonic()
-    rates = run(partial(_measure_rates, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0] if device != "cpu" else ()
+    rates: tuple[Rates, ...] = ()
+    if device != "cpu":
+        rates = run(partial(measure_precisions, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0]
     made = Nodes.for_ranks(nodes, num_ranks)
     job = partial(_measure_rounds, device, made.count, seconds, progress)
     rounds = run(job, num_ranks, nodes=made, timeout_s=30 * seconds + 60, record=False)[0]
@@ -371,12 +373,6 @@ def _measure_rounds(
         more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < seconds)
         dist.broadcast(more, 0)  # clocks differ; one rank decides
     return rounds
-
-
-def _measure_rates(device_kind: str) -> tuple[Rates, ...]:
-    """Run on one rank: measure its device in each precision."""
-    device = device_of(device_kind, 0)
-    return tuple(measure_rates(device, dtype) for dtype in precisions(device))
 
 
 def _made(kind: Any, value: Any) -> Any:

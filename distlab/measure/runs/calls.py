@@ -3,9 +3,8 @@
 Each kind of call gets a line of its own, fitted to its times, since on one machine kinds of call differ by more than
 the theory of rings says. Which calls are timed follows from the plan:
 
-- A pipeline without other axes (`measure_messages`): a message to the next rank.
-- Any other plan: each kind of call on the groups of its axis, all groups at once. On 2 x 2 ranks two tensor groups sum
-  at the same time, and share the wires. Replicas' all-reduces are those of `speed`.
+- Each kind of call is timed on the groups of its axis, all groups at once. On 2 x 2 ranks two tensor groups sum at the
+  same time, and share the wires. Replicas' all-reduces are those of `speed`.
 - A plan that compresses gradients: the hook too (`measure_codec`), seconds to encode and to decode a bucket, without
   the sending. All ranks do it for so long that ranks which share a core take turns on it: one bucket alone is over
   before the other ranks have woken up. So several buckets are encoded in a row (what `start` takes). Then the exchanges
@@ -30,7 +29,7 @@ from distlab.comm.p2p import Receive, Send, start
 from distlab.compression import make_hook
 from distlab.context_parallel.all_to_all import trade
 from distlab.measure.machine.fit import fit_line
-from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now, time_calls
+from distlab.measure.machine.ranks import mean_over_ranks, now, time_calls
 from distlab.plan import Cluster, Link, Plan
 from distlab.plan.compression import Compression, exchanges
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
@@ -42,7 +41,6 @@ from simulator.units import to_s
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 ENOUGH_BYTES = 8_000_000  # a call is repeated until it sent so much, within limits
 FEW, MANY = 3, 24
-ROUND_TRIPS = 11
 LEAST_S = 1e-9  # a part that takes no time needs a line too
 
 BUCKET_REPEATS = 3  # of each bucket, after one that warms up
@@ -107,47 +105,29 @@ def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.
         groups: the ranks along each axis of a mesh; an axis that is left out has all ranks.
         device: where this rank computes.
     """
-    if is_pipeline_alone(plan):
-        return {"send": measure_messages(device)}
-    found = {}
-    for kind, axes in kinds_of_calls(plan).items():
-        repeats = [max(FEW, min(MANY, ENOUGH_BYTES // size)) for size in MESSAGE_BYTES]
-        calls = [[_call(kind, size, groups.get(axis), device) for size in MESSAGE_BYTES] for axis in axes]
-        with torch.no_grad():
-            rows = [[time_calls(*each, device) for each in zip(own, repeats, strict=True)] for own in calls]
-        seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
-        found[kind] = CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, tuple(seconds))
-    return found
+    return {
+        kind: _times(kind, [groups.get(axis) for axis in axes], device) for kind, axes in kinds_of_calls(plan).items()
+    }
 
 
 def measure_messages(device: torch.device) -> CallTimes:
-    """Time a message from one rank to the next, as the pipeline sends it; every rank calls this at the same time.
-
-    Each rank has posted its receive, and one message goes round all ranks.
-    """
+    """Time a message from each rank to the next, as a pipeline sends it; every rank calls this at the same time."""
     if dist.get_world_size() == 1:
         return CallTimes(Steps(1, 1.0), MESSAGE_BYTES, (LEAST_S,) * len(MESSAGE_BYTES))
-    seconds = largest_over_ranks([_time_message(size, device) for size in MESSAGE_BYTES], device)
-    return CallTimes(Steps(1, 1.0), MESSAGE_BYTES, tuple(seconds))
+    return _times("send", [None], device)
 
 
-def _time_message(num_bytes: int, device: torch.device) -> float:
-    """Pass a message on from rank to rank, round and round; each rank's receive waits for it already."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    sent, arrives = torch.zeros(num_bytes // 4, device=device), torch.empty(num_bytes // 4, device=device)
-    times = []
-    for _ in range(ROUND_TRIPS + 1):
-        receive = start(Receive(arrives, (rank - 1) % num_ranks))
-        dist.barrier()
-        begin = now(device)
-        if rank != 0:
-            receive.wait()
-        send = start(Send(sent, (rank + 1) % num_ranks))
-        if rank == 0:
-            receive.wait()
-        times.append((now(device) - begin) / num_ranks)
-        send.wait()
-    return float(np.median(times[1:])) if rank == 0 else 0.0  # only rank 0 sees whole round trips
+def _times(kind: str, groups: Sequence[ProcessGroup | None], device: torch.device) -> CallTimes:
+    """Time a kind of call on each of these groups; take the mean over groups and ranks."""
+    rows = [
+        [
+            time_calls(_call(kind, size, group, device), max(FEW, min(MANY, ENOUGH_BYTES // size)), device)
+            for size in MESSAGE_BYTES
+        ]
+        for group in groups
+    ]
+    seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
+    return CallTimes(steps_of(kind, dist.get_world_size(groups[0])), MESSAGE_BYTES, tuple(seconds))
 
 
 def kinds_of_calls(plan: Plan) -> dict[str, tuple[str, ...]]:
