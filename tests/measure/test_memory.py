@@ -1,4 +1,4 @@
-"""Measured memory: a hand count to the byte, every kind in its place, limits that name what is held, real ranks."""
+"""Measured memory: a hand count to the byte, every kind in its place, limits that name what is held."""
 
 import re
 import threading
@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.data_parallel import DataParallel
 from distlab.measure import KINDS, MemoryLimitError, storage_bytes, track_memory, workload_from_module
 from distlab.measure.machine import facts
 from distlab.plan import Plan
@@ -211,15 +209,6 @@ def test_what_runs_again_in_backward_is_temporary_and_its_input_stays_an_activat
     assert most["temporary"] > 6 * 4 * 32 * 48 * FLOAT
 
 
-def test_accumulation_holds_no_more_than_one_micro_batch_and_its_gradients():
-    one, four = (measure(*gpt(), microbatches=count) for count in (1, 4))
-    gradients = one.at_peak["parameters"]
-    assert one.peak_bytes > one.at_peak["optimizer"] + 2 * gradients
-    # From the second micro-batch on the gradients of the first are there beside all activations, and nothing else.
-    assert four.peak_bytes <= one.peak_bytes + gradients
-    assert four.at_peak["activations"] == one.at_peak["activations"]
-
-
 def test_a_limit_names_the_rank_what_is_held_and_a_way_out():
     model, tokens, optimizer = gpt()
     states = sum(p.numel() for p in model.parameters()) * FLOAT
@@ -239,29 +228,6 @@ def test_a_limit_names_the_rank_what_is_held_and_a_way_out():
     with track_memory(model, limit_bytes=states * 100) as memory:  # nothing is left of the others
         model(tokens)
     assert memory.peak_bytes < states * 100
-
-
-def test_each_rank_measures_its_own(ranks):
-    def train(microbatch_sizes):
-        model, _, optimizer = gpt(num_layers=2)
-        tokens = torch.randint(256, (microbatch_sizes[dist.get_rank()], 32))
-        replicas = DataParallel(model, bucket_bytes=100_000)
-        with track_memory(model, optimizer) as memory:
-            for _ in range(2):
-                memory.restart()
-                replicas.zero_grad()
-                GPT.loss(model(tokens), tokens).backward()
-                replicas.synchronize()
-                optimizer.step()
-        return most_of(memory), replicas.num_bytes, sum(p.numel() for p in model.parameters()) * FLOAT
-
-    results = ranks(2).run(train, [1, 3])
-    for most, bucket_bytes, states in results:
-        assert most["parameters"] == states
-        assert bucket_bytes <= most["gradients"] <= bucket_bytes + states  # the buckets are the gradients
-    small, large = (most["activations"] for most, _, _ in results)
-    positions = 32 * 8  # which all samples share
-    assert large - positions == 3 * (small - positions)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its allocator is asked for the peak")
