@@ -60,8 +60,8 @@ class Findings:
     def table(self) -> str:
         """Lay the findings out for a terminal."""
         measured_s, predicted_s, last = self.measured_step_s, self.predicted_step_s, self.updates - 1
-        more = self.sent_bytes - self.predicted_bytes  # the last bucket's flag, rounded up to 64 bytes per rank
-        why = f" ({more:,} more: a flag that tells of faults, and padding)" if more > 0 else ""
+        more = self.sent_bytes - self.predicted_bytes  # the batch's number, the loss and flags
+        why = f" ({more:,} more: the loss, flags that tell of faults, and padding)" if more > 0 else ""
         rows = [
             ("", "one process", f"{self.ranks} ranks"),
             ("loss at the start", f"{self.losses_one_process[0]:.4f}", f"{self.losses[0]:.4f}"),
