@@ -34,6 +34,7 @@ from distlab.measure.runs.predict import (
     Overhead,
     bytes_of,
     count_model,
+    num_blocks,
     predict_step,
 )
 from distlab.measure.runs.windows import time_window
@@ -145,7 +146,7 @@ def solve_cost(
     Noise can make the measured step shorter than its work alone. Then the cost is below zero; the median over rounds
     evens that out.
     """
-    num_bytes = next(filter(None, (bytes_of(layer, plan) for layer in workload.layers)))
+    num_bytes = next(bytes_of(layer, plan) / num_blocks(layer) for layer in workload.layers if num_blocks(layer))
 
     def predicted_s(cost_s: float) -> float:
         costly = replace(measured, overhead=Overhead((ByteCost(num_bytes, cost_s),)))

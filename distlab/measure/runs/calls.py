@@ -1,15 +1,14 @@
 """Time what a plan's steps call, as the techniques call it, so that these steps can be predicted.
 
 Each kind of call gets a line of its own, fitted to its times, since on one machine kinds of call differ by more than
-the theory of rings says. Which calls are timed follows from the plan:
+the theory of rings says. The plan says which, and each is timed on the groups of its axis, all groups at once: on 2 x 2
+ranks two tensor groups sum at the same time, and share the wires. Replicas' all-reduces are those of `speed`.
 
-- Each kind of call is timed on the groups of its axis, all groups at once. On 2 x 2 ranks two tensor groups sum at the
-  same time, and share the wires. Replicas' all-reduces are those of `speed`.
-- A plan that compresses gradients: the hook too (`measure_codec`), seconds to encode and to decode a bucket, without
-  the sending. All ranks do it for so long that ranks which share a core take turns on it: one bucket alone is over
-  before the other ranks have woken up. So several buckets are encoded in a row (what `start` takes). Then the exchanges
-  finish, then all buckets are decoded (what `wait` takes). PowerSGD sends its second factor there, so the predicted
-  time of those calls is subtracted. Buckets of several sizes give a fixed time per bucket and a time per byte.
+Where gradients are compressed, the hook is timed too (`measure_codec`): seconds to encode and to decode a bucket,
+without the sending. All ranks do it for so long that ranks which share a core take turns on it: one bucket alone is
+over before the other ranks have woken up. So several buckets are encoded in a row (what `start` takes). Then the
+exchanges finish, then all buckets are decoded (what `wait` takes). PowerSGD sends its second factor there, so the
+predicted time of those calls is subtracted. Buckets of several sizes give a fixed time per bucket and a time per byte.
 """
 
 from __future__ import annotations

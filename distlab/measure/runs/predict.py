@@ -42,7 +42,7 @@ class ByteCost(NamedTuple):
     """What a pass of a block costs in a reference model beyond what was timed alone.
 
     Attributes:
-        num_bytes: what the cost grows with; see `bytes_of`.
+        num_bytes: of the block, with which the cost grows; see `bytes_of`.
         seconds: of each; where gradients are compressed, for each second that the codec takes alone.
     """
 
