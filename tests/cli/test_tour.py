@@ -79,7 +79,9 @@ def test_a_tour_that_is_not_judged_says_what_it_saw_and_a_command_that_runs_here
     assert judged[-1].endswith(": holds")
 
 
-@pytest.mark.parametrize(("sent", "words"), [(3, "3 (2 more: the loss, flags that tell of faults, and padding)"), (1, "1")])
+@pytest.mark.parametrize(
+    ("sent", "words"), [(3, "3 (2 more: the loss, flags that tell of faults, and padding)"), (1, "1")]
+)
 def test_bytes_beyond_the_predicted_ones_are_explained(sent, words):
     found = replace(_findings(judge([Window(0.1, 0.11, 0.11, 0.11)], bar=0.15)), sent_bytes=sent)
     (row,) = [row for row in found.table().splitlines() if row.startswith("bytes sent")]

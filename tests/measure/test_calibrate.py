@@ -19,6 +19,18 @@ def observed(kernel_s=1e-5, flops_per_s=2e10, bytes_per_s=5e9, noise=0.0):
     return tuple(Observation("a phase", *row) for row in zip(WORKS, np.multiply(times, factors).tolist(), strict=True))
 
 
+def test_a_reference_trains_on_fixed_tokens_and_is_counted_by_phase():
+    reference = speed.REFERENCES[0]
+    losses = []
+    for _ in range(2):
+        _, optimizer, loss = reference.build(torch.device("cpu"))
+        loss().backward()
+        optimizer.step()
+        losses.append(loss().item())
+    assert losses[0] == losses[1] == pytest.approx(np.log(256), rel=0.1)
+    assert len(set(reference.phases)) == 3
+
+
 def test_the_fit_finds_the_machine_that_made_the_times():
     assert fit_device(observed()) == pytest.approx((1e-5, 2e10, 5e9))
     assert fit_device(observed(noise=0.02))[:2] == pytest.approx((1e-5, 2e10), rel=0.3)

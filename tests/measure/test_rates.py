@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.measure import Calibration, Rates, device_for, load_calibration, operators_of, workload_from_module
-from distlab.measure.machine.rates import LAYOUTS, Operator, best_device, measure_rates
+from distlab.measure import (
+    Calibration,
+    Rates,
+    device_for,
+    load_calibration,
+    measure_rates,
+    operators_of,
+    workload_from_module,
+)
+from distlab.measure.machine.rates import LAYOUTS, Operator, best_device
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from simulator import simulate
 

@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 from distlab.blocks.models import GPTConfig
 from distlab.expert_parallel import Load
-from distlab.measure import CalibrationOfRun, RankReport, Round, RunResult, TrainingRun, overlay_of_run, time_training
+from distlab.measure import (
+    CalibrationOfRun,
+    RankReport,
+    Round,
+    RunResult,
+    TrainingRun,
+    measure_codec,
+    overlay_of_run,
+    time_training,
+)
 from distlab.measure.count.gpt import (
     count_gpt,
     expert_loads,
@@ -22,7 +31,7 @@ from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs import calls as timed_calls
 from distlab.measure.runs.calibrate import MESH_REFERENCES, reference_samples, reference_sizes, solve_cost
-from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, measure_codec, steps_of
+from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
 from distlab.measure.runs.predict import (
     ByteCost,
     CalibrationRound,
