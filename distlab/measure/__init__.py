@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from distlab.faces import lazy
 
 if TYPE_CHECKING:
-    from distlab.measure.count.gpt import count_gpt as count_gpt
     from distlab.measure.count.module import workload_from_module as workload_from_module
     from distlab.measure.machine.facts import (
         Machine as Machine,
@@ -29,33 +28,25 @@ if TYPE_CHECKING:
         measure_rates as measure_rates,
         operators_of as operators_of,
     )
-    from distlab.measure.machine.saved import (
+    from distlab.measure.machine.speed import (
         DEFAULT_PATH as DEFAULT_PATH,
         Calibration as Calibration,
-        calibrate as calibrate,
-        load_calibration as load_calibration,
-    )
-    from distlab.measure.machine.speed import (
         Round as Round,
+        calibrate as calibrate,
         fit_cluster as fit_cluster,
+        load_calibration as load_calibration,
         measure_round as measure_round,
         median_round as median_round,
     )
     from distlab.measure.memory.measured import (
         KINDS as KINDS,
-        MeasuredMemory as MeasuredMemory,
         MemoryLimitError as MemoryLimitError,
         storage_bytes as storage_bytes,
         track_memory as track_memory,
     )
     from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
-    from distlab.measure.runs.calls import measure_messages as measure_messages
-    from distlab.measure.runs.codec import measure_codec as measure_codec
-    from distlab.measure.runs.predict import (
-        CalibrationRound as CalibrationRound,
-        median_calibration as median_calibration,
-        predict_step as predict_step,
-    )
+    from distlab.measure.runs.calls import measure_codec as measure_codec, measure_messages as measure_messages
+    from distlab.measure.runs.predict import median_calibration as median_calibration
     from distlab.measure.runs.run import (
         RunResult as RunResult,
         TrainingRun as TrainingRun,

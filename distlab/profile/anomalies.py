@@ -24,6 +24,7 @@ import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.modules.structures import find
-from distlab.comm.agree import all_gather_bytes
+from distlab.comm.agree import all_gather_bytes, ranks_in_words
 
 WEIGHTS, INPUT, FORWARD, LOSS, BACKWARD, GRADIENT, AVERAGED = range(7)
 # Which of two ranks began it, where both saw it first in one step: a layer that made it, before a rank that got it.
@@ -41,6 +42,8 @@ _WHOLE = "the model"
 HISTORY, LEAST_HISTORY = 64, 16
 SPIKE = 10.0  # standard deviations above the median of the last HISTORY losses
 SCALE_OF_MAD = 1.4826  # makes the median absolute deviation of a normal distribution its standard deviation
+Origin = tuple[int, int, int, str]
+"""Where a rank saw it first: step, order and place, of which the lower was earlier, and words."""
 
 
 class AnomalyError(RuntimeError):
@@ -55,16 +58,7 @@ class Event(NamedTuple):
     value: float
 
 
-class Origin(NamedTuple):
-    """Where a rank saw it first; what compares lower was earlier."""
-
-    step: int
-    order: int
-    place: int
-    words: str
-
-
-class AnomalyWatch:
+class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
     """Watches what a model's layers make; every rank of the group calls `look` and `check` alike.
 
     Args:
@@ -88,8 +82,8 @@ class AnomalyWatch:
         self._model, self._group, self._every, self._gradients = model, group, every, gradients
         self.spikes: list[str] = []
         self._next_step = 0
-        self._labels: list[tuple[int, str]] = []  # phase and name of what was made since the last look
-        self._values: list[tuple[Tensor, Tensor]] = []  # smallest and largest: twenty times as fast as their norm
+        # what was made since the last look: phase, name, smallest and largest (twenty times as fast as their norm)
+        self._made: list[tuple[int, str, Any]] = []
         self._steps: list[tuple[int, list[tuple[int, str]], Tensor]] = []
         self._history: dict[tuple[int, str], deque[float]] = {}
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._inputs, with_kwargs=True)]
@@ -106,9 +100,6 @@ class AnomalyWatch:
             hook.remove()
         self._hooks.clear()
 
-    def __enter__(self) -> AnomalyWatch:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -119,8 +110,8 @@ class AnomalyWatch:
             AnomalyError: as `check`.
         """
         if loss is not None:
-            forward = [index for index, (phase, _) in enumerate(self._labels) if phase <= FORWARD]
-            self._note(LOSS, "the loss", loss, at=forward[-1] + 1 if forward else 0)
+            last = max((index for index, made in enumerate(self._made) if made[0] <= FORWARD), default=-1)
+            self._note(LOSS, "the loss", loss, at=last + 1)
         for name, parameter in self._model.named_parameters() if self._gradients else ():
             if parameter.grad is not None:
                 self._note(AVERAGED, name, parameter.grad)
@@ -134,7 +125,7 @@ class AnomalyWatch:
         Raises:
             AnomalyError: on every rank, with the same text: a value was NaN or infinite.
         """
-        if not self._labels:
+        if not self._made:
             self._weights()
         self._end(self._next_step)
         self._compare()
@@ -144,9 +135,8 @@ class AnomalyWatch:
         local = local.to_local() if hasattr(local, "to_local") else local
         local = local.coalesce().values() if local.layout is torch.sparse_coo else local
         if local.numel() and (local.is_floating_point() or local.is_complex()):
-            place = len(self._labels) if at is None else at
-            self._labels.insert(place, (phase, name))
-            self._values.insert(place, (local if local.is_floating_point() else torch.view_as_real(local)).aminmax())
+            real = local if local.is_floating_point() else torch.view_as_real(local)
+            self._made.insert(len(self._made) if at is None else at, (phase, name, real.aminmax()))
 
     def _weights(self) -> None:
         for name, parameter in self._model.named_parameters():
@@ -155,7 +145,7 @@ class AnomalyWatch:
     def _inputs(self, model: nn.Module, args: Any, named: Any) -> None:
         if not model.training:
             return
-        if not self._labels:
+        if not self._made:
             self._weights()
         for index, tensor in enumerate(find((args, named))[0]):
             self._note(INPUT, f"input {index}", tensor)
@@ -181,13 +171,14 @@ class AnomalyWatch:
         return hook
 
     def _end(self, step: int) -> None:
-        if self._labels:
-            device = self._values[0][0].device
+        if self._made:
+            device = self._made[0][2].min.device
             low, high = (
-                torch.stack([v.to(device, torch.float64) for v in one]) for one in zip(*self._values, strict=True)
+                torch.stack([getattr(made[2], which).to(device, torch.float64) for made in self._made])
+                for which in ("min", "max")
             )
-            self._steps.append((step, self._labels, torch.maximum(high, -low)))
-        self._labels, self._values, self._next_step = [], [], step + 1
+            self._steps.append((step, [made[:2] for made in self._made], torch.maximum(high, -low)))
+        self._made, self._next_step = [], step + 1
 
     def _compare(self) -> None:
         steps, self._steps = self._steps, []
@@ -199,60 +190,56 @@ class AnomalyWatch:
             if bad is not None:
                 break
             spike = spike or self._spike_of(step, events)
-        mine = None if bad is None and spike is None else [bad is not None, *(bad or spike or ())]
-        found = [(rank, told) for rank, told in self._everyone(mine) if told is not None]
-        is_bad = any(told[0] for _, told in found)
-        found = [(rank, told) for rank, told in found if told[0] == is_bad]
+        mine = None if bad is None and spike is None else [bad is None, *(bad or spike or ())]
+        found = self._everyone(mine)
         if not found:
             return
-        first = min(told[1:4] for _, told in found)
-        ranks = [rank for rank, told in found if told[1:4] == first]
-        words = next(told[4] for _, told in found if told[1:4] == first)
-        text = f"step {first[0]}: rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}: {words}"
+        *first, words = min(found)[0]  # what is bad comes before a spike
+        ranks = [rank for told, rank in found if told[:-1] == first]
+        is_bad, first = not first[0], first[1:]
+        text = f"step {first[0]}: {ranks_in_words(ranks)}: {words}"
         if is_bad:
             raise AnomalyError(text)
         self.spikes.append(text)
-        self._history.clear()  # what is usual from here on may be another level
+        self._history.clear()  # what is usual may change its level
         warnings.warn(text, stacklevel=3)
 
-    def _everyone(self, mine: list[Any] | None) -> list[tuple[int, Any]]:
-        """Return what every rank reports. If no rank has a report, the cost is one all-gather of 8 bytes per rank."""
+    def _everyone(self, mine: list[Any] | None) -> list[tuple[Any, int]]:
+        """Return what ranks report, with the rank. If none does, the cost is one all-gather of 8 bytes per rank."""
         if not dist.is_available() or not dist.is_initialized():
-            return [(0, mine)]
+            return [] if mine is None else [(mine, 0)]
         data = b"" if mine is None else json.dumps(mine).encode()
         lengths = [int.from_bytes(one, "big") for one in all_gather_bytes(len(data).to_bytes(8, "big"), self._group)]
         if not any(lengths):
             return []
         texts = all_gather_bytes(data.ljust(max(lengths), b" "), self._group)
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text.strip()]
+        return [(json.loads(text), rank) for rank, text in zip(ranks, texts, strict=True) if text.strip()]
 
     def _first_bad(self, step: int, events: Sequence[Event]) -> Origin | None:
         """Return the step's first event that is NaN or infinite."""
         for index, event in enumerate(events):
             if not math.isfinite(event.value):
                 kind = "NaN" if math.isnan(event.value) else "infinity"
-                return Origin(step, _FIRST[event.phase], index, f"{kind} {_place(events, index)}")
+                return (step, _FIRST[event.phase], index, f"{kind} {_place(events, index)}")
         return None
 
     def _spike_of(self, step: int, events: Sequence[Event]) -> Origin | None:
         """Return what stands out first where the loss does; a step without a spike joins the history."""
         loss = next((event for event in events if event.phase == LOSS), None)
-        typical = None if loss is None else self._typical(loss)
-        if loss is None or typical is None or not self._stands_out(loss):
+        if loss is None or not self._stands_out(loss):
             for event in events:
                 if event.phase <= LOSS:
                     self._history.setdefault(event[:2], deque(maxlen=HISTORY)).append(event.value)
             return None
-        words = (
-            f"the loss is {loss.value:.4g}, and was {typical[0]:.4g} (median of {len(self._history[loss[:2]])} steps)"
-        )
+        past = self._history[loss[:2]]
+        words = f"the loss is {loss.value:.4g}, and was {statistics.median(past):.4g} (median of {len(past)} steps)"
         for index, event in enumerate(events):
             if event.phase < LOSS and self._stands_out(event):
                 median, _ = self._typical(event) or (0.0, 0.0)
                 words += f"; first {_place(events, index)}: {event.value:.4g}, where {median:.4g} is usual"
-                return Origin(step, _FIRST[event.phase], index, words)
-        return Origin(step, _FIRST[LOSS], len(events), f"{words}; no layer stands out: look at this batch's targets")
+                return (step, _FIRST[event.phase], index, words)
+        return (step, _FIRST[LOSS], len(events), f"{words}; no layer stands out: look at this batch's targets")
 
     def _typical(self, event: Event) -> tuple[float, float] | None:
         """Return median and deviation of an event's magnitude in good steps; None while there are too few."""
@@ -263,10 +250,8 @@ class AnomalyWatch:
         return median, SCALE_OF_MAD * statistics.median(abs(value - median) for value in past)
 
     def _stands_out(self, event: Event) -> bool:
-        typical = self._typical(event)
-        if typical is None:
-            return False
-        return event.value > typical[0] + SPIKE * max(typical[1], 0.01 * abs(typical[0]))
+        median, deviation = self._typical(event) or (math.inf, 0.0)
+        return event.value > median + SPIKE * max(deviation, 0.01 * abs(median))
 
 
 def _place(events: Sequence[Event], index: int) -> str:
@@ -275,7 +260,7 @@ def _place(events: Sequence[Event], index: int) -> str:
     if phase == WEIGHTS:
         return f"in the weight {name} as the step began: the optimizer made it in the step before, or a bit flipped"
     if phase == INPUT:
-        return f"in the model's {name}: in this rank's data, or in what another stage sent"
+        return f"in the model's {name}: in this rank's data, or in what a different stage sent"
     if phase == LOSS:
         return "in the loss, after all layers' forward"
     if phase == AVERAGED:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -56,12 +56,12 @@ class Calls:
     @property
     def travels(self) -> Trace:
         """The calls while bytes travel: from the arrival of the last rank on."""
-        return _with(self.spans, start_ns=self.arrival_ns)
+        return replace(self.spans, start_ns=self.arrival_ns)
 
     @property
     def late(self) -> Trace:
         """The calls while they wait for a different rank: until the last one has come."""
-        return _with(self.spans, end_ns=self.arrival_ns)
+        return replace(self.spans, end_ns=self.arrival_ns)
 
     @property
     def alone_ns(self) -> Ints:
@@ -84,7 +84,7 @@ class Calls:
         np.maximum.at(came, number, spans.start_ns[rows])
         ends = spans.end_ns.copy()
         ends[rows] = np.minimum(ends[rows], np.maximum(first, came)[number])
-        return Calls(_with(spans, end_ns=np.maximum(ends, spans.start_ns)), self.step, self.number)
+        return Calls(replace(spans, end_ns=np.maximum(ends, spans.start_ns)), self.step, self.number)
 
     def take(self, rows: NDArray[np.bool_]) -> Calls:
         """Keep some rows."""
@@ -150,8 +150,3 @@ def _noted_twice(spans: Trace) -> NDArray[np.bool_]:
     seen = {pair for pair, is_recorded in zip(pairs, recorded.tolist(), strict=True) if is_recorded}
     twice: NDArray[np.bool_] = np.array([pair in seen for pair in pairs], bool) & ~recorded
     return twice
-
-
-def _with(spans: Trace, **times: Ints) -> Trace:
-    columns = {field: getattr(spans, field) for field in spans.__dataclass_fields__}
-    return Trace(**(columns | times))

@@ -85,32 +85,20 @@ def events_of(document: Any, events: Sequence[Any]) -> list[KinetoEvent]:
     base = document.get("baseTimeNanoseconds", 0) if isinstance(document, dict) else 0
     base_ns, found = base if type(base) is int else 0, []
     for index, event in enumerate(events):
-        if not isinstance(event, dict):
-            raise ValueError(f"event {index} is {str(event)[:40]}; expected an object")
-        if event.get("ph") != "X":
-            continue
-        start_ns = _nanoseconds(event, index, "ts")
-        end_ns = start_ns + _nanoseconds({"dur": 0} | event, index, "dur")
-        if end_ns < start_ns:
-            raise ValueError(f"event {index} lasts {event['dur']} us; expected a duration of at least 0")
-        if abs(end_ns + base_ns) >= 2**63 or abs(start_ns + base_ns) >= 2**63:
-            raise ValueError(f"baseTimeNanoseconds is {str(base_ns)[:40]}; expected nanoseconds since 1970")
+        try:
+            if event.get("ph") != "X":
+                continue
+            start_ns = round(1000 * float(event["ts"])) + base_ns
+            end_ns = start_ns + round(1000 * float(event.get("dur", 0)))
+            if not -(2**63) < start_ns <= end_ns < 2**63:
+                raise ValueError(f"it is from {start_ns} to {end_ns} ns")
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            wanted = "expected an object with ts and dur in microseconds, dur of at least 0"
+            raise ValueError(f"event {index} is {str(event)[:80]}: {error}; {wanted}") from None
         args = event.get("args")
         words = str(event.get("name", "")), str(event.get("cat", "")), f"{event.get('pid')} {event.get('tid')}"
-        found.append(KinetoEvent(start_ns + base_ns, end_ns + base_ns, *words, args if isinstance(args, dict) else {}))
+        found.append(KinetoEvent(start_ns, end_ns, *words, args if isinstance(args, dict) else {}))
     return found
-
-
-def _nanoseconds(event: dict[str, Any], index: int, field: str) -> int:
-    """Turn a field's microseconds, which may be written as text, into whole nanoseconds."""
-    value = event.get(field)
-    try:
-        microseconds = float(value)  # type: ignore[arg-type]
-        if not abs(microseconds) <= 4e15:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise ValueError(f"event {index}: {field} is {str(value)[:40]!r}; expected a number of microseconds") from None
-    return round(microseconds * 1000)
 
 
 def is_call(name: str) -> bool:
@@ -126,16 +114,14 @@ def call_kind(name: str, args: dict[str, Any]) -> str:
 
 def num_bytes(call: KinetoEvent) -> int:
     """Return the bytes that a rank gives to a call, as far as the trace says."""
-    elements, dtype = call.args.get("In msg nelems"), str(call.args.get("dtype", "")).lower()
-    if type(elements) is int and elements > 0:
-        return elements * SIZES.get(dtype, 1)
-    shapes, types = call.args.get("Input Dims"), call.args.get("Input type")  # of gloo, with record_shapes=True
-    if not isinstance(shapes, list) or not isinstance(types, list):
+    told = call.args
+    try:
+        if elements := told.get("In msg nelems"):
+            return int(elements * SIZES.get(str(told.get("dtype", "")).lower(), 1))
+        pairs = zip(told["Input Dims"], told["Input type"], strict=False)  # of gloo, with record_shapes=True
+        return sum(math.prod(shape) * SIZES.get(str(kind).lower(), 1) for shape, kind in pairs if shape)
+    except (KeyError, TypeError):
         return 0
-    if not all(isinstance(shape, list) and all(type(size) is int for size in shape) for shape in shapes):
-        return 0
-    sizes = (SIZES.get(str(kind).lower(), 1) for kind in types)
-    return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=False) if shape)
 
 
 def lane_of(call: KinetoEvent, world_size: int) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from distlab.profile.findings import FLOOR, Finding
-from distlab.profile.findings.exposed import find_host_bound, find_missing_overlap, find_small_buckets
+from distlab.profile.findings import FLOOR, Finding, find_host_bound, find_missing_overlap, find_small_buckets
 from distlab.profile.findings.uneven import find_slow_loaders, find_uneven_ranks
 from distlab.profile.profile import Profile
 

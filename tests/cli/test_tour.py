@@ -65,7 +65,7 @@ def test_the_table_says_what_was_found():
     for words in ("weights equal?", "median step, as drawn", "error of the prediction"):
         assert [line for line in lines if line.startswith(words)], words
     assert lines[-1].endswith(": holds")
-    for sent, words in ((3, "3 (2 more: a flag that tells of faults, and padding)"), (1, "1")):
+    for sent, words in ((3, "3 (2 more: the loss, flags that tell of faults, and padding)"), (1, "1")):
         (row,) = [row for row in tour.text(SAID | {"sent_bytes": sent}).splitlines() if row.startswith("bytes sent")]
         assert row.endswith(f" 1  {words}")
 

@@ -9,7 +9,7 @@ import functools
 from distlab.measure.machine import speed
 from distlab.measure.runs import calibrate, run, windows
 
-beside_whole, windows_whole, round_whole = windows.time_beside, windows.time_windows, speed.measure_round
+beside_whole, round_whole = windows.time_beside, speed.measure_round
 calibration_whole = calibrate.CalibrationOfRun.measure
 rounds = {}
 
@@ -18,8 +18,8 @@ def time_beside(step, calibrate, spans, **_):
     return beside_whole(step, functools.cache(calibrate), spans, steps_per_window=2)
 
 
-def time_windows(*arguments, **options):
-    windows_whole(*arguments, **options | {"num_windows": 1, "budget_s": 0.0})
+def time_window_of_run(*arguments, **options):
+    return beside_whole(*arguments, **options | {"num_windows": 1, "budget_s": 0.0})
 
 
 def measure_round(device, *, works=None, nodes=None):
@@ -37,7 +37,7 @@ def measure(calibration):
 
 
 windows.time_beside = time_beside
-windows.time_windows = run.time_windows = time_windows
+run.time_beside = time_window_of_run
 speed.measure_round = calibrate.measure_round = measure_round
 calibrate.CalibrationOfRun.measure = measure
 speed.REPEATS = calibrate.REPEATS = 1

@@ -28,18 +28,15 @@ def job(ranks, stage, **changes):
 
 
 def all_stages(num_ranks):
-    return {stage: train(job(num_ranks, stage)) for stage in ((0, 1, 2, 3) if num_ranks > 1 else (0,))}
+    return {stage: train(job(num_ranks, stage)) for stage in (0, 1, 2, 3)}
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "backend"), [(1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "shared"), (4, "shared")]
-)
+@pytest.mark.parametrize(("num_ranks", "backend"), [(2, "gloo"), (4, "shared")])
 def test_each_stage_holds_what_its_formula_says(ranks, num_ranks, backend, monkeypatch):
     monkeypatch.setenv("DISTLAB_BACKEND", backend)
     workload = workload_of(job(num_ranks, 0))
     whole = 4 * workload.num_parameters
-    results = ranks(num_ranks).run(all_stages, num_ranks) if num_ranks > 1 else [all_stages(1)]
-    for rank, stages in enumerate(results):
+    for rank, stages in enumerate(ranks(num_ranks).run(all_stages, num_ranks)):
         for stage, memory in stages.items():
             most = dict(zip(KINDS, memory.num_bytes.max(axis=0).tolist(), strict=True))
             expected = {
@@ -57,17 +54,13 @@ def test_each_stage_holds_what_its_formula_says(ranks, num_ranks, backend, monke
                 assert -ERROR_BAR * memory.peak_bytes <= memory.peak_bytes - predicted <= stays
             else:
                 assert abs(error) <= ERROR_BAR
-        if num_ranks > 1:
-            plain, *sharded = (stages[stage].peak_bytes for stage in (0, 1, 2, 3))
-            assert sharded[2] < min(sharded[:2])
-            assert max(sharded[:2]) < plain  # of 1 and 2, lent buffers decide at this size
+        plain, *sharded = (stages[stage].peak_bytes for stage in (0, 1, 2, 3))
+        assert sharded[2] < min(sharded[:2])
+        assert max(sharded[:2]) < plain  # of 1 and 2, lent buffers decide at this size
 
 
 def test_recompute_holds_each_blocks_input_alone(ranks):
-    def both():
-        return train(job(2, 0)), train(job(2, 0, recompute="full"))
-
-    kept, recomputed = ranks(2).run(both)[0]
+    kept, recomputed = ranks(2).run(lambda: (train(job(2, 0)), train(job(2, 0, recompute="full"))))[0]
     inputs = CONFIG.num_layers * 4 * 32 * 48 * 4  # [B, S, H] of float32 a block
     most = [memory.num_bytes[:, KINDS.index("activations")].max() for memory in (kept, recomputed)]
     assert most[0] - most[1] > 10 * inputs
@@ -97,6 +90,5 @@ def test_jobs_that_cannot_be_trained_are_refused():
     for bad in ({"pipeline": 2}, {"tensor": 2}, {"recompute": "selective"}):
         with pytest.raises(ValueError, match="measured memory trains"):
             Job(Plan(**bad), CONFIG)
-    alone = measure_memory(Job(Plan(), GPTConfig(context=8, num_layers=1, num_heads=1, hidden_size=8), 1))
-    assert len(alone) == 1
-    assert alone[0].peak_bytes == sum(alone[0].at_peak.values())
+    (alone,) = measure_memory(Job(Plan(), GPTConfig(context=8, num_layers=1, num_heads=1, hidden_size=8), 1))
+    assert alone.peak_bytes == sum(alone.at_peak.values())

@@ -16,32 +16,25 @@ from distlab.measure import (
     operators_of,
     workload_from_module,
 )
-from distlab.measure.machine.rates import LAYOUTS, Operator
-from distlab.measure.machine.saved import with_rates
+from distlab.measure.machine.rates import LAYOUTS, Operator, best_device
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from simulator import simulate
 
-SIZES = (16, 64, 256)
 ALONE = Link("none", (Protocol(0.0, 1e18),))
 BASE = Device("one device", 1e12, 1e11, 1e12)
-
-
-def made(operator_host_s=0.0):
-    """Rates with a known law: a product's rate is m x n x k to the power of a third."""
-    grid = tuple(float(m * n * k) ** (1 / 3) for m, n, k in product(SIZES, repeat=3))
-    both = {"attention": (1e6, 2e6), "attention backward": (5e5, 1e6)}
-    return Rates(
-        "float32",
-        SIZES,
-        dict.fromkeys(LAYOUTS, grid),
-        (16, 64),
-        both,
-        (1024, 4096),
-        (1e-3, 4e-3),
-        operator_host_s,
-        2e9,
-        1e9,
-    )
+GRID = (16, 64, 256)
+MADE = Rates(  # with a known law: a product's rate is m x n x k to the power of a third
+    precision="float32",
+    sizes=GRID,
+    matmul=dict.fromkeys(LAYOUTS, tuple(float(m * n * k) ** (1 / 3) for m, n, k in product(GRID, repeat=3))),
+    positions=(16, 64),
+    attention={"attention": (1e6, 2e6), "attention backward": (5e5, 1e6)},
+    bytes=(1024, 4096),
+    memory_s=(1e-3, 4e-3),
+    operator_host_s=0.0,
+    to_device_bytes_per_s=2e9,
+    to_host_bytes_per_s=1e9,
+)
 
 
 def gpt_step():
@@ -49,53 +42,42 @@ def gpt_step():
     tokens = torch.zeros((2, 16), dtype=torch.long)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
 
-    def loss():
-        return model.loss(model(tokens), tokens)
-
     def step():
-        loss().backward()
+        model.loss(model(tokens), tokens).backward()
         optimizer.step()
 
-    return model, loss, optimizer, step
+    step()
+    loss = lambda: model.loss(model(tokens), tokens)  # noqa: E731
+    return workload_from_module(model, loss, optimizer=optimizer), operators_of(step)
 
 
 def test_operators_are_priced_at_grid_points_between_them_and_beyond():
-    rates = made()
-    assert rates.seconds(Operator("NT", (16, 16, 16), 8192.0)) == pytest.approx(8192 / 16)
-    middle = (16 * 64 * 256) ** (1 / 3)
-    assert rates.seconds(Operator("TN", (256, 16, 64), 1.0)) == pytest.approx(1 / middle)
     low, high = 16.0, (16 * 16 * 64) ** (1 / 3)
-    assert rates.seconds(Operator("NN", (16, 16, 32), 1.0)) == pytest.approx(2 / (low + high))
-    assert rates.seconds(Operator("NN", (1, 16, 16), 1.0)) == pytest.approx(1 / 16), "beyond the grid the edge holds"
-    assert rates.seconds(Operator("memory", (), 2048.0)) == pytest.approx(2e-3)
-    assert rates.seconds(Operator("memory", (), 8192.0)) == pytest.approx(8e-3), "the last rate goes on"
-    assert rates.seconds(Operator("attention", (64,), 4e6)) == pytest.approx(2.0)
-
-
-def test_every_product_of_a_step_is_listed_with_its_shape_and_layout():
-    _, _, _, step = gpt_step()
-    found = operators_of(step)
-    shapes = {(one.kind, one.shape) for one in found if one.kind in LAYOUTS}
-    assert ("NT", (32, 96, 32)) in shapes, "x W^T: 32 tokens, 32 features to query, key and value"
-    assert ("NN", (32, 32, 96)) in shapes, "the input's gradient"
-    assert ("TN", (96, 32, 32)) in shapes, "the weight's gradient"
-    assert sum(one.kind == "attention" for one in found) == 2
-    assert sum(one.kind == "attention backward" for one in found) == 2
+    for operator, seconds in (
+        (Operator("NT", (16, 16, 16), 8192.0), 8192 / 16),
+        (Operator("TN", (256, 16, 64), 1.0), (16 * 64 * 256) ** (-1 / 3)),
+        (Operator("NN", (16, 16, 32), 1.0), 2 / (low + high)),
+        (Operator("NN", (1, 16, 16), 1.0), 1 / 16),  # beyond the grid the edge holds
+        (Operator("memory", (), 2048.0), 2e-3),
+        (Operator("memory", (), 8192.0), 8e-3),  # the last rate goes on
+        (Operator("attention", (64,), 4e6), 2.0),
+    ):
+        assert MADE.seconds(operator) == pytest.approx(seconds), operator
 
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_simulator_adds_up_what_the_operators_take_or_what_the_host_takes_if_that_is_longer(behind):
-    model, loss, optimizer, step = gpt_step()
-    step()
-    workload = workload_from_module(model, loss, optimizer=optimizer)
-    listed = operators_of(step)
-    rates = made(1.0 if behind else 0.0)
+    workload, listed = gpt_step()
+    shapes = {(one.kind, one.shape) for one in listed}
+    # x W^T: 32 tokens, 32 features to query, key and value; the input's gradient, and the weight's
+    assert {("NT", (32, 96, 32)), ("NN", (32, 32, 96)), ("TN", (96, 32, 32))} <= shapes
+    assert [sum(one.kind == kind for one in listed) for kind in ("attention", "attention backward")] == [2, 2]
+    rates = replace(MADE, operator_host_s=1.0 if behind else 0.0)
     device = device_for(rates, listed, workload, BASE)
     predicted = simulate(workload, Cluster("one", device, 1, 1, ALONE, ALONE), Plan()).duration_s
     kernels_s = sum(map(rates.seconds, listed))
     assert predicted == pytest.approx(max(kernels_s, len(listed) * rates.operator_host_s), rel=0.02)
-    assert device.host_link_bytes_per_s == 1e9
-    assert device.memory_bytes == BASE.memory_bytes
+    assert (device.host_link_bytes_per_s, device.memory_bytes) == (1e9, BASE.memory_bytes)
 
 
 def test_rates_are_measured_kept_and_read_again(tmp_path):
@@ -105,11 +87,14 @@ def test_rates_are_measured_kept_and_read_again(tmp_path):
     assert len(rates.matmul["NN"]) == len(rates.sizes) ** 3
     assert all(rate > 0 for table in (*rates.matmul.values(), *rates.attention.values()) for rate in table)
     assert rates.operator_host_s > 0
-    cluster = with_rates(Cluster("one", BASE, 1, 1, ALONE, ALONE), (made(), rates))
-    assert cluster.device.matmul_flops_per_s == max(max(table) for table in rates.matmul.values())
-    assert cluster.device.kernel_s == 0.0
-    kept = Calibration(cluster, {"a": 0.1}, 1.0, "a machine", (made(), rates))
+    device = best_device(rates, BASE)
+    assert (device.matmul_flops_per_s, device.kernel_s) == (max(max(table) for table in rates.matmul.values()), 0.0)
+    kept = Calibration(Cluster("one", device, 1, 1, ALONE, ALONE), {"a": 0.1}, 1.0, "a machine", (MADE, rates))
     kept.save(tmp_path / "preset.json")
     assert load_calibration(tmp_path / "preset.json") == kept
-    replace(kept, rates=()).save(tmp_path / "old.json")
-    assert load_calibration(tmp_path / "old.json").rates == ()
+    for content, words in (('{"cluster": 7}', "is not a calibration"), (None, "does not exist")):
+        path = tmp_path / f"{words}.json"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ValueError, match=f"{words}.*run .*calibrate"):
+            load_calibration(path)

@@ -14,53 +14,36 @@ SIZES = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "sequence_length":
 
 
 def simulated_reports(num_ranks, late_ns=0):
-    """Reports of a simulated step, as if it had been measured; the last rank's backward may be late."""
+    """Reports of a simulated step, as if it had been measured; the last rank's update may take longer."""
     plan = Plan(data=num_ranks, bucket_bytes=1_000_000, first_bucket_bytes=100_000)
     step = simulate(gpt_workload(**SIZES, microbatch_size=2), cluster("laptop", num_ranks), plan)
     reports = []
     for rank in range(num_ranks):
         spans = [span for span in step.trace if span.rank == rank]
-        if late_ns and rank == num_ranks - 1:
-            spans = [
-                span._replace(end_ns=span.end_ns + late_ns) if span.kind == "optimizer" else span for span in spans
-            ]
-        trace = Trace.from_spans(spans)
+        more_ns = late_ns if rank == num_ranks - 1 else 0
+        trace = Trace.from_spans(s._replace(end_ns=s.end_ns + more_ns * (s.kind == "optimizer")) for s in spans)
         reports.append(RankReport(trace=trace, step_ns=[(int(trace.start_ns.min()), int(trace.end_ns.max()))]))
-    return reports, step
+    return reports
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_simulated_step_replays_to_its_own_end(num_ranks):
-    reports, step = simulated_reports(num_ranks)
-    (error,) = replica_replay_errors(reports)
-    assert abs(error) < 1e-6, (error, step.duration_s)
-
-
-def test_a_rank_that_is_late_moves_the_end():
-    on_time, _ = simulated_reports(2)
-    late, _ = simulated_reports(2, late_ns=50_000_000)
-    assert replica_replay_errors(late) == pytest.approx([0.0], abs=1e-6)
-    assert max(end for _, end in (late[1].step_ns)) - max(end for _, end in on_time[1].step_ns) == 50_000_000
+@pytest.mark.parametrize(("num_ranks", "late_ns"), [(1, 0), (4, 0), (2, 50_000_000)])
+def test_a_simulated_step_replays_to_its_own_end(num_ranks, late_ns):
+    assert replica_replay_errors(simulated_reports(num_ranks, late_ns)) == pytest.approx([0.0], abs=1e-6)
 
 
 def test_a_dependency_that_was_not_kept_shows():
     """An optimizer that does not wait for the last bucket ends before the engine says it can."""
-    reports, _ = simulated_reports(2)
+    reports = simulated_reports(2)
     for report in reports:
-        last = max(span.end_ns for span in report.trace if span.kind == "all_reduce")
+        early = max(span.end_ns for span in report.trace if span.kind == "all_reduce") // 2
         moved = [
-            span._replace(start_ns=span.start_ns - last // 2, end_ns=span.end_ns - last // 2)
+            span._replace(start_ns=span.start_ns - early, end_ns=span.end_ns - early)
             if span.kind == "optimizer"
             else span
             for span in report.trace
         ]
-        report.trace = Trace.from_spans(moved)
-        report.step_ns = [(0, max(span.end_ns for span in moved))]
-    (error,) = replica_replay_errors(reports)
-    assert error > 0.03
-
-
-MESSAGE_NS = 2_000_000
+        report.trace, report.step_ns = Trace.from_spans(moved), [(0, max(span.end_ns for span in moved))]
+    assert replica_replay_errors(reports)[0] > 0.03
 
 
 def traces_of(schedule, *, early_ns=0):
@@ -68,8 +51,7 @@ def traces_of(schedule, *, early_ns=0):
     compiled = CompiledSchedule(arrays_of(schedule))
     order = compiled.order
     duration = np.random.default_rng(0).integers(5_000_000, 20_000_000, len(order.kind))
-    end = compiled.run(duration, MESSAGE_NS)
-    begin = end - duration
+    end = compiled.run(duration, 2_000_000)
     traces = []
     for rank in range(order.num_ranks):
         spans, free = [], 0
@@ -80,7 +62,7 @@ def traces_of(schedule, *, early_ns=0):
                 int(order.microbatch[action]),
             )
             what = {"stage": stage, "microbatch": microbatch}
-            times = int(begin[action]), int(end[action])
+            times = int(end[action] - duration[action]), int(end[action])
             if compiled.remote[action]:
                 letter = "F" if kind == "F" else "B"
                 name = f"{stage}RECV_{letter}{microbatch}"
@@ -88,14 +70,13 @@ def traces_of(schedule, *, early_ns=0):
             spans.append(Span(rank, "compute", f"{stage}{kind}{microbatch}", kind, *times, **what))
             free = times[1]
         spans.append(Span(rank, "compute", "optimizer", "optimizer", free, free + 3_000_000))
-        trace = Trace.from_spans(spans)
-        traces.append(trace.shifted(-early_ns) if rank == order.num_ranks - 1 else trace)
+        traces.append(Trace.from_spans(spans).shifted(-early_ns if rank == order.num_ranks - 1 else 0))
     return traces
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "zb_v"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_v"])
 def test_a_simulated_pipeline_replays_to_its_own_end(name):
-    schedule = make_schedule(name, 2, 4, stages_per_rank=2 if name in ("interleaved", "zb_v") else 1)
+    schedule = make_schedule(name, 2, 4, stages_per_rank=2 if name == "zb_v" else 1)
     (error,) = pipeline_replay_errors(schedule, [traces_of(schedule)])
     assert abs(error) < 1e-6
 

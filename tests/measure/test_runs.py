@@ -1,37 +1,58 @@
 """Runs by any plan, measured and predicted: what is counted of a model, which calls are timed, a run on real ranks."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distlab.blocks.models import GPTConfig
 from distlab.expert_parallel import Load
 from distlab.measure import (
-    CalibrationRound,
+    CalibrationOfRun,
     RankReport,
     Round,
     RunResult,
     TrainingRun,
-    count_gpt,
+    measure_codec,
     overlay_of_run,
-    predict_step,
     time_training,
 )
-from distlab.measure.count.expert_load import expert_loads, measure_alone_speedup, with_expert_loads
-from distlab.measure.count.gpt import make_gpt, merge_stages
+from distlab.measure.count.gpt import (
+    count_gpt,
+    expert_loads,
+    make_gpt,
+    merge_stages,
+    with_expert_loads,
+    without_accumulation,
+)
+from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Observation
-from distlab.measure.runs.calibrate import MESH_REFERENCES, PIPELINE_REFERENCES, reference_samples, reference_sizes
+from distlab.measure.runs import calls as timed_calls
+from distlab.measure.runs.calibrate import MESH_REFERENCES, reference_samples, reference_sizes, solve_cost
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
-from distlab.measure.runs.predict import ByteCost, Overhead, fit_bytes, num_blocks
-from distlab.measure.runs.programs import program_kind, schedule_of
-from distlab.plan import Contention, Plan, Precision, Sharding, Work
+from distlab.measure.runs.predict import (
+    ByteCost,
+    CalibrationRound,
+    Overhead,
+    bytes_of,
+    count_model,
+    fit_bytes,
+    num_blocks,
+    predict_step,
+)
+from distlab.plan import AXES, Cluster, Contention, Device, Link, Plan, Protocol, Sharding, Work, make_schedule
+from distlab.plan.compression import Compression, exchanges
 from distlab.tensor_parallel import parallelize, splits_of
+from simulator import MeasuredCodec
 from simulator.hardware.cost import steps_s
 
+CPU = torch.device("cpu")
 SMALL = GPTConfig(context=16, num_layers=2, num_heads=4, hidden_size=32, tied=False)
 B, S, H, V, L = 4, SMALL.context, SMALL.hidden_size, SMALL.vocab_size, SMALL.num_layers
 WORKS = ("forward", "input_gradient", "weight_gradient")
+COMPRESSIONS = (Compression("quantize", bits=8), Compression("powersgd", rank=2))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,7 +79,8 @@ def made_up_round(plan):
         kind: CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, each)
         for kind, axes in kinds_of_calls(plan).items()
     }
-    return CalibrationRound(compute, calls)
+    codec = None if plan.compression is None else MeasuredCodec(plan.compression, 2, 1e-3, 1e-8, 2e-3, 1e-8)
+    return CalibrationRound(compute, calls, codec)
 
 
 def test_regions_are_exactly_the_products_between_norms():
@@ -71,10 +93,8 @@ def test_regions_are_exactly_the_products_between_norms():
         found = [[getattr(region, name).matmul_flops for name in WORKS] for region in block.regions]
         assert found[0] == [8 * products + 4 * scores, 8 * products + 10 * scores, 8 * products]
         assert found[1] == [16 * products] * 3
-        assert (
-            attention.beside.matmul_flops == 6 * products
-        )  # the first product's weights, while its input's sum travels
-        assert feed_forward.beside.matmul_flops == 8 * products
+        # the first product's weights, while its input's sum travels
+        assert [region.beside.matmul_flops for region in block.regions] == [6 * products, 8 * products]
         assert attention.attention.forward.matmul_flops == 4 * scores
         for name in WORKS:  # norms and sums are left, and no product
             rest = getattr(block, name).without(total(block.regions, name))
@@ -82,6 +102,12 @@ def test_regions_are_exactly_the_products_between_norms():
             assert rest.num_kernels > 0
         assert {region.input_bytes for region in block.regions} == {region.output_bytes for region in block.regions}
         assert attention.input_bytes == 4 * B * S * H
+    rest = [layer.weight_gradient for layer in without_accumulation(counted).layers]
+    for layer, left in zip(counted.layers, rest, strict=True):  # gradients taken as they come cost no addition
+        assert left.matmul_flops == layer.weight_gradient.matmul_flops
+        more = layer.weight_gradient.without(left)
+        assert more.memory_bytes == min(3 * 4 * layer.num_parameters, layer.weight_gradient.memory_bytes)
+        assert more.num_kernels == min(2 * len(layer.parameter_sizes), layer.weight_gradient.num_kernels)
 
 
 def test_stages_have_the_whole_model_between_them():
@@ -93,12 +119,10 @@ def test_stages_have_the_whole_model_between_them():
         assert total(stages.layers, name) == total(counted.layers, name)
     assert stages.layers[0].output_bytes == 4 * B * S * H  # what one stage hands to the next
     assert merge_stages(counted, 1) is counted
-    with pytest.raises(ValueError, match="stages with experts"):
-        merge_stages(count_gpt(SMALL, B, num_experts=2), 2)
 
 
-def test_experts_are_counted_apart_from_what_chooses_them():
-    counted = count_gpt(SMALL, B, num_experts=4, top_k=2)
+def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_the_busiest_rank():
+    counted, plan = count_gpt(SMALL, B, num_experts=4, top_k=2), Plan(expert=2)
     for layer in counted.layers:
         assert (layer.experts is not None) == layer.name.startswith("blocks.")
         if layer.experts is not None:
@@ -108,25 +132,43 @@ def test_experts_are_counted_apart_from_what_chooses_them():
             assert layer.expert_parameters == 4 * (8 * H * H + 5 * H)
             left = layer.forward.without(layer.experts.forward).without(layer.regions[0].forward)
             assert left.matmul_flops == 2 * B * S * H * 4  # the router
+    busy = with_expert_loads(counted, (1.0, 2.0), plan)
+    assert with_expert_loads(counted, (), plan) is with_expert_loads(counted, (1.0, 1.0), Plan()) is counted
+    assert with_expert_loads(counted, (1.0, 2.0), plan, cores=1) == counted  # all ranks share one core
+    wide = replace(plan, data=2)  # four ranks on three cores: a rank that computes alone is 4/3 times as fast
+    assert with_expert_loads(counted, (1.0, 1.5), wide, cores=3) == with_expert_loads(counted, (1.0, 1.25), plan)
+    first, second = ([layer for layer in each.layers if layer.experts] for each in (counted, busy))
+    assert first[0] == second[0]
+    for name in WORKS:  # the experts' work doubles, and the rest of the layer stays
+        own, more = getattr(first[1].experts, name), getattr(second[1].experts, name)
+        assert more == own.times(2)
+        rest, still = (getattr(layer, name).without(part) for layer, part in ((first[1], own), (second[1], more)))
+        assert (still.matmul_flops, still.num_kernels) == (rest.matmul_flops, rest.num_kernels)
+        assert still.memory_bytes == pytest.approx(rest.memory_bytes)
+    training, rounds = TrainingRun(SMALL, plan, batch_size=2 * B, num_experts=4), [made_up_round(plan)] * 2
+    even, uneven = (
+        RunResult(training, [RankReport(workload=counted, rounds=rounds, measured_s=[1.0], expert_loads=[loads])])
+        for loads in ((1.0, 1.0), (1.0, 2.0))
+    )
+    found = uneven.windows[0].predicted_s - even.windows[0].predicted_s
+    assert found == pytest.approx(uneven.predicted.duration_s - even.predicted.duration_s)
+    assert found >= 0
 
 
 def test_calls_are_those_of_the_plan():
     everything = Plan(data=2, tensor=2, context=2, pipeline=2, expert=2, num_microbatches=2, context_kind="all_to_all")
-    assert kinds_of_calls(Plan()) == {}
+    halves = {"all_gather", "reduce_scatter", "all_reduce"}
+    assert kinds_of_calls(Plan()) == kinds_of_calls(Plan(data=2)) == {}  # replicas' all-reduces are timed anyway
     assert kinds_of_calls(Plan(tensor=2, data=4)) == {"all_reduce": ("data",)}  # where most ranks are
     assert kinds_of_calls(everything) == {
         "all_reduce": ("tensor", "context", "expert", "data"),
         "all_to_all": ("context", "expert"),
         "send": ("pipeline",),
     }
-    halves = {"all_gather", "reduce_scatter", "all_reduce"}
-    assert (
-        set(kinds_of_calls(Plan(tensor=2, sequence_parallel=True)))
-        == set(kinds_of_calls(Plan(data=2, sharding=Sharding(1))))
-        == halves
-    )
+    for plan in (Plan(tensor=2, sequence_parallel=True), Plan(data=2, sharding=Sharding(1))):
+        assert set(kinds_of_calls(plan)) == halves
     plan = Plan(tensor=4, sequence_parallel=True)
-    for kind, link in links_of(made_up_round(plan).calls).items():
+    for kind, link in links_of(median_of([made_up_round(plan).calls] * 3)).items():
         assert steps_s(1e6, steps_of(kind, 4), link) == pytest.approx(1e-3 + 1e-3, rel=1e-6)  # as measured
 
 
@@ -134,53 +176,66 @@ def test_calls_are_those_of_the_plan():
 def test_predicted_bytes_are_those_that_ranks_send(sequence):
     plan = Plan(tensor=2, sequence_parallel=sequence)
     step = predict_step(count_gpt(SMALL, B), made_up_round(plan), plan)
-    wanted = (
-        8 * B * S * H * L + 4 * B * S * H + 6 * B * S
-    )  # the Cost of parallelize, which its tests hold against ranks
-    wanted += sequence * (2 * (4 * L + 2) * H + S * H)
+    # the Cost of parallelize, which its tests hold against ranks
+    wanted = 8 * B * S * H * L + 4 * B * S * H + 6 * B * S + sequence * (2 * (4 * L + 2) * H + S * H)
     assert step.sent_bytes_by_axis["tensor"] == pytest.approx(4 * wanted * (2 - 1) / 2)
 
 
 def test_a_pass_costs_what_was_measured_beside_its_work():
-    for plan in (Plan(tensor=2), Plan(tensor=2, sequence_parallel=True), Plan(context=2)):
+    """Of a mesh forward and backward, by the rows that a block hands on; of whole replicas backward, by gradients."""
+    for plan in (Plan(tensor=2), Plan(tensor=2, sequence_parallel=True), Plan(context=2), Plan(data=2)):
         counted, measured = count_gpt(SMALL, B), made_up_round(plan)
-        plain, row = predict_step(counted, measured, plan), 4 * B * S * H
+        plain = predict_step(counted, measured, plan)
+        block = next(layer for layer in counted.layers if layer.name.startswith("blocks."))
+        size = bytes_of(block, plan)
+        assert size == 4 * (sum(block.parameter_sizes) if plan.data == 2 else B * S * H)
         for passes, cost in (
-            ((ByteCost(row, 0.01), ByteCost(3 * row, 0.01)), 0.01),
-            ((ByteCost(2 * row, 0.02), ByteCost(4 * row, 0.04)), 0.01),
-            ((ByteCost(2 * row, 0.03), ByteCost(4 * row, 0.05)), 0.02),
+            ((ByteCost(size, 0.01), ByteCost(3 * size, 0.01)), 0.01),
+            ((ByteCost(2 * size, 0.02), ByteCost(4 * size, 0.04)), 0.01),
+            ((ByteCost(2 * size, 0.03), ByteCost(4 * size, 0.05)), 0.02),
         ):
             more = predict_step(counted, replace(measured, overhead=Overhead(passes)), plan)
-            assert more.duration_s - plain.duration_s == pytest.approx(2 * L * cost, rel=1e-6), plan
+            num_passes = L if plan.data == 2 else 2 * L
+            assert more.duration_s - plain.duration_s == pytest.approx(num_passes * cost, abs=1e-6), plan
+            if plan.data == 2:
+                assert more.timing.end_ns[0] == plain.timing.end_ns[0], "a forward waits for nobody"
 
 
-def test_what_all_reduces_cost_a_backward_of_replicas_grows_with_its_gradients():
-    plan = Plan(data=2)
-    counted, measured = count_gpt(SMALL, B), made_up_round(plan)
-    plain = predict_step(counted, measured, plan)
-    block = 4 * sum(next(layer for layer in counted.layers if layer.name.startswith("blocks.")).parameter_sizes)
-    for passes, cost in (
-        ((ByteCost(block, 0.01), ByteCost(3 * block, 0.01)), 0.01),
-        ((ByteCost(2 * block, 0.03), ByteCost(4 * block, 0.05)), 0.02),
-    ):
-        costly = predict_step(counted, replace(measured, overhead=Overhead(passes)), plan)
-        assert costly.timing.end_ns[0] == plain.timing.end_ns[0], "a forward waits for nobody"
-        assert costly.duration_s - plain.duration_s == pytest.approx(L * cost, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "fitted"),
-    [
+def test_costs_are_fitted_with_no_negative_part():
+    for seconds, fitted in (
         ((3.0, 5.0), (1.0, 2.0)),
         ((4.0, 2.0), (3.0, 0.0)),  # no fewer seconds for more bytes
         ((1.0, 4.0), (0.0, 1.8)),  # nothing below zero for no bytes: the line through zero that is closest
         ((-1.0, -2.0), (0.0, 0.0)),
-    ],
-)
-def test_costs_are_fitted_with_no_negative_part(seconds, fitted):
-    costs = tuple(ByteCost(*pair) for pair in zip((1.0, 2.0), seconds, strict=True))
-    assert fit_bytes(costs) == pytest.approx(fitted)
+    ):
+        assert fit_bytes([ByteCost(*pair) for pair in zip((1.0, 2.0), seconds, strict=True)]) == pytest.approx(fitted)
     assert fit_bytes(()) == (0.0, 0.0)
+    found = Overhead((ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)))  # below zero: the noise of a step
+    assert (found.codec_slowdown, Overhead().codec_slowdown) == pytest.approx((1.005, 1.0))
+    sizes = [1e3, 1e4, 1e5]
+    assert fit_line(sizes, [1e-3 + 1e-8 * size for size in sizes], relative=True) == pytest.approx((1e-3, 1e-8))
+    fixed, rate = fit_line(sizes, [3e-3, 2e-3, 1e-3], relative=True)
+    assert (rate, 1e-3 < fixed < 3e-3) == (0, True)
+
+
+PLANS = {
+    "sharded": Plan(data=2, sharding=Sharding(3)),
+    "compressed": Plan(data=2, compression=COMPRESSIONS[0]),
+    "pipeline": Plan(pipeline=2, num_microbatches=4, schedule="zb_h1"),
+    "mesh": Plan(tensor=2, context=2),
+}
+
+
+@pytest.mark.parametrize("cost_s", [0.0, 0.02, -0.001])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, cost_s):
+    plan, measured = PLANS[name], made_up_round(PLANS[name])
+    workload = count_model(replace(SMALL, num_layers=4), 2, plan, device=CPU)
+    overhead = Overhead((ByteCost(next(filter(None, (bytes_of(layer, plan) for layer in workload.layers))), cost_s),))
+    costly = predict_step(workload, replace(measured, overhead=overhead), plan)
+    wanted_s = costly.duration_s + 50 * min(0.0, cost_s)
+    found = solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
+    assert found.seconds < 0 if cost_s < 0 else found.seconds == pytest.approx(cost_s, rel=0.01, abs=1e-6)
 
 
 def test_ranks_that_share_cores_fill_each_others_bubbles():
@@ -194,32 +249,32 @@ def test_ranks_that_share_cores_fill_each_others_bubbles():
     assert predict_step(stages, made_up_round(plan), plan, cores=2).duration_s == step.duration_s
 
 
-def test_experts_are_as_busy_as_on_the_busiest_rank():
-    counted, plan = count_gpt(SMALL, B, num_experts=4), Plan(expert=2)
-    busy = with_expert_loads(counted, (1.0, 2.0), plan)
-    assert with_expert_loads(counted, (), plan) is with_expert_loads(counted, (1.0, 1.0), Plan()) is counted
-    assert with_expert_loads(counted, (1.0, 1.5), plan, alone_speedup=4 / 3) == with_expert_loads(
-        counted, (1.0, 1.25), plan
-    )
-    assert with_expert_loads(counted, (1.0, 2.0), plan, alone_speedup=2.0) == counted  # all ranks share one core
-    first, second = ([layer for layer in each.layers if layer.experts] for each in (counted, busy))
-    assert first[0] == second[0]
-    for name in WORKS:  # the experts' work doubles, and the rest of the layer stays
-        own, more = getattr(first[1].experts, name), getattr(second[1].experts, name)
-        assert more == own.times(2)
-        rest, still = (getattr(layer, name).without(part) for layer, part in ((first[1], own), (second[1], more)))
-        assert (still.matmul_flops, still.num_kernels) == (rest.matmul_flops, rest.num_kernels)
-        assert still.memory_bytes == pytest.approx(rest.memory_bytes)
-    training = TrainingRun(SMALL, plan, batch_size=2 * B, num_experts=4)
-    rounds = [made_up_round(plan)] * 2
-    even, uneven = (
-        RunResult(training, [RankReport(workload=counted, rounds=rounds, measured_s=[1.0], expert_loads=[loads])])
-        for loads in ((1.0, 1.0), (1.0, 2.0))
-    )
-    found = uneven.windows[0].predicted_s - even.windows[0].predicted_s
-    assert found == pytest.approx(uneven.predicted.duration_s - even.predicted.duration_s)
-    works = sum((getattr(first[1].experts, name).times(0.5) for name in WORKS), Work())  # half of it on each rank
-    assert found > works.matmul_flops / 1e9 + works.memory_bytes / 1e10
+def test_reference_models_can_be_split_by_any_plan():
+    odd = Plan(data=3, tensor=4, context=3, pipeline=2, num_microbatches=4)
+    for plan in (Plan(tensor=3), Plan(tensor=6, context=5), odd):
+        for reference in MESH_REFERENCES:
+            sizes = reference_sizes(reference, plan)
+            assert sizes.num_heads % (plan.tensor * plan.context) == 0
+            assert sizes.hidden_size % sizes.num_heads == 0
+            assert sizes.context % (2 * plan.context * plan.tensor if plan.context > 1 else plan.tensor) == 0
+            assert sizes.hidden_size >= reference.hidden_size
+            assert sizes.context >= reference.context
+            parts = plan.num_microbatches * plan.num_replicas
+            assert reference.samples <= parts * reference_samples(reference, plan) < reference.samples + parts
+    plan = Plan(tensor=2, pipeline=2, num_microbatches=2)  # as many blocks per stage as the model, and four at most
+    assert [reference_sizes(MESH_REFERENCES[0], plan, layers).num_layers for layers in (2, 3, 8, 80)] == [2, 4, 8, 8]
+
+
+def test_what_cannot_be_trained_is_refused():
+    for words, call in {
+        "6 samples do not make 2 equal parts.*of 2 equal micro-batches": lambda: TrainingRun(
+            plan=Plan(data=2, num_microbatches=2), batch_size=6
+        ),
+        "tied=False": lambda: TrainingRun(replace(SMALL, tied=True), Plan(pipeline=2, num_microbatches=2)),
+        "stages with experts": lambda: TrainingRun(SMALL, Plan(pipeline=2), num_experts=2).count(),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 class Chosen(torch.nn.Module):
@@ -230,131 +285,107 @@ class Chosen(torch.nn.Module):
         self.load = Load(sum(kept), kept, kept, 0)
 
 
-TIMED = TrainingRun(
-    SMALL,
-    Plan(tensor=2, sequence_parallel=True),
-    batch_size=B,
-    num_updates=2,
-    num_windows=1,
-    steps_per_window=2,
-    budget_s=0.0,
-)
+LIMITS = {"num_updates": 2, "num_windows": 1, "steps_per_window": 2, "budget_s": 0.0}
+TIMED = TrainingRun(SMALL, Plan(tensor=2, sequence_parallel=True), batch_size=B, **LIMITS)
 MIXED = replace(TIMED, plan=Plan(expert=2), num_experts=4, num_windows=0)
-
-
-def train_both():
-    model = parallelize(make_gpt(SMALL, 0))
-    parts = splits_of(model)
-    divided = 2 * sum(p.numel() for name, p in model.named_parameters() if name in parts)
-    rank = torch.distributed.get_rank()
-    layers = torch.nn.Sequential(Chosen(8, 0, 2, 2), torch.nn.Identity(), Chosen(3, 3 * rank, 3, 3 - 3 * rank))
-    loads = expert_loads([layers, Chosen(1, 0, 0, 9 * rank)], Plan(expert=2), torch.device("cpu"))
-    faster = measure_alone_speedup(torch.device("cpu"))
-    return time_training(TIMED), time_training(MIXED).losses, (divided, loads, faster)
+PIPED = TrainingRun(
+    replace(SMALL, num_layers=3), Plan(pipeline=2, num_microbatches=3, schedule="zb_h1"), batch_size=6, **LIMITS
+)
+TRAINED = {  # replicas, whatever they share, train the same model as one process
+    "whole": Plan(data=2, bucket_bytes=4000),
+    "accumulated": Plan(data=2, num_microbatches=2),
+    "stage 1": Plan(data=2, bucket_bytes=4000, sharding=Sharding(1)),
+    "stage 2": Plan(data=2, bucket_bytes=4000, num_microbatches=2, sharding=Sharding(2)),
+    "stage 3": Plan(data=2, sharding=Sharding(3, reshard_after_forward=False, prefetch=0)),
+}
 
 
 def train_alone():
-    return [time_training(replace(run, plan=Plan(), num_windows=0)).losses for run in (TIMED, MIXED)]
+    return [time_training(replace(run, plan=Plan(), num_windows=0)) for run in (TIMED, MIXED)]
 
 
-def test_runs_on_two_ranks_are_timed_and_predicted(ranks):
-    alone = ranks(1).run(train_alone)[0]
-    results = ranks(2).run(train_both)
-    assert results[0][2][2] == results[1][2][2]
-    for report, mixed, (divided, loads, faster) in results:
-        assert 1.0 <= faster <= 2.0
+def train_replicas():
+    model = parallelize(make_gpt(SMALL, 0))
+    parts = splits_of(model)
+    divided = 2 * sum(p.numel() for name, p in model.named_parameters() if name in parts)
+    rank = dist.get_rank()
+    layers = torch.nn.Sequential(Chosen(8, 0, 2, 2), torch.nn.Identity(), Chosen(3, 3 * rank, 3, 3 - 3 * rank))
+    loads = expert_loads([layers, Chosen(1, 0, 0, 9 * rank)], Plan(expert=2), CPU)
+    trained = {name: time_training(replace(TIMED, plan=plan, num_windows=0)) for name, plan in TRAINED.items()}
+    return trained, time_training(MIXED), divided, loads
+
+
+def test_whatever_ranks_share_they_train_what_one_process_trains(ranks):
+    alone, mixed_alone = ranks(1).run(train_alone)[0]
+    for trained, mixed, divided, loads in ranks(2).run(train_replicas):
         assert loads == pytest.approx([16 / 12, 1.0, 9 / 5.5])
-        assert report.losses[:2] == pytest.approx(alone[0], rel=1e-5)  # whatever the plan
-        assert mixed == pytest.approx(alone[1], rel=1e-5)
+        assert mixed.losses == pytest.approx(mixed_alone.losses, rel=1e-5)
         assert divided == sum(layer.tensor_parameters for layer in TIMED.count().layers)
-    first, second = reports = [report for report, _, _ in results]
+        for name, report in trained.items():
+            assert report.losses == pytest.approx(alone.losses, rel=1e-5), name
+            for key, weight in alone.weights.items():
+                assert float((report.weights[key] - weight).abs().max()) <= 1e-5, (name, key)
+
+
+def compute_spans(trace, rank):
+    own = trace.select((trace.rank == rank) & trace.is_word("lane", "compute"))
+    return sorted((span.start_ns, span.kind, span.name) for span in own)
+
+
+RUNS = {"tensor": TIMED, "pipeline": PIPED, "codec": replace(TIMED, plan=Plan(data=2, compression=COMPRESSIONS[0]))}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_on_two_ranks_are_timed_and_predicted(ranks, name):
+    run = RUNS[name]
+    first, second = reports = ranks(2).run(time_training, run)
     assert first.rounds == second.rounds  # so that every rank predicts the same
-    assert len(first.rounds) == 2
-    assert first.measured_s == second.measured_s
-    assert set(first.rounds[0].calls) == {"all_gather", "reduce_scatter", "all_reduce"}
-    result = RunResult(TIMED, reports)
-    measured = overlay_of_run(result).measured
+    assert (first.losses, first.measured_s) == (second.losses, second.measured_s)
+    assert [len(first.losses), len(first.rounds), len(first.step_ns)] == [3, 2, 2]  # and the window's last loss
+    assert [len(each.overhead.costs) for each in first.rounds] == [2, 2]
+    result = RunResult(run, reports)
     (window,) = result.windows
     assert min(window.measured_s, window.predicted_s) > 0
     assert result.verdict(bar=0.1).holds is None
-    assert result.predicted.exposed_by_axis["tensor"] > 0
-    for trace in (measured, result.predicted.trace):
-        kinds = [span.kind for span in sorted(trace, key=lambda span: span.start_ns) if span.lane == "compute"]
-        assert list(dict.fromkeys(kinds)) == ["F", "B", "optimizer"]
+    measured, predicted = overlay_of_run(result).measured, result.predicted
     assert {span.rank for span in measured} == {0, 1}
+    if name == "codec":
+        assert all(each.codec is not None and each.overhead.codec_slowdown >= 1 for each in first.rounds)
+    if name == "tensor":
+        assert set(first.rounds[0].calls) == {"all_gather", "reduce_scatter", "all_reduce"}
+        assert predicted.exposed_by_axis["tensor"] > 0
+        for trace in (measured, predicted.trace):
+            kinds = [kind for _, kind, _ in compute_spans(trace, 0)]
+            assert list(dict.fromkeys(kinds)) == ["F", "B", "optimizer"]
+    for rank in (0, 1) if name == "pipeline" else ():
+        actions = make_schedule("zb_h1", 2, 3).actions(rank)
+        expected = [str(action) for action in actions if action.kind in ("F", "B", "I", "W")]
+        for trace in (measured, predicted.trace):
+            assert [name for *_, name in compute_spans(trace, rank)] == [*expected, "optimizer"]
 
 
-def test_a_pipeline_on_two_ranks_is_timed_and_predicted(ranks):
-    plan = Plan(pipeline=2, num_microbatches=3, schedule="zb_h1")
-    model = replace(SMALL, num_layers=3, num_heads=2, hidden_size=24)
-    limits = {"num_updates": 2, "num_windows": 1, "steps_per_window": 2, "budget_s": 0.0}
-    training = TrainingRun(model, plan, batch_size=6, **limits)
-    reports = ranks(2).run(time_training, training)
-    result = RunResult(training, reports)
-    assert reports[0].losses == reports[1].losses
-    assert len(reports[0].losses) == 3  # two updates, and the last step of the window
-    assert len(reports[0].rounds) == 2
-    assert reports[0].rounds == reports[1].rounds  # so that every rank predicts the same
-    assert reports[0].measured_s == reports[1].measured_s
-    (window,) = result.windows
-    assert window.measured_s > 0
-    assert window.predicted_s > 0
-    assert result.verdict(bar=0.1).holds is None
-    assert len(reports[0].step_ns) == 2
-    schedule, measured = schedule_of(plan), overlay_of_run(result).measured
-    for rank in (0, 1):
-        expected = [str(action) for action in schedule.actions(rank) if action.kind in ("F", "B", "I", "W")]
-        for trace in (measured, result.predicted.trace):
-            spans = sorted((span.start_ns, span.name) for span in trace if (span.rank, span.lane) == (rank, "compute"))
-            assert [name for _, name in spans] == [*expected, "optimizer"]
-    first = reports[0].rounds[0]
-    costly = replace(first, overhead=Overhead((ByteCost(1.0, first.overhead.action_s + 0.01),)))
-    cheap, slower = (RunResult(training, [replace(reports[0], rounds=[each])]) for each in (first, costly))
-    assert slower.predicted.pipeline_s >= cheap.predicted.pipeline_s + 0.01  # an action's cost is on the way
+def test_a_rank_that_trains_alone_has_no_overhead(ranks):
+    def alone():
+        calibration = CalibrationOfRun(Plan(sharding=Sharding(3)), AXES, {}, device=CPU)
+        return calibration.measure().overhead
+
+    assert ranks(1).run(alone) == [Overhead()]
 
 
-def test_the_plan_chooses_the_program():
-    for plan in (Plan(), Plan(data=4), Plan(data=2, sharding=Sharding(3))):
-        assert program_kind(plan) == "replicas"
-    assert program_kind(Plan(pipeline=2, num_microbatches=2)) == "pipeline"
-    mixed = Plan(data=2, pipeline=2), Plan(tensor=2), Plan(context=2), Plan(expert=2)
-    for plan in (*mixed, Plan(data=2, recompute="full"), Plan(pipeline=2, precision=Precision("bfloat16"))):
-        assert program_kind(plan) == "hybrid"
-    assert program_kind(Plan(data=2), num_experts=4) == "hybrid"
+LINK = Link("l", (Protocol(1e-4, 1e9),))
+MACHINE = Cluster("c", Device("d", 1e10, 1e10, 1e9), 2, 2, LINK, LINK)
 
 
-def test_what_cannot_be_trained_is_refused():
-    with pytest.raises(ValueError, match="6 samples do not make 2 equal parts.*of 2 equal micro-batches"):
-        TrainingRun(plan=Plan(data=2, num_microbatches=2), batch_size=6)
-    with pytest.raises(ValueError, match="tied=False"):
-        TrainingRun(replace(SMALL, tied=True), Plan(pipeline=2, num_microbatches=2))
-    assert torch.equal(make_gpt(SMALL, 3).output.weight, make_gpt(SMALL, 3).output.weight)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(tensor=3), Plan(tensor=6, context=5), Plan(data=3, tensor=4, context=3, pipeline=2, num_microbatches=4)],
-)
-def test_reference_models_can_be_split_by_any_plan(plan):
-    for reference in MESH_REFERENCES:
-        sizes = reference_sizes(reference, plan)
-        assert sizes.num_heads % (plan.tensor * plan.context) == 0
-        assert sizes.hidden_size % sizes.num_heads == 0
-        assert sizes.context % (2 * plan.context * plan.tensor if plan.context > 1 else plan.tensor) == 0
-        assert sizes.hidden_size >= reference.hidden_size
-        assert sizes.context >= reference.context
-        parts = plan.num_microbatches * plan.num_replicas
-        assert reference.samples <= parts * reference_samples(reference, plan) < reference.samples + parts
-
-
-def test_reference_models_of_a_mesh_have_as_many_blocks_per_stage_as_the_model_and_two_at_most():
-    plan = Plan(tensor=2, pipeline=2, num_microbatches=2)
-    assert [reference_sizes(MESH_REFERENCES[0], plan, layers).num_layers for layers in (2, 3, 4, 80)] == [2, 4, 4, 4]
-
-
-def test_reference_models_of_a_pipeline_have_as_many_layers_as_stages_and_one():
-    plan = Plan(pipeline=2, num_microbatches=4, schedule="interleaved", stages_per_rank=2)
-    for reference in PIPELINE_REFERENCES:
-        sizes = reference_sizes(reference, plan)
-        assert (sizes.num_layers, sizes.hidden_size, sizes.context) == (5, reference.hidden_size, reference.context)
-        assert reference_samples(reference, plan) == reference.samples
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=[each.method for each in COMPRESSIONS])
+def test_every_rank_gets_one_codec_from_the_calls_that_are_predicted(ranks, compression):
+    two = ranks(2)
+    first, second = two.run(lambda: measure_codec(compression, MACHINE, device=torch.device("cpu")))
+    assert first == second
+    assert (first.compression, first.num_ranks) == (compression, 2)
+    assert first.encode_s + first.encode_s_per_byte > 0
+    sizes = [call.num_bytes for call in two.records().calls(0) if call.op in ("all_gather", "all_reduce")]
+    columns = timed_calls.COLUMNS
+    buckets = [exchanges(compression, ((rows - 1, columns), (columns,))) for rows in timed_calls.ROWS]
+    each = (timed_calls.BUCKET_REPEATS + 1) * timed_calls.IN_A_ROW  # one warms up
+    expected = Counter(call.num_bytes for calls in buckets for call in calls * each)
+    assert {size: sizes.count(size) for size in expected} == expected

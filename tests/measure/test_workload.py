@@ -1,3 +1,5 @@
+"""What is counted of any module: operations by textbook formulas, parameters once, bytes that are kept; no trace."""
+
 import copy
 
 import pytest
@@ -13,39 +15,31 @@ from simulator import memory_of
 SIZES = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=32)
 
 
-def gpt_step(config=SIZES, samples=2):
-    model = GPT(config, torch.Generator().manual_seed(0))
-    tokens = torch.randint(config.vocab_size, (samples, config.context))
+def gpt_step(samples=2):
+    model = GPT(SIZES, torch.Generator().manual_seed(0))
+    tokens = torch.randint(SIZES.vocab_size, (samples, SIZES.context))
     return model, lambda: model.loss(model(tokens), tokens)
 
 
 def test_flops_of_a_gpt_layer_are_the_textbook_formula():
-    model, loss = gpt_step()
-    workload = workload_from_module(model, loss)
+    workload = workload_from_module(*gpt_step())
     block = next(layer for layer in workload.layers if layer.name == "blocks.1")
     batch, seq, hidden = 2, SIZES.context, SIZES.hidden_size
     # 24 B s h^2 + 4 B s^2 h: arXiv 2104.04473, appendix
-    assert block.forward.matmul_flops == 24 * batch * seq * hidden**2 + 4 * batch * seq**2 * hidden
-    linear = 24 * batch * seq * hidden**2
+    linear, scores = 24 * batch * seq * hidden**2, batch * seq**2 * hidden
+    assert block.forward.matmul_flops == linear + 4 * scores
     assert block.weight_gradient.matmul_flops == linear
-    assert (
-        block.input_gradient.matmul_flops == linear + 10 * batch * seq**2 * hidden
-    )  # fused attention recomputes one product
+    assert block.input_gradient.matmul_flops == linear + 10 * scores  # fused attention recomputes one product
 
 
-def test_every_parameter_counts_once_in_registration_order():
+def test_every_trained_parameter_counts_once_in_registration_order():
     model, loss = gpt_step()
     workload = workload_from_module(model, loss)
-    assert workload.num_parameters == model.num_parameters
     sizes = [size for layer in workload.layers for size in layer.parameter_sizes]
     assert sizes == [p.numel() for p in model.parameters()]
-
-
-def test_frozen_parameters_send_nothing():
-    model, loss = gpt_step()
     model.position_embedding.weight.requires_grad_(False)
-    workload = workload_from_module(model, loss)
-    assert workload.num_parameters == model.num_parameters - model.position_embedding.weight.numel()
+    frozen = workload_from_module(model, loss)
+    assert frozen.num_parameters == model.num_parameters - model.position_embedding.weight.numel()
 
 
 def test_output_and_activation_bytes():
@@ -57,28 +51,23 @@ def test_output_and_activation_bytes():
     assert [layer.activation_bytes for layer in workload.layers[:3]] == [5 * 8 * 4, 5 * 16 * 4, 0]
 
 
-def test_a_model_of_one_function_is_one_layer():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return (x * self.weight).sum()
-
-    model = Scale()
-    workload = workload_from_module(model, lambda: model(torch.ones(3)))
+def test_parameters_of_the_model_itself_are_a_layer():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3))
+    workload = workload_from_module(model, lambda: (torch.ones(3) * model.weight).sum())
     assert [layer.name for layer in workload.layers] == ["parameters of the model", HEAD]
     assert workload.num_parameters == 3
 
 
-def test_counting_leaves_no_trace():
+def test_counting_leaves_no_trace_and_a_loss_that_is_no_scalar_is_refused():
     model, loss = gpt_step()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loss().backward()
     optimizer.step()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
     workload = workload_from_module(model, loss, optimizer=optimizer)
+    with pytest.raises(ValueError, match="scalar"):
+        workload_from_module(model, lambda: model(torch.zeros(1, 3, dtype=torch.long)))
     after = (model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()])
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert workload.optimizer_bytes_per_parameter == 8  # two moments in fp32
@@ -98,29 +87,33 @@ def test_a_module_without_weights_counts_as_one_with_weights():
     assert counted("meta") == counted("cpu")
 
 
-def test_grouped_heads_without_weights_are_fused():
-    class Grouped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.into = nn.Linear(64, 64 + 2 * 16)
+class Mixes(nn.Module):
+    """Attention of narrow values, or of heads that share keys; by keywords, as users write it."""
 
-        def forward(self, x):
-            query, key, value = self.into(x).split((64, 16, 16), dim=-1)
-            query, key, value = (t.view(2, 32, -1, 16).transpose(1, 2) for t in (query, key, value))
-            each = {"is_causal": True, "enable_gqa": True}
-            return nn.functional.scaled_dot_product_attention(query=query, key=key, value=value, **each).sum()
+    def __init__(self, heads, shared, values):
+        super().__init__()
+        self.sizes = (heads * 16, shared * 16, shared * values)
+        self.into = nn.Linear(64, sum(self.sizes), bias=False)
 
+    def forward(self, x):
+        query, key, value = self.into(x).split(self.sizes, dim=-1)
+        query, key = (t.view(2, 32, -1, 16).transpose(1, 2) for t in (query, key))
+        value = value.view(2, 32, key.shape[1], -1).transpose(1, 2)
+        each = {"is_causal": True, "enable_gqa": True}
+        return nn.functional.scaled_dot_product_attention(query=query, key=key, value=value, **each).sum()
+
+
+@pytest.mark.parametrize(("heads", "shared", "values"), [(4, 1, 16), (2, 2, 8)])
+def test_attention_without_weights_is_fused(heads, shared, values):
+    """Scores are 16 deep, mixing as deep as values; backward makes scores again and two gradients of each."""
     with torch.device("meta"):
-        model, x = nn.Sequential(Grouped()), torch.zeros(2, 32, 64)
+        model, x = nn.Sequential(Mixes(heads, shared, values)), torch.zeros(2, 32, 64)
     layer = workload_from_module(model, lambda: model(x)).layers[0]
-    assert layer.forward.matmul_flops == 2 * 2 * 32 * 64 * 96 + 2 * 2 * 2 * 32 * 32 * 64
-    assert layer.activation_bytes < 2 * 4 * 32 * 32 * 4 * 4  # no scores: a number per row
-
-
-def test_a_loss_that_is_no_scalar_is_refused():
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="scalar"):
-        workload_from_module(model, lambda: model(torch.ones(3, 2)))
+    pairs, products = 2 * heads * 32 * 32, 2 * 2 * 32 * 64 * sum(model[0].sizes)
+    assert layer.forward.matmul_flops == products + 2 * pairs * (16 + values)
+    backward = layer.input_gradient.matmul_flops + layer.weight_gradient.matmul_flops
+    assert backward == products + 2 * pairs * (3 * 16 + 2 * values)  # the input wants no gradient
+    assert layer.activation_bytes < 4 * 4 * pairs  # no scores, of which there would be four: a number per row
 
 
 def test_frozen_parameters_take_memory_on_every_rank():
@@ -133,51 +126,3 @@ def test_frozen_parameters_take_memory_on_every_rank():
     for plan in (Plan(), Plan(4, sharding=Sharding(1)), Plan(4, sharding=Sharding(3))):
         share = 4 if plan.sharding.stage == 3 else 1
         assert memory_of(workload, plan).of("parameters") == 64 * 64 * 4 * (1 + 1 / share)
-
-
-def test_values_of_attention_may_be_narrower_than_its_keys():
-    """Scores take 32 operations deep, mixing 16; backward makes scores again and two gradients of each."""
-
-    class Latent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.queries, self.values = nn.Linear(8, 32, bias=False), nn.Linear(8, 16, bias=False)
-
-        def forward(self, x):
-            queries, values = self.queries(x)[:, None], self.values(x)[:, None]
-            return nn.functional.scaled_dot_product_attention(queries, queries, values, is_causal=True)
-
-    with torch.device("meta"):
-        model = nn.Sequential(Latent())
-    layer = workload_from_module(model, lambda: model(torch.empty(2, 64, 8, device="meta")).sum()).layers[0]
-    pairs, products = 2 * 64 * 64, 2 * 2 * 64 * 8 * (32 + 16)
-    assert layer.forward.matmul_flops == products + 2 * pairs * (32 + 16)
-    backward = layer.input_gradient.matmul_flops + layer.weight_gradient.matmul_flops
-    assert backward == products + 2 * pairs * (3 * 32 + 2 * 16)  # the input wants no gradient
-
-
-def test_experts_that_choose_tokens_by_value_are_counted_on_the_cpu():
-    class Routed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(8, 2)
-            self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
-
-        def forward(self, x):
-            weights, chosen = self.gate(x).softmax(-1).max(-1)
-            out = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                rows = (chosen == number).nonzero()[:, 0]
-                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
-            return out
-
-    def loss(model, device):
-        return lambda: model(torch.ones(16, 8, device=device)).sum()
-
-    with torch.device("meta"):
-        blank = nn.Sequential(Routed())
-    with pytest.raises(ValueError, match="^Sequential does not run on the meta device.*; count it on the CPU$"):
-        workload_from_module(blank, loss(blank, "meta"))
-    model = nn.Sequential(Routed())
-    counted = workload_from_module(model, loss(model, "cpu"))
-    assert counted.layers[0].forward.matmul_flops == 2 * 16 * 8 * (2 + 8)  # a token goes to one expert

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import warnings
 
 import pytest
@@ -48,11 +49,9 @@ class Layer(nn.Module):
     def forward(self, x):
         kind, value, element = self.fault or ("", 0.0, 0)
         weight = Bad.apply(self.weight, value, element, True) if kind == "parameter gradient" else self.weight
+        x = Bad.apply(x, value, element, True) if kind == "gradient" else x
         y = nn.functional.linear(x, weight, self.bias)
-        y = Bad.apply(y, value, element, False) if kind == "activation" else y
-        if kind == "gradient":
-            y = nn.functional.linear(Bad.apply(x, value, element, True), weight, self.bias)
-        return y
+        return Bad.apply(y, value, element, False) if kind == "activation" else y
 
 
 def net():
@@ -69,15 +68,11 @@ def train(fault, every=3, steps=STEPS, **named):
         try:
             for step in range(steps):
                 x = torch.randn(4, 3, generator=generator(step, rank, "data"))
-                is_here = step == when and rank == victim
-                if is_here and place == "weight":
-                    put(model[layer].weight.data, element, value)
-                if is_here and place == "input":
-                    put(x, element, value)
-                model[layer].fault = (place, value, element) if is_here else None
-                loss = model(x).square().mean()
-                if is_here and place == "loss":
-                    loss = loss * value
+                here = place if step == when and rank == victim else ""
+                if here in ("weight", "input"):
+                    put(model[layer].weight.data if here == "weight" else x, element, value)
+                model[layer].fault = (here, value, element)
+                loss = model(x).square().mean() * (value if here == "loss" else 1.0)
                 loss.backward()
                 average_flat(model.parameters())
                 watch.look(step, loss)
@@ -104,14 +99,12 @@ def expected(place, layer, value):
 
 
 def many(num, seed):
-    import re
-
     chance, wrong = random.Random(seed), []
     for number in range(num):
         place = PLACES[number % len(PLACES)]
+        victim, when = chance.randrange(dist.get_world_size()), chance.randrange(STEPS)
         layer = chance.choice([2, 4] if place == "gradient" else [0, 2, 4])
         value = chance.choice([math.nan, math.inf, -math.inf])
-        when, victim = chance.randrange(STEPS), chance.randrange(dist.get_world_size())
         text = train((place, victim, when, layer, value, chance.randrange(99)), every=chance.choice([1, 3, 4]))
         words = expected(place, layer, abs(value))
         if not re.match(rf"step {when}: rank {victim}: {words}", text):
@@ -120,8 +113,7 @@ def many(num, seed):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num"),
-    [(1, 12), (2, 36), (3, 36), pytest.param(4, 300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
+    ("world_size", "num"), [(1, 6), (3, 30), pytest.param(4, 300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
 def test_the_first_rank_step_layer_and_pass_are_named_on_every_rank(ranks, world_size, num):
     assert ranks(world_size).run(many, num, world_size) == [[]] * world_size
@@ -135,77 +127,59 @@ def test_a_well_run_says_nothing_and_ranks_exchange_8_bytes_per_comparison(ranks
                 loss = model(x).square().mean()
                 loss.backward()
                 watch.look(step, loss)
-        return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
+        calls = seen.records.calls(dist.get_rank())
+        return train(("none", 0, 0, 0, 0.0, 0)), [(call.op, call.num_bytes) for call in calls]
 
-    assert ranks(2).run(train, ("none", 0, 0, 0, 0.0, 0)) == ["", ""]
-    assert ranks(2).run(well) == [[("all_gather", 8)] * 2] * 2
-
-
-def test_an_update_that_breaks_the_weights_is_the_optimizers(ranks):
-    def run():
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e38, momentum=0.9)
-        watch = AnomalyWatch(model, every=9)
-        for step in range(1):
-            loss = model(100 * torch.ones(1, 3)).sum() * 1e6
-            loss.backward()
-            watch.look(step, loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        with pytest.raises(AnomalyError) as caught:
-            watch.check()
-        return str(caught.value)
-
-    for text in ranks(2).run(run):
-        assert text.startswith("step 1: ranks 0, 1: infinity in the weight ")
-        assert "the optimizer made it in the step before" in text
+    assert ranks(2).run(well) == [("", [("all_gather", 8)] * 2)] * 2
 
 
-def test_the_weights_after_the_last_step_count(ranks):
-    def run():
-        model = net()
-        watch = AnomalyWatch(model)
-        model(torch.ones(1, 3)).sum().backward()
-        watch.look(7)
-        if dist.get_rank() == 1:
-            model[2].bias.data[0] = math.nan
-        with pytest.raises(AnomalyError) as caught:
-            watch.check()
-        return str(caught.value)
-
-    assert all("step 8: rank 1: NaN in the weight 2.bias" in text for text in ranks(3).run(run))
+def told(run):
+    with pytest.raises(AnomalyError) as caught:
+        run()
+    return str(caught.value)
 
 
-def test_an_exchange_that_overflows_is_told_for_all_ranks(ranks):
-    def run():
-        model = net()
-        watch = AnomalyWatch(model, every=1)
-        loss = model(torch.ones(1, 3)).square().mean()
-        loss.backward()
-        model[4].weight.grad.fill_(math.inf)
-        with pytest.raises(AnomalyError) as caught:
-            watch.look(3, loss)
-        return str(caught.value)
+def by_hand():
+    """Faults that no layer makes: by the optimizer, after the last step, in the exchange; and what does not count."""
+    said = {}
+    model = net()
+    optimizer, watch = torch.optim.SGD(model.parameters(), lr=1e38, momentum=0.9), AnomalyWatch(model, every=9)
+    loss = model(100 * torch.ones(1, 3)).sum() * 1e6
+    loss.backward()
+    watch.look(0, loss)
+    optimizer.step()
+    said["update"] = told(watch.check)
+    model = net()
+    watch = AnomalyWatch(model)
+    model(torch.ones(1, 3)).sum().backward()
+    watch.look(7)
+    if dist.get_rank() == 1:
+        model[2].bias.data[0] = math.nan
+    said["last"] = told(watch.check)
+    model = net()
+    watch = AnomalyWatch(model, every=1)
+    loss = model(torch.ones(1, 3)).square().mean()
+    loss.backward()
+    model[4].weight.grad.fill_(math.inf)
+    said["exchange"] = told(lambda: watch.look(3, loss))
+    said["scaler"] = train(("gradient", 0, 4, 2, math.inf, 0), every=2, gradients=False, steps=5)
+    model = net()
+    watch = AnomalyWatch(model)
+    model.eval()
+    model(torch.full((1, 3), math.nan))
+    model.train()
+    watch.check()  # evaluation is not watched
+    return said
 
-    for text in ranks(2).run(run):
-        assert text.startswith(
-            "step 3: ranks 0, 1: infinity in the gradient of 4.weight after backward: in the exchange"
-        )
 
-
-def test_overflows_of_gradients_do_not_count_with_a_loss_scaler_and_evaluation_is_not_watched(ranks):
-    def run():
-        assert train(("gradient", 0, 4, 2, math.inf, 0), every=2, gradients=False, steps=5).startswith(
-            "step 5: ranks 0"
-        )
-        model = net()
-        watch = AnomalyWatch(model)
-        model.eval()
-        model(torch.full((1, 3), math.nan))
-        model.train()
-        watch.check()
-
-    ranks(2).run(run)
+def test_what_no_layer_made_is_told_too(ranks):
+    for said in ranks(2).run(by_hand):
+        assert said["update"].startswith("step 1: ranks 0, 1: infinity in the weight ")
+        assert "the optimizer made it in the step before" in said["update"]
+        assert "step 8: rank 1: NaN in the weight 2.bias" in said["last"]
+        words = "step 3: ranks 0, 1: infinity in the gradient of 4.weight after backward: in the exchange"
+        assert said["exchange"].startswith(words)
+        assert said["scaler"].startswith("step 5: ranks 0"), "a scaler's overflow does not count, bad weights do"
 
 
 def spiked(victim, factor, every):
@@ -213,7 +187,7 @@ def spiked(victim, factor, every):
     model, rank = net(), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch = AnomalyWatch(model, every=every)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for step in range(60):
             x = torch.randn(16, 3, generator=generator(step, rank, "data"))
@@ -225,35 +199,33 @@ def spiked(victim, factor, every):
             optimizer.step()
             optimizer.zero_grad()
         watch.check()
-    assert [str(one.message) for one in told] == watch.spikes
+    assert [str(one.message) for one in warned] == watch.spikes
     return watch.spikes
 
 
-@pytest.mark.parametrize("every", [1, 20])
-def test_a_spike_is_told_on_every_rank_with_rank_and_layer(ranks, every):
-    for said in ranks(3).run(spiked, 2, 100.0, every):
-        assert len(said) == 1, said
-        assert said[0].startswith("step 50: rank 2: the loss is ")
-        assert "first in the model's input 0: in this rank's data" in said[0]
-    assert ranks(3).run(spiked, 2, 1.0, every) == [[]] * 3
+def test_a_spike_is_told_on_every_rank_with_rank_and_layer(ranks):
+    for each in ranks(3).run(lambda: (spiked(2, 100.0, 1), spiked(2, 100.0, 20), spiked(2, 1.0, 20))):
+        for said in each[:2]:
+            assert len(said) == 1, said
+            assert said[0].startswith("step 50: rank 2: the loss is ")
+            assert "first in the model's input 0: in this rank's data" in said[0]
+        assert each[2] == []
 
 
 def test_hooks_go_and_results_stay_the_same_bit_for_bit():
-    x = torch.randn(4, 3)
-    plain, watched = net(), net()
+    x, plain, watched = torch.randn(4, 3), net(), net()
     with AnomalyWatch(watched) as watch:
         for model in (plain, watched):
             model(x).square().mean().backward()
         watch.look(0)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.modules())
-    assert not any(parameter._backward_hooks for parameter in watched.parameters())
-
-
-@pytest.mark.parametrize("named", [{"every": 0}, {"every": True}, {"every": 1.5}])
-def test_wrong_arguments_are_refused(named):
-    with pytest.raises(ValueError, match="every is"):
-        AnomalyWatch(net(), **named)
+    watched(torch.full((1, 3), math.nan)).sum().backward()
+    watch.look(1, None)  # the gradients that are there are seen, and nothing of layers: the hooks have gone
+    with pytest.raises(AnomalyError, match="step 1: rank 0: NaN in the gradient of 0.weight after backward"):
+        watch.check()
+    for every in (0, True, 1.5):
+        with pytest.raises(ValueError, match="every is"):
+            AnomalyWatch(net(), every=every)
 
 
 def test_odd_models_are_watched_empty_and_whole_numbers_too():

@@ -138,8 +138,8 @@ def text(said: dict[str, Any]) -> str:
     """Lay the findings out for a terminal."""
     measured_s, predicted_s, last = said["measured_step_s"], said["predicted_step_s"], said["updates"] - 1
     alone, losses, sent, ranks = said["losses_one_process"], said["losses"], said["sent_bytes"], said["ranks"]
-    more = sent - said["predicted_bytes"]  # the last bucket's flag, rounded up to 64 bytes per rank
-    why = f" ({more:,} more: a flag that tells of faults, and padding)" if more > 0 else ""
+    more = sent - said["predicted_bytes"]  # the batch's number, the loss and flags
+    why = f" ({more:,} more: the loss, flags that tell of faults, and padding)" if more > 0 else ""
     rows = [
         ("", "one process", f"{ranks} ranks"),
         ("loss at the start", f"{alone[0]:.4f}", f"{losses[0]:.4f}"),

@@ -1,4 +1,4 @@
 """What a model asks of a device, counted from the model itself.
 
-Read `module` (any torch module), then `gpt` (a GPT for every layout) and `expert_load` (how uneven experts are).
+Read `module` (any torch module), then `gpt` (a GPT for every layout, and how uneven its experts are).
 """

@@ -2,25 +2,32 @@
 
 `workload_from_module` counts work by layers. This adds where tensor-parallel regions begin and end, what attention and
 experts exchange, and which ranks divide which parameter. So the simulator can time any plan from one count in one
-process. The work of a region is counted by a second run, with the region's modules in the place of layers.
+process.
+
+How unevenly tokens fall on the ranks that share experts is taken from timed steps (`expert_loads`), and makes a
+workload what its busiest rank has. Only a balance loss makes a router choose evenly: without one a few updates are
+enough for two experts to get all tokens. The others wait in the exchange, so a layer of experts takes as long as on the
+rank with the most tokens. A rank that computes while the others wait has a core to itself: where ranks share cores it
+is faster then. At n times the speed of a rank among n an uneven load would cost nothing.
 
 Symbols: B samples of a micro-batch, S positions, H features, A heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.expert_parallel import mix_experts
-from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
-from distlab.plan import Attention, Experts, Layer, Region, Work, Workload, split_evenly
+from distlab.expert_parallel import Load, mix_experts
+from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, count_layers
+from distlab.plan import Attention, Experts, Layer, Plan, Region, Work, Workload, split_evenly
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
 NUMBER_BYTES = 4  # of a float32
@@ -57,12 +64,12 @@ def count_gpt(
     def loss() -> Tensor:
         return model.loss(model(tokens), tokens)
 
-    whole = workload_from_module(model, loss, optimizer=optimizer, samples=samples, name="small GPT")
-    parts = _count_parts(model, loss)
-    sizes = _Sizes(samples, config)
-    axes = dict(_parameter_axes(model))
-    layers = [_declared(layer, sizes, parts, axes.get(layer.name, ())) for layer in whole.layers]
-    layers = [_with_experts(layer, sizes, parts, num_experts, top_k) for layer in layers]
+    whole, parts = count_layers(model, loss, optimizer=optimizer, samples=samples, name="small GPT", inner=True)
+    sizes, layers = _Sizes(samples, config), []
+    for layer in whole.layers:  # a tied parameter belongs to the first layer that has it
+        named = (name for name, _ in model.named_parameters() if name.startswith(f"{layer.name}."))
+        declared = _declared(layer, sizes, parts, tuple(map(_axis_of, named)))
+        layers.append(_with_experts(declared, sizes, parts, num_experts, top_k))
     return replace(whole, layers=tuple(layers))
 
 
@@ -90,10 +97,9 @@ def without_accumulation(workload: Workload) -> Workload:
     """Return the workload without adding gradients to earlier ones: sharding takes gradients as they come."""
 
     def taken(layer: Layer) -> Layer:
-        adds = Work(memory_bytes=3 * layer.num_parameters * workload.bytes_per_parameter)
-        work = layer.weight_gradient
+        work, adds_bytes = layer.weight_gradient, 3 * layer.num_parameters * workload.bytes_per_parameter
         kernels = max(0, work.num_kernels - BACKWARD_KERNELS * len(layer.parameter_sizes))
-        rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds.memory_bytes), kernels)
+        rest = Work(work.matmul_flops, max(0.0, work.memory_bytes - adds_bytes), kernels)
         return replace(layer, weight_gradient=rest)
 
     return replace(workload, layers=tuple(taken(layer) for layer in workload.layers))
@@ -120,54 +126,6 @@ class _Sizes:
             forward=Work(2 * product, 0.0, FORWARD_KERNELS),
             backward=Work(5 * product, 0.0, BACKWARD_KERNELS),
         )
-
-
-def _count_parts(model: GPT, loss: Callable[[], Tensor]) -> dict[str, Layer]:
-    """Count modules inside of blocks: regions in one run, the layers and experts inside of them in a second.
-
-    A run has a model's modules in it without a gap, for an operator in backward counts for the module whose output's
-    gradient came last.
-    """
-    coarse = list(_named_leaves(model, ("attention", "feed_forward")))
-    fine = list(_named_leaves(model, ("experts.",)))
-    found: dict[str, Layer] = {}
-    for run in (coarse, fine):
-        parts = nn.Module()
-        for index, name in enumerate(run):
-            parts.add_module(str(index), model.get_submodule(name))
-        counted = workload_from_module(parts, loss)
-        found |= {name: counted.layers[index] for index, name in enumerate(run)}
-    return found
-
-
-def _named_leaves(model: GPT, leaves: Sequence[str]) -> Iterator[str]:
-    """Name a model's modules, going down until one has no children, or until its name ends like one of `leaves`.
-
-    A leaf "experts." is any item of `experts`. Dropout is left out: at probability 0 it returns its input itself.
-    """
-    taken: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{each}.") for each in taken) or isinstance(module, nn.Dropout):
-            continue
-        parent, _, own = name.rpartition(".")
-        is_leaf = own in leaves or f"{parent.rpartition('.')[2]}." in leaves
-        if is_leaf or (name and not list(module.children())):
-            taken.append(name)
-            yield name
-
-
-def _parameter_axes(model: GPT) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Say of each layer which ranks divide which of its parameters; a tied parameter belongs to the first layer."""
-    seen: set[int] = set()
-    for layer, child in model.named_children():
-        items = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
-        for number, item in items:
-            axes = []
-            for name, parameter in item.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    axes.append(_axis_of(f"{layer}.{name}"))
-            yield f"{layer}.{number}".rstrip("."), tuple(axes)
 
 
 def _axis_of(name: str) -> str:
@@ -220,40 +178,85 @@ def _region(block: str, name: str, sizes: _Sizes, parts: dict[str, Layer]) -> Re
 
 def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_experts: int, top_k: int) -> Layer:
     """Add a block's experts, where it has any."""
-    own = [part for name, part in parts.items() if name.startswith(f"{layer.name}.feed_forward.experts.")]
-    if not own:
+    own = [parts.get(f"{layer.name}.feed_forward.experts.{number}") for number in range(num_experts)]
+    found = [part for part in own if part is not None]
+    if not found:
         return layer
-    forward = sum((part.forward for part in own), Work())
-    input_gradient = sum((part.input_gradient for part in own), Work())
-    weight_gradient = sum((part.weight_gradient for part in own), Work())
-    kernels = min(work.num_kernels for work in (forward, input_gradient, weight_gradient)) // num_experts
-    row_bytes = top_k * sizes.row_bytes
-    experts = Experts(num_experts, top_k, row_bytes, forward, input_gradient, weight_gradient, kernels)
+    forward, inputs, weights = (
+        sum((getattr(part, name) for part in found), Work())
+        for name in ("forward", "input_gradient", "weight_gradient")
+    )
+    kernels = min(work.num_kernels for work in (forward, inputs, weights)) // num_experts
+    experts = Experts(num_experts, top_k, top_k * sizes.row_bytes, forward, inputs, weights, kernels)
     return replace(layer, experts=experts)
 
 
 def _joined(layer: Layer, behind: Layer) -> Layer:
     """Return two layers that follow one another as one."""
-    added = {
-        name: getattr(layer, name) + getattr(behind, name)
-        for name in (
-            "parameter_sizes",
-            "parameter_shapes",
-            "parameter_axes",
-            "tensor_parameters",
-            "forward",
-            "input_gradient",
-            "weight_gradient",
-            "activation_bytes",
-            "frozen_bytes",
-            "regions",
-            "sequence_calls",
-        )
-    }
+    names = ["parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes"]
+    names += (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "frozen_bytes",
+        "logits_bytes",
+        "regions",
+        "sequence_calls",
+    )
+    added = {name: getattr(layer, name) + getattr(behind, name) for name in names}
     return replace(
         layer,
         **added,
         output_bytes=behind.output_bytes or layer.output_bytes,
-        logits_bytes=layer.logits_bytes + behind.logits_bytes,
         widest_bytes=max(layer.widest_bytes, behind.widest_bytes),
+    )
+
+
+def expert_loads(modules: Iterable[nn.Module], plan: Plan, device: torch.device) -> tuple[float, ...]:
+    """Return the busiest rank's tokens over its even share, in the last forward pass; every rank calls this.
+
+    Returns:
+        One number per layer of experts, in forward order; () for none. 1 is even; the most is the number of ranks that
+        share them.
+    """
+    loads = [load for module in modules for each in module.modules() if (load := getattr(each, "load", None))]
+    kept = [load.kept for load in loads if isinstance(load, Load)]
+    if not kept:
+        return ()
+    counts = torch.tensor(kept, dtype=torch.float64, device=device)  # [layers, experts]
+    dist.all_reduce(counts)
+    ends = split_evenly(counts.shape[1], plan.expert)
+    of_ranks = torch.stack([counts[:, start:stop].sum(1) for start, stop in ends])
+    even = counts.sum(1) * max(stop - start for start, stop in ends) / counts.shape[1]
+    return tuple((of_ranks.max(0).values / even).tolist())
+
+
+def with_expert_loads(workload: Workload, loads: Sequence[float], plan: Plan, *, cores: int | None = None) -> Workload:
+    """Return the workload with each layer's experts busier by a factor; () leaves it as it is.
+
+    Args:
+        workload: counted with even loads.
+        loads: of each layer of experts, as `expert_loads` returns them.
+        plan: whose ranks share the experts.
+        cores: shared by all ranks; None: one core for each.
+    """
+    if not loads or plan.expert == 1:
+        return workload
+    faster = max(1.0, plan.world_size / cores) if cores else 1.0  # while the others wait
+    felt = max(0.0, (plan.expert / faster - 1) / (plan.expert - 1))  # of what the busiest rank has beyond its share
+    left = iter(loads)
+    layers = [_busier(layer, 1 + felt * (next(left) - 1)) if layer.experts else layer for layer in workload.layers]
+    return replace(workload, layers=tuple(layers))
+
+
+def _busier(layer: Layer, factor: float) -> Layer:
+    experts = layer.experts
+    assert experts is not None, "asked for layers with experts alone"
+    names = ("forward", "input_gradient", "weight_gradient")
+    busier = {name: getattr(experts, name).times(factor) for name in names}
+    rest = {name: getattr(layer, name).without(getattr(experts, name)) for name in names}
+    return replace(
+        layer,
+        experts=replace(experts, **busier, row_bytes=round(factor * experts.row_bytes)),
+        **{name: rest[name] + busier[name] for name in names},
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -79,7 +79,25 @@ def workload_from_module(
         name: name of the workload; the module's class by default.
 
     Raises:
-        ValueError: the loss is not a scalar that requires grad, or a module on the meta device needs values.
+        ValueError: the loss is not a scalar that requires grad.
+        NotImplementedError: a module on the meta device asks for values, as a router of experts may; count it on the
+            CPU.
+    """
+    return count_layers(module, loss, optimizer=optimizer, samples=samples, name=name)[0]
+
+
+def count_layers(
+    module: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    samples: int = 1,
+    name: str | None = None,
+    inner: bool = False,
+) -> tuple[Workload, dict[str, Layer]]:
+    """Count as `workload_from_module` does; with `inner` count the modules inside of layers too, by their names.
+
+    A module's work is part of that of the modules around it.
     """
     layers = _layers(module)
     state = {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -88,8 +106,8 @@ def workload_from_module(
     for parameter in module.parameters():  # accumulate into zeros: what a step with bucketed gradients does
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        with on_meta(module), _Counter(layers) as counter, FusedOnMeta():
-            value = counter.run_forward(module, loss)
+        with _Counter(module, layers, inner=inner) as counter, FusedOnMeta():
+            value = counter.run_forward(loss)
             if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
                 raise ValueError("the loss must be a scalar tensor that requires grad; return the mean over the batch")
             counter.phase = "backward"
@@ -99,14 +117,15 @@ def workload_from_module(
                 optimizer.step()
     finally:
         module.load_state_dict(state)
-        state_bytes = _optimizer_bytes(optimizer)
+        kept = [t for entry in optimizer.state.values() for t in _tensors(entry) if t.dim() > 0] if optimizer else []
+        state_bytes = sum(t.numel() * t.element_size() for t in kept)
         if optimizer is not None and optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
     element_size = next((p.element_size() for p in module.parameters()), 4)
     num_parameters = sum(p.numel() for counts in layers.values() for p in counts.parameters)
-    return Workload(
+    workload = Workload(
         name=name or type(module).__name__,
         layers=tuple(_as_layer(key, counts) for key, counts in layers.items()),
         bytes_per_parameter=element_size,
@@ -114,6 +133,7 @@ def workload_from_module(
         optimizer_bytes_per_parameter=round(state_bytes / max(num_parameters, 1)),
         samples=samples,
     )
+    return workload, {key: _as_layer(key, counts) for key, counts in counter.parts.items()}
 
 
 def _layers(module: nn.Module) -> dict[str, _Counts]:
@@ -147,64 +167,62 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _as_layer(name: str, counts: _Counts) -> Layer:
+    def called(work: Work, kernels_each: int) -> Work:
+        return replace(work, num_kernels=kernels_each * work.num_kernels)
+
     alike = ("activation", "output", "input", "logits", "widest", "frozen")
     return Layer(
         name=name,
         parameter_sizes=tuple(p.numel() for p in counts.parameters),
         parameter_shapes=tuple(tuple(p.shape) for p in counts.parameters),
-        forward=_called(counts.forward, FORWARD_KERNELS),
-        input_gradient=_called(counts.input_gradient, BACKWARD_KERNELS),
-        weight_gradient=_called(counts.weight_gradient, BACKWARD_KERNELS),
+        forward=called(counts.forward, FORWARD_KERNELS),
+        input_gradient=called(counts.input_gradient, BACKWARD_KERNELS),
+        weight_gradient=called(counts.weight_gradient, BACKWARD_KERNELS),
         **{f"{each}_bytes": getattr(counts, f"{each}_bytes") for each in alike},
     )
-
-
-def _called(work: Work, kernels_each: int) -> Work:
-    return replace(work, num_kernels=kernels_each * work.num_kernels)
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    if optimizer is None:
-        return 0
-    tensors = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors if t.dim() > 0)
 
 
 class _Counter(TorchDispatchMode):
     """Adds each operator's work to the layer and phase that it runs in."""
 
-    def __init__(self, layers: dict[str, _Counts]) -> None:
+    def __init__(self, module: nn.Module, layers: dict[str, _Counts], *, inner: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layers = layers
+        self.module, self.layers = module, layers
+        self.around = {name: [name] for name in layers}  # of each name, itself and what is around it
+        self.parts: dict[str, _Counts] = {}  # the modules inside of layers
+        for name, part in module.named_modules() if inner else ():
+            outer = self.around.get(name.rpartition(".")[0])
+            if outer and not isinstance(part, nn.Dropout):  # at probability 0 it returns its input itself
+                self.around[name], self.parts[name] = [name, *outer], _Counts()
         self.current = HEAD
         self.phase = "forward"
         self.optimizer = Work()
-        self.held: set[int] = set()  # storages of parameters
+        self.held: set[int] = {p.untyped_storage()._cdata for p in module.parameters()}  # storages
         self.saved: set[int] = set()  # storages that backward keeps, each counted once
         self.num_logits = 0  # elements of the output of the child that ran last
 
-    def run_forward(self, module: nn.Module, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run the loss with hooks that say which layer is at work, now and in the backward pass to come."""
-        self.held = {p.untyped_storage()._cdata for p in module.parameters()}
+    def run_forward(self, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the loss with hooks that say which module is at work, now and in the backward pass to come."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
+            storage, counts = tensor.untyped_storage(), self.layers[self.around[self.current][-1]]
             if storage._cdata not in self.held | self.saved:
                 self.saved.add(storage._cdata)
-                self.layers[self.current].activation_bytes += storage.nbytes()
+                counts.activation_bytes += storage.nbytes()
                 if self.current == HEAD and tensor.numel() == self.num_logits:
-                    self.layers[HEAD].logits_bytes += storage.nbytes()
+                    counts.logits_bytes += storage.nbytes()
                 else:
-                    counts = self.layers[self.current]
                     counts.widest_bytes = max(counts.widest_bytes, storage.nbytes())
             return tensor
 
-        listed = {id(item) for child in module.children() if isinstance(child, LISTS) for item in child.children()}
+        lists = (child for child in self.module.children() if isinstance(child, LISTS))
+        listed = {id(item) for child in lists for item in child.children()}
+        watched = dict(_children(self.module)) | {name: self.module.get_submodule(name) for name in self.parts}
         with ExitStack() as hooks:
-            for name, child in _children(module):
-                enter = self._enter(name, is_listed=id(child) in listed)
-                hooks.callback(child.register_forward_pre_hook(enter).remove)
-                hooks.callback(child.register_forward_hook(self._leave(name)).remove)
+            for name, part in watched.items():
+                enter = self._enter(name, is_listed=id(part) in listed)
+                hooks.callback(part.register_forward_pre_hook(enter).remove)
+                hooks.callback(part.register_forward_hook(self._leave(name)).remove)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 return loss()
 
@@ -219,11 +237,12 @@ class _Counter(TorchDispatchMode):
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.layers[name].output_bytes += sum(t.numel() * t.element_size() for t in _tensors(output))
-            self.current = HEAD
+            if name in self.layers:
+                self.layers[name].output_bytes += sum(t.numel() * t.element_size() for t in _tensors(output))
+            self.current = [*self.around[name], HEAD][1]
             self.num_logits = sum(t.numel() for t in _tensors(output))
             for tensor in _tensors(output):
-                if tensor.requires_grad:  # its gradient arrives just before this layer's backward begins
+                if tensor.requires_grad:  # its gradient arrives just before this module's backward begins
                     tensor.register_hook(enter_backward)
 
         def enter_backward(gradient: torch.Tensor) -> None:
@@ -237,19 +256,19 @@ class _Counter(TorchDispatchMode):
         if self.phase == "optimizer":
             self.optimizer += work
             return result
-        counts = self.layers[self.current]
-        if self.phase == "forward":
-            counts.forward += work
-        elif self._makes_weight_gradient(counts, args, result):
-            counts.weight_gradient += work
-        else:
-            counts.input_gradient += work
+        kind = "forward" if self.phase == "forward" else "input_gradient"
+        if self.phase == "backward" and self._makes_weight_gradient(args, result):
+            kind = "weight_gradient"
+        for name in self.around[self.current]:
+            counts = self.layers.get(name) or self.parts[name]
+            setattr(counts, kind, getattr(counts, kind) + work)
         return result
 
-    def _makes_weight_gradient(self, counts: _Counts, args: Any, result: Any) -> bool:
+    def _makes_weight_gradient(self, args: Any, result: Any) -> bool:
         if any(t.untyped_storage()._cdata in self.held for t in _tensors(args)):
             return False  # it reads the weight: that is what the input's gradient needs
-        return any(tuple(t.shape) in counts.weight_shapes() for t in _tensors(result))
+        shapes = self.layers[self.around[self.current][-1]].weight_shapes()
+        return any(tuple(t.shape) in shapes for t in _tensors(result))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -289,21 +308,3 @@ class FusedOnMeta(TorchFunctionMode):
         known = {name: given[name] for name in ("is_causal", "attn_mask", "scale") if name in given}
         states = (given[name] for name in ("query", "key", "value"))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, **known)[0]
-
-
-@contextmanager
-def on_meta(module: nn.Module) -> Iterator[None]:
-    """In place of torch's error, say that this module cannot run where tensors have no values.
-
-    Raises:
-        ValueError: the module is on the meta device, and asks for values.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(p.is_meta for p in module.parameters()):
-            raise
-        why = f"where no tensor has values: {str(error).splitlines()[0][:120]}"
-        raise ValueError(
-            f"{type(module).__name__} does not run on the meta device, {why}; count it on the CPU"
-        ) from error

@@ -74,11 +74,8 @@ def version_of(package: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.is_file() else "", re.M)
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
@@ -92,20 +89,15 @@ def memory_bytes() -> int:
     except (ValueError, OSError, AttributeError):
         return 0
     for path in _limits():
-        try:
-            least = min(least, int(path.read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
+        if path.is_file() and (text := path.read_text().strip()).isdigit():  # else "max"
+            least = min(least, int(text))
     return least
 
 
 def _limits() -> list[Path]:
     """Return the files in which Linux keeps the limits of this process's group and of those around it."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
+    own, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
     found = []
     for _, kinds, name in groups:
         if not kinds or "memory" in kinds.split(","):

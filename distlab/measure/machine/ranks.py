@@ -30,6 +30,17 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def time_calls(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Return the seconds of one call of several that follow one another; the first, before a barrier, warms up."""
+    with torch.no_grad():
+        call()
+        dist.barrier()
+        begin = now(device)
+        for _ in range(repeats):
+            call()
+        return (now(device) - begin) / repeats
+
+
 class Starter:
     """Begins something on all ranks at one moment; made and used by every rank at the same time.
 

@@ -14,14 +14,13 @@ Symbols: m, n, k: a product of [m, k] and [k, n].
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,20 +95,26 @@ class Rates:
             rate = float(np.interp(np.log2(shape[0]), np.log2(self.positions), self.attention[kind]))
             return amount / rate
         table = np.array(self.matmul[kind]).reshape((len(self.sizes),) * 3)
-        return amount / _between(table, [_place(self.sizes, size) for size in shape])
+        for size in shape:  # linear along each axis; beyond the grid its edge holds
+            place = float(np.interp(np.log2(max(size, 1)), np.log2(self.sizes), np.arange(len(table))))
+            low = min(int(place), len(table) - 2)
+            table = table[low] * (1 - (place - low)) + table[low + 1] * (place - low)
+        return amount / float(table)
 
 
-def _place(sizes: Sequence[int], size: int) -> float:
-    """Return where a size stands among others, in steps; ends do not go on."""
-    return float(np.interp(np.log2(max(size, 1)), np.log2(sizes), np.arange(len(sizes))))
+def best_device(rates: Rates, base: Device) -> Device:
+    """Return the device with the rates of the best product and of the largest kernel, as data sheets state them.
 
-
-def _between(table: NDArray[np.float64], places: Sequence[float]) -> float:
-    """Interpolate linearly along each axis of a table."""
-    for place in places:
-        low = min(int(place), len(table) - 2)
-        table = table[low] * (1 - (place - low)) + table[low + 1] * (place - low)
-    return float(table)
+    It has no time per kernel, since a host that runs ahead hides it.
+    """
+    return replace(
+        base,
+        matmul_flops_per_s=max(itertools.chain.from_iterable(rates.matmul.values())),
+        memory_bytes_per_s=rates.bytes[-1] / rates.memory_s[-1],
+        kernel_s=0.0,
+        host_link_bytes_per_s=min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s),
+        source=f"measured by distlab calibrate in {rates.precision}, the best shape found",
+    )
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
@@ -119,19 +124,20 @@ def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> R
         layout: tuple(_matmul_rate(layout, shape, device, dtype) for shape in itertools.product(sizes, repeat=3))
         for layout in LAYOUTS
     }
-    both = [_attention_rates(length, device, dtype) for length in positions]
-    to_device, to_host = _copy_rates(device)
+    forward, backward = zip(*(_attention_rates(length, device, dtype) for length in positions), strict=True)
+    size = COPY_BYTES[device.type]
+    host, there = torch.zeros(size // 4, pin_memory=device.type == "cuda"), torch.zeros(size // 4, device=device)
     return Rates(
         precision=str(dtype).removeprefix("torch."),
         sizes=sizes,
         matmul=matmul,
         positions=positions,
-        attention={"attention": tuple(row[0] for row in both), "attention backward": tuple(row[1] for row in both)},
+        attention={"attention": forward, "attention backward": backward},
         bytes=num_bytes,
         memory_s=tuple(_memory_s(size, device, dtype) for size in num_bytes),
         operator_host_s=_operator_host_s(device, dtype),
-        to_device_bytes_per_s=to_device,
-        to_host_bytes_per_s=to_host,
+        to_device_bytes_per_s=size / _seconds(lambda: there.copy_(host, non_blocking=True), device),
+        to_host_bytes_per_s=size / _seconds(lambda: host.copy_(there, non_blocking=True), device),
     )
 
 
@@ -152,14 +158,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def _matmul_rate(layout: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> float:
     m, n, k = shape
-    left = _factor(layout[0], m, k, device).to(dtype)
-    right = _factor(layout[1], k, n, device).to(dtype)
+    sizes = zip(layout, ((m, k), (k, n)), strict=True)  # rows lie together in memory (N), or columns do (T)
+    made = (torch.randn(*(size if kind == "N" else size[::-1]), device=device).to(dtype) for kind, size in sizes)
+    left, right = (factor if kind == "N" else factor.T for kind, factor in zip(layout, made, strict=True))
     return 2.0 * m * n * k / _seconds(lambda: left @ right, device)
-
-
-def _factor(letter: str, rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return a matrix whose rows lie together in memory (N), or its columns (T)."""
-    return torch.randn(rows, columns, device=device) if letter == "N" else torch.randn(columns, rows, device=device).T
 
 
 def _attention_rates(length: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -182,17 +184,8 @@ def _attention_rates(length: int, device: torch.device, dtype: torch.dtype) -> t
 
 def _memory_s(num_bytes: int, device: torch.device, dtype: torch.dtype) -> float:
     count = num_bytes // 2 // torch.empty(0, dtype=dtype).element_size()
-    source = torch.zeros(count, device=device, dtype=dtype)
-    target = torch.empty_like(source)
+    source, target = (torch.zeros(count, device=device, dtype=dtype) for _ in range(2))
     return _seconds(lambda: target.copy_(source), device)
-
-
-def _copy_rates(device: torch.device) -> tuple[float, float]:
-    size = COPY_BYTES[device.type]
-    host = torch.zeros(size // 4, pin_memory=device.type == "cuda")
-    there = torch.zeros(size // 4, device=device)
-    to_device = size / _seconds(lambda: there.copy_(host, non_blocking=True), device)
-    return to_device, size / _seconds(lambda: host.copy_(there, non_blocking=True), device)
 
 
 def _operator_host_s(device: torch.device, dtype: torch.dtype) -> float:
@@ -230,19 +223,16 @@ def device_for(rates: Rates, operators: Sequence[Operator], workload: Workload, 
     others = [operator for operator in operators if operator.kind == "memory" and operator.amount]
     product_s, other_s = (sum(map(rates.seconds, some)) for some in (products, others))
     behind_s = max(0.0, len(operators) * rates.operator_host_s - product_s - other_s)
+    works = [work for layer in workload.layers for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
+    num_kernels = sum(work.num_kernels for work in (*works, workload.optimizer))
     return replace(
         base,
         matmul_flops_per_s=sum(operator.amount for operator in products) / product_s,
         memory_bytes_per_s=sum(operator.amount for operator in others) / other_s,
-        kernel_s=behind_s / max(1, _num_kernels(workload)),
+        kernel_s=behind_s / max(1, num_kernels),
         host_link_bytes_per_s=min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s),
         source=f"measured by kind and shape in {rates.precision}, for {workload.name}",
     )
-
-
-def _num_kernels(workload: Workload) -> int:
-    works = [work for layer in workload.layers for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
-    return sum(work.num_kernels for work in (*works, workload.optimizer))
 
 
 class _Listed(TorchDispatchMode):
@@ -271,8 +261,10 @@ def _operator(func: Any, args: Any, kwargs: Any, result: Any) -> Operator:
     return Operator("memory", (), work.memory_bytes)
 
 
-def precisions(device: torch.device) -> Iterator[torch.dtype]:
-    """Yield the precisions that a calibration measures: float32, and the half precision that the device has."""
-    yield torch.float32
+def measure_precisions(kind: str) -> tuple[Rates, ...]:
+    """Measure this rank's device in float32, and a GPU in the half precision that it has."""
+    device = seam.device_of(kind, 0)
+    dtypes = [torch.float32]
     if device.type == "cuda":
-        yield torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16
+        dtypes.append(torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16)
+    return tuple(measure_rates(device, dtype) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Fit this machine: how fast its ranks compute and communicate when all of them do so at once.
+"""Fit this machine: how fast its ranks compute and communicate when all of them do so at once; keep it in a file.
 
 A round takes about a second. Every rank runs the same small transformers forward, backward and through an optimizer,
 then all-reduces of growing size, then both together. A round is fitted to a Cluster of few numbers, each with a
@@ -7,37 +7,54 @@ bandwidth of an all-reduce, and how much computing and communicating slow each o
 sizes and batches than the model to be predicted.
 
 A rank's speed is measured with all ranks at work, since four ranks on two cores each get half a core.
+
+`calibrate` starts ranks for some rounds; what it returns is a Cluster that the simulator takes like any preset.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.measure.count.module import workload_from_module
+from distlab.comm import Nodes, node_groups, run
+from distlab.comm.command import runnable
+from distlab.comm.device import nccl_version, total_bytes
+from distlab.measure.count.module import count_layers
+from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.fit import fit_nonnegative, median_of
 from distlab.measure.machine.ranks import (
     Starter,
+    device_of,
     largest_over_ranks,
     mean_over_ranks,
     now,
     on_first_rank,
     shared_cores,
+    time_calls,
 )
+from distlab.measure.machine.rates import Rates, best_device, measure_precisions
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
-from simulator import fit_link
+from simulator import compute_s, fit_link
 
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 LEAST_SIZES = 3  # of MESSAGE_BYTES: latency and bandwidth come from two, and one more tells how well they fit
 OVERLAP_MESSAGE_BYTES = 1_048_576
 REPEATS = 3  # of each reference model's step in a round
 SOURCE = "fitted by distlab calibrate"
+MIN_ROUNDS = 3
+RATES_LIMIT_S = 120.0
+THIS_MACHINE = "this machine"
+DEFAULT_PATH = Path.home() / ".cache" / "distlab" / "calibration.json"
 FEW, MANY = 3, 32  # all-reduces of a size; where ranks share cores, a short one takes 2 ms or 12 ms: a matter of turns
 
 
@@ -131,9 +148,6 @@ def median_round(rounds: Sequence[Round]) -> Round:
     return cast(Round, median_of(rounds))
 
 
-THIS_MACHINE = "this machine"
-
-
 def fit_cluster(measured: Round, num_ranks: int, *, memory_bytes: float = 1e9, num_nodes: int = 1) -> Cluster:
     """Fit a round to a cluster of num_ranks equal devices: on one link, or on one inside nodes and one between them."""
     kernel_s, flops_per_s, bytes_per_s = fit_device(measured.observations)
@@ -142,15 +156,15 @@ def fit_cluster(measured: Round, num_ranks: int, *, memory_bytes: float = 1e9, n
         link = between = Link("none", (Protocol(0.0, 1e18),))
     else:
         each = num_ranks // num_nodes
+
+        def ring(seconds: Sequence[float], ranks: int, name: str) -> Link:
+            return fit_link(MESSAGE_BYTES[: len(seconds)], seconds, ranks, "ring", name=name, source=SOURCE)
+
         inside_s = measured.all_reduce_s if each > 1 else measured.between_s  # a rank alone in its node
-        link = between = _fit_ring(inside_s, each if each > 1 else num_nodes, "between ranks")
+        link = between = ring(inside_s, each if each > 1 else num_nodes, "between ranks")
         if num_nodes > 1:
-            between = _fit_ring(measured.between_s, num_nodes, "between nodes")
+            between = ring(measured.between_s, num_nodes, "between nodes")
     return Cluster(THIS_MACHINE, device, num_ranks, num_ranks // num_nodes, link, between, measured.contention)
-
-
-def _fit_ring(seconds: Sequence[float], num_ranks: int, name: str) -> Link:
-    return fit_link(MESSAGE_BYTES[: len(seconds)], seconds, num_ranks, "ring", name=name, source=SOURCE)
 
 
 def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:
@@ -178,7 +192,7 @@ def _count_references(device: torch.device) -> dict[str, Work]:
     works: dict[str, Work] = {}
     for reference in REFERENCES:
         model, optimizer, loss = reference.build(device)
-        counted = workload_from_module(model, loss, optimizer=optimizer)
+        counted, _ = count_layers(model, loss, optimizer=optimizer)
         forward = sum((layer.forward for layer in counted.layers), Work())
         backward = sum((layer.input_gradient + layer.weight_gradient for layer in counted.layers), Work())
         works |= dict(zip(reference.phases, (forward, backward, counted.optimizer), strict=True))
@@ -217,12 +231,7 @@ def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGr
     cores = shared_cores(device)
     crowd = 1 if cores is None else max(1, dist.get_world_size() // (4 * cores))  # 64 ranks on two cores: 8
     repeats = max(1, max(FEW, min(MANY, 16_000_000 // num_bytes)) // crowd)
-    dist.all_reduce(tensor, group=group)
-    dist.barrier()
-    start = now(device)
-    for _ in range(repeats):
-        dist.all_reduce(tensor, group=group)
-    return (now(device) - start) / repeats
+    return time_calls(lambda: dist.all_reduce(tensor, group=group), repeats, device)
 
 
 def _time_contention(device: torch.device) -> tuple[float, float]:
@@ -260,3 +269,117 @@ def _time_contention(device: torch.device) -> tuple[float, float]:
     left_s = both_s - computed_s  # communication that went on after computing had ended
     done_s = count * one_s - left_s  # what it had done by then, in seconds of its speed alone
     return compute_s / computed_s, min(1.0, max(done_s / computed_s, 0.05))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted cluster, and how well the fit describes what it was fitted to.
+
+    Attributes:
+        cluster: what the simulator takes.
+        errors: signed relative error of the fit at each observation, by name.
+        seconds: how long calibrating took.
+        machine: where and when; on GPUs with the versions of CUDA and nccl.
+        rates: on GPUs, what kernels take by kind and shape, in each precision.
+    """
+
+    cluster: Cluster
+    errors: dict[str, float]
+    seconds: float
+    machine: str
+    rates: tuple[Rates, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the calibration as JSON-ready values."""
+        return asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write the calibration to a file, making its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+def calibrate(
+    num_ranks: int,
+    *,
+    device: str = "cpu",
+    nodes: Nodes | int = 1,
+    seconds: float = 12.0,
+    progress: Callable[[int], None] | None = None,
+) -> Calibration:
+    """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
+
+    On GPUs one of them is measured alone first, by kind and shape of kernels, and the cluster's device is `best_device`
+    in half precision. The errors are those of the fit to small models.
+
+    Args:
+        num_ranks: ranks that compute and communicate at once.
+        device: "cpu" or "cuda".
+        nodes: nodes that the ranks make (see `distlab.comm.run`): the links inside and between them are fitted apart.
+        seconds: after this no further round starts; three rounds are always taken.
+        progress: called on rank 0 with the whole seconds that have passed.
+    """
+    start = time.monotonic()
+    rates: tuple[Rates, ...] = ()
+    if device != "cpu":
+        rates = run(partial(measure_precisions, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0]
+    made = Nodes.for_ranks(nodes, num_ranks)
+    job = partial(_measure_rounds, device, made.count, seconds, progress)
+    rounds = run(job, num_ranks, nodes=made, timeout_s=30 * seconds + 60, record=False)[0]
+    middle = median_round(rounds)
+    memory = memory_bytes() / num_ranks if device == "cpu" else total_bytes(0)
+    cluster = fit_cluster(middle, num_ranks, memory_bytes=memory, num_nodes=made.count)
+    errors = {row.what: compute_s(row.work, cluster.device) / row.seconds - 1 for row in middle.observations}
+    machine = str(this_machine())
+    if rates:
+        cluster = replace(cluster, device=best_device(rates[-1], cluster.device))
+        machine += f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, nccl_version()))}"
+    return Calibration(cluster, errors, time.monotonic() - start, machine, rates)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration that `save` wrote.
+
+    Raises:
+        ValueError: the file is missing or is not a calibration.
+    """
+    try:
+        return cast(Calibration, _made(Calibration, json.loads(path.read_text())))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist; run {runnable('distlab calibrate')} first, or name a preset"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a calibration ({type(error).__name__}: {error}); run {runnable('distlab calibrate')}"
+        ) from None
+
+
+def _measure_rounds(
+    device_kind: str, num_nodes: int, seconds: float, progress: Callable[[int], None] | None
+) -> list[Round]:
+    """Run on every rank: take rounds until `seconds` have passed."""
+    device = device_of(device_kind, dist.get_rank())
+    nodes = node_groups() if num_nodes > 1 else None
+    start = time.monotonic()
+    rounds: list[Round] = []
+    works: dict[str, Work] = {}
+    more = torch.tensor(1, device=device)
+    while more:
+        rounds.append(measure_round(device, works=works, nodes=nodes))
+        passed = time.monotonic() - start
+        if progress is not None and dist.get_rank() == 0:
+            progress(min(int(passed), int(seconds)))
+        more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < seconds)
+        dist.broadcast(more, 0)  # clocks differ; one rank decides
+    return rounds
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as its type has it: a record for a table, a tuple for a list."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+    if isinstance(value, list):
+        return tuple(_made(get_args(kind)[0], each) for each in value)
+    return {name: _made(get_args(kind)[1], each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -4,9 +4,11 @@
         train_one_step()
     memory.peak_bytes, memory.at_peak, memory.over_time()
 
-On a CPU the allocator keeps no record, so we do: `storages.Ledger` enters every storage that an operator touches, and
-notes when it is freed. On a GPU the same ledger says what each storage is for, and torch's allocator gives the sum. How
-the kind of a storage becomes known (`Tracker`):
+A storage is the memory behind one or more tensors; views share it. On a CPU the allocator keeps no record, so we do:
+`MeasuredMemory` enters every storage that an operator touches, and notes when it is freed. On a GPU this says what each
+storage is for, and torch's allocator gives the sum. What a storage is for often shows only later: the result of a
+matrix product becomes a gradient when backward hands it to a parameter. So its kind, once known, holds for its whole
+life. How the kind becomes known (`Tracker`):
 
 - parameters: the module's own, and its buffers; gradients: what backward hands to a parameter;
 - optimizer: the state of any optimizer that steps; master weights: what it updates and the module does not own;
@@ -17,9 +19,14 @@ the kind of a storage becomes known (`Tracker`):
 
 from __future__ import annotations
 
+import time
+import weakref
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -30,15 +37,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distlab.comm.device import peak_bytes, reset_peak
-from distlab.measure.memory.storages import StorageLedger, tensors_in
 from distlab.plan.require import chosen
 from distlab.sharding import FullyShard, ShardedOptimizer
 from simulator.memory.memory import KINDS as KINDS
 from simulator.units import format_bytes
 
 Ints = NDArray[np.int64]
+
+CERTAINTY = ("temporary", "activations", "logits", "buffers", "gradients", "optimizer", "master weights", "parameters")
+# A storage that is two things counts as the later of these: a bucket whose views are gradients is gradients. "errors"
+# are never guessed, only marked.
 
 
 class MeasuredMemory:
@@ -48,18 +59,27 @@ class MeasuredMemory:
 
     Not seen on a CPU: what C++ kernels hold for themselves while they run, and what a different thread allocates and
     frees before this one touches it.
+
+    Attributes:
+        held_bytes: of all storages, when an operator ran last.
     """
 
-    def __init__(self, ledger: StorageLedger, device: torch.device) -> None:
-        self._ledger = ledger
-        self._device = device
-        self._allocator_bytes = 0
+    def __init__(self, device: torch.device) -> None:
+        self.held_bytes = 0
+        self._device, self._allocator_bytes = device, 0
+        self._count = count()
+        self._numbers: dict[int, int] = {}  # of storages alive: address to number
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by number: its bytes as last seen
+        self._kind: dict[int, str] = {}  # by number, of all in the history
+        self._marked: set[int] = set()
+        self._gone: deque[tuple[int, int]] = deque()  # numbers and times; filled on any thread, emptied on ours
+        self._events = (array("q"), array("q"), array("q"))  # time, number, change of bytes
 
     @property
     def now_bytes(self) -> int:
         """Bytes held now."""
-        self._ledger.catch_up()
-        return self._ledger.now_bytes
+        self.look(())
+        return self.held_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -72,7 +92,7 @@ class MeasuredMemory:
         _, rows = self.over_time()
         found = rows[rows.sum(axis=1).argmax()].tolist() if len(rows) else [0] * len(KINDS)
         by_kind = dict(zip(KINDS, found, strict=True))
-        by_kind["temporary"] += max(0, self._allocator_peak() - sum(found))
+        by_kind["temporary"] += max(0, (self._allocator_bytes or peak_bytes(self._device)) - sum(found))
         return by_kind
 
     def over_time(self) -> tuple[Ints, Ints]:
@@ -80,8 +100,11 @@ class MeasuredMemory:
 
         Shapes: times [T], bytes [T, len(KINDS)]
         """
-        times, rows = self._ledger.history()
-        return times - times[:1], rows
+        self.look(())
+        times, numbers, changes = (np.array(column, np.int64) for column in self._events)
+        rows = np.zeros((len(times), len(KINDS)), np.int64)
+        rows[np.arange(len(times)), [KINDS.index(self._kind[number]) for number in numbers.tolist()]] = changes
+        return np.maximum.accumulate(times) - times[:1], rows.cumsum(axis=0)
 
     def mark(self, tensor: Tensor, kind: str) -> None:
         """Say what a tensor's storage is for, for all its life: a kind of KINDS.
@@ -90,20 +113,82 @@ class MeasuredMemory:
             ValueError: the kind does not exist.
         """
         chosen("memory kind", kind, KINDS)
-        self._ledger.set_kind(tensor, kind, marked=True)
+        if (number := self._number(tensor)) is not None:
+            self._marked.add(number)
+            self._kind[number] = kind
 
     def restart(self) -> None:
         """Forget peak and history, and go on from what is held now: before the step that is to be looked at."""
-        self._ledger.restart()
+        self.look(())
+        self._events = (array("q"), array("q"), array("q"))
+        self._kind = {number: self._kind[number] for number in self._alive}
+        self._marked &= set(self._alive)
+        self.held_bytes, now = 0, time.monotonic_ns()
+        for number, (_, num_bytes) in self._alive.items():
+            self._note(number, num_bytes, now)
         reset_peak(self._device)
         self._allocator_bytes = 0
 
     def close(self) -> None:
-        """Read the allocator for the last time."""
-        self._allocator_bytes = self._allocator_peak()
+        """Look, and read the allocator, for the last time."""
+        self.look(())
+        self._allocator_bytes = peak_bytes(self._device)
 
-    def _allocator_peak(self) -> int:
-        return self._allocator_bytes or peak_bytes(self._device)
+    def look(self, tensors: Iterable[Tensor]) -> int:
+        """Note what was freed or resized in place, and new storages; return the bytes that came."""
+        while self._gone:
+            number, when = self._gone.popleft()
+            self._note(number, -self._alive.pop(number)[1], when)
+        came = 0
+        for number, (there, num_bytes) in self._alive.items():
+            storage = there()
+            if storage is not None and (change := storage.nbytes() - num_bytes):
+                self._alive[number] = there, num_bytes + change
+                self._note(number, change, time.monotonic_ns())
+                came += max(0, change)
+        before = self.held_bytes
+        for tensor in tensors:
+            self._number(tensor)
+        return came + self.held_bytes - before
+
+    def guess(self, tensor: Tensor | None, kind: str) -> None:
+        """Take a tensor's storage for a kind; the more certain one of two stays, and a mark is final."""
+        number = None if tensor is None else self._number(tensor)
+        if number is None or number in self._marked:
+            return
+        if CERTAINTY.index(kind) >= CERTAINTY.index(self._kind[number]):
+            self._kind[number] = kind
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes of each kind now."""
+        sums = dict.fromkeys(KINDS, 0)
+        for number, (_, num_bytes) in self._alive.items():
+            sums[self._kind[number]] += num_bytes
+        return sums
+
+    def _number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, which is entered if it is new; None: it does not count."""
+        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if (known := self._numbers.get(storage._cdata)) is not None:
+            return known
+        address, number, num_bytes = storage._cdata, next(self._count), storage.nbytes()
+        self._numbers[address], self._kind[number] = number, "temporary"
+        self._alive[number] = weakref.ref(storage, partial(self._freed, address, number)), num_bytes
+        self._note(number, num_bytes, time.monotonic_ns())
+        return number
+
+    def _freed(self, address: int, number: int, _: object) -> None:
+        # Runs wherever the last reference is dropped, on any thread and in the middle of anything: it only leaves word.
+        if self._numbers.get(address) == number:
+            del self._numbers[address]  # the address may be used again at once
+        self._gone.append((number, time.monotonic_ns()))
+
+    def _note(self, number: int, change: int, when: int) -> None:
+        for column, value in zip(self._events, (when, number, change), strict=True):
+            column.append(value)
+        self.held_bytes += change
 
 
 @contextmanager
@@ -129,10 +214,9 @@ def track_memory(
     """
     module = module if isinstance(module, nn.Module) else module.module
     first = next(chain(module.parameters(), module.buffers()), torch.empty(0))
-    ledger = StorageLedger(first.device.type)
-    measured = MeasuredMemory(ledger, first.device)
-    measured.restart()
-    tracker = Tracker(ledger, module, limit_bytes)
+    memory = MeasuredMemory(first.device)
+    memory.restart()
+    tracker = Tracker(memory, module, limit_bytes)
     tracker.sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
     tracker.know_module()
     if optimizer is not None:
@@ -140,10 +224,9 @@ def track_memory(
     tracker.check(0, "the module itself")
     try:
         with tracker.hooks(), tracker:
-            yield measured
+            yield memory
     finally:
-        ledger.catch_up()
-        measured.close()
+        memory.close()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -170,11 +253,11 @@ class MemoryLimitError(RuntimeError):
 
 
 class Tracker(TorchDispatchMode):
-    """Shows every operator's tensors to the ledger, and finds out what they are for."""
+    """Shows every operator's tensors to the memory, and finds out what they are for."""
 
-    def __init__(self, ledger: StorageLedger, module: nn.Module, limit_bytes: int | None) -> None:
+    def __init__(self, memory: MeasuredMemory, module: nn.Module, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = ledger
+        self.memory = memory
         self.module = module
         self.limit_bytes = limit_bytes
         self.optimizer: torch.optim.Optimizer | None = None  # that steps now
@@ -184,36 +267,36 @@ class Tracker(TorchDispatchMode):
     def know_module(self) -> None:
         """Enter parameters, the module's buffers, gradients, and what it communicates with."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            self.ledger.set_kind(tensor, "parameters")
+            self.memory.guess(tensor, "parameters")
         for parameter in self.module.parameters():
-            self.ledger.set_kind(parameter.grad, "gradients")
+            self.memory.guess(parameter.grad, "gradients")
         self.know_travelling()
         for unit in self.module.units if isinstance(self.module, FullyShard) else ():
-            self.ledger.set_kind(unit.buffer, "buffers")
+            self.memory.guess(unit.buffer, "buffers")
 
     def know_travelling(self) -> None:
         """Enter gradients that travel between ranks, which come and go in backward: buckets, and what arrives."""
         if isinstance(self.module, FullyShard):
             for unit in self.module.units:
                 for tensor in unit.gradient_tensors:
-                    self.ledger.set_kind(tensor, "buffers")
+                    self.memory.guess(tensor, "buffers")
         if self.sharded is not None:
             for tensor in self.sharded.gradient_tensors:
-                self.ledger.set_kind(tensor, "buffers")
+                self.memory.guess(tensor, "buffers")
             for bucket in self.sharded.buckets:  # under stage 1 a part of the bucket, which holds all gradients
-                self.ledger.set_kind(bucket.shard, "gradients")
+                self.memory.guess(bucket.shard, "gradients")
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the kind of each tensor of an optimizer: master weights, gradients, state."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            self.ledger.set_kind(parameter, "master weights")  # a parameter of the module stays one
-            self.ledger.set_kind(parameter.grad, "gradients")
+            self.memory.guess(parameter, "master weights")  # a parameter of the module stays one
+            self.memory.guess(parameter.grad, "gradients")
         for tensor in tensors_in(list(optimizer.state.values())):
-            self.ledger.set_kind(tensor, "optimizer")
+            self.memory.guess(tensor, "optimizer")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        came = self.ledger.look(tensors_in((args, kwargs or {}, result)))
+        came = self.memory.look(tensors_in((args, kwargs or {}, result)))
         if _in_backward():
             self.know_travelling()
         if self.limit_bytes is not None and came:
@@ -226,7 +309,7 @@ class Tracker(TorchDispatchMode):
         Raises:
             MemoryLimitError: it is more.
         """
-        if self.limit_bytes is None or self.ledger.now_bytes <= self.limit_bytes:
+        if self.limit_bytes is None or self.memory.held_bytes <= self.limit_bytes:
             return
         self.know_module()
         if self.optimizer is not None:
@@ -234,7 +317,7 @@ class Tracker(TorchDispatchMode):
             what = f"{what} of {type(self.optimizer).__name__}'s step"
         elif _in_backward():
             what = f"{what} in backward"
-        raise MemoryLimitError(_explain(self.ledger, came, what, self.limit_bytes))
+        raise MemoryLimitError(_explain(self.memory, came, what, self.limit_bytes))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -259,7 +342,7 @@ class Tracker(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> Tensor:
         if _in_backward():  # a forward that is run again: temporary, and what it reads is what it was
             return tensor
-        self.ledger.set_kind(tensor, "logits" if self.loss_runs else "activations")
+        self.memory.guess(tensor, "logits" if self.loss_runs else "activations")
         return tensor
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
@@ -269,10 +352,10 @@ class Tracker(TorchDispatchMode):
         if torch.is_grad_enabled():
             self.loss_runs = True
         for tensor in tensors_in(output):
-            self.ledger.set_kind(tensor, "logits")
+            self.memory.guess(tensor, "logits")
 
     def _gradient_ready(self, parameter: Tensor) -> None:
-        self.ledger.set_kind(parameter.grad, "gradients")
+        self.memory.guess(parameter.grad, "gradients")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizer = optimizer
@@ -288,13 +371,18 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _explain(ledger: StorageLedger, came: int, what: str, limit_bytes: int) -> str:
+def _explain(memory: MeasuredMemory, came: int, what: str, limit_bytes: int) -> str:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    held = {kind: size for kind, size in ledger.by_kind().items() if size}
+    held = {kind: size for kind, size in memory.by_kind().items() if size}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in held.items())
-    large = [kind for kind in ADVICE if held.get(kind, 0) >= ledger.now_bytes / 5]
+    large = [kind for kind in ADVICE if held.get(kind, 0) >= memory.held_bytes / 5]
     advice = ", or ".join(ADVICE[kind] for kind in large[:2])
     return (
-        f"rank {rank}: wants {format_bytes(came)} for {what} and holds {format_bytes(ledger.now_bytes - came)} of "
+        f"rank {rank}: wants {format_bytes(came)} for {what} and holds {format_bytes(memory.held_bytes - came)} of "
         f"{format_bytes(limit_bytes)}; with it: {parts}; {advice}"
     )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,16 +1,21 @@
-"""Time the calls that a plan's steps make, as the techniques make them, so that these steps can be predicted.
+"""Time what a plan's steps call, as the techniques call it, so that these steps can be predicted.
 
 Each kind of call gets a line of its own, fitted to its times, since on one machine kinds of call differ by more than
-the theory of rings says. Which calls are timed follows from the plan:
+the theory of rings says. The plan says which, and each is timed on the groups of its axis, all groups at once: on 2 x 2
+ranks two tensor groups sum at the same time, and share the wires. Replicas' all-reduces are those of `speed`.
 
-- A pipeline without other axes (`measure_messages`): a message to the next rank.
-- Any other plan: each kind of call on the groups of its axis, all groups at once. On 2 x 2 ranks two tensor groups sum
-  at the same time, and share the wires. Replicas' all-reduces are those of `speed`.
+Where gradients are compressed, the hook is timed too (`measure_codec`): seconds to encode and to decode a bucket,
+without the sending. All ranks do it for so long that ranks which share a core take turns on it: one bucket alone is
+over before the other ranks have woken up. So several buckets are encoded in a row (what `start` takes). Then the
+exchanges finish, then all buckets are decoded (what `wait` takes). PowerSGD sends its second factor there, so the
+predicted time of those calls is subtracted. Buckets of several sizes give a fixed time per bucket and a time per byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,20 +23,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.comm.p2p import Receive, Send, start
+from distlab.compression import make_hook
 from distlab.context_parallel.all_to_all import trade
-from distlab.measure.machine.ranks import largest_over_ranks, mean_over_ranks, now
-from distlab.measure.runs.programs import is_pipeline_alone, program_kind
-from distlab.plan import Link, Plan
+from distlab.measure.machine.fit import fit_line
+from distlab.measure.machine.ranks import mean_over_ranks, now, time_calls
+from distlab.plan import Cluster, Link, Plan
+from distlab.plan.compression import Compression, exchanges
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
-from simulator import fit_steps
+from simulator import MeasuredCodec, fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
+from simulator.hardware.process_groups import group_of
+from simulator.units import to_s
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 ENOUGH_BYTES = 8_000_000  # a call is repeated until it sent so much, within limits
 FEW, MANY = 3, 24
-ROUND_TRIPS = 11
 LEAST_S = 1e-9  # a part that takes no time needs a line too
+
+BUCKET_REPEATS = 3  # of each bucket, after one that warms up
+COLUMNS = 256
+ROWS = (64, 384, 1536)  # buckets of 64 KiB, 384 KiB and 1.5 MiB in float32
+IN_A_ROW = 12  # some 20 ms and more of work, several turns of the operating system's scheduler
+SETTLE = 2.0  # exchanges are left this many times their predicted time to finish
+MIN_SETTLE_S = 2e-3
+
+
+def has_plain_passes(plan: Plan) -> bool:
+    """Whether a plan has passes of its own: without recompute, in the model's precision."""
+    return plan.recompute == "none" and plan.precision is None
+
+
+def is_pipeline_alone(plan: Plan) -> bool:
+    """Whether the plan is a pipeline and nothing else: no other axis, no sharding, recompute or precision."""
+    return plan.pipeline == plan.world_size > 1 and has_plain_passes(plan) and plan.sharding.stage == 0
+
+
+def is_data_parallel_alone(plan: Plan) -> bool:
+    """Whether all ranks have replicas, sharded or not, without recompute or precision."""
+    return plan.data == plan.world_size and has_plain_passes(plan)
 
 
 class CallTimes(NamedTuple):
@@ -73,47 +104,29 @@ def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.
         groups: the ranks along each axis of a mesh; an axis that is left out has all ranks.
         device: where this rank computes.
     """
-    if is_pipeline_alone(plan):
-        return {"send": measure_messages(device)}
-    found = {}
-    for kind, axes in kinds_of_calls(plan).items():
-        rows = [
-            [_time(_call(kind, size, groups.get(axis), device), size, device) for size in MESSAGE_BYTES]
-            for axis in axes
-        ]
-        seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
-        found[kind] = CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, tuple(seconds))
-    return found
+    return {
+        kind: _times(kind, [groups.get(axis) for axis in axes], device) for kind, axes in kinds_of_calls(plan).items()
+    }
 
 
 def measure_messages(device: torch.device) -> CallTimes:
-    """Time a message from one rank to the next, as the pipeline sends it; every rank calls this at the same time.
-
-    Each rank has posted its receive, and one message goes round all ranks.
-    """
+    """Time a message from each rank to the next, as a pipeline sends it; every rank calls this at the same time."""
     if dist.get_world_size() == 1:
         return CallTimes(Steps(1, 1.0), MESSAGE_BYTES, (LEAST_S,) * len(MESSAGE_BYTES))
-    seconds = largest_over_ranks([_time_message(size, device) for size in MESSAGE_BYTES], device)
-    return CallTimes(Steps(1, 1.0), MESSAGE_BYTES, tuple(seconds))
+    return _times("send", [None], device)
 
 
-def _time_message(num_bytes: int, device: torch.device) -> float:
-    """Pass a message on from rank to rank, round and round; each rank's receive waits for it already."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    sent, arrives = torch.zeros(num_bytes // 4, device=device), torch.empty(num_bytes // 4, device=device)
-    times = []
-    for _ in range(ROUND_TRIPS + 1):
-        receive = start(Receive(arrives, (rank - 1) % num_ranks))
-        dist.barrier()
-        begin = now(device)
-        if rank != 0:
-            receive.wait()
-        send = start(Send(sent, (rank + 1) % num_ranks))
-        if rank == 0:
-            receive.wait()
-        times.append((now(device) - begin) / num_ranks)
-        send.wait()
-    return float(np.median(times[1:])) if rank == 0 else 0.0  # only rank 0 sees whole round trips
+def _times(kind: str, groups: Sequence[ProcessGroup | None], device: torch.device) -> CallTimes:
+    """Time a kind of call on each of these groups; take the mean over groups and ranks."""
+    rows = [
+        [
+            time_calls(_call(kind, size, group, device), max(FEW, min(MANY, ENOUGH_BYTES // size)), device)
+            for size in MESSAGE_BYTES
+        ]
+        for group in groups
+    ]
+    seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
+    return CallTimes(steps_of(kind, dist.get_world_size(groups[0])), MESSAGE_BYTES, tuple(seconds))
 
 
 def kinds_of_calls(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -128,7 +141,7 @@ def kinds_of_calls(plan: Plan) -> dict[str, tuple[str, ...]]:
         "context": ("send" if plan.context_kind == "ring" else "all_to_all", "all_reduce"),
         "expert": ("all_to_all", "all_reduce"),
         "pipeline": ("send",),
-        "data": halves if plan.sharding.stage else ("all_reduce",) * (program_kind(plan) != "replicas"),
+        "data": halves if plan.sharding.stage else ("all_reduce",) * (not is_data_parallel_alone(plan)),
     }
     axes: dict[str, list[str]] = {}
     for axis, each in kinds.items():
@@ -165,17 +178,61 @@ def _call(kind: str, num_bytes: int, group: ProcessGroup | None, device: torch.d
     return calls[kind]
 
 
-@torch.no_grad()
-def _time(call: Callable[[], object], num_bytes: int, device: torch.device) -> float:
-    """Return the seconds of one call of several that follow one another; the first warms up."""
-    repeats = _repeats(num_bytes)
-    call()
-    dist.barrier()
-    begin = now(device)
-    for _ in range(repeats):
-        call()
-    return (now(device) - begin) / repeats
+def measure_codec(compression: Compression, cluster: Cluster, *, device: torch.device) -> MeasuredCodec:
+    """Time encoding and decoding. Every rank calls it at the same time and gets the same result.
+
+    Args:
+        compression: what to time.
+        cluster: the calibrated machine: how long an exchange takes.
+        device: where the rank computes.
+    """
+    hook = make_hook(compression)
+    rows = [
+        _time_bucket(hook, compression, cluster, size=(index, rows), device=device) for index, rows in enumerate(ROWS)
+    ]
+    means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device)
+    sizes = [rows * COLUMNS * 4 for rows in ROWS]
+    lines = (fit_line(sizes, each, relative=True) for each in (means[: len(ROWS)], means[len(ROWS) :]))
+    return MeasuredCodec(compression, dist.get_world_size(), *chain(*lines))
 
 
-def _repeats(num_bytes: int) -> int:
-    return max(FEW, min(MANY, ENOUGH_BYTES // num_bytes))
+def _time_bucket(
+    hook: GradientHook, compression: Compression, cluster: Cluster, *, size: tuple[int, int], device: torch.device
+) -> tuple[float, float]:
+    """Return the median seconds of encoding and decoding one bucket, a square-ish matrix and a vector."""
+    index, rows = size
+    shapes = ((rows - 1, COLUMNS), (COLUMNS,))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    values = torch.randn(rows * COLUMNS, generator=generator).to(device)
+    buckets = []
+    for place in range(IN_A_ROW):
+        buffer = torch.empty_like(values)
+        gradients = (buffer[:-COLUMNS].view(shapes[0]), buffer[-COLUMNS:])
+        buckets.append(GradientBucket(index * IN_A_ROW + place, buffer, gradients))
+    before_s, later_s = _wire_s(compression, cluster, shapes)
+    settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * before_s)
+    times = []
+    for repeat in range(BUCKET_REPEATS + 1):
+        for bucket in buckets:
+            bucket.buffer.copy_(values)
+        dist.barrier()
+        begin = now(device)
+        pending = [hook.start(bucket, None) for bucket in buckets]
+        encoded = now(device)
+        time.sleep(settle_s)
+        dist.barrier()
+        come = now(device)
+        for one in pending:
+            one.wait()
+        decoded = now(device)
+        if repeat > 0:
+            times.append(((encoded - begin) / IN_A_ROW, max(0.0, (decoded - come) / IN_A_ROW - later_s)))
+    encode, decode = np.median(times, axis=0).tolist()
+    return encode, decode
+
+
+def _wire_s(compression: Compression, cluster: Cluster, shapes: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Return the predicted seconds of a bucket's exchanges: those that `start` begins, and PowerSGD's in `wait`."""
+    replicas = group_of(cluster, range(dist.get_world_size()))
+    *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
+    return (sum(first), last) if first else (last, 0.0)

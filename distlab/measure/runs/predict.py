@@ -13,54 +13,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
-import numpy as np
+import torch
 
+from distlab.blocks.models import GPTConfig
+from distlab.measure.count.gpt import count_gpt, merge_stages, without_accumulation
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Round, fit_cluster
-from distlab.measure.runs.calls import Calls, links_of
-from distlab.measure.runs.programs import is_pipeline_alone, program_kind
-from distlab.plan import AXES, SCHEDULES, Cluster, Contention, Layer, Link, Plan, Protocol, Work, Workload
+from distlab.measure.runs.calls import Calls, is_data_parallel_alone, is_pipeline_alone, links_of
+from distlab.plan import AXES, Cluster, Contention, Layer, Plan, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
 
 
+def count_model(
+    config: GPTConfig, samples: int, plan: Plan, *, num_experts: int = 0, top_k: int = 2, device: torch.device
+) -> Workload:
+    """Count a micro-batch of the whole model in this process, as the plan's ranks run it: stages are layers.
+
+    Raises:
+        ValueError: a pipeline of layers with experts.
+    """
+    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=device)
+    if is_data_parallel_alone(plan) and plan.sharding.stage and not num_experts:
+        return without_accumulation(whole)
+    return merge_stages(whole, plan.pipeline * plan.stages_per_rank)
+
+
 class ByteCost(NamedTuple):
-    """What a part of a step costs in a reference model beyond what was timed alone; `costs_more` says which part.
+    """What a pass of a block costs in a reference model beyond what was timed alone.
 
     Attributes:
-        num_bytes: what the cost grows with; see `bytes_of`.
-        seconds: of each; of a codec, for each second that it takes alone.
+        num_bytes: of the block, with which the cost grows; see `bytes_of`.
+        seconds: of each; where gradients are compressed, for each second that the codec takes alone.
     """
 
     num_bytes: float
     seconds: float
 
 
-def costs_more(plan: Plan) -> str:
-    """Say what of a plan's steps costs more than it does alone, each time.
-
-    - "actions" of a pipeline: choosing one, posting and receiving messages, entering autograd.
-    - "calls" of sharding, a gather or a scatter: what they take from the computing rank.
-    - "codec": encoding and decoding.
-    - "passes" of blocks on any other mesh, forward and backward: entering autograd functions, copies on the way to a
-      call, waiting for the slower rank; in replicas backward alone, which their all-reduces slow down.
-    """
-    if is_pipeline_alone(plan):
-        return "actions"
-    if program_kind(plan) == "replicas" and plan.sharding.stage:
-        return "calls"
-    return "codec" if program_kind(plan) == "replicas" and plan.compression is not None else "passes"
-
-
 @dataclass(frozen=True)
 class Overhead:
-    """What a step costs beyond its work and its calls, each of which is timed alone: one cost for each reference."""
+    """What a step costs beyond its work and its calls, each of which is timed alone: one cost for each reference.
+
+    Passes of blocks enter autograd functions, copy on the way to a call, choose an action, and wait for the slower
+    rank. Those of replicas that hold whole blocks wait in backward alone, which their calls slow down. Where gradients
+    are compressed, encoding and decoding in a step take longer.
+    """
 
     costs: tuple[ByteCost, ...] = ()
-
-    @property
-    def action_s(self) -> float:
-        """What an action of a pipeline costs."""
-        return float(np.mean([max(0.0, cost.seconds) for cost in self.costs] or 0.0))
 
     @property
     def codec_slowdown(self) -> float:
@@ -77,14 +76,12 @@ class CalibrationRound:
         compute: how fast ranks compute, all of them at once.
         calls: seconds of each kind of call that the plan makes, timed alone.
         codec: encoding and decoding, timed alone, where the plan compresses gradients.
-        alone_speedup: how many times faster a rank computes while the others wait; measured for plans with experts.
         overhead: what steps cost beyond these.
     """
 
     compute: Round
     calls: Calls = field(default_factory=dict)
     codec: MeasuredCodec | None = None
-    alone_speedup: float = 1.0
     overhead: Overhead = Overhead()
 
 
@@ -123,19 +120,15 @@ def predict_step(
         order: axes of the mesh, slowest first.
         cores: shared by the ranks: those that wait in a pipeline lend theirs to the others. None: one core for each.
     """
-    more, overhead, links = costs_more(plan), measured.overhead, links_of(measured.calls)
+    overhead, links = measured.overhead, links_of(measured.calls)
     cluster = replace(fit_cluster(measured.compute, plan.world_size), num_cores=cores)
-    if more == "actions":
-        # All that travels is messages, and how they and computing slow each other down is in the cost of an action.
-        link = links.pop("send")
-        cluster = replace(cluster, intra_node=link, inter_node=link, contention=Contention())
-    if more == "calls" and overhead.costs:
-        fixed_s, s_per_byte = fit_bytes(overhead.costs)
-        start = Link("start", (Protocol(fixed_s, 1 / max(s_per_byte, 1e-18)),), "fitted to steps of other models")
-        links |= {"all_gather start": start, "reduce_scatter start": start}
-    codec = None if measured.codec is None else measured.codec.slower(overhead.codec_slowdown)
+    if is_pipeline_alone(plan):  # only messages travel; how they and computing slow each other down is in the overhead
+        cluster = replace(cluster, contention=Contention())
+    if measured.codec is not None:
+        codec = measured.codec.slower(overhead.codec_slowdown)
+        return simulate(workload, cluster, plan, order=order, measured=Measured(codec, links))
     costed = _with_overhead(workload, overhead, cluster, plan)
-    return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
+    return simulate(costed, cluster, plan, order=order, measured=Measured(None, links))
 
 
 def num_blocks(layer: Layer) -> int:
@@ -144,13 +137,8 @@ def num_blocks(layer: Layer) -> int:
 
 
 def bytes_of(layer: Layer, plan: Plan) -> float:
-    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients.
-
-    Sharding's calls in stages 1 and 2 have the bytes of a bucket, whatever the layer.
-    """
-    if costs_more(plan) == "calls" and plan.sharding.stage < 3:
-        return float(plan.bucket_bytes)
-    if program_kind(plan) == "replicas":
+    """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients."""
+    if is_data_parallel_alone(plan):
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
@@ -161,24 +149,18 @@ def fit_bytes(costs: Sequence[ByteCost]) -> tuple[float, float]:
 
 
 def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:
-    """Add the overhead of passes and actions to each layer's work; where W is its own action, W gets one, too.
+    """Add the overhead to the passes of each layer's blocks.
 
     The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
     """
-    fixed_s, s_per_byte = fit_bytes(overhead.costs if costs_more(plan) == "passes" else ())
+    fixed_s, s_per_byte = fit_bytes(overhead.costs)
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
-    rate = cluster.device.matmul_flops_per_s
-    action = Work(rate * overhead.action_s) if costs_more(plan) == "actions" else Work()
+    waits_for_nobody = is_data_parallel_alone(plan) and plan.sharding.stage < 3
 
     def costed(layer: Layer) -> Layer:
         seconds = num_blocks(layer) * fixed_s + bytes_of(layer, plan) * s_per_byte
-        more = action + Work(rate * seconds * parts)
-        own = action if SCHEDULES[plan.schedule].splits_backward else Work()
-        return replace(
-            layer,
-            forward=layer.forward if program_kind(plan) == "replicas" else layer.forward + more,
-            input_gradient=layer.input_gradient + more,
-            weight_gradient=layer.weight_gradient + own,
-        )
+        more = Work(cluster.device.matmul_flops_per_s * seconds * parts)
+        forward = layer.forward if waits_for_nobody else layer.forward + more
+        return replace(layer, forward=forward, input_gradient=layer.input_gradient + more)
 
     return replace(workload, layers=tuple(costed(layer) for layer in workload.layers))

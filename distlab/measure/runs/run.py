@@ -8,17 +8,17 @@
 Inside ranks that run already (under torchrun, for example) every rank calls `time_training(run)`. One that holds all
 their reports makes a `RunResult(run, reports)` of them.
 
-The frame is the same for every plan: some updates; then calibrate, time a window of steps, calibrate, and so on. The
-plan chooses the program (`programs`) and what a calibration measures: the machine's speed always, then the plan's calls
-(`calls`), its codec (`codec`) and the overhead of steps of other models (`calibrate`).
+The frame is the same for every plan, and so is what trains: `Hybrid`. Some updates; then calibrate, time a window of
+steps, calibrate, and so on. The plan chooses what a calibration measures: the machine's speed always, then the plan's
+calls and codec (`calls`), and the overhead of steps of other models (`calibrate`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,23 +31,24 @@ from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPTConfig
 from distlab.comm import run as run_on_ranks
 from distlab.comm.device import span_writer
-from distlab.measure.count.expert_load import expert_loads, with_expert_loads
-from distlab.measure.count.gpt import make_gpt
+from distlab.hybrid import Hybrid
+from distlab.measure.count.gpt import expert_loads, make_gpt, with_expert_loads
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
-from distlab.measure.runs.calibrate import CalibrationOfRun
+from distlab.measure.runs.calibrate import CalibrationOfRun, sgd
+from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.predict import (
     CalibrationRound,
     between_windows,
+    count_model,
     median_calibration,
     predict_step,
 )
-from distlab.measure.runs.programs import Program, count_model, make_program, program_kind, sgd
 from distlab.measure.runs.windows import (
     RankReport,
     Verdict,
     Window,
     judge,
-    time_windows,
+    time_beside,
     trouble_of,
     windows_between,
 )
@@ -99,16 +100,11 @@ class TrainingRun:
                 f"TrainingRun: {self.batch_size} samples do not make {plan.num_replicas} equal parts (data x expert) "
                 f"of {plan.num_microbatches} equal micro-batches; use a batch_size that is a multiple of {parts}"
             )
-        if self.kind == "pipeline" and self.model.tied:
+        if is_pipeline_alone(self.plan) and self.model.tied:
             raise ValueError(
                 "TrainingRun: the model's output layer shares the embedding's weight, which two stages would have "
                 "to sum in each step; that is not timed here: use GPTConfig(tied=False)"
             )
-
-    @property
-    def kind(self) -> str:
-        """What runs it: "replicas", "pipeline" or "hybrid"."""
-        return program_kind(self.plan, self.num_experts)
 
     @property
     def samples(self) -> int:
@@ -142,58 +138,44 @@ def time_training(
         progress: gets the number of updates and windows that are done.
     """
     device = device_of(run.device, dist.get_rank())
-    report, spans = RankReport(), span_writer(dist.get_rank(), device)
-    if run.num_windows:
-        report.workload = on_first_rank(run.count)  # before anything is trained: it may refuse
-    model = make_gpt(run.model, run.seed, num_experts=run.num_experts, top_k=run.top_k)
-    program = make_program(model, run.plan, sgd, device=device, kind=run.kind, order=run.order, spans=spans)
+    spans, experts = span_writer(dist.get_rank(), device), {"num_experts": run.num_experts, "top_k": run.top_k}
+    workload = on_first_rank(run.count) if run.num_windows else None  # before anything is trained: it may refuse
     whole = run.batches(python_documentation() if data is None else data)
     batches = ((inputs.to(device), targets.to(device)) for inputs, targets in whole)
-    with contextlib.closing(program):
+    losses, loads = list[float](), list[tuple[float, ...]]()
+    ahead, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()  # batches of a window, and their losses
+    with ExitStack() as stack:
+        model = make_gpt(run.model, run.seed, **experts).to(device)
+        hybrid = Hybrid(model, run.plan, sgd, order=run.order, spans=spans)
+        stack.callback(hybrid.close)
         for update in range(run.num_updates):
-            report.losses.append(program.mean_loss(program.train_step(*next(batches))))
+            losses.append(float(hybrid.train_step(*next(batches))))
             progress(update + 1)
-        report.weights = program.weights()
-        if run.num_windows:
-            _time_windows(run, report, program, batches, progress)
-    report.trace = spans.trace()
-    return report
+        weights = {name: value.cpu() for name, value in hybrid.full_state_dict().items()}
+        if not run.num_windows:
+            return RankReport(losses, weights, trace=spans.trace())
+        sizes = {"num_layers": run.model.num_layers} | experts
+        calibration = CalibrationOfRun(run.plan, run.order, hybrid.groups, device=device, **sizes)
+        stack.callback(calibration.close)
 
+        def calibrate() -> CalibrationRound:
+            if seen:  # of the window that has just ended
+                losses.append(float(seen[-1]))
+                loads.append(expert_loads(hybrid.stages.values(), run.plan, device))
+                progress(run.num_updates + len(loads))
+            ahead[:] = [next(batches) for _ in range(run.steps_per_window + 1)]
+            return calibration.measure()
 
-def _time_windows(
-    run: TrainingRun,
-    report: RankReport,
-    program: Program,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    progress: Callable[[int], None],
-) -> None:
-    """Time windows between calibration rounds."""
-    device, losses = device_of(run.device, dist.get_rank()), list[object]()
-
-    def ready() -> Callable[[], None]:
-        ahead = iter([next(batches) for _ in range(run.steps_per_window + 1)])
-        return lambda: losses.append(program.train_step(*next(ahead)))
-
-    def calibrate() -> CalibrationRound:
-        if losses:  # of the window that has just ended
-            report.losses.append(program.mean_loss(losses[-1]))
-            report.expert_loads.append(expert_loads(program.modules, run.plan, device))
-            progress(run.num_updates + len(report.expert_loads))
-        return calibration.measure()
-
-    sizes = {"num_layers": run.model.num_layers, "num_experts": run.num_experts, "top_k": run.top_k}
-    with contextlib.closing(
-        CalibrationOfRun(run.plan, run.order, program.groups, device=device, **sizes)
-    ) as calibration:
-        time_windows(
-            report,
-            ready,
+        report = time_beside(
+            lambda: seen.append(hybrid.train_step(*ahead.pop())),
             calibrate,
-            device,
+            spans,
+            device=device,
             num_windows=run.num_windows,
             steps_per_window=run.steps_per_window,
             budget_s=run.budget_s,
         )
+    return replace(report, losses=losses, weights=weights, workload=workload, expert_loads=loads)
 
 
 def windows_of(run: TrainingRun, report: RankReport) -> list[Window]:
@@ -201,21 +183,7 @@ def windows_of(run: TrainingRun, report: RankReport) -> list[Window]:
 
     Experts are as busy as they were in the window.
     """
-    middle = median_calibration(report.rounds)
-    cores = shared_cores(torch.device(run.device))
-
-    @cache  # the two rounds after a window are those before the next but one
-    def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
-        loaded = with_expert_loads(report.counted, load, run.plan, alone_speedup=middle.alone_speedup)
-        measured = between_windows(report.rounds[first:stop], middle)
-        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores).duration_s
-
-    loads = report.expert_loads or [()] * len(report.measured_s)
-    return windows_between(
-        report.measured_s,
-        lambda window, first, stop: predicted_s(loads[window], first, stop),
-        taken_cores=report.taken_cores,
-    )
+    return RunResult(run, [report]).windows
 
 
 @dataclass(frozen=True)
@@ -228,7 +196,14 @@ class RunResult:
     @cached_property
     def windows(self) -> list[Window]:
         """Each window as measured and as predicted from the rounds around it."""
-        return windows_of(self.run, self.reports[0])
+        report, middle = self.reports[0], self._middle
+
+        @cache  # the two rounds after a window are those before the next but one
+        def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
+            return self._step(load, between_windows(report.rounds[first:stop], middle)).duration_s
+
+        loads = report.expert_loads or [()] * len(report.measured_s)
+        return windows_between(report, lambda window, first, stop: predicted_s(loads[window], first, stop))
 
     def verdict(self, *, bar: float) -> Verdict:
         """Judge the prediction by the rule of distlab.measure.runs.windows."""
@@ -237,12 +212,18 @@ class RunResult:
     @cached_property
     def predicted(self) -> Step:
         """The step from the median of all calibration rounds, ranks sharing this machine's cores."""
-        report = self.reports[0]
-        middle = median_calibration(report.rounds)
-        loads = np.median(report.expert_loads, axis=0).tolist() if report.expert_loads else ()
-        loaded = with_expert_loads(report.counted, loads, self.run.plan, alone_speedup=middle.alone_speedup)
-        cores = shared_cores(torch.device(self.run.device))
-        return predict_step(loaded, middle, self.run.plan, order=self.run.order, cores=cores)
+        loads = self.reports[0].expert_loads
+        return self._step(np.median(loads, axis=0).tolist() if loads else (), self._middle)
+
+    @cached_property
+    def _middle(self) -> CalibrationRound:
+        return median_calibration(self.reports[0].rounds)
+
+    def _step(self, loads: Sequence[float], measured: CalibrationRound) -> Step:
+        """Simulate a step with experts as busy as these loads say."""
+        run, cores = self.run, shared_cores(torch.device(self.run.device))
+        loaded = with_expert_loads(self.reports[0].counted, loads, run.plan, cores=cores)
+        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
 
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
@@ -266,11 +247,7 @@ def overlay_of(
         calls: what a recorder saw of all ranks, to be drawn too.
     """
     first = reports[0]
-    windows = windows_between(
-        first.measured_s,
-        lambda window, start, stop: predict(first.rounds[start:stop]).duration_s,
-        taken_cores=first.taken_cores,
-    )
+    windows = windows_between(first, lambda _, start, stop: predict(first.rounds[start:stop]).duration_s)
     return _overlay(reports, windows, predict(first.rounds), calls)
 
 
@@ -292,12 +269,8 @@ def _overlay(
     nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
     traces = [report.step_trace(nearest) for report in reports]
     if calls is not None:
-        traces += [_in_step(calls, rank, report.step_ns[nearest]) for rank, report in enumerate(reports)]
+        own = (replace(report, trace=calls.select(calls.rank == rank)) for rank, report in enumerate(reports))
+        traces += [report.step_trace(nearest) for report in own]
     measured = Trace.concatenate(traces).from_zero()
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
-
-
-def _in_step(calls: Trace, rank: int, step_ns: tuple[int, int]) -> Trace:
-    """Return the calls that a rank made in a step."""
-    return calls.select((calls.rank == rank) & (calls.start_ns >= step_ns[0]) & (calls.end_ns <= step_ns[1]))

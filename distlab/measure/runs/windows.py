@@ -1,6 +1,6 @@
 """Time windows of steps between calibrations, and judge predictions against them, on a machine whose speed drifts.
 
-`time_windows` is the loop, `time_beside` the same for the steps of any program; both fill a `RankReport`.
+`time_beside` is the loop, for the steps of any program; each rank gets a `RankReport`.
 
 Each window of steps has a calibration before it and one after. Where the two predict step times that differ by more
 than 5 %, the machine's speed changed and the window says nothing: it is dropped, and counted. The bar is met when the
@@ -71,7 +71,7 @@ class RankReport:
 
     Attributes:
         losses: mean loss over the batch: of each update before the windows, and of each window's last step.
-        weights: replicas' parameters after num_updates updates, by name, on the CPU; {} for other programs.
+        weights: the whole model's state after num_updates updates, by name, on the CPU.
         workload: the whole model as counted on the first rank; None without windows.
         rounds: calibration rounds, one more than windows; of a TrainingRun each is a CalibrationRound.
         expert_loads: of each window, how uneven each layer's experts were loaded in its last step; see `expert_loads`.
@@ -143,27 +143,21 @@ class Verdict:
         )
 
 
-def windows_between(
-    measured_s: Sequence[float],
-    predicted_s: Callable[[int, int, int], float],
-    *,
-    taken_cores: Sequence[float] = (),
-) -> list[Window]:
+def windows_between(report: RankReport, predicted_s: Callable[[int, int, int], float]) -> list[Window]:
     """Predict each window from the calibration rounds around it: the two before it and the two after it.
 
     Args:
-        measured_s: of each window; round `index` stands before window `index`, and one more after the last.
+        report: of a rank; round `index` stands before window `index`, and one more after the last. Cores are taken from
+            each round's end to the next one's; the first begins before round 0.
         predicted_s: what the rounds from a first to a stop predict together for a window: (window, first, stop).
-        taken_cores: from each round's end to the next one's; the first begins before round 0.
     """
     windows = []
-    for index, seconds in enumerate(measured_s):
+    for index, seconds in enumerate(report.measured_s):
         first, middle, stop = max(0, index - 1), index + 1, index + 3
-        around, before, after = (
-            predicted_s(index, *rounds) for rounds in ((first, stop), (first, middle), (middle, stop))
-        )
-        taken = taken_cores[index : index + 2]
-        windows.append(Window(seconds, around, before, after, sum(taken) / len(taken) if taken else 0.0))
+        spans = ((first, stop), (first, middle), (middle, stop))
+        around, before, after = (predicted_s(index, *rounds) for rounds in spans)
+        taken = report.taken_cores[index : index + 2]
+        windows.append(Window(seconds, around, before, after, sum(taken) / max(1, len(taken))))
     return windows
 
 
@@ -208,27 +202,28 @@ def time_window(
     return float(np.mean(largest_over_ranks(seconds, device))), step_ns
 
 
-def time_windows(
-    report: RankReport,
-    ready: Callable[[], Callable[[], object]],
+def time_beside(
+    step: Callable[[], object],
     calibrate: Callable[[], Any],
-    device: torch.device,
+    spans: SpanWriter,
     *,
-    num_windows: int,
-    steps_per_window: int,
+    device: torch.device | None = None,
+    num_windows: int = 3,
+    steps_per_window: int = 4,
     budget_s: float = math.inf,
-) -> None:
-    """Run on every rank: calibrate, time a window of steps, calibrate, time a window, ..., calibrate.
+) -> RankReport:
+    """Calibrate, time a window of any program's steps, calibrate, ..., on the same warm ranks; every rank calls this.
 
     Args:
-        report: gets rounds, taken_cores, measured_s and step_ns.
-        ready: prepares a window, and returns its step.
+        step: one step, marked in `spans`.
         calibrate: takes a round of measurements; the same result on every rank.
-        device: where the rank computes.
-        num_windows: windows to time.
+        spans: what this rank marks.
+        device: where the rank computes; None: on the CPU.
+        num_windows: windows of steps; there is one calibration more.
         steps_per_window: timed steps in a window, after one that is not timed.
         budget_s: seconds after which no window starts; one window is always timed.
     """
+    report, device = RankReport(), device or torch.device("cpu")
     deadline, others, measured_s = time.monotonic() + budget_s, OtherProcesses(), report.measured_s
 
     def take_round() -> None:
@@ -237,33 +232,11 @@ def time_windows(
 
     take_round()
     while not measured_s or (len(measured_s) < num_windows and on_first_rank(lambda: time.monotonic() < deadline)):
-        step = ready()
         step()  # a warm cache, as in the middle of training
         seconds, step_ns = time_window(step, steps_per_window, device)
         measured_s.append(seconds)
         report.step_ns += step_ns
         take_round()
-
-
-def time_beside(
-    step: Callable[[], object],
-    calibrate: Callable[[], Any],
-    spans: SpanWriter,
-    *,
-    num_windows: int = 3,
-    steps_per_window: int = 4,
-) -> RankReport:
-    """Time windows of any program's steps between calibrations, on the same warm ranks; every rank calls this.
-
-    Args:
-        step: one step, marked in `spans`.
-        calibrate: takes a round of measurements; the same result on every rank.
-        spans: what this rank marks.
-        num_windows: windows of steps; there is one calibration more.
-        steps_per_window: timed steps in a window, after one that is not timed.
-    """
-    report, device = RankReport(), torch.device("cpu")
-    time_windows(report, lambda: step, calibrate, device, num_windows=num_windows, steps_per_window=steps_per_window)
     report.trace = spans.trace()
     return report
 
