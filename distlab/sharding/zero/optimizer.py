@@ -19,7 +19,7 @@ Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
@@ -39,11 +39,11 @@ from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.part import SCALER, OwnPiece
-from distlab.sharding.zero.offload import MakeOptimizer
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CHANGED = (
     "pieces were changed outside of step(), and other ranks have other values of these parameters now. An optimizer "
     "around this one (Lookahead, SAM) does so: build it in make_optimizer, as an Optimizer whose step() does both, or "
