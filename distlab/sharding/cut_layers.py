@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.clip import Gradient, clip_counted_, clip_gradients_
+from distlab.blocks.clip import Gradient, clip_counted_
 from distlab.blocks.modules.named_parts import SavedPart, Slab
 from distlab.blocks.modules.split import Split, group_of_parts, splits_of
 from distlab.sharding.part import FlatShard, plain
@@ -78,13 +78,10 @@ def clip_shards_(
     Raises:
         NotFiniteError: on every rank: a gradient is NaN or infinite.
     """
-    ranks = dist.group.WORLD if group is None else group  # None in clip_gradients_ means that no other rank has a part
-    assert ranks is not None, "ranks run"
-    if cut.group is None:
-        return clip_gradients_(named, max_norm, group=ranks, check_finite=check_finite)
-    counts = dist.get_rank(cut.group) == 0
+    counts = cut.group is None or dist.get_rank(cut.group) == 0
     found = [Gradient(own, one, own in cut.splits or counts) for given in named for own, one in _by_tensor(*given)]
-    return clip_counted_(found, max_norm, (ranks, cut.group), check_finite=check_finite)
+    groups = (group,) if cut.group is None else (group, cut.group)
+    return clip_counted_(found, max_norm, groups, check_finite=check_finite)
 
 
 def _by_tensor(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:

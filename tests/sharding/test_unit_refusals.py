@@ -165,7 +165,7 @@ def errors_in_a_step():
     assert [unit.shard.grad is None for unit in unused.units] == [False, True, True]
     with torch.no_grad():
         unused.units[0].shard.grad.fill_(float("nan"))
-    with pytest.raises(NotFiniteError, match="unit 0"):
+    with pytest.raises(NotFiniteError, match="0.weight .rank 0.; 0.bias, 0.weight .rank 1"):
         unused.clip_gradients_(1.0)
 
 

@@ -28,9 +28,12 @@ from distlab.blocks.modules.named_parts import (
     check_saves,
     check_tensors,
     per_element,
+    whole_shard,
 )
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.comm.together import together
+from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import CutLayers
 from distlab.sharding.fsdp.step import on_pieces
@@ -49,11 +52,36 @@ class OwnPieces(NamedTuple):
         pieces: as its optimizer updates them; at most one of a tensor.
         tensors: by name, shape and type of all tensors of which ranks hold pieces, as this tensor rank has them.
         cut: what of the model tensor ranks hold parts of.
+        group: ranks that hold the other pieces of the same tensors.
+        together: the names of tensors that are sent together, where all are gathered.
     """
 
     pieces: Sequence[OwnPiece]
     tensors: Mapping[str, Kind]
     cut: CutLayers
+    group: ProcessGroup | None = None
+    together: Sequence[Sequence[str]] = ()
+
+    @classmethod
+    def of(
+        cls,
+        held: Sequence[tuple[FlatLayout, torch.dtype, Sequence[OwnPiece]]],
+        cut: CutLayers,
+        group: ProcessGroup | None,
+    ) -> OwnPieces:
+        """Describe buckets or units: the layout and the type of each, and what of it is here."""
+        tensors = {
+            name: (shape, dtype)
+            for layout, dtype, _ in held
+            for name, shape in zip(layout.names, layout.shapes, strict=True)
+        }
+        pieces = [piece for *_, own in held for piece in own]
+        return cls(pieces, tensors, cut, group, [layout.names for layout, *_ in held])
+
+    @property
+    def groups(self) -> list[ProcessGroup | None]:
+        """The ranks that share out what is here, then those that cut the whole of it."""
+        return [self.group, *([] if self.cut.group is None else [self.cut.group])]
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole model's tensors."""
@@ -404,22 +432,48 @@ def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None
     return found
 
 
-def optimizer_state(whole: Mapping[str, SavedPart], groups: Groups, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it.
+def gather_optimizer(
+    own: OwnPieces, optimizer: Optimizer, names: Sequence[Sequence[str]], what: str, to_rank: int | None
+) -> dict[str, Any] | None:
+    """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it; all ranks call this.
 
     Args:
-        whole: of `gather_parts`.
-        groups: the optimizer's options.
+        own: what this rank holds.
+        optimizer: updates it.
         names: of the tensors of each group, in the order of one process.
+        what: the name of the call.
+        to_rank: the only rank of the group that wants it, or None: others get None.
+
+    Raises:
+        ValueError: on every rank: ranks make different calls, or a rank's optimizer keeps what cannot be cut.
     """
+    keeps = is_kept(what, own.group, to_rank)
+    kept: list[Any] = []
+    together(lambda: kept.append(save_parts(own, optimizer, parameters=False)), own.group, what=what)
+    parts, groups = kept[0]
+    whole = gather_parts(parts, own.together, own.groups, keeps=keeps)
+    if not keeps:
+        return None
     state = {name: {key: value.view(one.shape) for key, value in one.values.items()} for name, one in whole.items()}
     return {
-        "state": {name: state[name] | copy.deepcopy(dict(whole[name].numbers)) for own in names for name in own},
+        "state": {name: state[name] | copy.deepcopy(dict(whole[name].numbers)) for its in names for name in its},
         "param_groups": [
-            {**{key: value for key, value in one.items() if key != "names"}, "params": list(own)}
-            for one, own in zip(groups, names, strict=True)
+            {**{key: value for key, value in one.items() if key != "names"}, "params": list(its)}
+            for one, its in zip(groups, names, strict=True)
         ],
     }
+
+
+def prepare_optimizer(
+    own: OwnPieces, optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Take this rank's part out of what `gather_optimizer` or a plain optimizer gave; return what loads it.
+
+    Raises:
+        ValueError: the state is of other parameters, shapes or groups; nothing has changed.
+    """
+    kept, groups = by_names(state, names)
+    return prepare(own, optimizer, [whole_shard(kept, groups, own.whole_shapes())], parameters=False)
 
 
 def by_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> tuple[State, list[dict[str, Any]]]:
