@@ -2,7 +2,7 @@
 
 The norm is that of all gradients seen as one long vector, and is the same number that one process with the whole batch
 would compute. Data parallelism gets it for nothing: once gradients are averaged, every rank holds all of them, so the
-norm of what it holds *is* the global one. Clipping before averaging is another thing (each rank would scale by a number
+norm of what it holds *is* the global one. Clipping before averaging is not the same (each rank would scale by a number
 of its own). Where ranks hold different parts of the model, each norm is of a part: squares are summed over those ranks.
 """
 

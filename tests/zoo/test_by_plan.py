@@ -143,10 +143,6 @@ def softmax(y):
     return y.softmax(-1)
 
 
-def norm(y):
-    return F.layer_norm(y, y.shape[-1:])
-
-
 def drawn(make, seed=0):
     torch.manual_seed(seed)
     return make().double()
@@ -182,7 +178,6 @@ WRONG = {
     "a gate by chunk": (lambda: Mlp(glu, read=8, inner=16), {"up": "column", "down": "row"}, MAY_BE_PAIRED),
     "no gate": (Mlp, {"up": "paired", "down": "row"}, "the style is 'column'"),
     "softmax": (lambda: Mlp(softmax), MLP, MAY_BE_PAIRED),
-    "norm": (lambda: Mlp(norm), MLP, "leave both layers out"),
     "softmax before zeros": (lambda: Mlp(softmax, scale=0.0), MLP, MAY_BE_PAIRED),
     "penalty": (Penalised, MLP, "a layer's weight without the layer"),
     "constant": (lambda: Attention(heads=NUM_HEADS, interleaved=False), ATTENTION, "constant or a config"),
@@ -314,8 +309,6 @@ def refusals():
         ("the inputs of tensor ranks, which work on the same samples", lambda: cut(Small(), BOTH, (INPUTS + rank,))),
         ("the inputs of tensor ranks, which work on the same samples", lambda: cut(Small(), BOTH)(INPUTS + rank)),
         ("the shapes of the inputs of tensor ranks", lambda: cut(Small(), BOTH)(torch.ones(2 + rank, 4))),
-        ("0.other (Linear) fails in the", lambda: cut(nn.Sequential(Behind()), {"0.gate": "column", "0.end": "row"})),
-        ("o (Linear) fails in the cut model and not in the whole one", lambda: cut(OfAllHeads(), HEADS)),
         (
             "needs the style 'inside'",
             lambda: train_fused_vit(PLANS["ViT"], partial(clip_tensor_parallel_, max_norm=1.0)),
@@ -335,25 +328,6 @@ class Unread(Small):
 
     def forward(self, x):
         return super().forward(x) + (self.other(x) if self.training else 0)
-
-
-class Behind(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.other, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.end(self.other(self.gate(x)))
-
-
-class OfAllHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.q, self.o = 2, nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("slopes", torch.ones(2, 1))
-
-    def forward(self, x):
-        return self.o((self.q(x).unflatten(-1, (self.num_heads, -1)) * self.slopes).flatten(-2))
 
 
 def test_wrong_plans_are_refused_in_words_on_every_rank_before_anything_is_cut(ranks):

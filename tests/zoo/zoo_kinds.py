@@ -15,7 +15,7 @@ from distlab.rng import generator
 from distlab.tensor_parallel import PLANS
 
 BATCH = 12  # for 1, 2, 3 and 4 ranks
-TIED = "its head is tied to its embedding, in another stage"
+TIED = "its head is tied to its embedding, in a different stage"
 OWN_LOSS = "its loss reads the model"
 SHOWS = "a stage of it shows what it hides"
 EACH_FORWARD = "it changes at each forward, and each micro-batch is one"
