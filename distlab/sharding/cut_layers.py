@@ -88,7 +88,7 @@ def _by_tensor(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor
     """Yield the gradient of each tensor that has a piece in a shard."""
     if parameter.grad is None:
         return
-    gradient = plain(parameter.grad)
+    gradient = plain(parameter.grad.detach())  # which a mark refuses: the gradient is not there yet
     if not isinstance(parameter, FlatShard):
         yield name, gradient
         return
