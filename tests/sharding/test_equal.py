@@ -109,9 +109,9 @@ def test_accumulation_clipping_and_zeros_by_the_module_equal_one_process(ranks):
         ([*stages, *tensors], {"by_module": True}),
         (stages, {"by_module": True, "accumulate": "no_sync"}),
     ]
-    results = ranks(2).run(lambda: [train(cases, **how) for cases, how in ways])
-    for at, (_, how) in enumerate(ways):
-        check([each[at] for each in results], clip=how.get("clip"), batches=1 + ("accumulate" in how))
+    for cases, how in ways:
+        results = ranks(2).run(lambda cases=cases, how=how: train(cases, **how))
+        check(results, clip=how.get("clip"), batches=1 + ("accumulate" in how))
     start = finals(awkward_model(0))
     moved = [name for name in start if (start[name] - alone("sgd", clip=MAX_NORM)[name]).abs().max() > 1e-6]
     assert len(moved) == len(start) - 2, "all but the frozen parameters"
