@@ -74,28 +74,31 @@ def test_a_norm_that_is_not_finite_is_named_and_changes_nothing(bad):
     assert not clip_gradients_(model.parameters(), 1.0, check_finite=False).isfinite()
 
 
-def test_shards_on_ranks_clip_as_the_whole_for_eight_bytes(ranks):
-    def clip_shard(bad_rank):
-        model = model_with_gradients()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        mine = list(model.named_parameters())[rank::world_size]
-        if rank == bad_rank:
-            mine[0][1].grad.fill_(math.inf)
-        with recorded() as sent:
-            try:
-                norm = clip_counted_([Gradient(n, p.grad, True) for n, p in mine if p.grad is not None], 0.5, [None])
-            except NotFiniteError as error:
-                return str(error)
-        return norm.item(), [(n, p.grad) for n, p in mine], sent.records.num_calls(), sent.records.payload_bytes(rank)
+def clip_shard(bad_rank=None):
+    """Clip this rank's parameters of a model; return the norm and gradients, or what was refused."""
+    with recorded() as quiet:
+        clip_gradients_(model_with_gradients().parameters(), 0.5)
+    assert len(quiet.records) == 0, "where each rank holds all gradients, nothing is sent"
+    mine = list(model_with_gradients().named_parameters())[dist.get_rank() :: dist.get_world_size()]
+    if dist.get_rank() == bad_rank:
+        mine[0][1].grad.fill_(math.inf)
+    gradients = [Gradient(name, one.grad, True) for name, one in mine if one.grad is not None]
+    with recorded() as sent:
+        try:
+            norm = clip_counted_(gradients, 0.5, [None])
+        except NotFiniteError as error:
+            return str(error)
+    assert (sent.records.num_calls(), sent.records.payload_bytes(dist.get_rank())) == (1, 8)
+    return norm.item(), gradients
 
+
+def test_shards_on_ranks_clip_as_the_whole_for_eight_bytes(ranks):
     whole = model_with_gradients()
     expected = clip_grad_norm_(whole.parameters(), 0.5).item()
     gradients = {name: p.grad for name, p in whole.named_parameters()}
-    for norm, mine, num_calls, num_bytes in ranks(3).run(clip_shard, None):
+    for (norm, mine), text in ranks(3).run(lambda: (clip_shard(), clip_shard(1))):
         assert math.isclose(norm, expected, rel_tol=1e-6)
-        assert (num_calls, num_bytes) == (1, 8)
-        for name, gradient in mine:
-            assert gradient is None or torch.allclose(gradient, gradients[name], rtol=1e-5), name
-    for text in ranks(3).run(clip_shard, 1):
+        for name, gradient, _ in mine:
+            assert torch.allclose(gradient, gradients[name], rtol=1e-5), name
         assert "(rank 1)" in text
         assert "(rank 0)" not in text

@@ -9,7 +9,6 @@ from equal import square
 from refused import message
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.comm import RankError, Ranks
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,
@@ -255,16 +254,3 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(ranks):
     for text, (words, _) in zip(texts, REFUSED, strict=True):
         assert text.startswith("ValueError: ")
         assert words in text, (words, text)
-
-
-def test_a_full_state_asked_for_on_one_rank_ends_in_words_and_not_in_a_hang():
-    def only_first():
-        model, _ = sharded()
-        if dist.get_rank() == 0:
-            full_state_dict(model, to_rank=0)
-
-    with Ranks(2, timeout_s=30) as two, pytest.raises(RankError) as caught:
-        two.run(only_first)
-    assert "rank 0 waits in all_gather" in str(caught.value)
-    assert "rank 1 has returned without it" in str(caught.value)
-    assert "in full_state_dict" in str(caught.value)
