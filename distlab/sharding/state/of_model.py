@@ -31,11 +31,11 @@ from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.comm import agree
 from distlab.comm.together import together
+from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.parts import (
     Optimizer,
-    OwnPieces,
     SavedInShards,
     gather_optimizer,
     gather_parts,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,59 +33,14 @@ from distlab.blocks.modules.named_parts import (
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.together import together
-from distlab.plan import FlatLayout
 from distlab.sharding.calls import gather_into
-from distlab.sharding.cut_layers import CutLayers
+from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.step import on_pieces
 from distlab.sharding.part import OwnPiece
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, dict[str, Any]]  # by tensor name, what an optimizer keeps of it
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names of tensors
-Kind = tuple[tuple[int, ...], torch.dtype]
-
-
-class OwnPieces(NamedTuple):
-    """What a rank holds of a model.
-
-    Attributes:
-        pieces: as its optimizer updates them; at most one of a tensor.
-        tensors: by name, shape and type of all tensors of which ranks hold pieces, as this tensor rank has them.
-        cut: what of the model tensor ranks hold parts of.
-        group: ranks that hold the other pieces of the same tensors.
-        together: the names of tensors that are sent together, where all are gathered.
-    """
-
-    pieces: Sequence[OwnPiece]
-    tensors: Mapping[str, Kind]
-    cut: CutLayers
-    group: ProcessGroup | None = None
-    together: Sequence[Sequence[str]] = ()
-
-    @classmethod
-    def of(
-        cls,
-        held: Sequence[tuple[FlatLayout, torch.dtype, Sequence[OwnPiece]]],
-        cut: CutLayers,
-        group: ProcessGroup | None,
-    ) -> OwnPieces:
-        """Describe buckets or units: the layout and the type of each, and what of it is here."""
-        tensors = {
-            name: (shape, dtype)
-            for layout, dtype, _ in held
-            for name, shape in zip(layout.names, layout.shapes, strict=True)
-        }
-        pieces = [piece for *_, own in held for piece in own]
-        return cls(pieces, tensors, cut, group, [layout.names for layout, *_ in held])
-
-    @property
-    def groups(self) -> list[ProcessGroup | None]:
-        """The ranks that share out what is here, then those that cut the whole of it."""
-        return [self.group, *([] if self.cut.group is None else [self.cut.group])]
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole model's tensors."""
-        return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
 
 
 def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], State]:

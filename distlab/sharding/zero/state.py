@@ -12,9 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.modules.named_parts import SavedShard
-from distlab.sharding.cut_layers import CutLayers
+from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.state.parts import (
-    OwnPieces,
     SavedInShards,
     gather_optimizer,
     prepare,
