@@ -143,6 +143,7 @@ def test_a_model_larger_than_the_limit_is_built_and_trained_in_shards(ranks):
         assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.equality("offload")
 def test_offload_gives_the_same_bits(ranks):
     """On a machine without a GPU device and host are one memory; the way through the host must not change a bit."""
 

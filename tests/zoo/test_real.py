@@ -38,7 +38,6 @@ LAYER = "bert.encoder.layer.*"
 BERT = {f"{LAYER}.attention.self.{one}": "heads" for one in ("query", "key", "value")}
 BERT |= {f"{LAYER}.attention.output.dense": "row", f"{LAYER}.intermediate.dense": "column"}
 BERT |= {f"{LAYER}.output.dense": "row"}
-OF_T5 = {f"*.block.*.layer.*.DenseReluDense.{one}": style for one, style in (("wi", "column"), ("wo", "row"))}
 ATTENTION = {name: style for name, style in PLANS["Llama"].items() if ".mlp." not in name}
 MIXTRAL = SMALL | GROUPED | {"num_local_experts": 4}
 KINDS = {
@@ -46,7 +45,7 @@ KINDS = {
     "Mixtral": Kind(made("Mixtral", "MixtralForCausalLM", MIXTRAL), "tokens", own_loss, unused=True, plan=ATTENTION),
     "GPT-2": Kind(made("GPT2", "GPT2LMHeadModel", GPT2), "tokens", own_loss, plan=PLANS["GPT-2"]),
     "BERT": Kind(made("Bert", "BertForMaskedLM", MASKED), "tokens", own_loss, plan=BERT),
-    "T5": Kind(made("T5", "T5ForConditionalGeneration", T5), "tokens", own_loss, plan=OF_T5),
+    "T5": Kind(made("T5", "T5ForConditionalGeneration", T5), "tokens", own_loss),  # its forward takes more than tokens
 }
 
 
