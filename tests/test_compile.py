@@ -1,4 +1,4 @@
-"""torch.compile with every technique but sharding: the same numbers as without it."""
+"""torch.compile with every technique: the same numbers as without it."""
 
 import copy
 
@@ -15,6 +15,7 @@ from distlab.pipeline import Pipeline, split_sequential
 from distlab.plan import make_schedule
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
+from distlab.sharding import FullyShard, full_state_dict as full_sharded_state
 from distlab.tensor_parallel import (
     full_state_dict,
     parallelize,
@@ -68,19 +69,34 @@ def plain_names(state):
     return {name.replace("_orig_mod.", ""): value.detach().clone() for name, value in state.items()}
 
 
+def on_own_rows(model, synchronize, zero_grad, optimizer):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(UPDATES):
+        inputs, targets = (part.chunk(size)[rank] for part in batch(step))
+        zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        synchronize()
+        optimizer.step()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def data_parallel(how, backend):
     torch._dynamo.reset()
     model = compiled(layers(), how, backend)
     replicas = DataParallel(model, bucket_bytes=100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(UPDATES):
-        inputs, targets = (part.chunk(size)[rank] for part in batch(step))
-        replicas.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        replicas.synchronize()
-        optimizer.step()
+    on_own_rows(model, replicas.synchronize, replicas.zero_grad, adamw(model))
     return plain_names(model.state_dict())
+
+
+def fully_shard(how, backend):
+    torch._dynamo.reset()
+    model = FullyShard(compiled(layers(), "not" if how == "whole" else how, backend))
+    called = torch.compile(model, backend=backend) if how == "whole" else model
+    on_own_rows(called, model.synchronize, model.zero_grad, adamw(model))
+    return plain_names(full_sharded_state(model))
 
 
 def pipeline(how, backend, name, recompute=False):
@@ -89,7 +105,7 @@ def pipeline(how, backend, name, recompute=False):
     stages = split_sequential(layers(), schedule.num_stages)
     mine = {n: compiled(stages[n], how, backend) for n, home in enumerate(schedule.home) if home == dist.get_rank()}
     runs = Pipeline(mine, schedule, loss=nn.functional.mse_loss, recompute=recompute)
-    optimizer = torch.optim.AdamW(runs.parameters(), lr=1e-2)
+    optimizer = adamw(runs)
     for step in range(UPDATES):
         runs.zero_grad()
         runs.step(*batch(step))
@@ -109,7 +125,7 @@ def tensor_parallel(how, backend):
     if how == "blocks":
         for block in model.blocks:
             block.compile(backend=backend)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     for step in range(UPDATES):
         tokens = torch.randint(13, (2, 6), generator=generator(step, 0, "tokens"))
         optimizer.zero_grad()
@@ -124,7 +140,7 @@ def by_plan(how, backend):
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     model = parallelize_module(whole, {"0": "column", "2": "row"}, example=(torch.ones(2, 4).double(),))
     called = torch.compile(model, backend=backend) if how == "whole" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     for step in range(UPDATES):
         inputs, targets = batch(step)
         optimizer.zero_grad()
@@ -148,6 +164,7 @@ def run(cases):
 
 CASES = {
     "data parallel": lambda _, *how: data_parallel(*how),
+    "fully shard": lambda _, *how: fully_shard(*how),
     "one_f_one_b": lambda name, *how: pipeline(*how, name),
     "zb_h1": lambda name, *how: pipeline(*how, name),
     "recompute": lambda _, *how: pipeline(*how, "one_f_one_b", recompute=True),

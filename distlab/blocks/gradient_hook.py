@@ -3,7 +3,7 @@
 Data parallelism hands a hook each bucket as it fills, and expects the mean over ranks back in the same memory. The
 default is one all-reduce; compression sends less. Neither side knows the other: they meet here.
 
-`LinearHook` is another meeting: tensor parallelism puts one on a parameter, and what moves parameters keeps it.
+`LinearHook` is a second meeting: tensor parallelism puts one on a parameter, and what moves parameters keeps it.
 """
 
 from __future__ import annotations

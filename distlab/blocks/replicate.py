@@ -69,14 +69,14 @@ class Registered:
         """Say what happened to the module since then."""
         found = [
             f"{self._names[parameter]} was frozen when {self._who} was built and requires a gradient now, which is not "
-            "averaged; close() this one and build another"
+            "averaged; close() this one and build a new one"
             for parameter in self._frozen
             if parameter.requires_grad
         ]
         if self._registrations() != self._registered:
             found += [
                 f"{name} was added after {self._who} was built, so ranks neither share its values nor average its "
-                "gradient; close() this one and build another"
+                "gradient; close() this one and build a new one"
                 for name, parameter in every_parameter(self.module)
                 if parameter not in self._names
             ]

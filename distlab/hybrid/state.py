@@ -20,10 +20,10 @@ from distlab.hybrid.build import Built, counts_here
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
-from distlab.sharding.cut_layers import CutLayers
+from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.part import OwnPiece
 from distlab.sharding.state.of_model import pieces_of, prepare_model, shard_state
-from distlab.sharding.state.parts import OwnPieces, gather_parts, prepare, save_parts
+from distlab.sharding.state.parts import gather_parts, prepare, save_parts
 
 
 class HybridState:

@@ -24,5 +24,4 @@ from distlab.sharding.state.of_model import (
     load_sharded_state_dict as load_sharded_state_dict,
     sharded_state_dict as sharded_state_dict,
 )
-from distlab.sharding.zero.offload import OffloadedOptimizer as OffloadedOptimizer, offloaded as offloaded
 from distlab.sharding.zero.optimizer import PlainSharded as PlainSharded, ShardedOptimizer as ShardedOptimizer

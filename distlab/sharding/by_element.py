@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.sharding.zero.offload import OffloadedOptimizer
-
 SMALL, LARGE = ((4, 2), (2, 3), (7,), (2, 2, 3), (3, 2, 1, 2)), ((130, 129),)
 close = partial(torch.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 _NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -34,7 +32,6 @@ def what_it_needs(optimizer: Optimizer) -> str:
     Raises:
         ValueError: it cannot be tried; the text says why.
     """
-    optimizer = optimizer.inner if isinstance(optimizer, OffloadedOptimizer) else optimizer
     needs = ["elements"]
     for group in optimizer.param_groups if type(optimizer) not in KNOWN else ():
         options = {name: value for name, value in group.items() if name != "params"}

@@ -1,4 +1,4 @@
-"""CutLayers: what sharding must know of a model whose layers tensor parallelism has cut.
+"""What a rank holds of a model; CutLayers: what sharding must know where tensor parallelism has cut layers.
 
 A part of a layer is a layer to a shard. Two things are not so. A norm of gradients counts each element of the whole
 model once: parts of all tensor ranks, and what all of them hold whole on one. And what is saved has the names of the
@@ -9,18 +9,22 @@ Symbols: t tensor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.clip import Gradient, clip_counted_, clip_gradients_
+from distlab.blocks.clip import Gradient, clip_counted_
 from distlab.blocks.modules.named_parts import SavedPart, Slab
 from distlab.blocks.modules.split import Split, group_of_parts, splits_of
-from distlab.sharding.part import FlatShard, plain
+from distlab.plan import FlatLayout
+from distlab.sharding.part import FlatShard, OwnPiece, plain
+
+Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class CutLayers(NamedTuple):
@@ -51,6 +55,49 @@ class CutLayers(NamedTuple):
         }
 
 
+class OwnPieces(NamedTuple):
+    """What a rank holds of a model.
+
+    Attributes:
+        pieces: as its optimizer updates them; at most one of a tensor.
+        tensors: by name, shape and type of all tensors of which ranks hold pieces, as this tensor rank has them.
+        cut: what of the model tensor ranks hold parts of.
+        group: ranks that hold the other pieces of the same tensors.
+        together: the names of tensors that are sent together, where all are gathered.
+    """
+
+    pieces: Sequence[OwnPiece]
+    tensors: Mapping[str, Kind]
+    cut: CutLayers
+    group: ProcessGroup | None = None
+    together: Sequence[Sequence[str]] = ()
+
+    @classmethod
+    def of(
+        cls,
+        held: Sequence[tuple[FlatLayout, torch.dtype, Sequence[OwnPiece]]],
+        cut: CutLayers,
+        group: ProcessGroup | None,
+    ) -> OwnPieces:
+        """Describe buckets or units: the layout and the type of each, and what of it is here."""
+        tensors = {
+            name: (shape, dtype)
+            for layout, dtype, _ in held
+            for name, shape in zip(layout.names, layout.shapes, strict=True)
+        }
+        pieces = [piece for *_, own in held for piece in own]
+        return cls(pieces, tensors, cut, group, [layout.names for layout, *_ in held])
+
+    @property
+    def groups(self) -> list[ProcessGroup | None]:
+        """The ranks that share out what is here, then those that cut the whole of it."""
+        return [self.group, *([] if self.cut.group is None else [self.cut.group])]
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole model's tensors."""
+        return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
+
+
 def cut_layers_of(model: nn.Module) -> CutLayers:
     """Return what is cut in a model; ask before its parameters move."""
     return CutLayers(splits_of(model), group_of_parts(model))
@@ -78,20 +125,17 @@ def clip_shards_(
     Raises:
         NotFiniteError: on every rank: a gradient is NaN or infinite.
     """
-    ranks = dist.group.WORLD if group is None else group  # None in clip_gradients_ means that no other rank has a part
-    assert ranks is not None, "ranks run"
-    if cut.group is None:
-        return clip_gradients_(named, max_norm, group=ranks, check_finite=check_finite)
-    counts = dist.get_rank(cut.group) == 0
+    counts = cut.group is None or dist.get_rank(cut.group) == 0
     found = [Gradient(own, one, own in cut.splits or counts) for given in named for own, one in _by_tensor(*given)]
-    return clip_counted_(found, max_norm, (ranks, cut.group), check_finite=check_finite)
+    groups = (group,) if cut.group is None else (group, cut.group)
+    return clip_counted_(found, max_norm, groups, check_finite=check_finite)
 
 
 def _by_tensor(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of each tensor that has a piece in a shard."""
     if parameter.grad is None:
         return
-    gradient = plain(parameter.grad)
+    gradient = plain(parameter.grad.detach())  # which a mark refuses: the gradient is not there yet
     if not isinstance(parameter, FlatShard):
         yield name, gradient
         return

@@ -5,11 +5,10 @@ Then `linear` (column- and row-parallel layers) and `vocabulary` (embedding, and
 scores). `attention` has its heads split.
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
-regions by positions; it has the masks of dropout that must be equal, and those that must not. `norm` is the gradients'
-norm, with what every rank holds counted once.
+regions by positions; it has the masks of dropout that must be equal, and those that must not.
 
-Last, `parallelize` does all of it to the package's GPT, and `by_plan` to any model, by names of its layers (as torch's
-`parallelize_module`); `split` says how a tensor lies on the ranks, and with it
+Last, `parallelize` does all of it to the package's GPT, with the norm of its gradients, and `by_plan` to any model, by
+names of its layers (as torch's `parallelize_module`). `split` says how a tensor lies on the ranks, and with it
 `full_state_dict` puts the model together again.
 """
 
@@ -32,15 +31,13 @@ from distlab.tensor_parallel.linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
 )
-from distlab.tensor_parallel.norm import (
-    clip_tensor_parallel_ as clip_tensor_parallel_,
-    tensor_parallel_norm as tensor_parallel_norm,
-)
 from distlab.tensor_parallel.parallelize import (
     ParallelGPT as ParallelGPT,
+    clip_tensor_parallel_ as clip_tensor_parallel_,
     full_state_dict as full_state_dict,
     load_full_state_dict as load_full_state_dict,
     parallelize as parallelize,
+    tensor_parallel_norm as tensor_parallel_norm,
 )
 from distlab.tensor_parallel.sequence import (
     SequenceParallelNorm as SequenceParallelNorm,

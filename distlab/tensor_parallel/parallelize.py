@@ -14,6 +14,7 @@ Symbols: t ranks; L layers; B samples, S positions, H features, V tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import cast
 
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.clip import Gradient, clip_counted_, counted_norm
 from distlab.blocks.models import GPT, Block, FeedForward
-from distlab.blocks.modules.split import Split
+from distlab.blocks.modules.split import Split, splits_of
 from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
@@ -192,6 +194,39 @@ def _whole(
         if isinstance(module, nn.LayerNorm)
         else SequenceParallelPositions(module, group)
     )
+
+
+def tensor_parallel_norm(model: nn.Module, group: ProcessGroup | None = None) -> Tensor:
+    """Return the norm that one process would find for the gradients of the whole model; equal on every rank.
+
+    The squares of parts are summed over ranks. A parameter that every rank holds whole has the same gradient on all:
+    one rank counts it for all.
+
+    Cost: an all-reduce of 8 bytes.
+    Error: as one process', up to the order of additions.
+    """
+    return counted_norm(_gradients(model, group), [group])
+
+
+def clip_tensor_parallel_(
+    model: nn.Module, max_norm: float, group: ProcessGroup | None = None, *, check_finite: bool = True
+) -> Tensor:
+    """Scale gradients in place so that the whole model's norm is at most `max_norm`; return the norm that it had.
+
+    Cost: as `tensor_parallel_norm`.
+
+    Raises:
+        ValueError: max_norm is not a positive number.
+        NotFiniteError: the norm is not finite, on every rank; nothing is changed.
+    """
+    return clip_counted_(_gradients(model, group), max_norm, [group], check_finite=check_finite)
+
+
+def _gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator[Gradient]:
+    split, counts_whole = splits_of(model), group_rank(group) == 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield Gradient(name, parameter.grad, name in split or counts_whole)
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:

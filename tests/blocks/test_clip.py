@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from distlab.blocks.clip import NotFiniteError, clip_gradients_
+from distlab.blocks.clip import Gradient, NotFiniteError, clip_counted_, clip_gradients_
 from distlab.comm import recorded
 
 
@@ -20,24 +20,28 @@ def model_with_gradients(seed=0, scale=1.0):
     return model
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e3, math.inf])
+def held(model):
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
 def test_equals_torchs_clipping_in_one_process(max_norm):
     ours, theirs = model_with_gradients(), model_with_gradients()
     norm = clip_gradients_(ours.parameters(), max_norm)
-    expected = clip_grad_norm_(theirs.parameters(), max_norm)
-    assert torch.allclose(norm, expected, rtol=1e-6)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-5, atol=0)
+    assert norm.item() == pytest.approx(clip_grad_norm_(theirs.parameters(), max_norm).item(), rel=1e-6)
+    for one, other in zip(held(ours), held(theirs), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=0)
 
 
 def test_the_clipped_norm_is_the_bound_and_smaller_gradients_stay_as_they_are():
     model = model_with_gradients().double()
     clip_gradients_(model.parameters(), 0.5)
-    squares = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
-    assert math.isclose(math.sqrt(squares), 0.5, rel_tol=1e-5)
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert math.isclose(math.sqrt(sum(one.square().sum().item() for one in held(model))), 0.5, rel_tol=1e-5)
+    before = held(model)
     clip_gradients_(model.parameters(), 0.6)
-    assert all(map(torch.equal, before, (p.grad for p in model.parameters() if p.grad is not None)))
+    assert all(map(torch.equal, before, held(model)))
+    assert clip_gradients_([], 1.0).item() == 0.0
+    assert clip_gradients_([torch.nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
 
 
 def test_a_parameter_counts_once_and_half_precision_does_not_overflow():
@@ -45,11 +49,6 @@ def test_a_parameter_counts_once_and_half_precision_does_not_overflow():
     weight.grad = torch.full((4,), 300.0, dtype=torch.float16)  # its square is above float16's range
     assert clip_gradients_([weight, weight], 60.0).item() == 600.0
     assert torch.allclose(weight.grad.float(), torch.full((4,), 30.0), rtol=1e-3)
-
-
-def test_no_gradient_has_norm_zero():
-    assert clip_gradients_([], 1.0).item() == 0.0
-    assert clip_gradients_([torch.nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
 
 
 def test_what_cannot_be_is_refused():
@@ -75,28 +74,31 @@ def test_a_norm_that_is_not_finite_is_named_and_changes_nothing(bad):
     assert not clip_gradients_(model.parameters(), 1.0, check_finite=False).isfinite()
 
 
-def test_shards_on_ranks_clip_as_the_whole_for_eight_bytes(ranks):
-    def clip_shard(bad_rank):
-        model = model_with_gradients()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        mine = list(model.named_parameters())[rank::world_size]
-        if rank == bad_rank:
-            mine[0][1].grad.fill_(math.inf)
-        with recorded() as sent:
-            try:
-                norm = clip_gradients_(mine, 0.5, group=dist.group.WORLD)
-            except NotFiniteError as error:
-                return str(error)
-        return norm.item(), [(n, p.grad) for n, p in mine], sent.records.num_calls(), sent.records.payload_bytes(rank)
+def clip_shard(bad_rank=None):
+    """Clip this rank's parameters of a model; return the norm and gradients, or what was refused."""
+    with recorded() as quiet:
+        clip_gradients_(model_with_gradients().parameters(), 0.5)
+    assert len(quiet.records) == 0, "where each rank holds all gradients, nothing is sent"
+    mine = list(model_with_gradients().named_parameters())[dist.get_rank() :: dist.get_world_size()]
+    if dist.get_rank() == bad_rank:
+        mine[0][1].grad.fill_(math.inf)
+    gradients = [Gradient(name, one.grad, True) for name, one in mine if one.grad is not None]
+    with recorded() as sent:
+        try:
+            norm = clip_counted_(gradients, 0.5, [None])
+        except NotFiniteError as error:
+            return str(error)
+    assert (sent.records.num_calls(), sent.records.payload_bytes(dist.get_rank())) == (1, 8)
+    return norm.item(), gradients
 
+
+def test_shards_on_ranks_clip_as_the_whole_for_eight_bytes(ranks):
     whole = model_with_gradients()
     expected = clip_grad_norm_(whole.parameters(), 0.5).item()
     gradients = {name: p.grad for name, p in whole.named_parameters()}
-    for norm, mine, num_calls, num_bytes in ranks(3).run(clip_shard, None):
+    for (norm, mine), text in ranks(3).run(lambda: (clip_shard(), clip_shard(1))):
         assert math.isclose(norm, expected, rel_tol=1e-6)
-        assert (num_calls, num_bytes) == (1, 8)
-        for name, gradient in mine:
-            assert gradient is None or torch.allclose(gradient, gradients[name], rtol=1e-5), name
-    for text in ranks(3).run(clip_shard, 1):
+        for name, gradient, _ in mine:
+            assert torch.allclose(gradient, gradients[name], rtol=1e-5), name
         assert "(rank 1)" in text
         assert "(rank 0)" not in text

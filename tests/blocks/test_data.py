@@ -15,44 +15,35 @@ def test_python_documentation_is_real_text_of_useful_size():
     assert text == python_documentation()
 
 
-def test_targets_are_the_inputs_one_byte_on():
-    inputs, targets = ByteCorpus(TEXT, 9).batch(0, 4)
+def test_targets_are_the_inputs_one_byte_on_and_a_batch_depends_on_step_and_seed_only():
+    first, second = ByteCorpus(TEXT, 9), ByteCorpus(TEXT, 9)
+    inputs, targets = first.batch(0, 4)
     assert inputs.shape == targets.shape == (4, 9)
     assert inputs.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert torch.equal(targets, inputs + 1)  # the text counts upwards
+    first.batch(40, 3, seed=1)  # a different epoch before
+    assert torch.equal(first.batch(2, 3, seed=1)[0], second.batch(2, 3, seed=1)[0])
+    assert not torch.equal(first.batch(2, 3, seed=1)[0], first.batch(2, 3, seed=2)[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("batch_size", [4, 7, 13])
-def test_the_ranks_slices_are_the_batch_of_one_process(world_size, batch_size):
+def test_the_ranks_slices_are_the_batch_of_one_process():
     corpus = ByteCorpus(TEXT, 9)
-    for step in (0, 1, 5):
+    for world_size, batch_size, step in ((1, 4, 0), (3, 7, 1), (4, 13, 5)):
         whole = corpus.batch(step, batch_size, seed=3)
         parts = [corpus.batch(step, batch_size, seed=3, rank=r, world_size=world_size) for r in range(world_size)]
         assert torch.equal(torch.cat([p[0] for p in parts]), whole[0])
         assert torch.equal(torch.cat([p[1] for p in parts]), whole[1])
+    assert [rank_slice(10, rank, 4) for rank in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
-def test_an_epoch_visits_every_sample_once_and_the_next_in_another_order():
+def test_an_epoch_visits_every_sample_once_and_the_next_in_a_different_order():
     corpus = ByteCorpus(TEXT, 9)
     firsts = torch.cat([corpus.batch(step, 1)[0][:, 0] for step in range(2 * corpus.num_samples)]).tolist()
     one, two = firsts[: corpus.num_samples], firsts[corpus.num_samples :]
     assert sorted(one) == sorted(two) == sorted(set(one))
     assert one != two
     assert one != sorted(one)
-
-
-def test_a_batch_depends_on_step_and_seed_only():
-    first, second = ByteCorpus(TEXT, 9), ByteCorpus(TEXT, 9)
-    first.batch(40, 3, seed=1)  # another epoch before
-    assert torch.equal(first.batch(2, 3, seed=1)[0], second.batch(2, 3, seed=1)[0])
-    assert not torch.equal(first.batch(2, 3, seed=1)[0], first.batch(2, 3, seed=2)[0])
-
-
-def test_slices_differ_by_at_most_one_sample():
-    slices = [rank_slice(10, rank, 4) for rank in range(4)]
-    assert slices == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
 @pytest.mark.parametrize("arguments", [(2, 0, 3), (4, 4, 4), (4, -1, 4)])

@@ -20,44 +20,36 @@ def tensors_of(rank):
     ]
 
 
-def copies(broadcast, members):
-    group = dist.new_group(members)
-    if dist.get_rank() not in members:
-        return None
-    tensors = tensors_of(dist.get_rank())
+def calls_of(function):
     with recorded() as seen:
-        broadcast(tensors, group)
-    calls = [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
-    return tensors, calls
+        function()
+    return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
 
 
-def test_each_tensor_has_the_bits_of_the_first_rank(ranks):
-    for broadcast in (broadcast_each, broadcast_flat):
-        for members in ([0, 1, 2], [1, 2]):
-            for found in ranks(3).run(copies, broadcast, members)[members[0] :]:
-                expected = tensors_of(members[0])
-                assert all(torch.equal(got, want) for got, want in zip(found[0], expected, strict=True))
-                sizes = [tensor.nbytes for tensor in expected if tensor.numel()]
-                if broadcast is broadcast_each:
-                    assert found[1] == [("broadcast", size) for size in sizes]
-                else:
-                    assert sum(size for _, size in found[1]) == sum(sizes)
-                    assert len(found[1]) == len({tensor.dtype for tensor in expected})
-
-
-def test_one_rank_sends_nothing_and_agreement_is_40_bytes(ranks):
-    def measure(members):
+def copies():
+    """Return tensors and calls of both ways, in all ranks and in some; what one rank sends, and an agreement."""
+    found, rank = {}, dist.get_rank()
+    for members in ([0, 1, 2], [1, 2], [0]):
         group = dist.new_group(members)
-        if dist.get_rank() not in members:
-            return None
-        layer = torch.nn.Linear(2, 3)
-        with recorded() as seen:
-            if len(members) == 1:
-                broadcast_each(layer.parameters(), group)
-                broadcast_flat(layer.parameters(), group)
-            else:
-                agree_on_build(layer.named_parameters(), group)
-        return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
+        for broadcast in (broadcast_each, broadcast_flat) if rank in members else ():
+            tensors = tensors_of(rank)
+            calls = calls_of(lambda tensors=tensors, group=group, call=broadcast: call(tensors, group))
+            found[broadcast.__name__, members[0], len(members)] = tensors, calls
+    layer = torch.nn.Linear(2, 3)
+    return found, calls_of(lambda: agree_on_build(layer.named_parameters(), None))
 
-    assert ranks(2).run(measure, [0])[0] == []
-    assert ranks(2).run(measure, [0, 1]) == [[("all_gather", 40)]] * 2
+
+def test_each_tensor_has_the_bits_of_the_first_rank_and_agreement_is_40_bytes(ranks):
+    for found, agreed in ranks(3).run(copies):
+        assert agreed == [("all_gather", 40)]
+        for (name, first, num_ranks), (tensors, calls) in found.items():
+            expected = tensors_of(first)
+            assert all(torch.equal(got, want) for got, want in zip(tensors, expected, strict=True))
+            sizes = [tensor.nbytes for tensor in expected if tensor.numel()]
+            if num_ranks == 1:
+                assert calls == []
+            elif name == "broadcast_each":
+                assert calls == [("broadcast", size) for size in sizes]
+            else:
+                assert sum(size for _, size in calls) == sum(sizes)
+                assert len(calls) == len({tensor.dtype for tensor in expected})

@@ -21,7 +21,7 @@ from distlab.comm import device
 from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline
 from distlab.plan import one_f_one_b
-from distlab.sharding import FullyShard, ShardedOptimizer, offloaded
+from distlab.sharding import FullyShard, ShardedOptimizer
 
 Step = Callable[[], None]
 BLOCKS_THE_HOST = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -79,18 +79,6 @@ def _zero(place: torch.device, stage: int) -> Step:
     return step
 
 
-def _offloaded_optimizer(place: torch.device) -> Step:
-    model, x = _net(place), torch.randn(8, SIZE).to(place)
-    optimizer = offloaded(torch.optim.SGD, lr=0.01)(list(model.parameters()))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
 def _pipeline(place: torch.device) -> Step:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.randn(8, SIZE).to(place)
@@ -123,9 +111,6 @@ STEPS = {
     ),
     "ZeRO-1": Program(lambda place: _zero(place, 1), None, "what became of each gradient is read in every step"),
     "ZeRO-2": Program(lambda place: _zero(place, 2), None, "what became of each gradient is read in every step"),
-    "offloaded optimizer": Program(
-        _offloaded_optimizer, 2, "the host updates what must have arrived, and what was read"
-    ),
     "pipeline": Program(_pipeline, None, "the step returns its loss as a number"),
 }
 

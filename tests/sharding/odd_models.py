@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, ROWS = 6, 12
+from distlab.rng import generator
+from distlab.sharding import FullyShard
+
+WIDTH, ROWS, STEPS = 6, 12, 4
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
 
 
 class Odd(nn.Module):
@@ -17,7 +25,7 @@ class Odd(nn.Module):
 
     def __init__(self, *blocks):
         super().__init__()
-        self.blocks = nn.ModuleList(blocks or [nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.blocks = nn.ModuleList(blocks or [linear() for _ in range(3)])
 
     def forward(self, x):
         for block in self.blocks:
@@ -29,10 +37,37 @@ class Odd(nn.Module):
         return F.mse_loss(model(rows), rows.flip(-1))
 
 
+def train(make, *, sharded, **options):
+    """Return all parameters after some steps, in the second of which backward runs twice, and an output."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
+    torch.manual_seed(rank)
+    module = make().double()
+    model = FullyShard(module, **options) if sharded else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.randn(STEPS, ROWS, WIDTH, dtype=torch.float64, generator=generator(0, 0, "data"))
+    for step, rows in enumerate(data):
+        optimizer.zero_grad()
+        loss = make.loss(model, rows[rank::world_size])
+        if step == 1 and make.runs_twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        if sharded:
+            model.synchronize()
+        optimizer.step()
+    with torch.no_grad():
+        output = make.loss(model, data[0]) if make.loss.__qualname__ == "Odd.loss" else torch.zeros(())
+    if not sharded:
+        return {"output": output, **{name: p.detach() for name, p in module.named_parameters()}}
+    model.free_finished(root=True)
+    assert not any(unit.buffer.untyped_storage().nbytes() for unit in model.units)
+    with model.summon() as whole:
+        return {"output": output, **{name: p.detach().clone() for name, p in whole.named_parameters()}}
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = linear()
         self.never = nn.Linear(3, 3)  # gets no gradient
 
     def forward(self, *, x, scale=1.0):
@@ -63,9 +98,8 @@ class Tied(Odd):
     """Two blocks that share a weight, and an order that changes from step to step."""
 
     def __init__(self):
-        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.blocks[3].weight = self.blocks[0].weight
-        self.calls = 0
+        super().__init__(*(linear() for _ in range(4)))
+        self.blocks[3].weight, self.calls = self.blocks[0].weight, 0
 
     def forward(self, x):
         self.calls += 1
@@ -78,13 +112,8 @@ class Frozen(Odd):
     """Adapters beside frozen weights; one block is frozen as a whole, and inputs are changed in place."""
 
     def __init__(self):
-        super().__init__(
-            *(
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Hardtanh(inplace=True), nn.Linear(WIDTH, WIDTH))
-                for _ in range(3)
-            ),
-            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
-        )
+        blocks = [nn.Sequential(linear(), nn.Hardtanh(inplace=True), linear()) for _ in range(3)]
+        super().__init__(*blocks, nn.Sequential(nn.ReLU(inplace=True), linear()))
         for parameter in [*self.blocks[1].parameters(), *self.blocks[2][0].parameters()]:
             parameter.requires_grad_(False)
         self.code = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -120,16 +149,15 @@ class Normed(Odd):
 
 
 class Listed(Odd):
-    """Lists and dicts of parameters in the root; dicts of blocks in the list; a call with the parameters it has."""
+    """Lists of parameters in the root; dicts of blocks in the list; a call with the parameters it has."""
 
     def __init__(self):
-        super().__init__(*(nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH)}) for _ in range(2)))
+        super().__init__(*(nn.ModuleDict({"up": linear()}) for _ in range(2)))
         self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
-        self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH))})
 
     def forward(self, x):
         for block, weight in zip(self.blocks, self.weights, strict=True):
-            x = block["up"](x @ weight).tanh() + self.named["a"]
+            x = block["up"](x @ weight).tanh()
         last = self.blocks[0]["up"]
         return torch.func.functional_call(last, dict(last.named_parameters()), (x,))
 
@@ -139,8 +167,7 @@ class Container(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.layer, self.gain = nn.Sequential(linear(), nn.Tanh()), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x, info):
         info["seen"].append(self.layer(x) * self.gain)
@@ -160,16 +187,11 @@ class Nested(Odd):
         return x + info["seen"][0].sin()
 
 
-class Box:
-    """An object that hands out its tensor through an iterator: nothing outside can see it."""
-
-    def __init__(self, made):
-        self.made = iter([made])
-
-
 class Boxed(nn.Linear):
+    """Hands out its tensor through an iterator: nothing outside can see it."""
+
     def forward(self, x):
-        return Box(super().forward(x).tanh())
+        return iter([super().forward(x).tanh()])
 
 
 class Hiding(Odd):
@@ -180,7 +202,7 @@ class Hiding(Odd):
 
     def forward(self, x):
         for block in self.blocks:
-            x = next(block(x).made)
+            x = next(block(x))
         return lambda: x
 
     @staticmethod
@@ -208,10 +230,7 @@ class Features(Odd):
         return F.mse_loss(getattr(model, "module", model).seen, rows.flip(-1))
 
 
-EQUAL = (
-    Shared, Recomputed,
- Tied, Frozen, GradientPenalty, Normed, Listed, Nested, Hiding, Features
-)  # fmt: skip
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Listed, Nested, Hiding, Features)
 
 
 class ReadsOthers(Odd):

@@ -68,11 +68,14 @@ def build():
     model(torch.ones(4, 7)).square().sum().backward()  # and it trains
     model.synchronize()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert build_sharded(Table, seed=0).module.angles.tolist() == [0.0, 1.0, 2.0, 3.0]  # buffers are the constructor's
+    with pytest.raises(ValueError, match=r"1 \(Nameless\) has parameters and no reset_parameters\(\)"):
+        build_sharded(lambda: torch.nn.Sequential(torch.nn.Linear(2, 3), Nameless()), seed=0)
     return found
 
 
-@pytest.mark.soak_where(world_size=(2, 4))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.soak_where(world_size=(1, 4))
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_the_same_bits_as_built_whole(ranks, world_size):
     for found in ranks(world_size).run(build):
         assert all(found.values()), found
@@ -110,14 +113,3 @@ class Table(torch.nn.Linear):
     def __init__(self):
         super().__init__(2, 2)
         self.register_buffer("angles", torch.arange(4.0))
-
-
-def refused():
-    model = build_sharded(Table, seed=0)
-    with pytest.raises(ValueError, match=r"1 \(Nameless\) has parameters and no reset_parameters\(\)"):
-        build_sharded(lambda: torch.nn.Sequential(torch.nn.Linear(2, 3), Nameless()), seed=0)
-    return model.module.angles.tolist()
-
-
-def test_what_cannot_be_drawn_is_named_and_buffers_are_the_constructors(ranks):
-    assert ranks(2).run(refused) == [[0.0, 1.0, 2.0, 3.0]] * 2

@@ -1,6 +1,9 @@
-"""Gradients that a loop forgets before `synchronize()`, sets by hand, or asks for without backward."""
+"""Gradients that a loop forgets or sets by hand, models that change, copies, two techniques: right, or told."""
 
 import contextlib
+import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -33,6 +36,15 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def equal(got, expected):
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-10, msg=key)
+
+
 def too_early():
     model = FullyShard(net())
     start = full_state_dict(model)
@@ -59,16 +71,7 @@ def too_early():
     return texts, unmoved, message(optimizer.step)
 
 
-def test_a_step_or_an_optimizers_zero_grad_before_the_gradients_have_come_says_so(ranks):
-    for rank, (texts, unmoved, right) in enumerate(ranks(2).run(too_early)):
-        for text in texts:
-            assert f"rank {rank}: " in text
-            assert "the gradients of FullyShard's shards are on their way" in text
-        assert unmoved
-        assert right == "no error"
-
-
-def given_up(wraps, options):
+def given_up(wraps, **options):
     """A loop that gives some steps up: one fails in backward, one has a loss of no use, one stops under no_sync."""
     module = net()
     model = FullyShard(module, **options) if wraps else module
@@ -93,12 +96,51 @@ def given_up(wraps, options):
     return full_state_dict(model) if wraps else module.state_dict()
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True, "reshard_after_forward": False}], ids=str)
-def test_zero_grad_of_the_model_forgets_what_is_on_its_way(ranks, options):
-    expected = given_up(False, {})
-    for got in ranks(2).run(given_up, True, options):
-        for name, value in expected.items():
-            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=name)
+def computed_again(wraps, reentrant):
+    """Torch's checkpoint around the whole model."""
+    module = net()
+    model = FullyShard(module) if wraps else module
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        x = rows(step).requires_grad_()
+        (checkpoint(model, x, use_reentrant=reentrant) - x.flip(1)).square().mean().backward()
+        if wraps:
+            model.synchronize()
+        optimizer.step()
+    return full_state_dict(model) if wraps else module.state_dict()
+
+
+def other_ways_to_a_gradient():
+    model = FullyShard(net())
+    changed = {name: 2 * one for name, one in model.named_parameters()}
+    texts = [
+        message(lambda: torch.func.functional_call(model, changed, (rows(0),))),
+        message(lambda: torch.autograd.grad(loss_of(model, 0), list(model.parameters()), allow_unused=True)),
+    ]
+    return texts, message(lambda: loss_of(model, 0).backward())
+
+
+def test_a_unit_whose_gradients_are_on_their_way_says_so_and_its_own_zero_grad_forgets_them(ranks):
+    def all_of_it():
+        return (
+            too_early(),
+            [given_up(True), given_up(True, offload=True, reshard_after_forward=False)],
+            [computed_again(True, True), computed_again(True, False)],
+            other_ways_to_a_gradient(),
+        )
+
+    for rank, ((texts, unmoved, right), forgotten, again, (others, goes_on)) in enumerate(ranks(2).run(all_of_it)):
+        assert all(f"rank {rank}: " in text for text in (*texts, *others))
+        assert all("the gradients of FullyShard's shards are on their way" in text for text in texts)
+        assert unmoved
+        assert right == goes_on == "no error"
+        for got in forgotten:
+            equal(got, given_up(False))
+        for got in again:
+            equal(got, computed_again(False, False))
+        assert "shards.0 was added after FullyShard was built, or replaced by a different tensor (by f" in others[0]
+        assert "torch.autograd.grad by a shard" in others[1]
 
 
 def by_hand(wrap, zeroes):
@@ -126,63 +168,82 @@ def by_zero(**options):
 
 
 HANDS = {
-    "alone": lambda model: (lambda: None, adamw(model.parameters())),
     "DataParallel": lambda model: (DataParallel(model).synchronize, adamw(model.parameters())),
     "stage 1": by_zero(unused="zeros"),
-    "stage 2": by_zero(stage=2),
     "whole tensors": by_zero(stage=2, split="tensors", unused="zeros"),
 }
 
 
-@pytest.mark.parametrize("zeroes", [True, False])
-@pytest.mark.parametrize("name", list(HANDS)[1:])
-def test_gradients_that_are_set_by_hand_are_averaged(ranks, name, zeroes):
-    expected = by_hand(HANDS["alone"], zeroes)
-    for got in ranks(3).run(by_hand, HANDS[name], zeroes):
-        for key, value in expected.items():
-            torch.testing.assert_close(got[key], value, rtol=0, atol=1e-10, msg=key)
+def test_gradients_that_are_set_by_hand_are_averaged(ranks):
+    def alone(model):
+        return lambda: None, adamw(model.parameters())
+
+    def each():
+        return {(name, zeroes): by_hand(wrap, zeroes) for name, wrap in HANDS.items() for zeroes in (True, False)}
+
+    for found in ranks(3).run(each):
+        for (_, zeroes), got in found.items():
+            equal(got, by_hand(alone, zeroes))
 
 
-def other_ways_to_a_gradient():
-    model = FullyShard(net())
-    changed = {name: 2 * one for name, one in model.named_parameters()}
-    texts = [
-        message(lambda: torch.func.functional_call(model, changed, (rows(0),))),
-        message(lambda: torch.autograd.grad(loss_of(model, 0), list(model.parameters()), allow_unused=True)),
-    ]
-    return texts, message(lambda: loss_of(model, 0).backward())
+class Lookahead:
+    """As people write it: around any optimizer, with slow values of the parameters in its groups."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.slow = [one.detach().clone() for one in self.parameters()]
+
+    def parameters(self):
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        for slow, fast in zip(self.slow, self.parameters(), strict=True):
+            slow.add_(fast.detach() - slow, alpha=0.5)
+            fast.copy_(slow)
 
 
-def test_what_would_pass_shards_by_is_refused(ranks):
-    for rank, (texts, right) in enumerate(ranks(2).run(other_ways_to_a_gradient)):
-        assert (
-            f"rank {rank}: shards.0 was added after FullyShard was built, or replaced by a different tensor (by f"
-            in texts[0]
-        )
-        assert f"rank {rank}: torch.autograd.grad by a shard" in texts[1]
-        assert right == "no error"
+def around(split):
+    model = nn.Sequential(nn.Linear(4, 1))  # the last rank of three owns nothing where tensors are dealt out
+    sharded = ShardedOptimizer(model, sgd, split=split)
+    texts = []
+    for optimizer in (sharded, Lookahead(sharded), sharded):
+        sharded.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            model[0].weight.clamp_(-1, 1)  # on all ranks
+        texts.append(message(sharded.synchronize))
+        if texts[-1] == "no error":
+            optimizer.step()
+    return texts
 
 
-def computed_again(wraps, reentrant):
-    module = net()
-    model = FullyShard(module) if wraps else module
-    optimizer = adamw(model.parameters())
-    for step in range(3):
+def unfrozen(stage):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = ShardedOptimizer(model, sgd, stage=stage)
+    texts = []
+    for step in range(2):
+        model[0].weight.requires_grad_(step == 1)
         optimizer.zero_grad()
-        x = rows(step).requires_grad_()
-        (checkpoint(model, x, use_reentrant=reentrant) - x.flip(1)).square().mean().backward()
-        if wraps:
-            model.synchronize()
-        optimizer.step()
-    return full_state_dict(model) if wraps else module.state_dict()
+        model(torch.ones(2, 3)).sum().backward()
+        texts.append(message(optimizer.synchronize))
+    return texts
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_torchs_checkpoint_around_the_whole_model(ranks, reentrant):
-    expected = computed_again(False, reentrant)
-    for got in ranks(2).run(computed_again, True, reentrant):
-        for name, value in expected.items():
-            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-10, msg=name)
+def test_pieces_that_others_change_and_what_was_unfrozen_are_told_on_every_rank(ranks):
+    def all_of_it():
+        return [around(split) for split in ("elements", "tensors")], [unfrozen(stage) for stage in (1, 2)]
+
+    for rank, (changed, freed) in enumerate(ranks(3).run(all_of_it)):
+        for *fine, last in changed:
+            assert fine == ["no error"] * 2
+            assert last.startswith(f"RuntimeError: rank {rank}: step 2: pieces were changed outside of step()"), last
+            assert "build it in make_optimizer" in last
+        for first, second in freed:
+            assert first == "no error"
+            assert second.startswith(f"RuntimeError: rank {rank}: step 0: 0.weight was frozen when ShardedOptimizer")
 
 
 def built_twice():
@@ -196,9 +257,25 @@ def built_twice():
     return texts, message(lambda: DataParallel(model))
 
 
-def test_gradients_are_averaged_by_one_technique_alone(ranks):
-    """Two would both divide them: the first step would be wrong, and only the second one told."""
-    for rank, (texts, right) in enumerate(ranks(2).run(built_twice)):
-        for text in texts:
+def copies():
+    """What each way to copy or to save says, of each wrapped thing; what may still be done."""
+    ways = (lambda one: torch.save(one, io.BytesIO()), pickle.dumps, copy.deepcopy)
+    sharded = FullyShard(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)), units=["0"])
+    module, other = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+    things = {"full_state_dict(model) returns the whole state": sharded}
+    things["Save state_dict() on every rank, or full_state_dict()"] = ShardedOptimizer(module, sgd)
+    things["Save or copy the module"] = DataParallel(other)
+    texts = [(words, message(lambda way=way, one=one: way(one))) for words, one in things.items() for way in ways]
+    texts.append(("full_state_dict(model)", message(lambda: copy.deepcopy(sharded.module[0]))))
+    return texts, [message(lambda way=way, one=one: way(one)) for way in ways for one in (module, other)]
+
+
+def test_two_techniques_and_copies_are_refused(ranks):
+    for rank, ((twice, goes_on), (copied, free)) in enumerate(ranks(2).run(lambda: (built_twice(), copies()))):
+        for text in twice:
             assert f"rank {rank}: gradients of this module are averaged already" in text
-        assert right == "no error"
+        assert {goes_on, *free} == {"no error"}
+        for words, text in copied:
+            assert text.startswith(f"RuntimeError: rank {rank}: "), text
+            assert "cannot be pickled or copied" in text
+            assert words in text

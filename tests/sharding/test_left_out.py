@@ -10,16 +10,19 @@ plain torch.optim.AdamW takes it by its own `load_state_dict`.
 import copy
 import warnings
 from contextlib import nullcontext
-from functools import partial
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 from equal import Fully, Zero, square
+from refused import message
 from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from distlab.data_parallel import DataParallel
-from distlab.sharding import FullyShard, full_state_dict
+from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
 from distlab.sharding.fsdp.gradient import is_marked
 
 STOP, STEPS = 3, 7
@@ -54,14 +57,48 @@ class Encoder(nn.Module):
         return self.head(x + self.late(x).tanh() if step >= STOP else x)
 
 
-OPTIMIZERS = {
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def by_dim(kind, **options):
+    """Return what makes an optimizer with groups as nanoGPT has them: matrices decay, vectors do not."""
+
+    def make(parameters):
+        matrices, vectors = ([p for p in parameters if (p.dim() >= 2) == is_matrix] for is_matrix in (True, False))
+        return kind([{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], **options)
+
+    return make
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1)
+
+
+UNITS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "SGD": sgd,
     "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01, weight_decay=0.1),
-    "Adam, one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1, foreach=False),
+    "one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1, foreach=False),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, weight_decay=0.1),
 }
-WAYS = {"units": Fully, "pieces": partial(Zero, stage=2, unused="zeros", bucket_bytes=400)}
+PIECES = {
+    "AdamW": UNITS["AdamW"],
+    "fused": by_dim(torch.optim.AdamW, lr=0.02, fused=True),
+    "amsgrad": by_dim(torch.optim.Adam, lr=0.02, amsgrad=True, foreach=True),
+    "nesterov": by_dim(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "RMSprop": by_dim(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "from ones": by_dim(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+}
+OPTIMIZERS = UNITS | PIECES
+
+
+def pieces(module, make_optimizer, **options):
+    module.empty = nn.Parameter(module.empty.detach().float())  # so that it has a bucket of its own, without elements
+    return Zero(module, make_optimizer, **{"stage": 2, "unused": "zeros", "bucket_bytes": 400, **options})
+
+
+WAYS = {"units": Fully, "pieces": pieces}
 
 
 class Replicas:
@@ -73,10 +110,6 @@ class Replicas:
 
     def full(self):
         return (self.model.state_dict(),)
-
-
-def trained(model):
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def batch(step, rank=0, num_ranks=1):
@@ -95,6 +128,11 @@ def alone(name, steps=range(STEPS), start=None, *, to_zeros=False):
         model(batch(step), step).square().mean().backward()
         optimizer.step()
     return model.state_dict(), optimizer.state_dict()
+
+
+@cache
+def oracle(name, stop=STEPS):
+    return alone(name, range(stop))
 
 
 def train(way, name, steps=range(STEPS), *, start=None, shards=None, passes=1, zeroed="", replicas=False, **options):
@@ -117,15 +155,23 @@ def train(way, name, steps=range(STEPS), *, start=None, shards=None, passes=1, z
     return one.full(), copy.deepcopy(one.part.shard_state())
 
 
-def check_model(expected, got):
+def check_model(expected, got, told=""):
     for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-10, msg=key)
+        close = {"rtol": 0, "atol": 1e-10, "check_dtype": False}
+        torch.testing.assert_close(got[key], value, **close, msg=f"{told} {key}")
 
 
-def check(expected, got):
+def in_groups(name):
+    """Return the names of all trained parameters in the order in which a plain optimizer counts them."""
+    model = Encoder()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(one)] for group in OPTIMIZERS[name](trained(model)).param_groups for one in group["params"]]
+
+
+def check(name, expected, got):
     """Compare the model's state and the optimizer's, with the count of each tensor."""
-    check_model(expected[0], got[0])
-    names = [name for name, parameter in Encoder().named_parameters() if parameter.requires_grad]
+    check_model(expected[0], got[0], name)
+    names = in_groups(name)
     kept = {names[key] if isinstance(key, int) else key: one for key, one in got[1]["state"].items()}
     for key, one in expected[1]["state"].items():
         for what, value in one.items() if one.get("step", 1) else ():  # Adagrad's begins before the first update
@@ -136,35 +182,31 @@ def check(expected, got):
     assert len({count.data_ptr() for count in counts}) == len(counts), "each tensor counts its own steps"
 
 
-ROWS = [
-    *(("units", name, 3, {"prefetch": 1}) for name in OPTIMIZERS),
-    *(("units", "AdamW", 2, one) for one in ({"reshard_after_forward": False}, {"offload": True}, {"units": []})),
-    ("units", "AdamW", 2, {"passes": 2}),
-    ("units", "AdamW", 4, {"replicas": True}),
-    *(("pieces", name, 3, {}) for name in ("AdamW", "SGD")),
-]
+ON = {  # (way, optimizer, options) by number of ranks
+    2: [
+        *(("units", "AdamW", one) for one in ({"reshard_after_forward": False}, {"offload": True}, {"units": []})),
+        ("units", "AdamW", {"passes": 2}),
+    ],
+    3: [*(("units", name, {}) for name in UNITS), *(("pieces", name, {}) for name in PIECES)],
+    4: [("units", "AdamW", {"replicas": True})],
+}
 
 
-@pytest.mark.parametrize(("way", "name", "num_ranks", "options"), ROWS)
-def test_what_no_rank_uses_is_left_alone_as_in_one_process(ranks, way, name, num_ranks, options):
+@pytest.mark.parametrize("num_ranks", ON)
+def test_what_no_rank_uses_is_left_alone_as_in_one_process(ranks, num_ranks):
     def run():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return train(way, name, **options)
+            return [train(way, name, **options)[0] for way, name, options in ON[num_ranks]]
 
-    expected, start = alone(name), Encoder().state_dict()
-    for got, _ in ranks(num_ranks).run(run):
-        check(expected, got)
-        assert all(torch.equal(got[0][key], start[key]) for key in ("pooler.weight", "layers.0.no.bias", "never.bias"))
-        assert way == "pieces" or name == "Adagrad" or got[1]["state"]["pooler.weight"] == {}
-
-
-@pytest.mark.parametrize(("way", "zeroed"), [("pieces", "by it"), ("units", "by it"), ("units", "by the optimizer")])
-def test_gradients_that_are_set_to_zeros_are_gradients(ranks, way, zeroed):
-    """What was used once has zeros from then on, and moves; what never was does not."""
-    expected = alone("AdamW", to_zeros=True)[0]
-    for (got, _), _ in ranks(2).run(lambda: train(way, "AdamW", zeroed=zeroed)):
-        check_model(expected, got)
+    start = Encoder().state_dict()
+    for each in ranks(num_ranks).run(run):
+        for (way, name, _), got in zip(ON[num_ranks], each, strict=True):
+            check(name, oracle(name), got)
+            assert name in ("fused", "amsgrad", "nesterov", "RMSprop") or torch.equal(
+                got[0]["never.bias"], start["never.bias"]
+            )
+            assert way == "pieces" or name == "Adagrad" or got[1]["state"]["pooler.weight"] == {}
 
 
 def one_rank_uses(way):
@@ -180,29 +222,61 @@ def one_rank_uses(way):
     return one.full()[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_gradient_on_one_rank_counts_as_in_data_parallel(ranks, way):
-    for expected, got in zip(*(ranks(3).run(one_rank_uses, each) for each in ("replicas", way)), strict=True):
-        check_model(expected, got)
+class Pooled(Encoder):
+    def forward(self, tokens, step):
+        return super().forward(tokens, step) + (self.pooler(torch.ones(5).double()) * -0.0).sum()
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS)[:3])
-@pytest.mark.parametrize("way", WAYS)
-def test_what_ranks_saved_goes_on_in_plain_torch_and_back(ranks, way, name):
-    whole, half = alone(name), alone(name, range(STOP))
-    names = [name for name, parameter in Encoder().named_parameters() if parameter.requires_grad]
-    for full, _ in ranks(3).run(train, way, name, range(STOP)):
-        check(half, full)
-        (group,) = full[1]["param_groups"]
-        assert way == "pieces" or group["params"] == names  # plain torch's order
-        check(whole, alone(name, range(STOP, STEPS), full))
-    for full, _ in ranks(2).run(lambda: train(way, name, range(STOP, STEPS), start=half)):
-        check(whole, full)
+def of_negative_zeros():
+    """Zeros of either sign count as zeros: weight decay moves what one process would move."""
+    model = FullyShard(Pooled(0))
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    model(batch(0), 0).square().mean().backward()
+    model.synchronize()
+    optimizer.step()
+    return full_state_dict(model)["pooler.weight"]
+
+
+ZEROED = [("pieces", "by it"), ("units", "by it"), ("units", "by the optimizer")]
+
+
+def test_zeros_are_gradients_and_one_rank_is_enough(ranks):
+    """What was used once has zeros from then on, and moves; what never was does not."""
+
+    def run():
+        used = [one_rank_uses(way) for way in ("replicas", *WAYS)]
+        return used, [train(way, "AdamW", zeroed=zeroed)[0][0] for way, zeroed in ZEROED], of_negative_zeros()
+
+    to_zeros = alone("AdamW", to_zeros=True)[0]
+    for (replicas, *others), zeroed, pooled in ranks(3).run(run):
+        for got in others:
+            check_model(replicas, got)
+        for got in zeroed:
+            check_model(to_zeros, got)
+        torch.testing.assert_close(pooled, Encoder(0).pooler.weight.detach() * (1 - 0.01 * 0.1))
+    assert is_marked(torch.tensor(-0.0))
+    assert not is_marked(torch.tensor(0.0))
+
+
+SAVED = [("units", "SGD"), ("units", "NAdam"), *(("pieces", name) for name in [*PIECES][:5])]
+
+
+def test_what_ranks_saved_goes_on_in_plain_torch_and_back(ranks):
+    for each in ranks(3).run(lambda: [train(way, name, range(STOP))[0] for way, name in SAVED]):
+        for (way, name), full in zip(SAVED, each, strict=True):
+            check(name, oracle(name, STOP), full)
+            assert way == "pieces" or full[1]["param_groups"][0]["params"] == in_groups(name)  # plain torch's order
+            check(name, oracle(name), alone(name, range(STOP, STEPS), full))
+    halves = {name: oracle(name, STOP) for _, name in SAVED}
+    back = ranks(2).run(lambda: [train(*one, range(STOP, STEPS), start=halves[one[1]])[0] for one in SAVED])
+    for each in back:
+        for (_, name), full in zip(SAVED, each, strict=True):
+            check(name, oracle(name), full)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_shards_go_on_on_other_ranks_and_on_the_same_from_their_own(ranks, way):
-    whole, results = alone("AdamW"), ranks(3).run(train, way, "AdamW", range(STOP))
+    results = ranks(3).run(train, way, "AdamW", range(STOP))
     model, shards = results[0][0][0], [shard for _, shard in results]
 
     def go_on(own):
@@ -210,26 +284,49 @@ def test_shards_go_on_on_other_ranks_and_on_the_same_from_their_own(ranks, way):
 
     for num_ranks, own in ((2, False), (3, False), (3, True)):
         for full, _ in ranks(num_ranks).run(go_on, own):
-            check(whole, full)
+            check("AdamW", oracle("AdamW"), full)
 
 
-class Pooled(Encoder):
-    def forward(self, tokens, step):
-        return super().forward(tokens, step) + (self.pooler(torch.ones(5).double()) * -0.0).sum()
+SCHEDULES = {  # of a function, of momentum, of a loss, of other schedules, of an average
+    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "cyclic": lambda o: schedules.CyclicLR(o, 0.01, 0.03, 2, cycle_momentum=True),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "one after the other": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.2, 1.0, 2), schedules.CosineAnnealingLR(o, 4)], [2]
+    ),
+    "average": lambda o: SWALR(o, swa_lr=0.005, anneal_epochs=3),
+}
 
 
-def test_a_gradient_of_negative_zeros_is_a_gradient(ranks):
-    """Zeros of either sign count as zeros: weight decay moves what one process would move."""
-
-    def run():
-        model = FullyShard(Pooled(0))
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        model(batch(0), 0).square().mean().backward()
-        model.synchronize()
+def scheduled(kind, is_alone):
+    """Train by a schedule; return the states of the model and of two averages of it."""
+    model, make = Encoder(), OPTIMIZERS["nesterov" if kind == "cyclic" else "AdamW"]
+    optimizer = make(trained(model)) if is_alone else ShardedOptimizer(model, make, stage=2, unused="zeros")
+    schedule, average = SCHEDULES[kind](optimizer), AveragedModel(model)
+    moving = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens = batch(step) if is_alone else batch(step, dist.get_rank(), dist.get_world_size())
+        model(tokens, step).square().mean().backward()
+        None if is_alone else optimizer.synchronize()
         optimizer.step()
-        return full_state_dict(model)["pooler.weight"]
+        average.update_parameters(model)
+        moving.update_parameters(model)
+        schedule.step(*([1.0] if kind == "plateau" else []))
+    return [one.state_dict() for one in (model, average, moving)]
 
-    for got in ranks(2).run(run):
-        torch.testing.assert_close(got, Encoder(0).pooler.weight.detach() * (1 - 0.01 * 0.1))
-    assert is_marked(torch.tensor(-0.0))
-    assert not is_marked(torch.tensor(0.0))
+
+def of_others():
+    def make(parameters):
+        return torch.optim.SGD([nn.Parameter(one.detach().clone()) for one in parameters], lr=0.1)
+
+    return message(lambda: ShardedOptimizer(Encoder(), make, unused="zeros"))
+
+
+def test_schedules_and_averages_of_torch_equal_one_process_and_an_optimizer_of_others_is_refused(ranks):
+    expected = {kind: scheduled(kind, True) for kind in SCHEDULES}
+    for found, text in ranks(3).run(lambda: ({kind: scheduled(kind, False) for kind in SCHEDULES}, of_others())):
+        assert text.startswith("ValueError: make_optimizer made an optimizer of other parameters")
+        for kind, states in found.items():
+            for got, wanted in zip(states, expected[kind], strict=True):
+                check_model(wanted, got, kind)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings, strategies as some
+from refused import message
 
 from distlab.blocks.modules.named_parts import PARAMETER, SavedPart, SavedShard, check_saves, check_tensors, whole_shard
 from distlab.plan import FlatLayout
@@ -128,18 +129,6 @@ def test_the_own_shard_alone_is_enough_where_nothing_moved():
             assert all(len(part.values) == 2 for _, part in pieces_of(saved[shard : shard + 1], layout, shard))
 
 
-def changed(saved, name, **how):
-    return dataclasses.replace(saved, parts={**saved.parts, name: dataclasses.replace(saved.parts[name], **how)})
-
-
-def test_missing_shards_are_named():
-    saved = cut(TENSORS, [], 4)
-    with pytest.raises(ValueError, match="1 elements of layer 0 were not given; pass the saved shards of all ranks"):
-        join("layer 0", parts_of([saved[0], saved[1], saved[3]], "layer 0"), 0, 15)
-    with pytest.raises(ValueError, match="8 elements of layer 0 were not given"):
-        join("layer 0", parts_of(saved[:1], "layer 0"), 0, 15)
-
-
 def test_what_one_part_holds_is_a_view_only_where_it_may_be():
     (saved,) = cut(TENSORS, [], 1)
     part = saved.parts["layer 1"]
@@ -150,49 +139,52 @@ def test_what_one_part_holds_is_a_view_only_where_it_may_be():
     assert torch.equal(joined.values["momentum"], -TENSORS["layer 1"][2:5])
 
 
-def test_shards_of_different_saves_are_refused():
-    one, other = cut(TENSORS, [], 2), cut({name: 2 * t for name, t in TENSORS.items()}, [], 2)
-    with pytest.raises(ValueError, match="shard 0 of 2 and shard 1 of 2 are from different saves"):
-        check_saves([one[0], other[1]])
-    with pytest.raises(ValueError, match="shard 0 of 2 and shard 1 of 3 are from"):
-        check_saves([one[0], cut(TENSORS, [], 3)[1]])
-    with pytest.raises(ValueError, match="no saved shard was given"):
-        check_saves([])
-
-
-def test_a_changed_value_is_noticed():
+def changed():
     saved = cut(TENSORS, [], 2)
     saved[1].parts["layer 1"].values["momentum"][0] += 1
-    with pytest.raises(ValueError, match="shard 1 was changed after it was saved"):
-        check_saves(saved)
+    return saved
 
 
-@pytest.mark.parametrize(
-    ("expected", "words"),
-    [
-        ({**EXPECTED, "more": ((1,), torch.float64)}, "more is in the model and not in the saved state"),
-        ({"layer 0": EXPECTED["layer 0"]}, "layer 1 is in the saved state and not in the model"),
-        ({**EXPECTED, "layer 1": ((8,), torch.float64)}, r"layer 1 is \[8\] in the model and \[7\] in the saved"),
-        (
-            {**EXPECTED, "layer 2": ((2, 2), torch.bfloat16)},
-            "layer 2 is bfloat16 in the model and float64 in the saved state; build the model in the type",
-        ),
-    ],
-)
-def test_a_different_model_or_precision_is_refused(expected, words):
-    with pytest.raises(ValueError, match=words):
-        check_tensors({name: parts_of(cut(TENSORS, [], 2), name) for name in TENSORS}, expected)
-
-
-def test_what_is_no_saved_shard_is_refused():
-    with pytest.raises(ValueError, match="not a saved shard"):
-        SavedShard.from_dict({"weight": torch.zeros(2)})
+def without_start():
     state = cut(TENSORS, [], 1)[0].to_dict()
-    with pytest.raises(ValueError, match="version 2; this distlab reads 1"):
-        SavedShard.from_dict({**state, "version": 2})
     del state["parts"]["layer 0"]["start"]
-    with pytest.raises(ValueError, match="lacks a field"):
-        SavedShard.from_dict(state)
+    return state
+
+
+def fits(**expected):
+    check_tensors({name: parts_of(cut(TENSORS, [], 2), name) for name in TENSORS}, EXPECTED | expected)
+
+
+def other_save():
+    return [cut(TENSORS, [], 2)[0], cut({name: 2 * t for name, t in TENSORS.items()}, [], 2)[1]]
+
+
+FOUR = cut(TENSORS, [], 4)
+REFUSED = [
+    (
+        "1 elements of layer 0 were not given; pass",
+        lambda: join("layer 0", parts_of([*FOUR[:2], FOUR[3]], "layer 0"), 0, 15),
+    ),
+    ("8 elements of layer 0 were not given", lambda: join("layer 0", parts_of(FOUR[:1], "layer 0"), 0, 15)),
+    ("shard 0 of 2 and shard 1 of 2 are from different saves", lambda: check_saves(other_save())),
+    ("shard 0 of 2 and shard 1 of 3 are from", lambda: check_saves([cut(TENSORS, [], 2)[0], cut(TENSORS, [], 3)[1]])),
+    ("no saved shard was given", lambda: check_saves([])),
+    ("shard 1 was changed after it was saved", lambda: check_saves(changed())),
+    ("more is in the model and not in the saved state", lambda: fits(more=((1,), torch.float64))),
+    ("is in the saved state and not in the model", lambda: check_tensors({"layer 0": []}, {})),
+    ("layer 1 is [8] in the model and [7] in the saved", lambda: fits(**{"layer 1": ((8,), torch.float64)})),
+    ("layer 2 is bfloat16 in the model and float64", lambda: fits(**{"layer 2": ((2, 2), torch.bfloat16)})),
+    ("not a saved shard", lambda: SavedShard.from_dict({"weight": torch.zeros(2)})),
+    ("version 2; this distlab reads 1", lambda: SavedShard.from_dict({**FOUR[0].to_dict(), "version": 2})),
+    ("lacks a field", lambda: SavedShard.from_dict(without_start())),
+]
+
+
+def test_shards_that_do_not_fit_are_refused_in_words():
+    for words, call in REFUSED:
+        text = message(call)
+        assert text.startswith("ValueError: "), text
+        assert words in text, (words, text)
 
 
 def test_moments_are_told_from_counts_also_of_a_tensor_without_dimensions():

@@ -6,37 +6,19 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from odd_models import REFUSED, train
 from refused import message
 from torch import nn
 
 from distlab.blocks.clip import NotFiniteError
 from distlab.plan import Precision
 from distlab.sharding import FullyShard
-from distlab.sharding.fsdp.wrapping import assign, automatic_units, chosen_units
+from distlab.sharding.fsdp.wrapping import assign, automatic_units
 
 
 def chain():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
-
-
-def test_units_that_cannot_be():
-    module = chain()
-    assert automatic_units(module) == ["0", "2", "3"]  # an activation owns nothing and is no unit
-    with pytest.raises(ValueError, match="2 named twice"):
-        chosen_units(module, ["2", "2"])
-
-
-def test_a_tied_parameter_moves_to_the_root_or_is_refused():
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    module[2].weight = module[0].weight
-    found = assign(module, ["0", "1", "2"], automatic=True)
-    assert found["", False].names == ["0.weight"]
-    assert [place.module for place in found["", False].places] == [module[0], module[2]]
-    assert found["0", False].names == ["0.bias"]
-    with pytest.raises(ValueError, match=r"0.weight and 2.weight are one tied parameter.*'0' and '2'.*leave one"):
-        assign(module, ["0", "1", "2"], automatic=False)
-    assert assign(module, ["0", "1"], automatic=False)["", False].names == ["0.weight", "2.bias"]
 
 
 class Block(nn.Module):
@@ -48,7 +30,47 @@ class Block(nn.Module):
         return self.linear(x).tanh()
 
 
-def around(change):
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "act": nn.ReLU(), "up": nn.Linear(4, 4)}) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 3)
+
+
+CHOICES = [
+    (nn.LayerNorm, ["stages.0.norm", "stages.1.norm"]),
+    ("stages.*.up", ["stages.0.up", "stages.1.up"]),
+    ("stages.0.*", ["stages.0.norm", "stages.0.up"]),  # what owns nothing is no unit
+    (lambda name, module: name.endswith("1.up"), ["stages.1.up"]),
+    (["head", nn.Linear, "stages.1.*"], ["head", "stages.0.up", "stages.1.up", "stages.1.norm"]),
+    (["head", "head"], ["head"]),
+]
+
+
+def test_units_are_what_the_choice_names(ranks):
+    def chosen():
+        return [[unit.name for unit in FullyShard(Stages(), units=choice).units if unit.name] for choice, _ in CHOICES]
+
+    for found in ranks(2).run(chosen):
+        assert found == [wanted for _, wanted in CHOICES]
+
+
+def test_a_tied_parameter_moves_to_the_root_or_is_refused():
+    assert automatic_units(chain()) == ["0", "2", "3"]  # an activation owns nothing and is no unit
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    found = assign(module, ["0", "1", "2"], automatic=True)
+    assert found["", False].names == ["0.weight"]
+    assert [place.module for place in found["", False].places] == [module[0], module[2]]
+    assert found["0", False].names == ["0.bias"]
+    with pytest.raises(ValueError, match=r"0.weight and 2.weight are one tied parameter.*'0' and '2'.*leave one"):
+        assign(module, ["0", "1", "2"], automatic=False)
+    assert assign(module, ["0", "1"], automatic=False)["", False].names == ["0.weight", "2.bias"]
+
+
+def changed(change):
     """Return a model whose second block was changed."""
     model = nn.Sequential(Block(), Block())
     change(model[1])
@@ -67,13 +89,6 @@ def have_a_late_hook(block):
     block.linear.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
 
 
-ODD = {
-    be_lazy: "1.linear (LazyLinear): weight has no shape yet; call the module once",
-    be_whole_numbers: "1 (Block): steps is torch.int32, and a flat shard holds real",
-    have_a_late_hook: "1.linear (Linear): bias has a hook on its gradient",
-}
-
-
 def mixed():
     model = chain()
     model[0].double().bias = nn.Parameter(torch.zeros(6))
@@ -87,18 +102,15 @@ BAD = [
     ("the module has no parameters", lambda rank: FullyShard(nn.Tanh())),
     ("0.weight is torch.float64 and 0.bias torch.float32", lambda rank: FullyShard(mixed())),
     ("gradients='float32'", lambda rank: FullyShard(chain(), precision=Precision(gradients="bfloat16"))),
-    *((words, lambda rank, change=change: FullyShard(around(change))) for change, words in ODD.items()),
+    ("1.linear (LazyLinear): weight has no shape yet", lambda rank: FullyShard(changed(be_lazy))),
+    ("steps is torch.int32, and a flat shard holds real", lambda rank: FullyShard(changed(be_whole_numbers))),
+    ("bias has a hook on its gradient", lambda rank: FullyShard(changed(have_a_late_hook))),
+    ("no part that GELU chooses; its lists are stages.0.*", lambda rank: FullyShard(Stages(), units=nn.GELU)),
+    ("no part that 'heads' chooses", lambda rank: FullyShard(Stages(), units=["head", "heads"])),
+    ("units: ['stages.0.act'] owns no parameters", lambda rank: FullyShard(Stages(), units="stages.0.act")),
+    ("name its items: 'stages.1.*'", lambda rank: FullyShard(Stages(), units=["stages.1"])),
+    ("are chosen by 3", lambda rank: FullyShard(Stages(), units=3)),
 ]
-
-
-def test_bad_options_and_models_are_refused_on_every_rank(ranks):
-    def refusals():
-        return [message(lambda build=build: build(dist.get_rank())) for _, build in BAD]
-
-    for texts in ranks(2).run(refusals):
-        for text, (words, _) in zip(texts, BAD, strict=True):
-            assert text.startswith("ValueError: ")
-            assert words in text, (words, text)
 
 
 class Failing(nn.Module):
@@ -118,140 +130,108 @@ def whole(model):
     return sum(unit.buffer.untyped_storage().nbytes() for unit in model.units)
 
 
-def test_errors_in_a_step_leave_nothing_whole_and_training_goes_on(ranks):
-    def steps():
-        texts = []
-        x = torch.ones(2, 4)
-
-        model = FullyShard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        texts.append(message(lambda: model.module[1].weight.sum()))
-        sizes = [whole(model)]
-        model(x).sum().backward()
-        model.synchronize()
-        gradient = model.units[0].shard.grad.clone()
-
-        loss = model(x).sum()  # an update between forward and backward
-        with torch.no_grad():
-            model.units[0].shard.add_(1.0)
-        texts.append(message(loss.backward))
-        model.zero_grad()
-        with torch.no_grad():
-            model.units[0].shard.sub_(1.0)
-        model(x).sum().backward()
-        model.synchronize()
-        same = torch.allclose(gradient, model.units[0].shard.grad)
-
-        failing = FullyShard(Failing())
-        with pytest.raises(KeyError, match="the model's own"):
-            failing(x)
-        sizes.append(whole(failing))
-        failing.module.fails = False
-        failing(x).sum().backward()
-        failing.synchronize()
-        sizes += [whole(model), whole(failing)]
-
-        unused = FullyShard(chain())
-        unused.module[0](x).sum().backward()  # called by itself: the unit takes care of itself
-        unused.synchronize()
-        texts.append([unit.shard.grad is None for unit in unused.units])
-        with torch.no_grad():
-            unused.units[0].shard.grad.fill_(float("nan"))
-        with pytest.raises(NotFiniteError, match="unit 0"):
-            unused.clip_gradients_(1.0)
-        return texts, sizes, same
-
-    for texts, sizes, same in ranks(2).run(steps):
-        assert sizes == [0, 0, 0, 0]
-        assert same
-        assert "1.weight (unit '1') is not here now: its unit frees its parameters" in texts[0]
-        assert "its shard was changed between forward and backward" in texts[1]
-        assert texts[2] == [False, True, True]
+def step(model):
+    model(torch.ones(2, 4)).sum().backward()
+    model.synchronize()
 
 
-def test_initial_values_and_buffers_are_those_of_the_first_rank(ranks):
-    def build():
-        torch.manual_seed(dist.get_rank())
-        module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
-        module[1].running_mean.normal_()
-        expected = {name: value.clone() for name, value in module.state_dict().items()}
-        with FullyShard(module).summon() as whole:
-            return expected, {name: value.clone() for name, value in whole.state_dict().items()}
-
-    results = ranks(3).run(build)
-    for _, found in results:
-        assert all(torch.equal(found[name], value) for name, value in results[0][0].items())
-        assert list(found) == list(results[0][0])
-
-
-def test_freed_parameters_answer_what_is_known_and_refuse_what_would_be_lost(ranks):
-    def looks():
-        torch.manual_seed(0)
-        model = FullyShard(nn.Sequential(Block(), Block()))
-        module, weight = model.module, model.module[1].linear.weight
-        known = [
-            (weight.shape, weight.dtype, weight.device.type, weight.requires_grad, weight.numel(), weight.dim()),
-            isinstance(weight, nn.Parameter),
-            len(list(module.parameters())),
-            [name for name, _ in module.named_parameters()],
-            [name for name, _ in model.named_parameters()],
-            "1.linear.weight" in repr(weight),
-        ]
-        refused = [
-            lambda: torch.optim.AdamW(module.parameters()),
-            lambda: module.state_dict(),
-            lambda: model.state_dict(),
-            lambda: copy.deepcopy(module),
-            lambda: torch.save(list(module.parameters()), io.BytesIO()),
-            lambda: module.zero_grad(),
-            lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0),
-            lambda: weight.register_hook(print),
-            lambda: module.requires_grad_(False),
-            lambda: nn.init.zeros_(weight),
-            lambda: weight.data.zero_(),
-            lambda: module.double(),
-            lambda: model.double(),
-            lambda: module.load_state_dict({"1.linear.weight": torch.ones(4, 4)}, strict=False),
-        ]
-        texts = [message(action) for action in refused]
-        if dist.get_rank() == 0:  # one rank alone looks: the others would have to gather with it
-            texts.append(message(lambda: weight.norm()))
-        model.to("cpu").float()  # as it is already
-        with model.summon() as whole:
-            sizes = len(whole.state_dict())
-        model(torch.ones(2, 4)).sum().backward()
-        model.synchronize()
-        return known, texts, sizes
-
-    for rank, (known, texts, sizes) in enumerate(ranks(2).run(looks)):
-        names = ["0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias"]
-        assert known[0] == ((4, 4), torch.float32, "cpu", True, 16, 2)
-        assert known[1:] == [True, 4, names, ["shards.0", "shards.1"], True]
-        assert "an optimizer updates shards: give it model.parameters()" in texts[0]
-        for text in texts[1:5]:
-            assert "full_state_dict(model)" in text
-        for text in texts[5:8]:
-            assert "its gradient is in the shard" in text
-        assert "freeze parameters before FullyShard is built" in texts[8]
-        for text in (*texts[9:11], texts[13]):
-            assert "a change of it would be lost" in text
-        assert "is not here now" in texts[11]
-        assert "move and convert the module before FullyShard is built" in texts[12]
-        assert rank or "inside `with model.summon() as module:`, on all ranks" in texts[14]
-        assert sizes == 4
+def errors_in_a_step():
+    """Errors leave nothing whole, and training goes on."""
+    model = FullyShard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    read = message(lambda: model.module[1].weight.sum())
+    assert "1.weight (unit '1') is not here now: its unit frees its parameters" in read
+    step(model)
+    gradient = model.units[0].shard.grad.clone()
+    model.zero_grad()
+    loss = model(torch.ones(2, 4)).sum()  # an update between forward and backward
+    with torch.no_grad():
+        model.units[0].shard.add_(1.0)
+    assert "its shard was changed between forward and backward" in message(loss.backward)
+    model.zero_grad()
+    with torch.no_grad():
+        model.units[0].shard.sub_(1.0)
+    step(model)
+    assert torch.allclose(gradient, model.units[0].shard.grad)
+    failing = FullyShard(Failing())
+    with pytest.raises(KeyError, match="the model's own"):
+        failing(torch.ones(2, 4))
+    assert whole(failing) == 0
+    failing.module.fails = False
+    step(failing)
+    assert whole(model) == whole(failing) == 0
+    unused = FullyShard(chain())
+    unused.module[0](torch.ones(2, 4)).sum().backward()  # called by itself: the unit takes care of itself
+    unused.synchronize()
+    assert [unit.shard.grad is None for unit in unused.units] == [False, True, True]
+    with torch.no_grad():
+        unused.units[0].shard.grad.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="0.weight .rank 0.; 0.bias, 0.weight .rank 1"):
+        unused.clip_gradients_(1.0)
 
 
-def test_a_state_of_the_whole_model_is_told_the_call_that_takes_it(ranks):
-    def load():
-        plain = nn.Sequential(Block(), Block())
-        model = FullyShard(nn.Sequential(Block(), Block()))
-        around = nn.ModuleList([model])
-        inner = {f"0.{name}": value for name, value in plain.state_dict().items()}
-        return [
-            message(lambda: model.load_state_dict(plain.state_dict())),
-            message(lambda: around.load_state_dict(inner)),
-        ]
+def first_ranks_values():
+    """Initial values and buffers are those of the first rank."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    module[1].running_mean.normal_()
+    given = {name: value.clone() for name, value in module.state_dict().items()}
+    with FullyShard(module).summon() as all_of_it:
+        return given, {name: value.clone() for name, value in all_of_it.state_dict().items()}
 
-    for rank, texts in enumerate(ranks(2).run(load)):
-        for text in texts:
-            assert f"rank {rank}: this state has no shards" in text
-            assert "call load_full_state_dict(model, state)" in text
+
+def looks():
+    """Freed parameters answer what is known, and refuse what would be lost."""
+    model = FullyShard(nn.Sequential(Block(), Block()))
+    module, weight, plain = model.module, model.module[1].linear.weight, nn.Sequential(Block(), Block())
+    names = ["0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias"]
+    assert [name for name, _ in module.named_parameters()] == names
+    assert [name for name, _ in model.named_parameters()] == ["shards.0", "shards.1"]
+    assert (weight.shape, weight.dtype, weight.device.type) == ((4, 4), torch.float32, "cpu")
+    assert (weight.requires_grad, weight.numel(), weight.dim(), isinstance(weight, nn.Parameter)) == (True, 16, 2, True)
+    assert "1.linear.weight" in repr(weight)
+    state, gradient, lost = "full_state_dict(model)", "its gradient is in the shard", "a change of it would be lost"
+    around = nn.ModuleList([model])
+    refused = [
+        ("an optimizer updates shards: give it model.parameters()", lambda: torch.optim.AdamW(module.parameters())),
+        (state, lambda: module.state_dict()),
+        (state, lambda: model.state_dict()),
+        (state, lambda: copy.deepcopy(module)),
+        (state, lambda: torch.save(list(module.parameters()), io.BytesIO())),
+        (gradient, lambda: module.zero_grad()),
+        (gradient, lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)),
+        (gradient, lambda: weight.register_hook(print)),
+        ("freeze parameters before FullyShard is built", lambda: module.requires_grad_(False)),
+        (lost, lambda: nn.init.zeros_(weight)),
+        (lost, lambda: weight.data.zero_()),
+        (lost, lambda: module.load_state_dict({"1.linear.weight": torch.ones(4, 4)}, strict=False)),
+        ("is not here now", lambda: module.double()),
+        ("move and convert the module before FullyShard is built", lambda: model.double()),
+        ("this state has no shards", lambda: model.load_state_dict(plain.state_dict())),
+        ("call load_full_state_dict(model, state)", lambda: around.load_state_dict(plain.state_dict(prefix="0."))),
+    ]
+    texts = [(words, message(action)) for words, action in refused]
+    if dist.get_rank() == 0:  # one rank alone looks: the others would have to gather with it
+        texts.append(("inside `with model.summon() as module:`, on all ranks", message(lambda: weight.norm())))
+    model.to("cpu").float()  # as it is already
+    with model.summon() as all_of_it:
+        assert len(all_of_it.state_dict()) == 4
+    step(model)
+    return texts
+
+
+def test_bad_options_and_models_are_refused_on_every_rank(ranks):
+    def refusals():
+        errors_in_a_step()
+        bad = [(words, message(lambda build=build: build(dist.get_rank()))) for words, build in BAD]
+        odd = [(words, message(lambda make=make: train(make, sharded=True))) for make, words in REFUSED.items()]
+        return bad, odd, looks(), first_ranks_values()
+
+    results = ranks(2).run(refusals)
+    for bad, odd, looked, (_, values) in results:
+        assert all(text.startswith("ValueError: ") for _, text in bad)
+        assert all(text.startswith("RuntimeError: ") for _, text in odd)
+        for words, text in (*bad, *odd, *looked):
+            assert words in text, (words, text)
+        expected = results[0][3][0]
+        assert list(values) == list(expected)
+        assert all(torch.equal(values[name], value) for name, value in expected.items())

@@ -127,26 +127,21 @@ def of_exchanges(t):
 
 @pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_functions_and_layers_send_what_they_say(ranks, world_size):
+def test_functions_and_layers_send_what_they_say_and_exchanges_repeat_bit_for_bit(ranks, world_size):
     def measure():
-        return of_functions(world_size) | {f"layer: {name}": pair for name, pair in of_layers(world_size).items()}
+        layers = {f"layer: {name}": pair for name, pair in of_layers(world_size).items()}
+        return of_functions(world_size) | layers, of_exchanges(world_size)
 
-    for result in ranks(world_size).run(measure):
-        for name, (sent, expected) in result.items():
-            assert sent == pytest.approx(expected, abs=1), name  # each call is rounded to whole bytes
-
-
-@pytest.mark.soak_where(world_size=(2,))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_exchanges_send_what_they_say_and_repeat_bit_for_bit(ranks, world_size):
-    results = ranks(world_size).run(of_exchanges, world_size)
+    results = ranks(world_size).run(measure)
     parts = [torch.randn(B, S, H, generator=generator(0, rank, "x")) for rank in range(world_size)]
-    for rank, result in enumerate(results):
-        for name, (sent, expected, (first, again)) in result.items():
+    for rank, (functions_and_layers, exchanges) in enumerate(results):
+        for name, (sent, expected) in functions_and_layers.items():
+            assert sent == pytest.approx(expected, abs=1), name  # each call is rounded to whole bytes
+        for name, (sent, expected, (first, again)) in exchanges.items():
             assert sent == pytest.approx(expected, abs=1), name
             assert torch.equal(first, again), name
-        (_, _, (total, _)), (_, _, (gathered, _)), (_, _, (scattered, _)) = result.values()
-        assert torch.equal(total, results[0]["Sum"][2][0])
+        (_, _, (total, _)), (_, _, (gathered, _)), (_, _, (scattered, _)) = exchanges.values()
+        assert torch.equal(total, results[0][1]["Sum"][2][0])
         assert torch.equal(gathered, torch.cat([part.chunk(world_size, 1)[0] for part in parts], 1))
         in_order = parts[0] + parts[1]
         for part in parts[2:]:
@@ -154,52 +149,37 @@ def test_exchanges_send_what_they_say_and_repeat_bit_for_bit(ranks, world_size):
         assert torch.equal(scattered, in_order.chunk(world_size, 1)[rank])
 
 
-def test_models_norms_and_states_send_what_they_say(ranks):
-    config = GPTConfig(vocab_size=V, context=S, num_layers=1, num_heads=6, hidden_size=H)
-
-    def measure():
-        rank, sent = dist.get_rank(), {}
-        model = parallelize(GPT(config))
-        tokens = torch.randint(V, (B, S), generator=generator(0, 0, "tokens"))
-        model.loss(model(tokens), tokens).backward()
-        for name, call in {
-            "norm": lambda: tensor_parallel_norm(model),
-            "clip": lambda: clip_tensor_parallel_(model, 1.0),
-            "state": lambda: full_state_dict(model),
-        }.items():
-            with recorded() as seen:
-                call()
-            sent[name] = [(one.op, one.num_bytes) for one in seen.records.calls(rank)], sent_elements(seen)
-        split = {getattr(module, own) for module in model.modules() for own in getattr(module, "splits", {})}
-        return sent, len(split)
-
-    for sent, num_split in ranks(2).run(measure):
-        assert sent["norm"][0] == sent["clip"][0] == [("all_reduce", 8)]
-        assert {op for op, _ in sent["state"][0]} == {"all_gather"}
-        assert len(sent["state"][0]) == num_split
+def of_a_model():
+    """Return the calls of norms and states, and how many parameters are split."""
+    model = parallelize(GPT(GPTConfig(vocab_size=V, context=S, num_layers=1, num_heads=6, hidden_size=H)))
+    tokens, sent = torch.randint(V, (B, S), generator=generator(0, 0, "tokens")), []
+    model.loss(model(tokens), tokens).backward()
+    for call in (tensor_parallel_norm, lambda one: clip_tensor_parallel_(one, 1.0), full_state_dict):
+        with recorded() as seen:
+            call(model)
+        sent.append([(one.op, one.num_bytes) for one in seen.records.calls(dist.get_rank())])
+    split = {getattr(module, own) for module in model.modules() for own in getattr(module, "splits", {})}
+    return sent, len(split)
 
 
-def test_what_is_called_exact_has_the_same_bits(ranks):
-    def measure():
-        rank = dist.get_rank()
-        torch.manual_seed(0)
-        embedding, norm, x = nn.Embedding(V, H), nn.LayerNorm(H), torch.randn(B, S, H)
-        nn.init.normal_(norm.weight)
-        tokens = torch.randint(V, (B, S))
-        assert torch.equal(VocabularyParallelEmbedding(embedding)(tokens), embedding(tokens))
-        assert torch.equal(SequenceParallelNorm(norm)(x.chunk(2, 1)[rank]), norm(x).chunk(2, 1)[rank])
+def exact():
+    """What is called exact has the same bits; 16-bit scores are summed in float32."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    embedding, norm, x = nn.Embedding(V, H), nn.LayerNorm(H), torch.randn(B, S, H)
+    nn.init.normal_(norm.weight)
+    tokens = torch.randint(V, (B, S))
+    assert torch.equal(VocabularyParallelEmbedding(embedding)(tokens), embedding(tokens))
+    assert torch.equal(SequenceParallelNorm(norm)(x.chunk(2, 1)[rank]), norm(x).chunk(2, 1)[rank])
+    logits = (8 * torch.randn(B, S, V + 1, generator=generator(0, 0, "logits"))).bfloat16()
+    logits[..., V] = 0
+    found = vocabulary_parallel_cross_entropy(logits.chunk(2, -1)[rank], tokens, vocab_size=V)
+    expected = nn.functional.cross_entropy(logits[..., :V].float().flatten(0, 1), tokens.flatten())
+    assert torch.equal(found, expected.bfloat16())
 
-    ranks(2).run(measure)
 
-
-def test_16_bit_scores_are_summed_in_float32(ranks):
-    def measure():
-        logits = (8 * torch.randn(B, S, V + 1, generator=generator(0, 0, "logits"))).bfloat16()
-        logits[..., V] = 0
-        targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
-        mine = logits.chunk(2, -1)[dist.get_rank()]
-        found = vocabulary_parallel_cross_entropy(mine, targets, vocab_size=V)
-        expected = nn.functional.cross_entropy(logits[..., :V].float().flatten(0, 1), targets.flatten())
-        return found, expected.bfloat16()
-
-    assert all(torch.equal(found, expected) for found, expected in ranks(2).run(measure))
+def test_models_norms_and_states_send_what_they_say_and_what_is_called_exact_is(ranks):
+    for (norm, clip, state), num_split in ranks(2).run(lambda: exact() or of_a_model()):
+        assert norm == clip == [("all_reduce", 8)]
+        assert {op for op, _ in state} == {"all_gather"}
+        assert len(state) == num_split

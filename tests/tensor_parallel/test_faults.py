@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from refused import message
 from torch import nn
 
-from distlab.blocks.clip import NotFiniteError
 from distlab.blocks.models import GPT, Attention, GPTConfig
 from distlab.tensor_parallel import (
     ColumnParallelLinear,
@@ -18,85 +18,62 @@ from distlab.tensor_parallel import (
     vocabulary_parallel_cross_entropy,
 )
 
-CONFIG = GPTConfig(vocab_size=13, context=8, num_layers=1, num_heads=2, hidden_size=4)
-
-
-def message(function, kind=ValueError):
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    return None
+SIZES = {"vocab_size": 13, "context": 8, "num_layers": 1, "num_heads": 2, "hidden_size": 4}
+CONFIG = GPTConfig(**SIZES)
 
 
 def cases():
-    """Return what each case says on this rank."""
+    """Yield what each case is to say, and its call."""
     rank = dist.get_rank()
-    model = parallelize(GPT(CONFIG))
+    model, broken = parallelize(GPT(CONFIG)), parallelize(GPT(CONFIG))
     sequences = parallelize(GPT(CONFIG), sequence_parallel=True)
-    dropping = parallelize(
-        GPT(GPTConfig(vocab_size=13, context=8, num_layers=1, num_heads=2, hidden_size=4, dropout=0.1))
-    )
+    dropping = parallelize(GPT(GPTConfig(**SIZES, dropout=0.1)))
     zeros = torch.zeros(2, 4, dtype=torch.int64)
     state = {name: value.clone() for name, value in GPT(CONFIG).state_dict().items()}
-    broken = parallelize(GPT(CONFIG))
     broken.loss(broken(zeros), zeros).backward()
     broken.blocks[0].feed_forward.widen.weight.grad[0, 0] = float("nan") if rank == 0 else 0.0
     torch.manual_seed(rank)
-    refused = {
-        "features": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 7)),
-        "inputs": lambda: RowParallelLinear.from_full(nn.Linear(7, 4)),
-        "layer differs": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 4 + 2 * rank)),
-        "heads": lambda: ParallelAttention(Attention(GPTConfig(num_heads=3, hidden_size=6))),
-        "heads differ": lambda: ParallelAttention(Attention(GPTConfig(num_heads=2 + 2 * rank, hidden_size=8))),
-        "wrong input": lambda: ColumnParallelLinear.from_full(nn.Linear(4, 6))(torch.ones(2, 6)),
-        "sequence": lambda: reduce_scatter_sequence(torch.ones(2, 5, 4)),
-        "no sequence": lambda: reduce_scatter_sequence(torch.ones(4)),
-        "model's sequence": lambda: sequences(torch.zeros(2, 5, dtype=torch.int64)),
-        "too long": lambda: model(torch.zeros(2, 10, dtype=torch.int64)),
-        "token": lambda: model.token_embedding(torch.tensor([[1, 13]])),
-        "target": lambda: model.loss(torch.zeros(2, 4, 7), zeros - 1),
-        "logits": lambda: vocabulary_parallel_cross_entropy(torch.zeros(2, 4, 6), zeros, vocab_size=13),
-        "option": lambda: VocabularyParallelEmbedding(nn.Embedding(4, 4, padding_idx=0)),
-        "tokens differ": lambda: model(zeros + rank),
-        "counts differ": lambda: model(torch.zeros(2, 4 + rank, dtype=torch.int64)),
-        "seeds differ": lambda: dropping(zeros),
-        "model differs": lambda: parallelize(GPT(GPTConfig(num_layers=1 + rank, num_heads=2, hidden_size=4))),
-        "options differ": lambda: parallelize(GPT(CONFIG), sequence_parallel=rank == 1),
-        "twice": lambda: parallelize(model),
-        "no GPT": lambda: parallelize(nn.Linear(4, 4)),
-        "model's heads": lambda: parallelize(GPT(GPTConfig(num_layers=1, num_heads=3, hidden_size=6))),
-        "parts": lambda: parallelize(GPT(CONFIG), num_parts=0),
-        "max_norm": lambda: clip_tensor_parallel_(model, 0.0),
-        "state": lambda: load_full_state_dict(model, dict(list(state.items())[1:])),
-        "vocabulary": lambda: load_full_state_dict(model, state | {"output.weight": torch.zeros(12, 4)}),
-    }
-    found = {name: message(function) for name, function in refused.items()}
-    found["not finite"] = message(lambda: clip_tensor_parallel_(broken, 1.0), NotFiniteError)
-    again = model.loss(model(zeros), zeros).item()  # everything still works, in step
-    return found, again
+    split, cross_entropy = ColumnParallelLinear.from_full, vocabulary_parallel_cross_entropy
+
+    def attention(heads, hidden):
+        return ParallelAttention(Attention(GPTConfig(num_heads=heads, hidden_size=hidden)))
+
+    def of(**sizes):
+        return parallelize(GPT(GPTConfig(**{**SIZES, **sizes})))
+
+    yield "7 features cannot be split over 2 ranks", lambda: split(nn.Linear(4, 7))
+    yield "7 features cannot be split over 2 ranks", lambda: RowParallelLinear.from_full(nn.Linear(7, 4))
+    yield "ranks disagree", lambda: split(nn.Linear(4, 4 + 2 * rank))
+    yield "3 heads cannot be split over 2 ranks", lambda: attention(3, 6)
+    yield "ranks disagree on the heads of a ParallelAttention", lambda: attention(2 + 2 * rank, 8)
+    yield "expected 4 features in the last dim", lambda: split(nn.Linear(4, 6))(torch.ones(2, 6))
+    yield "5 positions, which 2 ranks do not divide", lambda: reduce_scatter_sequence(torch.ones(2, 5, 4))
+    yield "expected [..., S, H]", lambda: reduce_scatter_sequence(torch.ones(4))
+    yield "5 positions, which 2 ranks do not divide", lambda: sequences(torch.zeros(2, 5, dtype=torch.int64))
+    yield "10 tokens do not fit", lambda: model(torch.zeros(2, 10, dtype=torch.int64))
+    yield "token 13 is outside", lambda: model.token_embedding(torch.tensor([[1, 13]]))
+    yield "token -1 is outside", lambda: model.loss(torch.zeros(2, 4, 7), zeros - 1)
+    yield "need logits [2, 4, 7]", lambda: cross_entropy(torch.zeros(2, 4, 6), zeros, vocab_size=13)
+    yield "padding_idx", lambda: VocabularyParallelEmbedding(nn.Embedding(4, 4, padding_idx=0))
+    yield "ranks disagree on the tokens", lambda: model(zeros + rank)
+    yield "ranks disagree on the shape", lambda: model(torch.zeros(2, 4 + rank, dtype=torch.int64))
+    yield "torch's generator", lambda: dropping(zeros)
+    yield "num_layers", lambda: of(num_layers=1 + rank)
+    yield "ranks disagree", lambda: parallelize(GPT(CONFIG), sequence_parallel=rank == 1)
+    yield "expected a GPT that is not split yet", lambda: parallelize(model)
+    yield "got a Linear", lambda: parallelize(nn.Linear(4, 4))
+    yield "3 heads cannot be split over 2 ranks", lambda: of(num_heads=3, hidden_size=6)
+    yield "num_parts is 0", lambda: parallelize(GPT(CONFIG), num_parts=0)
+    yield "max_norm is 0.0", lambda: clip_tensor_parallel_(model, 0.0)
+    first, *rest = state.items()
+    yield f"{first[0]} is nothing in the state", lambda: load_full_state_dict(model, dict(rest))
+    cut = state | {"output.weight": torch.zeros(12, 4)}
+    yield "output.weight is [12, 4] in the state and [13, 4]", lambda: load_full_state_dict(model, cut)
+    yield "norm of the gradients is nan", lambda: clip_tensor_parallel_(broken, 1.0)
+    yield "no error", lambda: model.loss(model(zeros), zeros).item()  # everything still works, in step
 
 
 def test_bad_input_is_refused_on_every_rank(ranks):
-    words = {
-        "features": "7 features cannot be split over 2 ranks",
-        "layer differs": "ranks disagree",
-        "heads": "3 heads cannot be split over 2 ranks",
-        "heads differ": "ranks disagree on the heads of a ParallelAttention",
-        "model's sequence": "5 positions, which 2 ranks do not divide",
-        "token": "token 13 is outside",
-        "tokens differ": "ranks disagree on the tokens",
-        "counts differ": "ranks disagree on the shape",
-        "seeds differ": "torch's generator",
-        "model differs": "num_layers",
-        "state": "token_embedding.weight is nothing in the state",
-        "no GPT": "got a Linear",
-        "vocabulary": "output.weight is [12, 4] in the state and [13, 4] in the model",
-        "not finite": "norm of the gradients is nan",
-    }
-    results = ranks(2).run(cases)
-    for found, _ in results:
-        assert not [name for name, text in found.items() if text is None]
-        for name, part in words.items():
-            assert part in found[name], (name, found[name])
-    assert results[0][1] == results[1][1]
+    for found in ranks(2).run(lambda: [(words, message(call)) for words, call in cases()]):
+        for words, text in found:
+            assert words in text, (words, text)

@@ -5,30 +5,18 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import zoo_text
 from equal import Fully, Zero
 from refused import message
 from test_by_plan import MAX_NORM, MODELS, build
 from zoo_kinds import KINDS
 from zoo_techniques import UPDATES, adamw, axes
 
-from distlab.comm import recorded, run
-from distlab.sharding import (
-    full_state_dict,
-    load_full_state_dict,
-    load_sharded_state_dict,
-    sharded_state_dict,
-)
-from distlab.tensor_parallel import (
-    parallelize_module,
-)
+from distlab.comm import recorded
+from distlab.sharding import full_state_dict, load_full_state_dict, load_sharded_state_dict, sharded_state_dict
+from distlab.tensor_parallel import parallelize_module
 
 STOP = 3
-
-
-@pytest.fixture(autouse=True)
-def as_many_keys_as_heads(monkeypatch):
-    monkeypatch.setattr(zoo_text, "KEY_HEADS", zoo_text.HEADS)
+NAMES = ("nanoGPT", "ViT, fused qkv")
 
 
 def kind_of(name):
@@ -53,7 +41,6 @@ def alone(name, steps=range(UPDATES), start=None):
 
 def made(way, name, tensor, data):
     """Return FullyShard or ShardedOptimizer over a model that is cut, or is not where there is one tensor rank."""
-    zoo_text.KEY_HEADS = zoo_text.HEADS
     kind = kind_of(name)
     module = build(kind, dist.get_rank())
     if tensor is not None:
@@ -108,36 +95,39 @@ def check(name, expected, got, norms_from=0):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", [Fully, Zero])
-def test_norms_states_and_shards_are_those_of_one_process(way):
-    begin, rest, names = range(STOP), range(STOP, UPDATES), list(MODELS)
-    whole, half = ({name: alone(name, steps) for name in names} for steps in (range(UPDATES), begin))
+def test_norms_states_and_shards_are_those_of_one_process(way, ranks):
+    begin, rest = range(STOP), range(STOP, UPDATES)
+    whole, half = ({name: alone(name, steps) for name in NAMES} for steps in (range(UPDATES), begin))
     assert all(max(norms) > MAX_NORM for norms, *_ in whole.values())  # something was clipped
-    first = run(on_a_grid, 4, args=(way, [(name, begin, None, None) for name in names]), timeout_s=100)
-    other = run(on_a_grid, 2, args=(way, [(name, begin, None, None) for name in names]), timeout_s=100)
+    first, other = (ranks(n).run(on_a_grid, way, [(name, begin, None, None) for name in NAMES]) for n in (4, 2))
     cut, uncut = (
-        {name: (half[name][1], [each[at][1] for each in results]) for at, name in enumerate(names)}
+        {name: (half[name][1], [each[at][1] for each in results]) for at, name in enumerate(NAMES)}
         for results in (first, other)
     )
-    for at, name in enumerate(names):
+    for at, name in enumerate(NAMES):
         for each in (*first, *other):
             check(name, half[name], each[at][0])
         check(name, whole[name], alone(name, rest, first[0][at][0]), STOP)  # plain torch goes on
-    tasks = [task for name in names for task in ((name, rest, half[name], None), (name, rest, None, cut[name]))]
-    back = [(name, rest, None, uncut[name]) for name in names]  # from shards of whole layers to cut ones
+    tasks = [task for name in NAMES for task in ((name, rest, half[name], None), (name, rest, None, cut[name]))]
+    back = [(name, rest, None, uncut[name]) for name in NAMES]  # from shards of whole layers to cut ones
     for num_ranks, todo in ((4, tasks + back), (2, tasks)):  # 2: of a model that is not cut
-        for each in run(on_a_grid, num_ranks, args=(way, todo), timeout_s=100):
+        for each in ranks(num_ranks).run(on_a_grid, way, todo):
             for (name, *_), (full, _) in zip(todo, each, strict=True):
                 check(name, whole[name], full, STOP)
 
 
-def faults():
+def faults_and_costs():
+    """Return what each fault says, and the bytes that a norm sends."""
     tensor, data, number = axes()
     one, kind = made(Fully, "ViT, fused qkv", tensor, data)
     states, others = [None] * 4, [None] * 4
     dist.all_gather_object(states, sharded_state_dict(one.model, one.optimizer))
     load_sharded_state_dict(one.model, states, one.optimizer)
     train(one, kind, [0], number, 2)
-    backward(one, kind, 0, number, 2)
+    backward(one, kind, 1, number, 2)
+    with recorded() as clip:
+        one.model.clip_gradients_(MAX_NORM)
+    sent = clip.records.ring_equivalent_bytes(dist.get_rank()) + clip.records.sent_bytes(dist.get_rank())
     if dist.get_rank() == 3:
         for unit in one.model.units:
             unit.shard.grad.to_local()[:] = float("nan")
@@ -145,7 +135,7 @@ def faults():
     state = full_state_dict(one.model)
     wrong = {**state, "patch_embed.weight": state["patch_embed.weight"][1:]}
     mixed, half = [*states[:2], *others[2:]], [states[number ^ 1]]
-    return {
+    return sent, {
         "(rank 3)": message(lambda: one.model.clip_gradients_(1.0)),
         "are from different saves": message(lambda: load_sharded_state_dict(one.model, mixed, one.optimizer)),
         "were not given": message(lambda: load_sharded_state_dict(one.model, half, one.optimizer)),
@@ -153,20 +143,7 @@ def faults():
     }
 
 
-def test_what_does_not_fit_is_refused_in_words_on_every_rank():
-    for found in run(faults, 4, timeout_s=60):
+def test_a_norm_sends_eight_bytes_on_each_axis_and_what_does_not_fit_is_refused_on_every_rank(ranks):
+    for sent, found in ranks(4).run(faults_and_costs):
+        assert sent == 2 * 8
         assert all(words in text for words, text in found.items()), found
-
-
-def costs():
-    tensor, data, number = axes()
-    one, kind = made(Fully, "ViT, fused qkv", tensor, data)
-    train(one, kind, [0], number, 2)
-    backward(one, kind, 1, number, 2)
-    with recorded() as clip:
-        one.model.clip_gradients_(MAX_NORM)
-    return clip.records.ring_equivalent_bytes(dist.get_rank()) + clip.records.sent_bytes(dist.get_rank())
-
-
-def test_a_norm_sends_eight_bytes_on_each_axis():
-    assert run(costs, 4, timeout_s=60) == [2 * 8] * 4

@@ -8,8 +8,6 @@ from zoo_kinds import KINDS, OUTSIDE
 from zoo_supported import FILE, row
 from zoo_techniques import OURS, one_process, outcomes
 
-from distlab.comm import run
-
 OVERLAP = "lie in the same memory, and are two parameters"
 TWICE = r"got a second gradient before synchronize\(\).*no_sync"
 LATE = "late.weight was added after"
@@ -46,9 +44,9 @@ def expected():
     return {name: one_process(kind) for name, kind in (KINDS | OUTSIDE).items()}
 
 
-def check(technique, num_ranks, expected, kinds):
+def check(ranks, technique, num_ranks, expected, kinds):
     """Compare with one process; return what the first rank said."""
-    said = run(outcomes, num_ranks, args=(technique, kinds, expected), timeout_s=120)
+    said = ranks(num_ranks).run(outcomes, technique, kinds, expected)
     wrong = []
     for name in kinds:
         wanted = refusal(technique, name, num_ranks)
@@ -70,15 +68,15 @@ def a_part_is_missing(expected):
     return outcomes("loses a part", {"Swin": KINDS["Swin"]}, expected)["Swin"]
 
 
-def test_a_technique_that_loses_a_parameter_is_not_equal(expected):
-    assert run(a_part_is_missing, 2, args=(expected,), timeout_s=60) == ["misses head.weight"] * 2
+def test_a_technique_that_loses_a_parameter_is_not_equal(expected, ranks):
+    assert ranks(2).run(a_part_is_missing, expected) == ["misses head.weight"] * 2
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.soak_where(technique=("ZeRO-1", "FullyShard, offload", "pipeline 1F1B"))
 @pytest.mark.parametrize("technique", OURS)
-def test_each_model_is_trained_as_by_one_process_or_refused_and_the_page_says_so(technique, expected):
-    said = check(technique, 2, expected, KINDS | OUTSIDE)
+def test_each_model_is_trained_as_by_one_process_or_refused_and_the_page_says_so(technique, expected, ranks):
+    said = check(ranks, technique, 2, expected, KINDS | OUTSIDE)
     lines, column = FILE.read_text().splitlines(), list(OURS).index(technique)
     for name, outcome in said.items():
         (line,) = [one for one in lines if one.startswith(f"| {name} |")]
@@ -87,13 +85,13 @@ def test_each_model_is_trained_as_by_one_process_or_refused_and_the_page_says_so
         )
 
 
-def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_left_alone(expected):
-    check("FullyShard", 2, expected, {"BERT": KINDS["BERT"]._replace(units=None)})
+def test_a_part_that_gets_no_gradient_in_a_unit_of_others_is_left_alone(expected, ranks):
+    check(ranks, "FullyShard", 2, expected, {"BERT": KINDS["BERT"]._replace(units=None)})
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [3, 4])
 @pytest.mark.parametrize("technique", [name for name in OURS if not name.startswith("pipeline")])
-def test_on_more_ranks(technique, num_ranks, expected):
-    check(technique, num_ranks, expected, KINDS)
+def test_on_more_ranks(technique, num_ranks, expected, ranks):
+    check(ranks, technique, num_ranks, expected, KINDS)

@@ -8,33 +8,20 @@ CLASSES, SIDE, WIDTH = 5, 8, 8
 
 
 class ViT(nn.Module):
-    """Patches, a class token and positions as bare parameters, blocks that a class makes."""
+    """Patches, a class token and positions as bare parameters, blocks in a Sequential."""
 
-    def __init__(self, depth=3, block=None):
+    def __init__(self, depth=3):
         super().__init__()
         self.patch_embed = nn.Conv2d(3, WIDTH, 4, stride=4)
         self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH) * 0.1)
         self.pos_embed = nn.Parameter(torch.randn(1, 5, WIDTH) * 0.1)
-        self.blocks = nn.Sequential(*((block or ViTBlock)() for _ in range(depth)))
+        self.blocks = nn.Sequential(*(FusedBlock() for _ in range(depth)))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images):
         x = self.patch_embed(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
         return self.head(self.blocks(x)[:, 0])
-
-
-class ViTBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
-
-    def forward(self, x):
-        y = self.norm1(x)
-        x = x + self.attn(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
 
 
 class FusedAttention(nn.Module):
@@ -66,10 +53,6 @@ class FusedBlock(nn.Module):
         return x + self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
 
 
-def fused_vit(depth=3):
-    return ViT(depth, block=FusedBlock)
-
-
 class Swin(nn.Module):
     """Windows that are rolled in every other block; a table of biases looked up by a buffer of whole numbers."""
 
@@ -96,35 +79,6 @@ class Swin(nn.Module):
             y = y.unflatten(0, (len(x), side // w, side // w)).unflatten(3, (w, w)).transpose(2, 3).flatten(3, 4)
             x = x + y.flatten(1, 2).roll((shift, shift), (1, 2))
         return self.head(x.mean((1, 2)))
-
-
-class ConvNeXt(nn.Module):
-    """Depthwise convolutions and a scale for each layer's channels."""
-
-    def __init__(self, depth=2):
-        super().__init__()
-        self.stem = nn.Conv2d(3, WIDTH, 2, stride=2)
-        self.stages = nn.ModuleList(nn.ModuleDict({"block": ConvNeXtBlock()}) for _ in range(depth))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, images):
-        x = self.stem(images)
-        for stage in self.stages:
-            x = stage["block"](x)
-        return self.head(x.mean((2, 3)))
-
-
-class ConvNeXtBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-        self.norm = nn.GroupNorm(1, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-        self.gamma = nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def forward(self, x):
-        y = self.down(F.gelu(self.up(self.norm(self.conv(x)).permute(0, 2, 3, 1))))
-        return x + (self.gamma * y).permute(0, 3, 1, 2)
 
 
 class ResNet(nn.Module):
@@ -159,28 +113,13 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM or a GRU of two layers in both directions; the last output decides."""
+    """An LSTM of two layers in both directions; the last output decides."""
 
-    def __init__(self, kind=nn.LSTM):
+    def __init__(self):
         super().__init__()
-        self.rnn = kind(3, 6, num_layers=2, bidirectional=True, batch_first=True)
+        self.rnn = nn.LSTM(3, 6, num_layers=2, bidirectional=True, batch_first=True)
         self.fc = nn.Linear(12, CLASSES)
 
     def forward(self, images):
         output, _ = self.rnn(images.flatten(2).transpose(1, 2)[:, ::8])
         return self.fc(output[:, -1])
-
-
-class Translate(nn.Module):
-    """torch's own Transformer: encoder and decoder, a mask made by a method."""
-
-    def __init__(self):
-        super().__init__()
-        self.inputs = nn.Linear(3, WIDTH)
-        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 12, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, images):
-        x = self.inputs(images.flatten(2).transpose(1, 2)[:, ::8])
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        return self.head(self.transformer(x, x.flip(1), tgt_mask=mask, tgt_is_causal=True)[:, -1])

@@ -15,7 +15,7 @@ from distlab.rng import generator
 from distlab.tensor_parallel import PLANS
 
 BATCH = 12  # for 1, 2, 3 and 4 ranks
-TIED = "its head is tied to its embedding, in another stage"
+TIED = "its head is tied to its embedding, in a different stage"
 OWN_LOSS = "its loss reads the model"
 SHOWS = "a stage of it shows what it hides"
 EACH_FORWARD = "it changes at each forward, and each micro-batch is one"
@@ -111,14 +111,11 @@ LLAMA = {
     "layers.*.down": "row",
     "lm_head": "vocabulary",
 }
-FEED_FORWARD = {"layer.*.linear1": "column", "layer.*.linear2": "row"}
-BERT = {"words": "vocabulary", "decoder": "vocabulary"} | FEED_FORWARD
+BERT = {"words": "vocabulary", "decoder": "vocabulary", "layer.*.linear1": "column", "layer.*.linear2": "row"}
 T5 = {
     f"{part}.*.{layer}": style for part in ("encoder", "decoder") for layer, style in (("wi", "column"), ("wo", "row"))
 }
-MLP = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}
 FUSED = PLANS["ViT"] | {"blocks.*.attn.[qk]_norm": "inside"}
-TRANSLATE = {f"transformer.*.{name.replace('layer', 'layers')}": style for name, style in FEED_FORWARD.items()}
 
 KINDS = {
     "nanoGPT": Kind(gpt.TiedGPT, "tokens", own_loss_second, alone=TIED, plan=PLANS["nanoGPT"]),
@@ -145,18 +142,10 @@ KINDS = {
         plan={"embed": "vocabulary", "head": "vocabulary"},
         units=("gates.0", "gates.1"),  # which experts run, each rank's tokens say
     ),
-    "ViT, fused qkv": Kind(images.fused_vit, "images", of_logits, stages=cut_before("head"), plan=FUSED),
+    "ViT, fused qkv": Kind(images.ViT, "images", of_logits, stages=cut_before("head"), plan=FUSED),
     "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),
-    "ConvNeXt": Kind(
-        images.ConvNeXt,
-        "images",
-        of_logits,
-        stages=cut_before("head"),
-        plan={"stages.*.block.up": "column", "stages.*.block.down": "row"},
-    ),
     "ResNet": Kind(images.ResNet, "images", of_logits, apart=False, alone=BATCH_NORM),
     "LSTM": Kind(images.Recurrent, "images", of_logits, stages=cut_before("fc")),
-    "nn.Transformer": Kind(images.Translate, "images", of_logits, stages=cut_before("head"), plan=TRANSLATE),
     "LoRA": Kind(odd.Lora, "images", of_logits, stages=cut_before("head")),
 }
 OUTSIDE = {  # what some technique refuses, and the first words in which it does so: below it is for FullyShard alone

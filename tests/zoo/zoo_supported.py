@@ -40,8 +40,9 @@ Not supported, without a try:
   of it runs once for the shapes; a hook of it that is a closure hears of that call, too.
 - Optimizers: each class is tried on a few numbers. One that does not work by element (LAMB, Adafactor, Muon) wants
   `ShardedOptimizer(split="tensors")`; one that looks at all parameters at once (LBFGS, SAM) is refused.
-- FullyShard: one optimizer for two models that name a tensor alike (build one for each); `OffloadedOptimizer` (pass
-  `offload=True`); a state saved or loaded inside of `summon()` or of forward.
+- FullyShard: one optimizer for two models that name a tensor alike (build one for each); a state saved or
+  loaded inside of `summon()` or of forward.
+- Offload of the optimizer alone: `FullyShard(offload=True)` keeps shards, gradients and state in the host's memory.
 - `build_sharded`: start values from anything else than a seed and each weight's name.
 - Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
   and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part.

@@ -141,7 +141,7 @@ class SendInBackward(Generic[Slots]):
 
 
 def refuse_second(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters whose gradients another technique sends: they would be sent and divided twice.
+    """Refuse parameters whose gradients a different technique sends: they would be sent and divided twice.
 
     Raises:
         ValueError: on every rank that built the same techniques.

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -54,13 +52,11 @@ class Split:
 
         Shapes: full [..., D, ...] -> [..., D/t, ...]; D is the sum of the sections
         """
-        parts = []
-        for section in full.split(self.sections, self.dim):
-            missing = -section.shape[self.dim] % num_ranks
-            if missing:
-                section = F.pad(section.movedim(self.dim, -1), (0, missing)).movedim(-1, self.dim)
-            parts.append(section.chunk(num_ranks, self.dim)[rank])
-        return torch.cat(parts, self.dim).contiguous()
+        slab = self.slab(num_ranks, rank)
+        own = full.new_zeros(slab.shape(full.shape))
+        for here, there in slab.pairs(own, full):
+            here.copy_(there)
+        return own
 
     def slab(self, num_ranks: int, rank: int) -> Slab:
         """Return which ranges of the whole tensor this rank's part is made of, and where it is filled up."""
@@ -81,13 +77,11 @@ class Split:
 
         Shapes: parts [..., D/t, ...] -> [..., D, ...]
         """
-        widths = [-(-size // len(parts)) for size in self.sections]
-        by_section = zip(*(part.split(widths, self.dim) for part in parts), strict=True)
-        whole = [
-            torch.cat(pieces, self.dim).narrow(self.dim, 0, size)
-            for pieces, size in zip(by_section, self.sections, strict=True)
-        ]
-        return torch.cat(whole, self.dim)
+        whole = parts[0].new_empty(self.whole_shape(parts[0].shape))
+        for rank, part in enumerate(parts):
+            for here, there in self.slab(len(parts), rank).pairs(part, whole):
+                there.copy_(here)
+        return whole
 
 
 def splits_of(model: nn.Module) -> dict[str, Split]:

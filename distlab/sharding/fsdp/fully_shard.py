@@ -266,8 +266,7 @@ class FullyShard(NotCopied, nn.Module):
         Raises:
             NotFiniteError: on every rank: a gradient is NaN or infinite.
         """
-        named = [(f"unit {unit.name or 'root'}", unit.shard) for unit in self.units]
-        return clip_shards_(named, max_norm, self.group, self.cut, check_finite=check_finite)
+        return clip_shards_(self.shards.named_parameters(), max_norm, self.group, self.cut, check_finite=check_finite)
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[nn.Module]:

@@ -24,7 +24,6 @@ from distlab.blocks.modules.moved import NotHere
 from distlab.blocks.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.freed import FreedParameter, refuse_others
-from distlab.sharding.fsdp.prefetch import SubmoduleUnits
 
 Views = list[tuple[Tensor, ...]]
 
@@ -40,7 +39,7 @@ class ForwardCall:
         self.task = -1  # the backward pass in which it ran last
         self.remaining: set[object] = set()
         self.versions = [unit.shard._version for unit in watched.units]
-        self.ended: list[SubmoduleUnits] = []
+        self.ended: list[WatchedModule] = []
         self.place = 0
 
     def begin_backward(self, views: Views) -> None:
@@ -98,10 +97,12 @@ class Running(NamedTuple):
     versions: list[int]
 
 
-class WatchedModule(SubmoduleUnits):
+class WatchedModule:
     """The hooks of one submodule that is a unit, or of the root.
 
     Attributes:
+        name: of the submodule; "" is the root.
+        units: gathered and freed together: one, and one more where parameters are frozen.
         module: itself.
         model: the `FullyShard` that it is a part of.
         open: calls whose backward has begun and is not done.
@@ -109,8 +110,7 @@ class WatchedModule(SubmoduleUnits):
     """
 
     def __init__(self, name: str, module: nn.Module, units: list[Unit], model: Any) -> None:
-        super().__init__(name, units)
-        self.module, self.model = module, model
+        self.name, self.units, self.module, self.model = name, units, module, model
         self.open = 0
         self.stays = False
         self._calls: list[Running] = []
@@ -128,6 +128,22 @@ class WatchedModule(SubmoduleUnits):
     def is_busy(self) -> bool:
         """Whether a call of the unit runs, forward or backward."""
         return bool(self._calls or self.open)
+
+    def start_gather(self) -> None:
+        """Begin to make the units whole; do not wait."""
+        for unit in self.units:
+            unit.start_gather()
+
+    def finish_gather(self) -> None:
+        """Make the units whole."""
+        self.start_gather()
+        for unit in self.units:
+            unit.finish_gather()
+
+    def free(self) -> None:
+        """Free the whole parameters of the units."""
+        for unit in self.units:
+            unit.free()
 
     def show(self, views: Sequence[Sequence[Any]]) -> None:
         """Put tensors where the modules look for their parameters."""

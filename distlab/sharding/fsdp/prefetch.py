@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,37 +25,8 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.sharding.fsdp.flat_unit import Unit
 
-
-class SubmoduleUnits:
-    """The units of one submodule: one, and one more where parameters are frozen.
-
-    Attributes:
-        name: of the submodule; "" is the root.
-        units: gathered and freed together.
-    """
-
-    def __init__(self, name: str, units: list[Unit]) -> None:
-        self.name, self.units = name, units
-
-    def start_gather(self) -> None:
-        """Begin to make the units whole; do not wait."""
-        for unit in self.units:
-            unit.start_gather()
-
-    def finish_gather(self) -> None:
-        """Make the units whole."""
-        self.start_gather()
-        for unit in self.units:
-            unit.finish_gather()
-
-    def free(self) -> None:
-        """Free the whole parameters of the units."""
-        for unit in self.units:
-            unit.free()
-
-    def settle(self) -> None:
-        """Free the units, unless they are still in use."""
-        self.free()
+if TYPE_CHECKING:
+    from distlab.sharding.fsdp.hooks import WatchedModule
 
 
 class Order:
@@ -68,14 +39,14 @@ class Order:
         thread: in which this pass began; None outside of a pass.
     """
 
-    def __init__(self, wrapped: list[SubmoduleUnits], prefetch: int, group: ProcessGroup | None) -> None:
+    def __init__(self, wrapped: list[WatchedModule], prefetch: int, group: ProcessGroup | None) -> None:
         self.prefetch, self.group = prefetch, group
-        self.begun: list[SubmoduleUnits] = []
-        self.ended: list[SubmoduleUnits] = []
+        self.begun: list[WatchedModule] = []
+        self.ended: list[WatchedModule] = []
         self.thread: int | None = None
         self._in_pass = False
         self._expected = wrapped
-        self._ahead: list[SubmoduleUnits] = []  # of the units expected in this pass, those that have not begun
+        self._ahead: list[WatchedModule] = []  # of the units expected in this pass, those that have not begun
         self._nodes: deque[tuple[str, Any]] = deque(maxlen=256 * len(wrapped))  # of the graph, with the unit's name
         self._compared: set[int] = set()  # backward passes
         self._awaits_backward = False
@@ -85,7 +56,7 @@ class Order:
         self.begun, self.ended, self._in_pass, self._ahead = [], [], True, [*self._expected]
         self.thread = threading.get_ident()
 
-    def begin(self, one: SubmoduleUnits) -> list[SubmoduleUnits]:
+    def begin(self, one: WatchedModule) -> list[WatchedModule]:
         """Note that a unit's forward begins; return those to gather ahead.
 
         Sends nothing while the order is that of the last pass. After the first difference: what the old order has left
@@ -103,7 +74,7 @@ class Order:
         del self._ahead[:1]
         return self._ahead[: self.prefetch]
 
-    def end(self, one: SubmoduleUnits) -> tuple[list[SubmoduleUnits], int]:
+    def end(self, one: WatchedModule) -> tuple[list[WatchedModule], int]:
         """Note that a unit's forward ends; return the list of those that ended, and its place there."""
         if not self._in_pass:
             return [], 0

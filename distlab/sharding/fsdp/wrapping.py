@@ -58,44 +58,26 @@ def automatic_units(module: nn.Module) -> list[str]:
 
 
 def chosen_units(module: nn.Module, choice: Choice) -> list[str]:
-    """Return the names of the submodules that a caller chose.
+    """Return the names of the submodules that a caller chose; what owns no parameters is passed by.
 
     Args:
         module: the model.
-        choice: names, or classes, patterns and functions as in `modules.blocks.find_blocks`; those pass by what owns
-            no parameters.
+        choice: names, classes, patterns and functions as in `modules.blocks.find_blocks`; [] chooses none.
 
     Raises:
-        ValueError: a choice of nothing; a name that comes twice, that no submodule has, or whose submodule owns no
-            parameters or has no forward.
+        ValueError: a choice of nothing, of what owns no parameters, or of a module that has no forward.
     """
-    is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
-    names: list[str] = []
-    for one in choice if is_list else [choice]:  # type: ignore[union-attr]
-        if isinstance(one, str) and not set(one) & set("*?["):
-            names.append(one)
-            continue
-        found = find_blocks(module, one)
-        owners = [name for name, part in found.items() if _owns(part)]
-        names += [name for name in owners or found if name not in names]
-    known = dict(module.named_modules())
+    each = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else [choice]
+    found = {name: part for one in each for name, part in find_blocks(module, one).items()}
+    names = [name for name, part in found.items() if _owns(part)]
+    if found and not names:
+        raise ValueError(f"units: {[*found]} owns no parameters, so there is nothing to gather; leave it out")
     for name in names:
-        if name == ROOT or name not in known:
-            near = [one for one in known if one and one.split(".")[-1] == name.split(".")[-1]] or list(known)[1:6]
-            raise ValueError(f"units: {name!r} is not a submodule; there are {', '.join(near)}, ...")
-        if not _owns(known[name]):
+        if not is_called(found[name]):
             raise ValueError(
-                f"units: {name!r} ({type(known[name]).__name__}) owns no parameters, so there is nothing to gather; "
-                "leave it out"
-            )
-        if not is_called(known[name]):
-            raise ValueError(
-                f"units: {name!r} ({type(known[name]).__name__}) is never called, and a unit is gathered when it is; "
+                f"units: {name!r} ({type(found[name]).__name__}) is never called, and a unit is gathered when it is; "
                 f"name its items: '{name}.*'"
             )
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"units: {', '.join(twice)} named twice; name each submodule once")
     return names
 
 

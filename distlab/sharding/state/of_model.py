@@ -26,23 +26,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.modules.named_parts import PARAMETER, SavedPart, SavedShard, whole_shard
+from distlab.blocks.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.comm import agree
 from distlab.comm.together import together
+from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.parts import (
     Optimizer,
-    OwnPieces,
     SavedInShards,
-    by_names,
+    gather_optimizer,
     gather_parts,
     is_kept,
-    optimizer_state,
     prepare,
+    prepare_optimizer,
     read_shards,
     save_parts,
 )
@@ -52,11 +51,8 @@ Result = TypeVar("Result")
 
 def pieces_of(model: FullyShard) -> OwnPieces:
     """Return what this rank holds: pieces of all units."""
-    layouts = [(unit.layout, unit.shard.dtype) for unit in model.units]
-    tensors = {
-        name: (shape, dtype) for one, dtype in layouts for name, shape in zip(one.names, one.shapes, strict=True)
-    }
-    return OwnPieces([piece for unit in model.units for piece in unit.shard.pieces], tensors, model.cut)
+    held = [(unit.layout, unit.shard.dtype, unit.shard.pieces) for unit in model.units]
+    return OwnPieces.of(held, model.cut, model.group)
 
 
 def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -178,8 +174,8 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     """
     keeps = is_kept("full_state_dict", model.group, to_rank)
     aliases, buffers = _state_of(model)
-    parts, _ = save_parts(pieces_of(model), None, parameters=True)
-    whole = _gather(model, parts, keeps=keeps)
+    own = pieces_of(model)
+    whole = gather_parts(save_parts(own, None, parameters=True)[0], own.together, own.groups, keeps=keeps)
     if not keeps:
         return {}
     found = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()} | _copied(buffers)
@@ -200,12 +196,8 @@ def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: in
     Raises:
         ValueError: on every rank: the optimizer is of a different model, or keeps what belongs to no element.
     """
-    keeps = is_kept("full_optimizer_state", model.group, to_rank)
-    parts, groups = refuse_together(
-        model, "gather the optimizer's state", lambda: save_parts(pieces_of(model), optimizer, parameters=False)
-    )
-    whole = _gather(model, parts, keeps=keeps)
-    return optimizer_state(whole, groups or (), _names_in_groups(model, optimizer)) if keeps else {}
+    names = _names_in_groups(model, optimizer)
+    return gather_optimizer(pieces_of(model), optimizer, names, "full_optimizer_state", to_rank) or {}
 
 
 def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None:
@@ -231,19 +223,13 @@ def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Ma
     Raises:
         ValueError: on every rank: the state is of a different model, or the optimizer has other groups.
     """
-
-    def look() -> Callable[[], None]:
-        own = pieces_of(model)
-        kept, groups = by_names(state, _names_in_groups(model, optimizer))
-        return prepare(own, optimizer, [whole_shard(kept, groups, own.whole_shapes())], parameters=False)
-
     agree(["load_full_optimizer_state"], model.group, what="load_full_optimizer_state")
-    refuse_together(model, "load the optimizer's state", look)()
-
-
-def _gather(model: FullyShard, parts: Mapping[str, SavedPart], *, keeps: bool) -> dict[str, SavedPart]:
-    groups: list[ProcessGroup | None] = [model.group, *([] if model.cut.group is None else [model.cut.group])]
-    return gather_parts(parts, [unit.layout.names for unit in model.units], groups, keeps=keeps)
+    names = _names_in_groups(model, optimizer)
+    refuse_together(
+        model,
+        "load the optimizer's state",
+        lambda: prepare_optimizer(pieces_of(model), optimizer, names, state),
+    )()
 
 
 def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,36 +28,19 @@ from distlab.blocks.modules.named_parts import (
     check_saves,
     check_tensors,
     per_element,
+    whole_shard,
 )
 from distlab.comm import agree
 from distlab.comm.agree import group_device
+from distlab.comm.together import together
 from distlab.sharding.calls import gather_into
-from distlab.sharding.cut_layers import CutLayers
+from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.step import on_pieces
 from distlab.sharding.part import OwnPiece
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, dict[str, Any]]  # by tensor name, what an optimizer keeps of it
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names of tensors
-Kind = tuple[tuple[int, ...], torch.dtype]
-
-
-class OwnPieces(NamedTuple):
-    """What a rank holds of a model.
-
-    Attributes:
-        pieces: as its optimizer updates them; at most one of a tensor.
-        tensors: by name, shape and type of all tensors of which ranks hold pieces, as this tensor rank has them.
-        cut: what of the model tensor ranks hold parts of.
-    """
-
-    pieces: Sequence[OwnPiece]
-    tensors: Mapping[str, Kind]
-    cut: CutLayers
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole model's tensors."""
-        return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
 
 
 def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], State]:
@@ -404,22 +387,48 @@ def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None
     return found
 
 
-def optimizer_state(whole: Mapping[str, SavedPart], groups: Groups, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it.
+def gather_optimizer(
+    own: OwnPieces, optimizer: Optimizer, names: Sequence[Sequence[str]], what: str, to_rank: int | None
+) -> dict[str, Any] | None:
+    """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it; all ranks call this.
 
     Args:
-        whole: of `gather_parts`.
-        groups: the optimizer's options.
+        own: what this rank holds.
+        optimizer: updates it.
         names: of the tensors of each group, in the order of one process.
+        what: the name of the call.
+        to_rank: the only rank of the group that wants it, or None: others get None.
+
+    Raises:
+        ValueError: on every rank: ranks make different calls, or a rank's optimizer keeps what cannot be cut.
     """
+    keeps = is_kept(what, own.group, to_rank)
+    kept: list[Any] = []
+    together(lambda: kept.append(save_parts(own, optimizer, parameters=False)), own.group, what=what)
+    parts, groups = kept[0]
+    whole = gather_parts(parts, own.together, own.groups, keeps=keeps)
+    if not keeps:
+        return None
     state = {name: {key: value.view(one.shape) for key, value in one.values.items()} for name, one in whole.items()}
     return {
-        "state": {name: state[name] | copy.deepcopy(dict(whole[name].numbers)) for own in names for name in own},
+        "state": {name: state[name] | copy.deepcopy(dict(whole[name].numbers)) for its in names for name in its},
         "param_groups": [
-            {**{key: value for key, value in one.items() if key != "names"}, "params": list(own)}
-            for one, own in zip(groups, names, strict=True)
+            {**{key: value for key, value in one.items() if key != "names"}, "params": list(its)}
+            for one, its in zip(groups, names, strict=True)
         ],
     }
+
+
+def prepare_optimizer(
+    own: OwnPieces, optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Take this rank's part out of what `gather_optimizer` or a plain optimizer gave; return what loads it.
+
+    Raises:
+        ValueError: the state is of other parameters, shapes or groups; nothing has changed.
+    """
+    kept, groups = by_names(state, names)
+    return prepare(own, optimizer, [whole_shard(kept, groups, own.whole_shapes())], parameters=False)
 
 
 def by_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> tuple[State, list[dict[str, Any]]]:

@@ -19,7 +19,7 @@ Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradients.flat_gradients import refuse_second
 from distlab.blocks.gradients.gradient_status import find_faults
 from distlab.blocks.modules.moved import NotCopied
+from distlab.blocks.modules.named_parts import apart, per_element
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
 from distlab.comm import agree
@@ -39,11 +40,11 @@ from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
 from distlab.sharding.part import SCALER, OwnPiece
-from distlab.sharding.zero.offload import MakeOptimizer
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CHANGED = (
     "pieces were changed outside of step(), and other ranks have other values of these parameters now. An optimizer "
     "around this one (Lookahead, SAM) does so: build it in make_optimizer, as an Optimizer whose step() does both, or "
@@ -338,22 +339,17 @@ def group_pieces(
             "the module's own that require a gradient"
         )
     names = [[known[id(parameter)] for parameter in group] for group in groups]
+    shapes = {name: parameter.shape for name, parameter in named}
+    early = {name: optimizer.state.pop(one) for name, one in named if one in optimizer.state}  # Adagrad's, once built
+    keys = per_element(early, shapes)
+    for name, state in early.items():
+        if name in own:
+            piece, (rows, numbers) = own[name], apart(state, shapes[name], keys)
+            cut = {key: row[piece.start : piece.stop].view_as(piece.parameter).clone() for key, row in rows.items()}
+            optimizer.state[piece.parameter] = cut | numbers
     for group, members in zip(groups, names, strict=True):
-        for name, whole in zip(members, list(group), strict=True):
-            state = optimizer.state.pop(whole, None)
-            if state and name in own:  # Adagrad makes its state when it is built
-                optimizer.state[own[name].parameter] = _cut(state, whole, own[name])
         group[:] = [own[name].parameter for name in members if name in own]
     return optimizer, names
-
-
-def _cut(state: Mapping[str, Any], whole: Tensor, piece: OwnPiece) -> dict[str, Any]:
-    return {
-        key: value.reshape(-1)[piece.start : piece.stop].reshape(piece.parameter.shape).clone()
-        if isinstance(value, Tensor) and value.shape == whole.shape and value.dim() > 0
-        else value
-        for key, value in state.items()
-    }
 
 
 def check_by_element(optimizer: torch.optim.Optimizer, split: str) -> None:

@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.modules.named_parts import SavedShard, whole_shard
-from distlab.sharding.cut_layers import CutLayers
+from distlab.blocks.modules.named_parts import SavedShard
+from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.state.parts import (
-    OwnPieces,
     SavedInShards,
-    by_names,
-    gather_parts,
-    is_kept,
-    optimizer_state,
+    gather_optimizer,
     prepare,
+    prepare_optimizer,
     save_parts,
 )
 from distlab.sharding.zero.shard_bucket import ShardBucket
@@ -77,11 +74,7 @@ class SavesShards(SavedInShards):
         Shapes: pieces -> moments in the parameter's whole shape, in host memory.
         Cost: one all-gather per bucket of all moments; where layers are cut, one more over the tensor ranks.
         """
-        keeps = is_kept("full_state_dict", self.group, to_rank)
-        parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
-        ranks = [self.group, *([] if self.cut.group is None else [self.cut.group])]
-        whole = gather_parts(parts, [bucket.names for bucket in self.buckets], ranks, keeps=keeps)
-        return optimizer_state(whole, groups or (), self.group_names) if keeps else None
+        return gather_optimizer(self._pieces(), self.optimizer, self.group_names, "full_state_dict", to_rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.
@@ -92,8 +85,7 @@ class SavesShards(SavedInShards):
         Raises:
             ValueError: the state is of other parameters or shapes; nothing was loaded then. The same on every rank.
         """
-        state, groups = by_names(state_dict, self.group_names)
-        self.prepare_shards([whole_shard(state, groups, self._pieces().whole_shapes())])()
+        self._taking(prepare_optimizer(self._pieces(), self.optimizer, self.group_names, state_dict))()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
         """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
@@ -101,8 +93,9 @@ class SavesShards(SavedInShards):
         Raises:
             ValueError: they do not fit, or shards are missing.
         """
-        take = prepare(self._pieces(), self.optimizer, saved, parameters=False)
+        return self._taking(prepare(self._pieces(), self.optimizer, saved, parameters=False))
 
+    def _taking(self, take: Callable[[], None]) -> Callable[[], None]:
         def taking() -> None:
             take()
             self._note_values()  # whoever loads a state loads the parameters too, on all ranks
@@ -114,8 +107,5 @@ class SavesShards(SavedInShards):
         self._versions = [bucket.whole._version for bucket in self.buckets]
 
     def _pieces(self) -> OwnPieces:
-        layouts = [(bucket.layout, bucket.kind[0]) for bucket in self.buckets]
-        tensors = {
-            name: (shape, dtype) for one, dtype in layouts for name, shape in zip(one.names, one.shapes, strict=True)
-        }
-        return OwnPieces([piece for bucket in self.buckets for piece in bucket.pieces], tensors, self.cut)
+        held = [(bucket.layout, bucket.kind[0], bucket.pieces) for bucket in self.buckets]
+        return OwnPieces.of(held, self.cut, self.group)

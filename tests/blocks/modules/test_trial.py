@@ -48,12 +48,23 @@ def look(value, seen=None):
 
 
 class TwoNames(nn.Module):
+    """A layer and a weight under two names, and hooks that take themselves off."""
+
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.second = self.first
-        self.second_weight = self.first.weight
+        self.second, self.second_weight, self.outside = self.first, self.first.weight, []
         self.plain = [nn.Parameter(torch.randn(4))]
+        self.handle = self.first.register_forward_hook(partial(self.scale, factor=2.0))
+        self.first.register_forward_pre_hook(self.once)
+
+    def once(self, module, inputs):
+        self.handle.remove()
+        module._forward_pre_hooks.clear()
+
+    def scale(self, module, inputs, output, factor):
+        self.outside.append(output)
+        return output * factor
 
     def forward(self, x):
         return self.second(self.first(x)) @ self.second_weight
@@ -65,7 +76,7 @@ class Caches(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.mask, self.by_length, self.seen, self.last = None, {}, [], collections.deque(maxlen=2)
+        self.mask, self.by_length, self.seen = None, {}, collections.deque(maxlen=2)
         self.register_buffer("table", None)
 
     def forward(self, x):
@@ -77,7 +88,6 @@ class Caches(nn.Module):
             self.late = nn.Parameter(self.mask * 4)
         y = self.layer(x) * self.mask + self.by_length["mask"] + self.late
         self.seen.append(y)
-        self.last.append(y.detach())
         return y + self.table + self.more
 
 
@@ -87,13 +97,12 @@ class Counts(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.own = nn.BatchNorm1d(4), torch.Generator().manual_seed(1)
-        self.calls, self.ids, self.numbers, self.tally = 0, itertools.count(), np.zeros(3), collections.Counter()
+        self.calls, self.ids, self.numbers = 0, itertools.count(), np.zeros(3)
         self.tables, self.to_drop = nn.ModuleList([nn.Embedding(4, 4, max_norm=0.1)]), nn.Linear(1, 1)
 
     def forward(self, x):
         self.calls += 1
         self.numbers += next(self.ids)
-        self.tally["calls"] += 1
         x = x + torch.rand(1, generator=self.own).to(x) + np.random.rand() + torch.rand(1).to(x)
         x = self.norm(x) + self.tables[0](torch.zeros(1, dtype=torch.long, device=x.device))
         self.norm.momentum, self.norm.weight.requires_grad = 0.5, False
@@ -101,27 +110,6 @@ class Counts(nn.Module):
         self.tables.append(nn.Linear(1, 1))
         self.norm.eval()
         return x
-
-
-class Hooked(nn.Module):
-    """Hooks that write to lists, take themselves off, and belong to the module."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.other, self.outside = nn.Linear(4, 4), nn.Linear(4, 4), []
-        self.layer.register_forward_pre_hook(self.once)
-        self.handle = self.other.register_forward_hook(partial(self.scale, factor=2.0))
-
-    def once(self, module, inputs):
-        self.handle.remove()
-        module._forward_pre_hooks.clear()
-
-    def scale(self, module, inputs, output, factor):
-        self.outside.append(output)
-        return output * factor
-
-    def forward(self, x):
-        return self.layer(self.other(x))
 
 
 class Raises(Caches):
@@ -139,10 +127,6 @@ class ReadsNumbers(Counts):
         return y if x.sum().item() >= 0 else y + 1
 
 
-def recurrent():
-    return nn.LSTM(4, 4)
-
-
 def normed():
     """Weights that hooks or parametrizations compute; one has run and holds a tensor that is part of a graph."""
     with pytest.warns(FutureWarning):
@@ -158,7 +142,7 @@ def attempt(module, device):
         return error
 
 
-@pytest.mark.parametrize("kind", [TwoNames, Caches, Counts, Hooked, recurrent, normed, ReadsNumbers, Raises])
+@pytest.mark.parametrize("kind", [TwoNames, Caches, Counts, normed, ReadsNumbers, Raises])
 def test_a_trial_changes_nothing_at_all(kind):
     torch.manual_seed(0)
     module = kind()
@@ -169,7 +153,6 @@ def test_a_trial_changes_nothing_at_all(kind):
         if (kind, device) in ((Raises, META), (Raises, CPU), (ReadsNumbers, META)):
             assert isinstance(made, ArithmeticError | RuntimeError)
         else:
-            made = made[0] if isinstance(made, tuple) else made
             assert made.device == device
             assert made.requires_grad
         assert look(module) == before
