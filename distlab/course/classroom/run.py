@@ -67,16 +67,14 @@ def grade_all(
         KeyboardInterrupt: after the running submissions were ended; results so far are kept.
     """
     results.mkdir(parents=True, exist_ok=True)
-    ending, code = threading.Event(), hashlib.sha256()
-    for path in sorted([*lesson.folder.glob("*.py"), *lesson.folder.glob("checks/*.py")]):
-        code.update(path.name.encode() + b"\0" + path.read_bytes())
+    ending, code = threading.Event(), _digest_of(lesson)
 
     def grade(one: Submission) -> tuple[Grade, bool]:
         try:
             data = one.path.read_bytes() if one.path else b""
         except OSError as error:  # the others are graded
             return grade_of(one, lesson, (), f"{one.path} cannot be read ({error.strerror})"), True
-        key = "/".join((version(), code.hexdigest()[:16], hashlib.sha256(data).hexdigest(), str(seed)))
+        key = "/".join((version(), code, hashlib.sha256(data).hexdigest(), str(seed)))
         kept = results / f"{one.student}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none is there, or it is damaged
             if (found := json.loads(kept.read_text(encoding="utf-8")))["key"] == key and not one.problem:
@@ -104,6 +102,14 @@ def grade_all(
         finally:
             ending.set()
             pool.shutdown(cancel_futures=True)
+
+
+def _digest_of(lesson: Lesson) -> str:
+    """Return a digest of all that decides a verdict in a lesson's folder."""
+    code = hashlib.sha256()
+    for path in sorted([*lesson.folder.glob("*.py"), *lesson.folder.glob("checks/*.py")]):
+        code.update(path.name.encode() + b"\0" + path.read_bytes())
+    return code.hexdigest()[:16]
 
 
 def grade_of(submission: Submission, lesson: Lesson, lines: Sequence[dict[str, Any]], stopped: str) -> Grade:
