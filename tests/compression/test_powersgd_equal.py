@@ -1,19 +1,16 @@
-"""PowerSGD gives the gradients of torch's hook at equal settings, and at full rank those of one process."""
+"""PowerSGD gives the gradients of torch's hook at equal settings."""
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression import PowerSGD
-from distlab.data_parallel import DataParallel, loss_weight, train_step
 from distlab.rng import generator
 
 SHAPES = ((24, 20), (24,), (24, 20), (24,), (9, 4, 3), (7,), (24, 20), (30, 6), (2, 3))
@@ -98,38 +95,3 @@ def test_gradients_are_those_of_torchs_hook(world_size):
     cases = [(1, True, True), (2, True, True), (3, True, True), (3, False, True), (2, True, False)]
     result = {case: beside_torch(*case) for case in cases}
     assert all(difference <= 1e-10 for difference in result.values()), result
-
-
-def train(hook, optimizer_name):
-    """Ten updates of a small network with batches that no number of ranks divides."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    torch.manual_seed(3 + rank)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4)).double()
-    synchronize = None
-    if hook is not None:
-        synchronize = DataParallel(model, bucket_bytes=800, first_bucket_bytes=300, hook=hook).synchronize
-    make = {"sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=1e-3)}
-    optimizer = make[optimizer_name](model.parameters())
-    for step in range(10):
-        source = generator(1, 0, f"batch {step}")
-        inputs, targets = (torch.randn(7, width, generator=source, dtype=torch.float64) for width in (6, 4))
-        mine = slice(rank, None, world_size)
-        weight = loss_weight(len(inputs[mine]), 7, world_size)
-        batch = (inputs[mine], targets[mine])
-        train_step(
-            model, optimizer, batch=batch, loss_fn=nn.functional.mse_loss, synchronize=synchronize, weight=weight
-        )
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-@pytest.mark.soak_where(world_size=(2, 4))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ten_updates_at_full_rank_equal_one_process(ranks, world_size):
-    def body():
-        return {name: train(PowerSGD(9, min_saving=1e-3), name) for name in ("sgd", "adam")}
-
-    alone = {name: train(None, name) for name in ("sgd", "adam")}
-    results = ranks(world_size).run(body)
-    for result in results:
-        assert all((result[name] - alone[name]).abs().max() <= 1e-10 for name in alone)
-        assert all(torch.equal(result[name], results[0][name]) for name in alone), "replicas differ"
