@@ -24,7 +24,8 @@ from distlab.data_parallel import (
     loss_weight,
     train_step,
 )
-from distlab.large_batch import LAMB
+from distlab.large_batch import LAMB, LARS, Trust
+from distlab.pipeline import Pipeline, find_tied, split_sequential
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,
@@ -201,6 +202,7 @@ class Row(NamedTuple):
 
 
 ROW_OPTIMIZERS = OPTIMIZERS | {
+    "lars": lambda parameters: LARS(parameters, 1.0, weight_decay=0.01, trust=Trust(coefficient=0.01)),
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "decayed": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "steady": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.01),
@@ -209,8 +211,8 @@ ROW_OPTIMIZERS = OPTIMIZERS | {
 
 def train(row, steps=range(10), state=None):
     """Train by a row, on from the states of model and optimizer if there are any; return the way with its numbers."""
-    task, rank = row.task, 0 if row.technique is one_process else dist.get_rank()
-    model = task.make(rank)
+    task, alone = row.task, row.technique is one_process or not dist.is_initialized()
+    model = task.make(0 if alone else dist.get_rank())
     if row.dtype != torch.float64:
         model.to(row.dtype)
     way = row.technique(model, ROW_OPTIMIZERS[row.optimizer])
@@ -231,10 +233,12 @@ def clipped_step(row, way, batch, weight):
     """Update once, from micro-batches."""
     parts = list(zip(*map(row.cut, batch), strict=True)) if row.cut else [batch]
     way.optimizer.zero_grad()
+    way.losses.append(0.0)
     for index, (x, y) in enumerate(parts):
         with way.no_sync() if index + 1 < len(parts) else nullcontext():
             loss = row.task.loss(way.model(x), y) * weight * len(x) / len(batch[0])
             (loss + row.task.more_loss(way.model) if row.task.more_loss else loss).backward()
+        way.losses[-1] += loss.item()
     if way.synchronize is not None:
         way.synchronize()
     if row.clip:
@@ -277,6 +281,27 @@ def assert_rows_equal_one_process(pool, rows):
             assert max((abs(a - b) for a, b in zip(norms, wanted_norms, strict=True)), default=0.0) <= bound, name
         assert {key for result in results for key in result[name][0]} == wanted.keys(), name
         assert row.clip is None or max(wanted_norms) > row.clip, f"{name}: nothing was clipped"
+
+
+def train_in_stages(row, schedule, steps=range(10), split=split_sequential, group=None):
+    """Train by a pipeline of all ranks; return it, this rank's stages, and the loss of each step."""
+    stages = split(row.task.make(0), schedule.num_stages)
+    own = {number: stages[number] for number, home in enumerate(schedule.home) if home == dist.get_rank(group)}
+    pipeline = Pipeline(own, schedule, group, loss=row.task.loss, tied=find_tied(stages))
+    optimizer, losses = ROW_OPTIMIZERS[row.optimizer](pipeline.parameters()), []
+    for step in steps:
+        pipeline.zero_grad()
+        losses.append(pipeline.step(*row.task.batch(step)))
+        optimizer.step()
+    return pipeline, own, losses
+
+
+def assert_stages_equal(own, expected, name=""):
+    """The stages of this rank are those parts of one process's model."""
+    state = {key: value for stage in own.values() for key, value in stage.state_dict().items()}
+    assert not any(value.is_meta for value in state.values()), name
+    assert difference(state, {key: expected[key] for key in state}) <= 1e-10, name
+    return state
 
 
 def same_everywhere(vector):
