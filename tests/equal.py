@@ -191,7 +191,7 @@ class Row(NamedTuple):
     """A way to train a task; a rank's samples may be cut into micro-batches, gradients clipped."""
 
     task: Task
-    optimizer: str
+    optimizer: str | Callable  # a name of those below, or what makes one of parameters
     technique: Callable = one_process
     dtype: torch.dtype = torch.float64
     cut: Callable | None = None
@@ -215,7 +215,7 @@ def train(row, steps=range(10), state=None):
     model = task.make(0 if alone else dist.get_rank())
     if row.dtype != torch.float64:
         model.to(row.dtype)
-    way = row.technique(model, ROW_OPTIMIZERS[row.optimizer])
+    way = row.technique(model, ROW_OPTIMIZERS.get(row.optimizer, row.optimizer))
     if state is not None:
         way.model.load_state_dict(state[0])
         way.optimizer.load_state_dict(state[1])
@@ -247,13 +247,13 @@ def clipped_step(row, way, batch, weight):
 
 
 @cache
-def trained_alone(row):
+def trained_alone(row, steps=10):
     """Train by a row of one process, with one thread as ranks have."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        way = train(row)
-        return way.state(), way.norms
+        way = train(row, range(steps))
+        return way.state(), way.norms, way.losses
     finally:
         torch.set_num_threads(before)
 
@@ -270,7 +270,7 @@ def assert_rows_equal_one_process(pool, rows):
     """
     results = pool.run(lambda: {name: outcome(row) for name, row in rows.items()})
     for name, row in rows.items():
-        wanted, wanted_norms = trained_alone(row.alone())
+        wanted, wanted_norms, _ = trained_alone(row.alone())
         bound = 1e-10 if row.dtype == torch.float64 and row.task is not MIXED else 1e-5
         first, first_norms = results[0][name]
         for state, norms in (result[name] for result in results):
