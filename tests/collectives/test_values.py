@@ -181,25 +181,22 @@ def test_ranks_are_counted_inside_the_group():
         assert torch.equal(collectives.ring_broadcast(mine.clone(), root, group), source)
 
 
-def on_a_mesh(num_machines, num_local):
-    rank = dist.get_rank()
-    machines = [[m * num_local + i for i in range(num_local)] for m in range(num_machines)]
-    local, _ = dist.new_subgroups_by_enumeration(machines)
-    cross, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
-    for length in LENGTHS:
-        for op in ("sum", "mean", "max"):
-            mine = own_data((length,), torch.float64, rank)
-            expected = reference(mine, op)
-            again = collectives.hierarchical_all_reduce(mine.clone(), local, cross, op=op)
-            got = collectives.hierarchical_all_reduce(mine, local, cross, op=op)
-            torch.testing.assert_close(got, expected)
-            assert torch.equal(got, again)
-            assert same_bits_everywhere(got)
-
-
 @pytest.mark.equality("collectives")
 @pytest.mark.soak_where(num_machines=(4,), num_local=(2,))
 @pytest.mark.soak_where(num_machines=(2,), num_local=(4,))
-@pytest.mark.parametrize(("num_machines", "num_local"), [(2, 2), (1, 4), (4, 1), (1, 1), (2, 4), (4, 2)])
-def test_hierarchical_equals_flat(ranks, num_machines, num_local):
-    ranks(num_machines * num_local).run(on_a_mesh, num_machines, num_local)
+@pytest.mark.parametrize(
+    ("world_size", "num_machines", "num_local"), [(4, 2, 2), (4, 1, 4), (4, 4, 1), (1, 1, 1), (8, 2, 4), (8, 4, 2)]
+)
+@pytest.mark.on_ranks
+def test_hierarchical_equals_flat(world_size, num_machines, num_local):
+    machines = [[m * num_local + i for i in range(num_local)] for m in range(num_machines)]
+    local, _ = dist.new_subgroups_by_enumeration(machines)
+    cross, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
+    for length, op in product(LENGTHS, ("sum", "mean", "max")):
+        mine = own_data((length,), torch.float64, dist.get_rank())
+        expected = reference(mine, op)
+        again = collectives.hierarchical_all_reduce(mine.clone(), local, cross, op=op)
+        got = collectives.hierarchical_all_reduce(mine, local, cross, op=op)
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(got, again)
+        assert same_bits_everywhere(got)

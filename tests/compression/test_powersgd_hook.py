@@ -1,11 +1,14 @@
-"""PowerSGD between ranks: what error feedback keeps, and the faults that it must name."""
+"""PowerSGD between ranks: the gradients of torch's hook, what error feedback keeps, and the faults that it names."""
 
 import re
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from refused import message
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket
@@ -47,6 +50,72 @@ def run_steps(hook, steps, dtype=torch.float32, first=0, num_buckets=2):
         for pending in [hook.start(bucket, None) for bucket in buckets]:
             pending.wait()
     return [bucket.buffer.clone() for bucket in buckets]
+
+
+class TorchBucket(NamedTuple):
+    """What torch's hook asks of a bucket of DDP, which needs no DDP."""
+
+    bucket: GradientBucket
+
+    def buffer(self):
+        return self.bucket.buffer
+
+    def gradients(self):
+        return list(self.bucket.gradients)
+
+    def index(self):
+        return self.bucket.index
+
+    def is_last(self):
+        return True
+
+
+class FromTorchsDraws(PowerSGD):
+    """The hook with the numbers that torch's hook draws, in torch's order."""
+
+    def _first_factors(self, index, memory):
+        if not hasattr(self, "draws"):
+            self.draws = np.random.RandomState(0)
+        torch.manual_seed(self.draws.randint(1_000_000_000))
+        drawn = [
+            torch.randn(1, batch.columns, batch.rank, dtype=torch.float64).flatten()
+            for batch in memory.layout.batches
+            for _ in range(batch.num_matrices)
+        ]
+        return torch.cat(drawn)
+
+
+def beside_torch(rank, feedback, warm):
+    start_step = 2
+    hook = FromTorchsDraws(rank, error_feedback=feedback, warm_start=warm, start_step=start_step)
+    state = PowerSGDState(
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=start_step,
+        use_error_feedback=feedback,
+        warm_start=warm,
+        random_seed=0,
+    )
+    ours, theirs = (gradient_bucket(shapes=SHAPES[:-1]) for _ in range(2))  # torch takes no number alone
+    differences, compressed = [], []
+    for step in range(7):
+        fill(ours, step)
+        fill(theirs, step)
+        hook.start(ours, None).wait()
+        theirs.buffer.copy_(powerSGD_hook(state, TorchBucket(theirs)).wait())
+        differences.append((ours.buffer - theirs.buffer).abs().max().item())
+        compressed.append((ours.buffer - mean_gradient(ours, step)).abs().max().item() > 1e-3)
+    assert compressed == [False] * start_step + [True] * 5
+    return max(differences)
+
+
+@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.on_ranks
+def test_gradients_are_those_of_torchs_hook(world_size):
+    cases = [(1, True, True), (2, True, True), (3, True, True), (3, False, True), (2, True, False)]
+    result = {case: beside_torch(*case) for case in cases}
+    assert all(difference <= 1e-10 for difference in result.values()), result
 
 
 @pytest.mark.on_ranks(2)

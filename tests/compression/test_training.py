@@ -8,6 +8,7 @@ from equal import (
     Row,
     Way,
     assert_rows_equal_one_process,
+    calls_of,
     net,
     own_samples,
     replicas,
@@ -17,6 +18,7 @@ from equal import (
 )
 from torch import nn
 
+from distlab.blocks.data import rank_slice
 from distlab.comm import recorded
 from distlab.compression import PlainTopK, PowerSGD, RandomK, TopK, make_hook
 from distlab.data_parallel import DataParallel, broadcast_parameters
@@ -110,3 +112,28 @@ def test_training_learns_with_every_compressor():
     for name, compression in COMPRESSIONS.items():
         losses = train(by(make_hook(compression), "plain"), range(50)).losses  # late gradients and momentum add up
         assert sum(losses[-5:]) < 0.5 * sum(losses[:5]), (name, losses[:5], losses[-5:])
+
+
+@pytest.mark.on_ranks(3)
+def test_plain_top_k_loses_nothing_and_sends_what_it_says():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = net(0, rare=False)
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    watched = model.entry.weight
+    plain, moved, seen = PlainTopK(parameters, 0.1), 0, 0
+    for step in range(5):
+        inputs, targets = (part[slice(*rank_slice(13, rank, world_size))] for part in thirteen(step))
+        model.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        seen = seen + watched.grad
+        sent = calls_of(plain.average)
+        moved = moved + watched.grad
+        torch.optim.SGD(parameters, lr=0.1).step()
+    owed = plain.memories[watched].clone()
+    kept = [max(1, round(0.1 * p.numel())) for p in parameters]
+    assert same_everywhere(moved)
+    assert [num_bytes for _, num_bytes in sent] == [8 * k for k in kept for _ in ("places", "values")]
+    assert owed.abs().max() > 0
+    for total in (owed, seen):
+        dist.all_reduce(total)
+    torch.testing.assert_close(moved + owed / world_size, seen / world_size)

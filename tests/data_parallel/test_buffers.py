@@ -59,27 +59,21 @@ def three_steps(case, layer, part):
 
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_forward_backward_and_running_statistics_equal_one_process(ranks, world_size):
-    sizes = PARTS[world_size]
-
-    def run():
-        rank = dist.get_rank()
-        part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        return [three_steps(case, convert_sync_batchnorm(make_layer(case)), part) for case in CASES]
-
-    results = ranks(world_size).run(run)
-    for index, case in enumerate(CASES):
-        expected = three_steps(case, make_layer(case), slice(None))
-        mine = [result[index] for result in results]
-        for name, value in expected.items():
-            if name.endswith("gradient"):  # of a parameter: each rank has that of its own samples
-                found = sum(result[name] for result in mine)
-            elif name.startswith(("output", "input", "eval")):
-                found = torch.cat([result[name] for result in mine])
+@pytest.mark.on_ranks
+def test_forward_backward_and_running_statistics_equal_one_process(world_size):
+    sizes, rank = PARTS[world_size], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    for case in CASES:
+        whole = three_steps(case, make_layer(case), slice(None))
+        for name, found in three_steps(case, convert_sync_batchnorm(make_layer(case)), part).items():
+            expected = whole[name]
+            if name.startswith(("output", "input", "eval")):
+                expected = expected[part]
+            elif name.endswith("gradient"):  # of a parameter: each rank has that of its own samples
+                dist.all_reduce(found)
             else:
-                found = mine[0][name]
-                assert all(torch.equal(found, result[name]) for result in mine), f"{case}: {name} differs by rank"
-            assert torch.allclose(found, value, rtol=0, atol=1e-10), f"{case}: {name}"
+                assert same_everywhere(found), f"{case}: {name} differs by rank"
+            assert torch.allclose(found, expected, rtol=0, atol=1e-10), f"{case}: {name}"
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,6 +1,7 @@
 """Experts split over ranks train like one process that holds them all, and send what they say."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -48,87 +49,59 @@ def tokens_of(rank, step=0):
     return torch.randn(num, HIDDEN, dtype=torch.float64, generator=generator(step, rank, "tokens"))
 
 
-def once(top_k, with_gradient):
-    """Run on each rank: one pass; return output and all gradients."""
-    layer = ExpertParallel.from_full(mixture(dist.get_rank(), top_k=top_k))  # rank 0's values win
-    x = tokens_of(dist.get_rank()).requires_grad_(with_gradient[dist.get_rank()])
-    y = layer(x)
-    (y.sin().sum() * dist.get_world_size() + BALANCE * layer.balance_loss).backward()
-    reduce_gradients(layer)
-    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return y.detach(), x.grad, found, layer.load, layer.total_load(), layer.balance_loss.item()
-
-
-def everything():
-    """Run on each rank what one world size is asked; return a name for each result."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for top_k in (1, 2):
-        found[f"once {top_k}"] = once(top_k, [True] * num_ranks)
-    found["some inputs"] = once(2, [other % 2 == 1 for other in range(num_ranks)])
-    layer = ExpertParallel.from_full(mixture(rank))
-    with recorded() as seen:
-        layer(tokens_of(rank, 1)).sum().backward()
-    found["bytes"] = {op: seen.records.payload_bytes(rank, op) for op in ("all_to_all", "all_reduce")}
-    found["all"] = seen.records.payload_bytes(rank)
-    found["calls"] = seen.records.rank(rank).num_calls()
-    found["rows"] = rows_here(layer, num_ranks)
-    return found
-
-
-def rows_here(layer, num_ranks):
-    """How many rows this rank's experts take of all ranks' tokens, and how many it sends."""
-    own = own_experts(EXPERTS, dist.get_rank(), num_ranks)
-    taken = layer.total_load().kept[own.start : own.stop]
-    return sum(layer.load.kept), sum(taken)
+def gradients_of(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def difference(one, other):
     return max((value - other[name]).abs().max().item() for name, value in one.items() if value.numel())
 
 
+def once(top_k, with_gradient):
+    """One pass: outputs, gradients and counts are those of one process that has all ranks' tokens."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layer = ExpertParallel.from_full(mixture(rank, top_k=top_k))  # rank 0's values win
+    x = tokens_of(rank).requires_grad_(with_gradient)
+    y = layer(x)
+    (y.sin().sum() * world_size + BALANCE * layer.balance_loss).backward()
+    reduce_gradients(layer)
+    whole = mixture(0, top_k=top_k)
+    inputs = [tokens_of(other).requires_grad_() for other in range(world_size)]
+    outputs = whole(torch.cat(inputs))
+    (outputs.sin().sum() + BALANCE * whole.balance_loss).backward()
+    assert torch.allclose(y, outputs.split([len(one) for one in inputs])[rank], rtol=0, atol=1e-12)
+    # each rank's loss is n times its part of the whole one, so that their mean is the whole one
+    assert not with_gradient or torch.allclose(x.grad / world_size, inputs[rank].grad, rtol=0, atol=1e-12)
+    assert difference(gradients_of(layer), gradients_of(whole)) <= 1e-12
+    assert layer.balance_loss.item() == pytest.approx(whole.balance_loss.item(), abs=1e-12)
+    assert layer.load.tokens == len(x)
+    assert layer.load.choices == layer.load.kept
+    assert layer.total_load() == whole.load
+    assert sum(whole.load.choices) == top_k * len(outputs)
+    return gradients_of(layer)
+
+
 @pytest.mark.equality("expert_parallel")
 @pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_split_experts_equal_one_process(ranks, world_size):
-    results = ranks(world_size).run(everything)
-    for top_k in (1, 2):
-        check_once([result[f"once {top_k}"] for result in results], top_k, world_size)
-    for result in results:
-        for one, other in zip(result["some inputs"][2].values(), result["once 2"][2].values(), strict=True):
-            assert torch.equal(one, other)  # whether inputs require gradients changes nothing else
-        check_bytes(result, world_size)
-
-
-def check_once(results, top_k, world_size):
-    layer = mixture(0, top_k=top_k)
-    inputs = [tokens_of(rank).requires_grad_() for rank in range(world_size)]
-    y = layer(torch.cat(inputs))
-    (y.sin().sum() + BALANCE * layer.balance_loss).backward()
-    expected = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    parts = y.split([len(x) for x in inputs])
-    for x, part, (found, gradient, gradients, load, total, loss) in zip(inputs, parts, results, strict=True):
-        assert torch.allclose(found, part, rtol=0, atol=1e-12)
-        # each rank's loss is n times its part of the whole one, so that their mean is the whole one
-        assert torch.allclose(gradient / world_size, x.grad, rtol=0, atol=1e-12)
-        assert difference(gradients, expected) <= 1e-12
-        assert loss == pytest.approx(layer.balance_loss.item(), abs=1e-12)
-        assert load.tokens == len(x)
-        assert load.choices == load.kept
-        assert total == layer.load
-        assert sum(total.choices) == top_k * len(y)
-
-
-def check_bytes(result, world_size):
-    if world_size == 1:
-        assert (result["all"], result["calls"]) == (0, 0)
-        return
-    sent, taken = result["rows"]
+@pytest.mark.on_ranks
+def test_split_experts_equal_one_process(world_size):
+    rank = dist.get_rank()
+    once(1, True)
+    for one, other in zip(once(2, True).values(), once(2, rank % 2 == 1).values(), strict=True):
+        assert torch.equal(one, other)  # whether inputs require gradients changes nothing else
+    layer = ExpertParallel.from_full(mixture(rank))
+    with recorded() as seen:
+        layer(tokens_of(rank, 1)).sum().backward()
+    own = own_experts(EXPERTS, rank, world_size)
+    rows = sum(layer.load.kept) + sum(layer.total_load().kept[own.start : own.stop])  # sent, and taken here
+    calls = [(call.op, call.num_bytes) for call in seen.records.rank(rank)]
     counts = 8 * (EXPERTS + 4 * world_size)
-    assert result["bytes"]["all_to_all"] == 2 * (sent + taken) * HIDDEN * 8 + counts
-    assert result["bytes"]["all_reduce"] == 8 * (2 * EXPERTS + 1)  # the balance loss, which no loss used
-    assert sum(result["bytes"].values()) == result["all"]
-    assert result["calls"] == 6
+    sums = [num_bytes for op, num_bytes in calls if op == "all_reduce"]
+    assert len(calls) == (6 if world_size > 1 else 0)
+    assert sum(num_bytes for _, num_bytes in calls) == (2 * rows * HIDDEN * 8 + counts + sum(sums) if calls else 0)
+    assert sum(sums) == (8 * (2 * EXPERTS + 1) if calls else 0)  # the balance loss, which no loss used
+    assert {op for op, _ in calls} <= {"all_to_all", "all_reduce"}
 
 
 def gpt(rank):
@@ -208,39 +181,29 @@ def test_training_repeats_bit_for_bit():
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def limited(num_steps=3):
-    """Run on each rank: a capacity that binds; return outputs, gradients and the count of what was dropped."""
+@pytest.mark.on_ranks(3)
+def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    whole = mixture(0, capacity_factor=0.6)
     layer = ExpertParallel.from_full(mixture(rank, capacity_factor=0.6), balance_over="rank")
-    outputs = []
-    for step in range(1, num_steps):
-        y = layer(tokens_of(rank, step))
-        outputs.append(y.detach())
-        (y.square().sum() * num_ranks + layer.balance_loss).backward()
+    loads = {}
+    for step, other in product((1, 2), range(num_ranks)):
+        wanted = whole(tokens_of(other, step))
+        (wanted.square().sum() + whole.balance_loss / num_ranks).backward()
+        loads[step, other] = whole.load
+        if other == rank:
+            y = layer(tokens_of(rank, step))
+            assert torch.allclose(y, wanted, rtol=0, atol=1e-12)
+            (y.square().sum() * num_ranks + layer.balance_loss).backward()
     reduce_gradients(layer)
+    assert difference(gradients_of(layer), gradients_of(whole)) <= 1e-10
     with recorded() as seen, torch.no_grad():
         layer(tokens_of(rank, 1))
-    sent = seen.records.payload_bytes(rank, "all_to_all")
-    return outputs, {n: p.grad for n, p in layer.named_parameters()}, layer.load, layer.total_load(), sent
-
-
-def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens(ranks):
-    world_size, layer = 3, mixture(0, capacity_factor=0.6)
-    results = ranks(world_size).run(limited)
-    loads = {}
-    for step in (1, 2):
-        for rank in range(world_size):
-            y = layer(tokens_of(rank, step))
-            assert torch.allclose(results[rank][0][step - 1], y, rtol=0, atol=1e-12)
-            (y.square().sum() + layer.balance_loss / world_size).backward()
-            loads[rank, step] = layer.load
-    expected = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    own = [own_experts(EXPERTS, rank, world_size) for rank in range(world_size)]
-    for rank, (_, gradients, load, total, sent) in enumerate(results):
-        assert difference(gradients, expected) <= 1e-10
-        assert load == loads[rank, 1]
-        assert load.dropped_choices > 0
-        assert total.dropped_choices == sum(loads[other, 1].dropped_choices for other in range(world_size))
-        assert total.dropped_tokens == sum(loads[other, 1].dropped_tokens for other in range(world_size))
-        taken = sum(total.kept[own[rank].start : own[rank].stop])
-        assert sent == (sum(load.kept) + taken) * HIDDEN * 8 + 8 * (EXPERTS + 4 * world_size)
+    total, every = layer.total_load(), [loads[1, other] for other in range(num_ranks)]
+    assert layer.load == loads[1, rank]
+    assert layer.load.dropped_choices > 0
+    assert total.dropped_choices == sum(load.dropped_choices for load in every)
+    assert total.dropped_tokens == sum(load.dropped_tokens for load in every)
+    own = own_experts(EXPERTS, rank, num_ranks)
+    rows = sum(layer.load.kept) + sum(total.kept[own.start : own.stop])
+    assert seen.records.payload_bytes(rank, "all_to_all") == rows * HIDDEN * 8 + 8 * (EXPERTS + 4 * num_ranks)

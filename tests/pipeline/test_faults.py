@@ -179,9 +179,7 @@ def test_what_is_raised_by_a_loss_a_shape_a_callback_or_an_evaluation_is_told_to
         stage.module.calls, stage.module.breaks = 0, ("F", 1) if number == 0 else None
     assert_told(lambda: pipeline.evaluate(inputs), "StageError: rank 0: stage 0 raised in 0F1")
     assert heard == [[ArithmeticError], [ZeroDivisionError]][dist.get_rank()], "whose failure it was"
-    assert_told(
-        lambda: pipeline.mean_loss(None), "ValueError: rank 1: mean_loss got None; pass what"
-    )
+    assert_told(lambda: pipeline.mean_loss(None), "ValueError: rank 1: mean_loss got None; pass what")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
