@@ -95,8 +95,9 @@ def alone(optimizer_name, dtype=torch.float64, clip=None, batches=1):
 class Net(torch.nn.Module):
     """A weight used twice, a frozen bias, a layer that some samples use; parameters of two types, if mixed."""
 
-    def __init__(self, rare=True, mixed=False, width=9):
+    def __init__(self, rare=True, mixed=False):
         super().__init__()
+        width = 9
         self.entry, self.head = torch.nn.Linear(6, width), torch.nn.Linear(width, 3)
         self.first, self.second = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
         self.second.weight = self.first.weight
@@ -211,8 +212,8 @@ ROW_OPTIMIZERS = OPTIMIZERS | {
 
 def train(row, steps=range(10), state=None):
     """Train by a row, on from the states of model and optimizer if there are any; return the way with its numbers."""
-    task, alone = row.task, row.technique is one_process or not dist.is_initialized()
-    model = task.make(0 if alone else dist.get_rank())
+    task, on_ranks = row.task, row.technique is not one_process and dist.is_initialized()
+    model = task.make(dist.get_rank() if on_ranks else 0)
     if row.dtype != torch.float64:
         model.to(row.dtype)
     way = row.technique(model, ROW_OPTIMIZERS.get(row.optimizer, row.optimizer))
@@ -283,11 +284,11 @@ def assert_rows_equal_one_process(pool, rows):
         assert row.clip is None or max(wanted_norms) > row.clip, f"{name}: nothing was clipped"
 
 
-def train_in_stages(row, schedule, steps=range(10), split=split_sequential, group=None):
+def train_in_stages(row, schedule, steps=range(10), split=split_sequential):
     """Train by a pipeline of all ranks; return it, this rank's stages, and the loss of each step."""
     stages = split(row.task.make(0), schedule.num_stages)
-    own = {number: stages[number] for number, home in enumerate(schedule.home) if home == dist.get_rank(group)}
-    pipeline = Pipeline(own, schedule, group, loss=row.task.loss, tied=find_tied(stages))
+    own = {number: stages[number] for number, home in enumerate(schedule.home) if home == dist.get_rank()}
+    pipeline = Pipeline(own, schedule, loss=row.task.loss, tied=find_tied(stages))
     optimizer, losses = ROW_OPTIMIZERS[row.optimizer](pipeline.parameters()), []
     for step in steps:
         pipeline.zero_grad()
